@@ -72,7 +72,8 @@ class DagrlSteps:
         from dagrl.bench.train_worker import TrainBenchWorker
         from dagrl.config import ClusterConfig
         from dagrl.run.cluster import ray_cluster
-        from dagrl.runtime.worker_group import Resources, WorkerGroup
+        from dagrl.runtime.actors import Resources
+        from dagrl.runtime.worker_group import WorkerGroup
 
         gpus = 1.0 if self.device == "cuda" else 0.0
         self._stack.enter_context(ray_cluster(ClusterConfig(num_cpus=max(4, os.cpu_count() or 4))))

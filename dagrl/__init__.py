@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from dagrl.rl.algorithm import Algorithm
     from dagrl.rl.token_losses import TokenBatch
     from dagrl.run.worker_protocols import GenerationWorker, RolloutTrainWorker, TrainWorker
+    from dagrl.runtime.actors import Resources
     from dagrl.runtime.arguments import Arguments
     from dagrl.runtime.codec import Codec, register_codec
     from dagrl.runtime.layout import ParallelLayout
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from dagrl.runtime.shapes import Batch, Bucket, Field
     from dagrl.runtime.static import Static
     from dagrl.runtime.worker import WorkerContext, in_warmup
-    from dagrl.runtime.worker_group import Resources, WorkerGroup
+    from dagrl.runtime.worker_group import WorkerGroup
 
 __all__ = [
     "Algorithm",
@@ -106,7 +107,8 @@ _MODULES = {
     "dagrl.runtime.shapes": ("Batch", "Bucket", "Field"),
     "dagrl.runtime.static": ("Static",),
     "dagrl.runtime.worker": ("WorkerContext", "in_warmup"),
-    "dagrl.runtime.worker_group": ("Resources", "WorkerGroup"),
+    "dagrl.runtime.actors": ("Resources",),
+    "dagrl.runtime.worker_group": ("WorkerGroup",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -52,6 +52,16 @@ def visible_gpus(present: Sequence[str]) -> list[str]:
     return found
 
 
+def device_index(assigned: Sequence[str], visible: str | None) -> int | None:
+    """Returns the index of the first GPU that Ray assigned, among those `visible` lists (None: all). None without a GPU.
+
+    Example: `device_index(["5"], "4,5")` is 1.
+    """
+    if not assigned:
+        return None
+    return visible.split(",").index(assigned[0]) if visible else int(assigned[0])
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """Bytes of a worker's GPU: free ones, all, and what each part of the worker's state takes."""

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from dagrl.config import ClusterConfig
 from dagrl.graphs.pipeline import pipeline_phase, split_microbatches
 from dagrl.run.cluster import ray_cluster
+from dagrl.runtime.actors import Resources
 from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.worker import WorkerContext, in_warmup
-from dagrl.runtime.worker_group import Resources, WorkerGroup
+from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 
 

@@ -75,7 +75,10 @@ class DyingVllmWorker(VllmWorker):
     """Generation worker 0 dies."""
 
     def setup(self, address: str) -> None:
+        running = self._engine is not None  # since before a `reset`
         super().setup(address)
+        if running:
+            return
         engine = self._require_engine()._engine
         step, self._steps = engine.step, 0
 

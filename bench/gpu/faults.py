@@ -92,6 +92,7 @@ def places_of(text: str) -> list[str]:
 
 def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES, deadline_s: float = 540.0) -> list[Fault]:
     """Runs both and returns each fault. Raises RunError if a run fails or is late."""
+    from dagrl.config import SparesConfig
     from dagrl.config.file import load_config
     from dagrl.config.settings import layouts
 
@@ -100,7 +101,7 @@ def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES
         workers = sum(layout.world_size for layout in layouts(config).values())
         for place in places:
             ask_for_death(Path(directory) / "deaths", place, DEATH_AT[place])
-        undisturbed = config.model_copy(update={"name": "undisturbed"})
+        undisturbed = config.model_copy(update={"name": "undisturbed", "spares": SparesConfig()})
         disturbed = config.model_copy(update={"name": "disturbed", "on_failure": "restart"})
         _run_all([undisturbed, with_dying_workers(disturbed)], Path(directory), workers, deadline_s)
         return [_fault(place, places, Path(directory)) for place in places]

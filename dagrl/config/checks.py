@@ -30,6 +30,7 @@ from dagrl.config.worker_checks import (
     check_delta,
     check_experts,
     check_shared_gpus,
+    check_spares,
 )
 from dagrl.errors import ConfigError, LayoutError, UserError
 
@@ -59,6 +60,7 @@ def check_settings(config: Config) -> None:
     check_communication(config)
     _check_models(config)
     check_experts(config)
+    check_spares(config)
 
 
 def _check_choices(config: Config) -> None:

@@ -307,6 +307,17 @@ class TimeoutConfig(Section):
         return Deadline(getattr(self, name), f"timeouts.{name}")
 
 
+class SparesConfig(Section):
+    """Spare processes, with `on_failure: restart`. A lost worker's place is taken by one that has imported everything."""
+
+    train: NonNegativeInt = 0
+    """Spare train processes on each host with train workers. Each takes about 0.5 GB of host memory and no GPU memory."""
+
+    generation: NonNegativeInt = 0
+    """Spare generation processes on each host with generation workers. Each takes about 1 GB of host memory and no GPU
+    memory."""
+
+
 class ExecutorConfig(Section):
     """How phases are executed."""
 
@@ -366,6 +377,9 @@ class Config(Section):
 
     max_restarts: PositiveInt = 3
     """Maximum number of restarts."""
+
+    spares: SparesConfig = SparesConfig()
+    """Spare processes for lost workers."""
 
     executor_cfg: ExecutorConfig = ExecutorConfig()
     """How phases are executed."""

@@ -11,6 +11,7 @@ from dagrl.config.settings import (
     is_colocated,
     layouts,
     sends_adapters,
+    sharing_roles,
     takes_turns,
     uses_reference,
 )
@@ -159,3 +160,28 @@ def check_experts(config: Config) -> None:
         raise ConfigError(
             f"policy.router_replay is true, but algorithm {config.algorithm!r} generates nothing to replay; set it to false"
         )
+
+
+def check_spares(config: Config) -> None:
+    """Checks that spare processes have a place to take."""
+    for role, count in config.spares:
+        reason, advice = _no_place(config, role) if count else ("", "")
+        if reason:
+            raise ConfigError(f"spares.{role} is {count}, but {reason}. {advice}, or spares.{role}=0")
+
+
+def _no_place(config: Config, role: str) -> tuple[str, str]:
+    """Why spares of a role would never be used, and what to set instead; two empty texts if they may be."""
+    if config.on_failure != "restart":
+        return "on_failure is 'stop': no worker is replaced", "Set on_failure=restart"
+    if role not in layouts(config):
+        return f"algorithm {config.algorithm} has no {role} workers", "Set another algorithm"
+    if role in sharing_roles(config):
+        return (
+            f"the GPUs of {role} workers are shared, and a restart starts all workers again",
+            "Give each role its own GPUs",
+        )
+    if config.cluster.gpus_per_worker not in (None, 0, 1):
+        share = f"cluster.gpus_per_worker is {config.cluster.gpus_per_worker:g}"
+        return f"{share}, and a spare takes over a whole GPU", "Set cluster.gpus_per_worker=1"
+    return "", ""

@@ -10,7 +10,8 @@ from dagrl.config.settings import layouts
 from dagrl.run.cluster import gpus_per_worker, ray_cluster
 from dagrl.run.preflight import worker_classes
 from dagrl.run.worker_protocols import required_protocols
-from dagrl.runtime.worker_group import Resources, WorkerGroup, shutdown_groups
+from dagrl.runtime.actors import Resources
+from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
 
 
 @contextmanager

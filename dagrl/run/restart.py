@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from typing import Protocol
 
 from dagrl.config import Config
 from dagrl.errors import ConfigError, DeadlineError, WorkerError
+from dagrl.run.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
 
-def run_with_restarts(run: Callable[[Config], None], config: Config) -> None:
-    """Calls `run(config)`; again from the newest checkpoint if a worker raised, died or hung, up to `max_restarts` times.
+class Run(Protocol):
+    """Runs the steps that are left with the workers of `fleet`, which may be those of a run that failed."""
 
-    A failed run has ended all its workers when it raises. Survivors of a broken collective hold nothing that a checkpoint
-    lacks. Raises ConfigError if checkpoints are disabled, else the last failure.
+    def __call__(self, config: Config, *, fleet: Fleet) -> None: ...
+
+
+def run_with_restarts(run: Run, config: Config) -> None:
+    """Calls `run`; again from the newest checkpoint if a worker raised, died or hung, up to `max_restarts` times.
+
+    Ray and the workers that can go on stay alive between two calls. Raises ConfigError if checkpoints are disabled, else the
+    last failure.
     """
-    if config.on_failure == "stop":
-        run(config)
-        return
-    if not config.checkpointing.enabled:
+    restarts = config.max_restarts if config.on_failure == "restart" else 0
+    if restarts and not config.checkpointing.enabled:
         raise ConfigError("on_failure is 'restart', but checkpointing.enabled is false: set it to true, or on_failure=stop")
-    for left in reversed(range(config.max_restarts + 1)):
-        try:
-            run(config)
-            return
-        except (WorkerError, DeadlineError) as error:
-            if not left:
-                raise
-            logger.warning("restarting from the newest checkpoint (%d restarts left) after: %s", left - 1, error)
-            resumed = config.checkpointing.model_copy(update={"resume": True})
-            config = config.model_copy(update={"checkpointing": resumed})
+    with Fleet() as fleet:
+        for left in reversed(range(restarts + 1)):
+            fleet.keeps = left > 0
+            try:
+                run(config, fleet=fleet)
+                return
+            except (WorkerError, DeadlineError) as error:
+                if not left:
+                    raise
+                logger.warning("restarting from the newest checkpoint (%d restarts left) after: %s", left - 1, error)
+                resumed = config.checkpointing.model_copy(update={"resume": True})
+                config = config.model_copy(update={"checkpointing": resumed})

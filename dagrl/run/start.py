@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config
 from dagrl.config.file import value_text
-from dagrl.config.roles import CRITIC, own_section, role_config
+from dagrl.config.roles import CRITIC, own_section
 from dagrl.config.settings import (
     device_count,
     generates,
@@ -25,27 +24,24 @@ from dagrl.config.settings import (
     is_colocated,
     layouts,
     model_roles,
-    sharing_roles,
 )
 from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
 from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
 from dagrl.run.checkpoints import Checkpoint, CheckpointStore
-from dagrl.run.cluster import gpus_per_worker, ray_cluster
-from dagrl.run.colocated import TRAIN_PARTS, SharedDevices
+from dagrl.run.colocated import SharedDevices
+from dagrl.run.fleet import Fleet
 from dagrl.run.model import prepare_model
 from dagrl.run.plans import PhasePlan, with_records
-from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight, worker_classes
+from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight
 from dagrl.run.recorder import Recorder, process_label
 from dagrl.run.replays import Replays
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import Session
-from dagrl.run.stop import StopSignal, no_restart_after_stop, stop_on_signals
-from dagrl.run.worker_protocols import required_protocols
-from dagrl.runtime.annotate import enable_ranges
+from dagrl.run.stop import no_restart_after_stop, stop_on_signals
 from dagrl.runtime.phase import Phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
-from dagrl.runtime.worker_group import GpuBundles, Resources, WorkerGroup, shutdown_groups
+from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.progress import Progress
 from dagrl.telemetry.record import RunPaths, RunRecord, lock_run, prepare_run_directory
 from dagrl.telemetry.rollouts import RolloutFiles
@@ -64,13 +60,13 @@ REFERENCE = "reference_policy"  # counter of a checkpoint: whether the train wor
 
 
 @contextmanager
-def run_session(config: Config, plans: Plans, last_step: int | None = None) -> Iterator[Session]:
+def run_session(config: Config, plans: Plans, last_step: int | None = None, fleet: Fleet | None = None) -> Iterator[Session]:
     """Runs the block, which takes the steps up to `last_step` (None: all), in an open session.
 
     A run that ends writes its last checkpoint and its policy (`Session.finish`). A run that is stopped writes a checkpoint
     if checkpoints are enabled. Every run, a failed one too, writes the plot and the summary.
     """
-    with open_session(config, plans, last_step) as session:
+    with open_session(config, plans, last_step, fleet) as session:
         try:
             yield session
             session.finish()
@@ -83,12 +79,13 @@ def run_session(config: Config, plans: Plans, last_step: int | None = None) -> I
 
 
 @contextmanager
-def open_session(config: Config, plan: Plans, last_step: int | None = None) -> Iterator[Session]:
+def open_session(config: Config, plan: Plans, last_step: int | None = None, fleet: Fleet | None = None) -> Iterator[Session]:
     """Does everything before the first step, and undoes it after the block, also if the block raises.
 
-    `plan` gets the configuration with derived values. Raises a UserError, before any actor starts, for everything that can
-    be checked by then.
+    `plan` gets the configuration with derived values. `fleet` may keep the workers of a failed session for the next one.
+    Raises a UserError, before any actor starts, for everything that can be checked by then.
     """
+    fleet = fleet or Fleet()
     inputs = preflight(config)
     config, plans = inputs.config, plan(inputs.config)
     with ExitStack() as stack:
@@ -106,11 +103,12 @@ def open_session(config: Config, plan: Plans, last_step: int | None = None) -> I
         record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
         trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
         progress.stage("Starting Ray")
+        stack.push(lambda kind, error, trace: fleet.leave(error))
         with stop.at_once():
-            stack.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
+            fleet.join(config)
             stop.listen()
         progress.stage(f"Starting {_workers_text(config)}")
-        groups = _start_groups(config, stack, stop)
+        groups = fleet.groups(config, stop)
         scheduler = stack.enter_context(Scheduler(groups, scheduler_options(config)))
         by_role = {group.role.name: group for group in groups}
         train, generation = by_role["train"], by_role.get("generation")
@@ -140,6 +138,7 @@ def open_session(config: Config, plan: Plans, last_step: int | None = None) -> I
             if resumed is not None:
                 progress.stage(f"Resuming from step {resumed.state.step}")
                 session.checkpoints.restore()
+        fleet.settle()
         clock.restart()
         stack.callback(session.recorder.write_trace)
         yield session
@@ -230,66 +229,6 @@ def check_reference(config: Config, resumed: Checkpoint) -> None:
             f"{config.loss_fn.reference_policy_kl_penalty:g}), but {resumed.directory} has none, because it was not needed "
             "when it was saved; resume without it, or start a new run, whose first policy is the reference"
         )
-
-
-def _start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[WorkerGroup]:
-    """Starts the groups of all roles.
-
-    They spend long on imports, so they start in parallel. On GPUs shared with training, generation takes no memory before
-    the train state is offloaded.
-    """
-    resources = shared_resources(config, stack)
-    groups: list[WorkerGroup] = []
-    stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
-
-    def start(role: str, before_setup: Callable[[], object] | None = None) -> WorkerGroup:
-        return WorkerGroup.create(
-            role,
-            worker_classes(config)[role],
-            layouts(config)[role],
-            role_config(config, role),
-            protocols=required_protocols(config)[role],
-            resources=resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))),
-            seed=config.seed,
-            start_timeout_s=config.timeouts.start_s,
-            collective_timeout_s=config.timeouts.collective_s,
-            while_waiting=stop.check,
-            before_setup=before_setup,
-        )
-
-    def start_away() -> WorkerGroup:
-        group = start("train")
-        group.call("offload", TRAIN_PARTS)
-        return group
-
-    with ThreadPoolExecutor() as pool:
-        if is_colocated(config):
-            train = pool.submit(start_away)
-            others = [role for role in layouts(config) if role != "train"]
-            starting = [train, *(pool.submit(start, role, train.result) for role in others)]
-        else:
-            starting = [pool.submit(start, role) for role in layouts(config)]
-    groups += [future.result() for future in starting if future.exception() is None]
-    for future in starting:
-        future.result()  # raises the error of a group that did not start
-    if config.logger.nvtx_enabled:
-        for group in groups:
-            group.call_function(enable_ranges)
-    return groups
-
-
-def shared_resources(config: Config, stack: ExitStack) -> dict[str, Resources]:
-    """Returns the Ray resources of the roles that share GPUs: equal ranks are on the same GPU. Empty without GPUs."""
-    roles = sharing_roles(config)
-    if not roles or not gpus_per_worker(config.cluster):
-        return {}
-    bundles = GpuBundles(max(layouts(config)[role].world_size for role in roles), config.timeouts.start_s)
-    stack.callback(bundles.release)
-    shares = dict.fromkeys(roles, 1 / len(roles))
-    if is_colocated(config):
-        train = generation_config(config).colocated.train_share
-        shares = {"train": train, "generation": 1 - train}
-    return {role: Resources(num_gpus=share, bundles=bundles) for role, share in shares.items()}
 
 
 def _shared_devices(config: Config, groups: Mapping[str, WorkerGroup], clock: PhaseClock) -> SharedDevices | None:

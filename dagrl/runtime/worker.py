@@ -18,6 +18,8 @@ from dagrl.runtime.layout import Coordinates, ParallelLayout
 class WorkerHooks(Protocol):
     """Methods that the runtime calls if a worker class has them. All are optional.
 
+    The constructor of a spare process is called twice: with rank 0 before `prepare`, and for the place that it takes.
+
     A class may also have `requires`, a tuple of the top-level packages that it imports later. A run does not start unless
     they are installed.
     """
@@ -40,6 +42,13 @@ class WorkerHooks(Protocol):
 
     def abort(self) -> None:
         """Breaks the worker's collectives, so that its peers raise. Called from another thread after a failure."""
+        ...
+
+    def reset(self) -> bool:
+        """Called on a worker that lives after a failure. Makes it as new, for another `setup`.
+
+        Returns False if its process cannot be set up again, which a restart then replaces; so it does without this method.
+        """
         ...
 
     def shutdown(self) -> None:

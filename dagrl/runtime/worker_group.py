@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dagrl import errors
 from dagrl.errors import DeadlineError, LayoutError, RunError, UserError, WorkerError, WorkerFailure, cause_first, error_text
+from dagrl.runtime.actors import HEALTH, ActorStarter, Resources, WorkerLocation
 from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.executors.node import (
@@ -33,7 +33,6 @@ from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.ports import reserve_port
-from dagrl.runtime.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
 
@@ -42,56 +41,6 @@ POLL_S = 0.2
 
 GRACE_S = 3.0
 """How long to wait for other workers' reports after one failed in a plain call, or broke a graph."""
-
-HEALTH = "dagrl_health"
-"""Concurrency group with one thread, on which a worker answers while its other threads are busy."""
-
-
-class GpuBundles:
-    """Whole GPUs reserved from Ray. The workers of equal rank of several groups share one."""
-
-    def __init__(self, count: int, timeout_s: float) -> None:
-        from ray.util.placement_group import placement_group
-
-        self._group = placement_group([{"GPU": 1.0}] * count, strategy="PACK")
-        if not self._group.wait(timeout_s):
-            self.release()
-            raise DeadlineError(
-                f"Ray did not have {count} free GPUs within timeouts.start_s = {timeout_s:g} s; use smaller layouts, or wait"
-            )
-
-    def of(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """The placement of the worker of `rank`."""
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-
-    def release(self) -> None:
-        """Returns the GPUs to Ray."""
-        from ray.util.placement_group import remove_placement_group
-
-        remove_placement_group(self._group)
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What one worker requests from Ray, from `bundles` if given. `graphs`: compiled graphs alive on it at once, at most."""
-
-    num_cpus: float = 0
-    num_gpus: float = 0
-    graphs: int = 12
-    bundles: GpuBundles | None = None
-
-    def options(self, rank: int) -> dict[str, Any]:
-        """Options for the actor of `rank`."""
-        return {"name": None} if self.bundles is None else {"name": None, "scheduling_strategy": self.bundles.of(rank)}
-
-
-@dataclass(frozen=True)
-class WorkerLocation:
-    """The host and process of a worker."""
-
-    host: str
-    pid: int
-    node: str  # Ray's node id
 
 
 class WorkerGroup:
@@ -114,7 +63,7 @@ class WorkerGroup:
         self._deadline = deadline
         self._health_group = health_group
         self._while_waiting = while_waiting
-        self._start: Callable[[int], ActorHandle] | None = None  # of a group that `create` made
+        self._starter: ActorStarter | None = None  # of a group that `create` made
         self.locations: tuple[WorkerLocation, ...] = ()
         self._late_runs: list[tuple[Any, ...]] = [()] * len(self.actors)
         self._install(range(len(self.actors)), deadline)
@@ -134,10 +83,12 @@ class WorkerGroup:
         collective_timeout_s: float = 60.0,
         while_waiting: Callable[[], None] | None = None,
         before_setup: Callable[[], object] | None = None,
+        spares: int = 0,
     ) -> WorkerGroup:
         """Start one actor per rank, construct `worker_class(context, config)` in each, and set all of them up at once.
 
         `before_setup` is called when the actors have begun to start and to prepare; it may wait for another group.
+        `spares`: processes that `fill_spares` keeps on each node of the group, and `replace_workers` uses.
 
         The class must fit `protocols` (see `contract.py`). `while_waiting` is called repeatedly until all are set up, and
         may raise to give up. Raises ConfigError for a class that does not fit, before anything starts; what a worker's
@@ -145,20 +96,10 @@ class WorkerGroup:
         """
         check_worker_class(worker_class, protocols)
         resources = resources or Resources()
-        environment = worker_class.environment(config) if hasattr(worker_class, "environment") else {}
-        actor_class = ray.remote(
-            num_cpus=resources.num_cpus,
-            num_gpus=resources.num_gpus,
-            max_restarts=0,
-            concurrency_groups={"_ray_system": resources.graphs, HEALTH: 1},
-            runtime_env={"env_vars": environment},
-        )(worker_class)
-
-        def start(rank: int) -> ActorHandle:
-            context = WorkerContext(role, rank, layout, seed, collective_timeout_s)
-            return actor_class.options(**resources.options(rank)).remote(context, config)
-
-        actors = [start(rank) for rank in range(layout.world_size)]
+        starter = ActorStarter(
+            worker_class, role, layout, config, resources, seed, collective_timeout_s, start_timeout_s, spares
+        )
+        actors = [starter.start(rank) for rank in range(layout.world_size)]
         traced = Role(role, layout, methods_of(worker_class), group_transports(resources.num_gpus))
         try:
             group = cls(
@@ -169,7 +110,7 @@ class WorkerGroup:
                 health_group=HEALTH,
                 while_waiting=while_waiting,
             )
-            group._start = start
+            group._starter = starter
             group.prepare()
             if before_setup is not None:
                 before_setup()
@@ -217,26 +158,36 @@ class WorkerGroup:
             Role(role, layout, methods, transports), handles, owned=False, deadline=deadline, health_group=health_group
         )
 
-    def replace_workers(self, ranks: Sequence[int], timeout_s: float = 180.0) -> None:
-        """Starts the workers of `ranks` again in new actors, killing the old ones, and sets all workers up again.
+    def replace_workers(self, ranks: Sequence[int], timeout_s: float = 180.0) -> int:
+        """Kills the workers of `ranks`, fills their places, and sets all workers up again.
 
-        Call `Scheduler.recover` next: it compiles the graphs of these workers and leaves the others. Raises RunError for a
-        group around existing actors: make new actors, and give `Scheduler.replace_group` a group of them and the others.
+        A spare takes a place if its node has one, else a new actor. Returns how many spares were used. Call
+        `Scheduler.recover` next: it compiles the graphs of these workers and leaves the others. Raises RunError for a group
+        around existing actors: make new actors, and give `Scheduler.replace_group` a group of them and the others.
         """
-        if self._start is None:
+        if self._starter is None:
             raise RunError(
                 f"the {self.role.name} group did not create its workers and cannot start them again; make a group of new "
                 "actors and the remaining ones, WorkerGroup.from_actors(...), and call Scheduler.replace_group with it"
             )
         deadline = Deadline(timeout_s, "timeout_s of replace_workers")
         self.kill(ranks)
-        actors = list(self.actors)
+        actors, used = list(self.actors), 0
         for rank in ranks:
-            actors[rank] = self._start(rank)
+            spare = self._starter.take_over(rank, self.locations[rank])
+            actors[rank] = spare or self._starter.start(rank)
+            used += spare is not None
             self._late_runs[rank] = ()
         self.actors = tuple(actors)
         self._install(ranks, deadline)
+        self.prepare()
         self.setup()
+        return used
+
+    def fill_spares(self) -> None:
+        """Starts the spare processes that are missing; does not wait for them."""
+        if self._starter is not None:
+            self._starter.fill(self.locations)
 
     def _install(self, ranks: Sequence[int], deadline: Deadline) -> None:
         """Prepares new workers for graphs, and finds out where they run."""
@@ -248,6 +199,15 @@ class WorkerGroup:
         ]
         self.wait(installs, deadline, "start")
         self.locations = tuple(WorkerLocation(*place) for place in self.call_function(where))
+
+    @contextmanager
+    def waiting(self, while_waiting: Callable[[], None]) -> Iterator[None]:
+        """Inside, waits of plain calls call `while_waiting` repeatedly, which may raise to give up."""
+        self._while_waiting = while_waiting
+        try:
+            yield
+        finally:
+            self._while_waiting = None
 
     def prepare(self) -> None:
         """Lets every worker prepare for `setup`, if the class has `prepare`. Does not wait; `setup` comes after it."""
@@ -339,6 +299,11 @@ class WorkerGroup:
         for rank in ranks if self.owned else ():
             ray.kill(self.actors[rank])
 
+    def end_spares(self) -> None:
+        """Ends the spare processes."""
+        if self._starter is not None:
+            self._starter.end()
+
     def shutdown(self, timeout_s: float) -> None:
         """Ends the workers that this group created: calls their `shutdown()` within the deadline, then kills their
         processes.
@@ -388,6 +353,7 @@ def shutdown_groups(groups: Sequence[WorkerGroup], timeout_s: float) -> None:
         ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
     for group in mine:
         group.kill(range(len(group.actors)))
+        group.end_spares()
 
 
 def _gather(

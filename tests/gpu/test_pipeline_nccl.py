@@ -12,10 +12,11 @@ import torch
 
 from dagrl.errors import PhaseError
 from dagrl.graphs.pipeline import one_forward_one_backward, pipeline_phase
+from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket
-from dagrl.runtime.worker_group import Resources, WorkerGroup
+from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import ENGINES
 from tests.integration.pipeline_stage import MODEL, RecordedStage, ragged_batch, train_in_one_process
 

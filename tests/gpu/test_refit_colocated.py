@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 
 from dagrl.config import Config
 from dagrl.refit import Refit
+from dagrl.runtime.actors import Resources
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.runtime.worker_group import Resources, WorkerGroup, call_together
+from dagrl.runtime.worker_group import WorkerGroup, call_together
 from tests.gpu import refit_calls
 from tests.integration.vllm_ranks import requests
 

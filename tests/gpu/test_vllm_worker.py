@@ -19,10 +19,11 @@ from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.graphs.generate import generate
 from dagrl.rl.generation import FinishedRequest, Generated
+from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket
-from dagrl.runtime.worker_group import Resources, WorkerGroup
+from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import make_config
 from tests.integration.vllm_ranks import requests

@@ -94,7 +94,7 @@ def one_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def joined(*args: object, **options: object) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr("dagrl.run.start.ray_cluster", joined)
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", joined)
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def distillation(directory: Path, name: str, steps: int, *overrides: str) -> lis
 @pytest.mark.slow
 def test_a_student_learns_from_a_larger_teacher(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The teacher is random and peaked; the reverse KL of the student's samples falls."""
-    monkeypatch.setattr("dagrl.run.start.ray_cluster", lambda *args, **options: nullcontext())  # joins the session's
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())  # joins the session's
     steps = distillation(tmp_path, "student", 16, f"policy.reference_model_name={tmp_path / 'teacher'}")
     gaps = [step["policy/reverse_kl"] for step in steps]
     assert len(gaps) == 16 and gaps[0] > 0.2, gaps
@@ -85,7 +85,7 @@ def test_a_student_learns_from_a_larger_teacher(cluster: None, tmp_path: Path, m
 def test_a_teacher_in_a_layout_of_its_own_teaches_the_same(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dagrl.run.start.ray_cluster", lambda *args, **options: nullcontext())
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
     layout = ("teacher.megatron_cfg.tensor_model_parallel_size=2", "teacher.sequence_packing={logprob_mb_tokens: 256}")
     apart = distillation(tmp_path, "apart", 3, f"teacher.model_name={tmp_path / 'teacher'}", *layout)
     here = distillation(tmp_path, "here", 3, f"policy.reference_model_name={tmp_path / 'teacher'}")

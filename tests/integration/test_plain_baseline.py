@@ -55,7 +55,7 @@ def baseline(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     config = with_plain_workers(at_rest(load_config(ROOT / "bench" / "step.yaml", [*SETTINGS, f"output_dir={directory}"])))
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr("dagrl.run.start.ray_cluster", lambda *_, **__: nullcontext())
+        patch.setattr("dagrl.run.fleet.ray_cluster", lambda *_, **__: nullcontext())
         session = stack.enter_context(open_session(config, grpo_plans))
         reward = stack.enter_context(RewardRunner(config.reward))
         session.train.call("snapshot_reference")

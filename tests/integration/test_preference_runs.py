@@ -42,7 +42,7 @@ def configuration(tmp_path: Path, algorithm: str, *overrides: str) -> Config:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["data_parallel_size=2", "tensor_model_parallel_size=2"])
 def test_a_policy_learns_preferences(layout: str, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dagrl.run.start.ray_cluster", lambda *args, **options: nullcontext())  # joins the session's
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())  # joins the session's
     replicas = ("policy.megatron_cfg.data_parallel_size=1",)
     config = configuration(tmp_path, "dpo", *replicas, f"policy.megatron_cfg.{layout}")
     train(config)
@@ -55,7 +55,7 @@ def test_a_policy_learns_preferences(layout: str, cluster: None, tmp_path: Path,
 def test_a_reward_model_learns_preferences(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    monkeypatch.setattr("dagrl.run.start.ray_cluster", lambda *args, **options: nullcontext())
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
     config = configuration(tmp_path, "reward_model")
     train(config)
     steps = steps_of(config)

@@ -201,6 +201,13 @@ class MegatronWorkerBase:
             self._trainer.forget_recordings()  # NCCL cannot end a communicator that a graph refers to
         abort_groups()
 
+    def reset(self) -> bool:
+        """Leaves the groups, drops the model and forgets everything. False after NCCL was aborted: see `abort_groups`."""
+        reusable = not (self._aborted and self._device.type == "cuda")
+        self.shutdown()
+        type(self).__init__(self, self.context, self.config)
+        return reusable
+
     def shutdown(self) -> None:
         """Leaves the groups and drops the model."""
         from dagrl.workers.megatron.groups import end_groups

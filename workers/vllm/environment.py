@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from dagrl.channels.nccl import nccl_environment
@@ -124,13 +124,3 @@ def show_host_gpus(environment: MutableMapping[str, str] | None = None) -> None:
     environment = os.environ if environment is None else environment
     if not environment.get(VISIBLE) and gpu_count():
         environment[VISIBLE] = ",".join(str(index) for index in range(gpu_count()))
-
-
-def device_index(assigned: Sequence[str], visible: str | None) -> int | None:
-    """Returns the index of the first GPU that Ray assigned, among those `visible` lists (None: all). None without a GPU.
-
-    Example: `device_index(["5"], "4,5")` is 1.
-    """
-    if not assigned:
-        return None
-    return visible.split(",").index(assigned[0]) if visible else int(assigned[0])

@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config
 from dagrl.errors import DeadlineError, MissingDependencyError
-from dagrl.machine import VISIBLE
+from dagrl.machine import VISIBLE, device_index
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.process_groups import break_groups, reset_group_names
+from dagrl.runtime.spares import assigned_gpus
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.vllm import features
-from dagrl.workers.vllm.environment import OWN_ARGUMENTS, device_index, model_path, require_generation
+from dagrl.workers.vllm.environment import OWN_ARGUMENTS, model_path, require_generation
 from dagrl.workers.vllm.loader import LOAD_FORMAT, register_loader
 from dagrl.workers.vllm.lora import lora_arguments
 from dagrl.workers.vllm.quantization import quantization_arguments, quantizes
@@ -283,8 +284,7 @@ def _local_rank(tp_rank: int) -> int:
     import ray
 
     if ray.is_initialized():
-        assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-        index = device_index(assigned, os.environ.get(VISIBLE))
+        index = device_index(assigned_gpus(), os.environ.get(VISIBLE))
         return tp_rank if index is None else index
     return int(os.environ.get("LOCAL_RANK", tp_rank))
 

@@ -112,10 +112,12 @@ class VllmWorker:
         import_vllm(read_hf_config(self.config))
 
     def setup(self, address: str) -> None:
-        """Starts the engine together with the other ranks of the shard. `address` is the group's rendezvous.
+        """Starts the engine together with the other ranks of the shard, unless it runs. `address` is the group's rendezvous.
 
         On failure it frees groups and memory before raising, so the worker can be set up again.
         """
+        if self._engine is not None:  # since before a `reset`
+            return
         try:
             self._start(address)
         except BaseException as error:
@@ -153,6 +155,26 @@ class VllmWorker:
         if strings or self.config.policy.router_replay:
             return 1
         return asked or (GPU_BURST_STEPS if self._device.type == "cuda" else 1)
+
+    def reset(self) -> bool:
+        """Drops requests and the refit channel. A single-rank engine at rest goes on, any other one ends.
+
+        False on a GPU where the engine ended: its memory is free for certain only when the process has ended.
+        """
+        self._close_channel()
+        engine, whole = self._engine, self.context.layout.tp == 1 and self._torn is None and not self._asleep
+        if engine is None:
+            return True
+        if whole and not engine.interrupted:
+            self._enter_device()
+            engine.abort()
+            engine.set_version(0)
+            self.version = 0
+            return True
+        self._end()
+        self._torn = None
+        self._asleep.clear()
+        return self._device.type != "cuda"
 
     def shutdown(self) -> None:
         """Ends the engine and leaves its process group and the refit channel."""

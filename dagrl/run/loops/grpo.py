@@ -12,6 +12,7 @@ from dagrl.config import Config
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.run.fleet import Fleet
 from dagrl.run.loops.async_grpo import train_async
 from dagrl.run.loops.early_work import EarlyWork
 from dagrl.run.loops.grpo_step import begin_step, exposed, finish_step, learn, open_experience, start_policy, update
@@ -21,9 +22,9 @@ from dagrl.run.session import Session
 from dagrl.run.start import run_session
 
 
-def run_grpo(config: Config, last_step: int | None = None) -> None:
+def run_grpo(config: Config, last_step: int | None = None, fleet: Fleet | None = None) -> None:
     """Runs the SFT stage, if any, and GRPO, from the start or the newest checkpoint to the final policy, or `last_step`."""
-    with run_session(config, grpo_plans, last_step) as session:
+    with run_session(config, grpo_plans, last_step, fleet) as session:
         if session.config.sft.max_num_steps:
             train_sft(session)
         train = train_async if config.grpo.async_grpo.enabled else train_grpo

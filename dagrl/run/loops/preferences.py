@@ -19,6 +19,7 @@ from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import PairLosses, PreferenceAlgorithm, pair_losses, sum_phases
 from dagrl.run.checkpoint_saver import ranking_metric
 from dagrl.run.checkpoints import TrainState
+from dagrl.run.fleet import Fleet
 from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.plans import preference_plans
 from dagrl.run.replays import Replays
@@ -30,9 +31,9 @@ from dagrl.telemetry.metrics import VALIDATION
 SAMPLER = "preference_sampler"
 
 
-def run_preferences(config: Config, last_step: int | None = None) -> None:
+def run_preferences(config: Config, last_step: int | None = None, fleet: Fleet | None = None) -> None:
     """Runs the loop over preferences, from the start or the newest checkpoint to the final model, or `last_step`."""
-    with run_session(config, preference_plans, last_step) as session:
+    with run_session(config, preference_plans, last_step, fleet) as session:
         train_preferences(session)
 
 

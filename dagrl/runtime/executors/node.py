@@ -34,6 +34,7 @@ from dagrl.runtime.executors.event_loop import actor_event_loop
 from dagrl.runtime.graph import Json
 from dagrl.runtime.passes.hosts import RELAY
 from dagrl.runtime.shapes import Batch
+from dagrl.runtime.spares import assigned_gpus
 from dagrl.runtime.static import Static
 from dagrl.runtime.worker import ReplayContext, replay_context
 
@@ -411,9 +412,9 @@ def reset_tickets(worker: HasState, ticket: int) -> None:
     state_of(worker).gate.reset(ticket)
 
 
-def where(worker: HasState) -> tuple[str, int, str]:
-    """Returns the worker's host, process id and Ray node."""
-    return socket.gethostname(), os.getpid(), str(ray.get_runtime_context().get_node_id())
+def where(worker: HasState) -> tuple[str, int, str, tuple[str, ...]]:
+    """Returns the worker's host, process id, Ray node and GPUs."""
+    return socket.gethostname(), os.getpid(), str(ray.get_runtime_context().get_node_id()), tuple(assigned_gpus())
 
 
 class Report(NamedTuple):

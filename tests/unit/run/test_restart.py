@@ -8,6 +8,7 @@ import pytest
 
 from dagrl.config import Config
 from dagrl.errors import ConfigError, DagrlError, DataError, DeadlineError, PhaseError, RunError, WorkerError
+from dagrl.run.fleet import Fleet
 from dagrl.run.restart import run_with_restarts
 from dagrl.run.stop import StopSignal, no_restart_after_stop
 
@@ -24,7 +25,7 @@ class Run:
         self.failures, self.error = failures, error or PhaseError((), "a worker died")
         self.resumed: list[bool] = []
 
-    def __call__(self, config: Config) -> None:
+    def __call__(self, config: Config, *, fleet: Fleet) -> None:
         self.resumed.append(config.checkpointing.resume)
         if len(self.resumed) <= self.failures:
             raise self.error
@@ -33,7 +34,7 @@ class Run:
 def test_a_failure_during_a_stop_does_not_restart() -> None:
     stop, runs = StopSignal(), []
 
-    def run(config: Config) -> None:
+    def run(config: Config, *, fleet: Fleet) -> None:
         runs.append(config.checkpointing.resume)
         with no_restart_after_stop(stop):
             stop.requested = len(runs) == 2

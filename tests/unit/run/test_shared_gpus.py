@@ -9,7 +9,7 @@ import pytest
 
 from dagrl.config import Config
 from dagrl.config.settings import device_count, sharing_roles
-from dagrl.run import start
+from dagrl.run import fleet
 
 CRITIC = {"megatron_cfg": {"tensor_model_parallel_size": 2}}
 
@@ -33,22 +33,22 @@ def configuration(**sections: Any) -> Config:
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "gpus_per_worker", lambda cluster: 1.0)
-    monkeypatch.setattr(start, "GpuBundles", Bundles)
+    monkeypatch.setattr(fleet, "gpus_per_worker", lambda cluster: 1.0)
+    monkeypatch.setattr(fleet, "GpuBundles", Bundles)
 
 
 def test_a_critic_has_gpus_of_its_own() -> None:
     config = configuration(critic=CRITIC)
     assert sharing_roles(config) == () and device_count(config) == 3 + 2 + 2
     with ExitStack() as stack:
-        assert start.shared_resources(config, stack) == {}
+        assert fleet.shared_resources(config, stack) == {}
 
 
 def test_a_critic_and_a_teacher_on_the_train_workers_gpus() -> None:
     config = configuration(critic={**CRITIC, "colocated": True}, teacher={"model_name": "m", "colocated": True})
     assert sharing_roles(config) == ("train", "critic", "teacher") and device_count(config) == 3 + 2
     with ExitStack() as stack:
-        found = start.shared_resources(config, stack)
+        found = fleet.shared_resources(config, stack)
         assert {role: resources.num_gpus for role, resources in found.items()} == dict.fromkeys(found, pytest.approx(1 / 3))
         (bundles,) = {id(resources.bundles): resources.bundles for resources in found.values()}.values()
         assert isinstance(bundles, Bundles) and bundles.count == 3
@@ -63,5 +63,5 @@ def test_generation_shares_as_configured() -> None:
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": colocated})})
     assert sharing_roles(config) == ("train", "generation") and device_count(config) == 3 + 2
     with ExitStack() as stack:
-        found = start.shared_resources(config, stack)
+        found = fleet.shared_resources(config, stack)
         assert {role: resources.num_gpus for role, resources in found.items()} == {"train": 0.3, "generation": 0.7}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dagrl.config import Config
-from dagrl.machine import VISIBLE
-from dagrl.workers.vllm.environment import check_head_size, device_index, show_host_gpus
+from dagrl.machine import VISIBLE, device_index
+from dagrl.workers.vllm.environment import check_head_size, show_host_gpus
 from tests.families import FAMILIES
 
 

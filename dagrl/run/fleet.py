@@ -1,0 +1,184 @@
+"""The Ray cluster and the worker groups of a run. A restart keeps what lives of both.
+
+    with Fleet() as fleet:
+        for each attempt:
+            fleet.keeps = another attempt may follow
+            fleet.join(config)                     # starts Ray, the first time
+            groups = fleet.groups(config, stop)    # starts the workers, or makes the groups whole again
+            ...
+            fleet.settle()                         # the attempt has reached its first step
+            fleet.leave(error)                     # ends everything, unless a restart may follow
+
+Workers that can be set up again keep their processes, and with them all imports. A lost worker's place is taken by a spare
+process (`spares`), or a new one. An attempt that failed before its first step is followed by one with new processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from dagrl.config import Config
+from dagrl.config.roles import role_config
+from dagrl.config.settings import generation_config, is_colocated, layouts, sharing_roles
+from dagrl.errors import DeadlineError, WorkerError
+from dagrl.run.cluster import gpus_per_worker, ray_cluster
+from dagrl.run.colocated import TRAIN_PARTS
+from dagrl.run.preflight import worker_classes
+from dagrl.run.stop import StopSignal
+from dagrl.run.worker_protocols import required_protocols
+from dagrl.runtime.actors import GpuBundles, Resources
+from dagrl.runtime.annotate import enable_ranges
+from dagrl.runtime.revive import Revival, revive
+from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
+
+logger = logging.getLogger(__name__)
+
+
+class Fleet:
+    """See the module's docstring. A context manager."""
+
+    def __init__(self) -> None:
+        self.keeps = False
+        self._cluster = ExitStack()
+        self._workers = ExitStack()
+        self._joined = self._settled = False
+        self._groups: list[WorkerGroup] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.leave(None)
+
+    def join(self, config: Config) -> None:
+        """Starts Ray or joins its cluster, unless that is done."""
+        if not self._joined:
+            self._cluster.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
+            self._joined = True
+
+    def groups(self, config: Config, stop: StopSignal) -> list[WorkerGroup]:
+        """Returns the groups of all roles, set up: new ones, or those of the last attempt made whole."""
+        whole, self._settled = self._settled and not is_colocated(config), False
+        if self._groups and whole:
+            self._revive(config, stop)
+        else:
+            self._workers.close()
+            self._groups = start_groups(config, self._workers, stop)
+        return self._groups
+
+    def settle(self) -> None:
+        """Notes that the groups work, and starts the spares that are missing."""
+        self._settled = True
+        for group in self._groups if self.keeps else ():
+            group.fill_spares()
+
+    def leave(self, error: BaseException | None) -> None:
+        """Ends the workers and Ray, unless `error` may be followed by a restart."""
+        if self.keeps and isinstance(error, WorkerError | DeadlineError):
+            return
+        try:
+            self._workers.close()
+        finally:
+            self._cluster.close()
+            self._groups, self._joined = [], False
+
+    def _revive(self, config: Config, stop: StopSignal) -> None:
+        """Makes all groups whole, side by side."""
+        begin, limits = time.monotonic(), config.timeouts
+
+        def whole(group: WorkerGroup) -> Revival:
+            with group.waiting(stop.check):
+                return revive(group, rest_s=limits.teardown_s, start_s=limits.start_s)
+
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(whole, self._groups))
+        for group, one in zip(self._groups, found, strict=True):
+            logger.info(
+                "%s workers: %d kept their process, %d spares and %d new processes took the place of others",
+                group.role.name,
+                one.kept,
+                one.spares,
+                one.started,
+            )
+        logger.info("all workers are whole again after %.1f s", time.monotonic() - begin)
+
+
+def start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[WorkerGroup]:
+    """Starts the groups of all roles.
+
+    They spend long on imports, so they start in parallel. On GPUs shared with training, generation takes no memory before
+    the train state is offloaded.
+    """
+    resources = shared_resources(config, stack)
+    groups: list[WorkerGroup] = []
+    stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
+
+    def start(role: str, before_setup: Callable[[], object] | None = None) -> WorkerGroup:
+        return WorkerGroup.create(
+            role,
+            worker_classes(config)[role],
+            layouts(config)[role],
+            role_config(config, role),
+            protocols=required_protocols(config)[role],
+            resources=resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))),
+            seed=config.seed,
+            start_timeout_s=config.timeouts.start_s,
+            collective_timeout_s=config.timeouts.collective_s,
+            while_waiting=stop.check,
+            before_setup=before_setup,
+            spares=getattr(config.spares, role, 0),
+        )
+
+    def start_away() -> WorkerGroup:
+        group = start("train")
+        group.call("offload", TRAIN_PARTS)
+        return group
+
+    with ThreadPoolExecutor() as pool:
+        if is_colocated(config):
+            train = pool.submit(start_away)
+            others = [role for role in layouts(config) if role != "train"]
+            starting = [train, *(pool.submit(start, role, train.result) for role in others)]
+        else:
+            starting = [pool.submit(start, role) for role in layouts(config)]
+    groups += [future.result() for future in starting if future.exception() is None]
+    for future in starting:
+        future.result()  # raises the error of a group that did not start
+    if config.logger.nvtx_enabled:
+        for group in groups:
+            group.call_function(enable_ranges)
+    return groups
+
+
+def shared_resources(config: Config, stack: ExitStack) -> dict[str, Resources]:
+    """Returns the Ray resources of roles whose GPUs are reserved; of others each worker requests its own.
+
+    Equal ranks of roles that share GPUs are on the same one. A role with spares reserves its GPUs, so that Ray does not give
+    the GPU of a place that a spare took to another process. Empty without GPUs.
+    """
+    if not gpus_per_worker(config.cluster):
+        return {}
+    roles, found = sharing_roles(config), {}
+    if roles:
+        bundles = _bundles(config, max(layouts(config)[role].world_size for role in roles), stack)
+        shares = dict.fromkeys(roles, 1 / len(roles))
+        if is_colocated(config):
+            train = generation_config(config).colocated.train_share
+            shares = {"train": train, "generation": 1 - train}
+        found = {role: Resources(num_gpus=share, bundles=bundles) for role, share in shares.items()}
+    for role, layout in layouts(config).items():
+        if getattr(config.spares, role, 0) and role not in found:
+            found[role] = Resources(num_gpus=1.0, bundles=_bundles(config, layout.world_size, stack))
+    return found
+
+
+def _bundles(config: Config, count: int, stack: ExitStack) -> GpuBundles:
+    bundles = GpuBundles(count, config.timeouts.start_s)
+    stack.callback(bundles.release)
+    return bundles

@@ -1,0 +1,132 @@
+"""Starts the actors of a worker group: their resources, their environment, and spare processes for lost ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from dagrl.errors import DeadlineError
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import methods_of
+from dagrl.runtime.spares import Spares, answer, take_place
+from dagrl.runtime.worker import WorkerContext
+
+HEALTH = "dagrl_health"
+"""Concurrency group with one thread, on which a worker answers while its other threads are busy."""
+
+ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""Lets a process see all GPUs of its host. A spare learns later which one it uses."""
+
+
+class GpuBundles:
+    """Whole GPUs reserved from Ray. The workers of equal rank of several groups share one."""
+
+    def __init__(self, count: int, timeout_s: float) -> None:
+        from ray.util.placement_group import placement_group
+
+        self._group = placement_group([{"GPU": 1.0}] * count, strategy="PACK")
+        if not self._group.wait(timeout_s):
+            self.release()
+            raise DeadlineError(
+                f"Ray did not have {count} free GPUs within timeouts.start_s = {timeout_s:g} s; use smaller layouts, or wait"
+            )
+
+    def of(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """The placement of the worker of `rank`."""
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+
+    def release(self) -> None:
+        """Returns the GPUs to Ray."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one worker requests from Ray, from `bundles` if given. `graphs`: compiled graphs alive on it at once, at most."""
+
+    num_cpus: float = 0
+    num_gpus: float = 0
+    graphs: int = 12
+    bundles: GpuBundles | None = None
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """Options for the actor of `rank`."""
+        return {"name": None} if self.bundles is None else {"name": None, "scheduling_strategy": self.bundles.of(rank)}
+
+
+@dataclass(frozen=True)
+class WorkerLocation:
+    """The host and process of a worker, and the GPUs that Ray assigned it."""
+
+    host: str
+    pid: int
+    node: str  # Ray's node id
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass
+class ActorStarter:
+    """Starts actors of `worker_class` for the ranks of one group. `spares`: processes that `fill` keeps on each node."""
+
+    worker_class: type
+    role: str
+    layout: ParallelLayout
+    config: object
+    resources: Resources
+    seed: int
+    collective_timeout_s: float
+    start_timeout_s: float
+    spares: int = 0
+    _waiting: Spares = field(init=False)
+
+    def __post_init__(self) -> None:
+        cls, config = self.worker_class, self.config
+        self._environment: dict[str, str] = cls.environment(config) if hasattr(cls, "environment") else {}
+        self._actor_class: Any = ray.remote(
+            num_cpus=self.resources.num_cpus,
+            num_gpus=self.resources.num_gpus,
+            max_restarts=0,
+            concurrency_groups={"_ray_system": self.resources.graphs, HEALTH: 1},
+            runtime_env={"env_vars": self._environment},
+        )(cls)
+        self._waiting = Spares(self._start_spare, self.spares)
+
+    def start(self, rank: int) -> ActorHandle:
+        """Starts the actor of a rank, which constructs its worker."""
+        handle: ActorHandle = self._actor_class.options(**self.resources.options(rank)).remote(
+            self._context(rank), self.config
+        )
+        return handle
+
+    def fill(self, places: tuple[WorkerLocation, ...]) -> None:
+        """Starts the spares that the nodes of these places lack. Does not wait for them."""
+        self._waiting.fill(place.node for place in places)
+
+    def take_over(self, rank: int, place: WorkerLocation) -> ActorHandle | None:
+        """Gives the place of a lost worker to a spare of its node. Returns None if there is none."""
+        spare = self._waiting.take(place.node)
+        if spare is not None:
+            context, wait_s = self._context(rank), self.start_timeout_s
+            spare.__ray_call__.remote(take_place, context, self.config, place.gpus, place.pid, wait_s)
+        return spare
+
+    def end(self) -> None:
+        """Ends the spares."""
+        self._waiting.end()
+
+    def _start_spare(self, node: str) -> tuple[ActorHandle, Any]:
+        variables = {"env_vars": self._environment | (ALL_GPUS if self.resources.num_gpus else {})}
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = {"num_gpus": 0, "scheduling_strategy": there, "runtime_env": variables}
+        spare = self._actor_class.options(**options).remote(self._context(0), self.config)
+        prepares = "prepare" in methods_of(self.worker_class)
+        return spare, spare.prepare.remote() if prepares else spare.__ray_call__.remote(answer)
+
+    def _context(self, rank: int) -> WorkerContext:
+        return WorkerContext(self.role, rank, self.layout, self.seed, self.collective_timeout_s)

@@ -1,0 +1,67 @@
+"""Makes a worker group whole after a failure: workers that can be set up again keep their processes, others are replaced."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from dagrl.runtime.executors.node import DIED, NO_ANSWER
+from dagrl.runtime.worker_group import WorkerGroup, first_line
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Revival:
+    """How many workers of a group kept their processes, were replaced by spares, and by new processes."""
+
+    kept: int
+    spares: int
+    started: int
+
+
+def revive(group: WorkerGroup, *, rest_s: float, start_s: float) -> Revival:
+    """Sets all workers of a group up again; none may have a graph. Afterwards they are as after `WorkerGroup.create`.
+
+    A worker keeps its process if it is idle within `rest_s` and its `reset` returns true in that time. Raises what `setup`
+    raises, and DeadlineError after `start_s`.
+    """
+    kept = _reset(group, _idle(group, rest_s), rest_s)
+    lost = [rank for rank in range(len(group.actors)) if rank not in kept]
+    spares = group.replace_workers(lost, start_s)
+    return Revival(len(kept), spares, len(lost) - spares)
+
+
+def _idle(group: WorkerGroup, rest_s: float) -> list[int]:
+    """Returns the ranks that run nothing, as soon as all living ones do, or after `rest_s`."""
+    until = time.monotonic() + rest_s
+    while True:
+        found = group.reports(max(0.0, until - time.monotonic()))
+        alive = [rank for rank, one in found.items() if one.what not in (DIED.what, NO_ANSWER.what)]
+        idle = [rank for rank in alive if not found[rank].what]
+        if idle == alive or time.monotonic() >= until:
+            return idle
+        time.sleep(POLL_S)
+
+
+def _reset(group: WorkerGroup, ranks: list[int], rest_s: float) -> set[int]:
+    """Returns the ranks whose `reset` returned true within `rest_s`."""
+    if "reset" not in group.role.methods:
+        return set()
+    asked: dict[Any, int] = {group.actors[rank].reset.remote(): rank for rank in ranks}
+    ready = ray.wait(list(asked), num_returns=len(asked), timeout=rest_s)[0] if asked else []
+    return {asked[ref] for ref in ready if _returned_true(ref)}
+
+
+def _returned_true(ref: Any) -> bool:
+    try:
+        return bool(ray.get(ref))
+    except ray.exceptions.RayError as error:
+        logger.info("a worker could not be reset, and its process is replaced: %s", first_line(error))
+        return False
