@@ -1,4 +1,4 @@
-"""Workers killed in an all-reduce, a quantum and a refit: the run goes on by itself, and its losses are the same."""
+"""Workers killed in an all-reduce, a quantum and a refit: spares take their places, and losses are the same."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ REPLICAS = "policy.megatron_cfg.data_parallel_size=2"
 def faults() -> list[Fault]:
     """Of a GRPO run; of two runs on two GPUs, as an all-reduce takes both."""
     if torch.cuda.device_count() >= 3:
-        return measure(CONFIG, [REPLICAS])
-    sft = measure(CONFIG, [REPLICAS, "algorithm=sft", "sft.max_num_steps=8"], ["all_reduce"])
-    return sft + measure(CONFIG, [], ["quantum", "refit"])
+        return measure(CONFIG, [REPLICAS, "spares.train=2", "spares.generation=1"])
+    sft = measure(CONFIG, [REPLICAS, "algorithm=sft", "sft.max_num_steps=8", "spares.train=2"], ["all_reduce"])
+    return sft + measure(CONFIG, ["spares.train=1", "spares.generation=1"], ["quantum", "refit"])
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -1,0 +1,20 @@
+"""Whole runs of Megatron and vLLM that lose workers to SIGKILL, and go on with the processes that are left and with spares."""
+
+from __future__ import annotations
+
+import pytest
+
+from dagrl.bench.gpu.dying import PLACES
+from dagrl.bench.gpu.faults import CONFIG, measure
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_with_spares_ends_as_an_undisturbed_one() -> None:
+    """A train worker in a step, a generation worker in a quantum, and one in a refit."""
+    pytest.importorskip("vllm")
+    faults = measure(CONFIG, ["spares.train=1", "spares.generation=1"])
+    assert [fault.place for fault in faults] == list(PLACES)
+    for fault in faults:
+        assert fault.steps_compared >= 2
+        assert fault.loss_difference == fault.grad_norm_difference == 0.0
