@@ -1,4 +1,4 @@
-"""Whole runs of Megatron and vLLM that lose workers to SIGKILL, and go on with the processes that are left and with spares."""
+"""Whole runs of Megatron and vLLM that lose workers to SIGKILL: they go on with what is left, and with spares."""
 
 from __future__ import annotations
 
