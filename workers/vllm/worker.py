@@ -174,7 +174,7 @@ class VllmWorker:
         self._end()
         self._torn = None
         self._asleep.clear()
-        return self._device.type != "cuda"
+        return bool(self._device.type != "cuda")
 
     def shutdown(self) -> None:
         """Ends the engine and leaves its process group and the refit channel."""
