@@ -7,7 +7,7 @@
     dagrl inspect CONFIG [--phase P] [-o F]
     dagrl evaluate CONFIG [a.b=c ...] [--checkpoint DIR] [--samples N] [--k K ...]
     dagrl export SOURCE -o TARGET [a.b=c ...]
-    dagrl replay RUN --step K
+    dagrl replay RUN --step K [--phase P] [--cpu] [a.b=c ...]
     dagrl view RUN [RUN] [--export F]
     dagrl bench NAME [...]
     dagrl doctor
@@ -169,7 +169,10 @@ def _parser() -> argparse.ArgumentParser:
         "replay", parents=[common], help="execute a step of a run again, and name the first tensor that differs"
     )
     replay.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
+    replay.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="keys that override the run's: its layout")
     replay.add_argument("--step", metavar="K", type=int, required=True, help="a step that the run has recorded")
+    replay.add_argument("--phase", metavar="P", help="only this phase, on recorded inputs, such as train_step")
+    replay.add_argument("--cpu", action="store_true", help="on this machine's CPUs; compared within bounds")
     replay.set_defaults(command=_replay)
 
     view = commands.add_parser("view", parents=[common], help="show a run's curves, samples and conversations in a browser")
@@ -292,9 +295,11 @@ def _export(options: argparse.Namespace) -> None:
 
 def _replay(options: argparse.Namespace) -> None:
     from dagrl.cli.replay import replay
+    from dagrl.run.reexecute import Request
 
     _log(options, "INFO")
-    sys.stdout.write(replay(options.run, options.step))
+    request = Request(options.run, options.step, options.phase, options.cpu, tuple(options.overrides))
+    sys.stdout.write(replay(request))
 
 
 def _view(options: argparse.Namespace) -> None:

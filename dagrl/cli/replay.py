@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from dagrl.errors import RunError
-from dagrl.run.reexecute import Comparison, replay_step
+from dagrl.run.comparison import Comparison
+from dagrl.run.reexecute import Request, replay_step
 from dagrl.run.train import train
 
 MOST_SHOWN = 10
 """Differences that the error lists."""
 
 
-def replay(directory: Path, step: int) -> str:
-    """Returns what was equal. Raises RunError with the differences, the first one first."""
-    comparison = replay_step(directory, step, train)
+def replay(request: Request) -> str:
+    """Executes a step again; see `report`."""
+    return report(replay_step(request, train))
+
+
+def report(comparison: Comparison) -> str:
+    """Returns what was equal, or within the bounds. Raises RunError with the differences, the first one first."""
     compared = _compared(comparison)
     if not comparison.differences:
-        return f"bit-equal: {compared}\n"
+        exact = comparison.bounds is None
+        return f"bit-equal: {compared}\n" if exact else f"within bounds: {compared}\n{_largest(comparison)}"
     lines = [difference.describe() for difference in comparison.differences[:MOST_SHOWN]]
     more = len(comparison.differences) - len(lines)
     raise RunError("\n".join([f"{compared} differ", *lines, *([f"and {more} more"] if more else [])]))
@@ -26,4 +30,16 @@ def replay(directory: Path, step: int) -> str:
 def _compared(comparison: Comparison) -> str:
     first, last = comparison.first_step, comparison.last_step
     steps = f"step {last}" if first == last else f"steps {first} to {last}"
-    return f"{steps}: {comparison.tokens} tokens with their log-probabilities, {comparison.metrics} metrics"
+    weights = f", {comparison.weights} tensors of weights" if comparison.weights else ""
+    return f"{steps}: {comparison.tokens} tokens with their log-probabilities, {comparison.metrics} metrics{weights}"
+
+
+def _largest(comparison: Comparison) -> str:
+    """The largest difference of each name, one a line."""
+    bounds = comparison.bounds
+    assert bounds is not None
+    rules = (
+        f"bounds: {bounds.nats:g} nats; {bounds.relative:g} of a metric; {bounds.tokens:g} of the tokens; "
+        "two learning rates for each optimizer step, of a weight\n"
+    )
+    return rules + "".join(f"  {name}: differs by at most {size:.3g}\n" for name, size in comparison.largest.items())

@@ -4,7 +4,7 @@
         for each attempt:
             fleet.keeps = another attempt may follow
             fleet.join(config)                     # starts Ray, the first time
-            groups = fleet.groups(config, stop)    # starts the workers, or makes the groups whole again
+            groups = fleet.groups(config, roles, stop)    # starts the workers, or makes the groups whole again
             ...
             fleet.settle()                         # the attempt has reached its first step
             fleet.leave(error)                     # ends everything, unless a restart may follow
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import TracebackType
@@ -62,14 +62,14 @@ class Fleet:
             self._cluster.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
             self._joined = True
 
-    def groups(self, config: Config, stop: StopSignal) -> list[WorkerGroup]:
-        """Returns the groups of all roles, set up: new ones, or those of the last attempt made whole."""
+    def groups(self, config: Config, roles: Set[str], stop: StopSignal) -> list[WorkerGroup]:
+        """Returns the groups of `roles`, set up: new ones, or those of the last attempt made whole."""
         whole, self._settled = self._settled and not is_colocated(config), False
         if self._groups and whole:
             self._revive(config, stop)
         else:
             self._workers.close()
-            self._groups = start_groups(config, self._workers, stop)
+            self._groups = start_groups(config, roles, self._workers, stop)
         return self._groups
 
     def settle(self) -> None:
@@ -109,8 +109,8 @@ class Fleet:
         logger.info("all workers are whole again after %.1f s", time.monotonic() - begin)
 
 
-def start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[WorkerGroup]:
-    """Starts the groups of all roles.
+def start_groups(config: Config, roles: Set[str], stack: ExitStack, stop: StopSignal) -> list[WorkerGroup]:
+    """Starts the groups of `roles`, which phases use.
 
     They spend long on imports, so they start in parallel. On GPUs shared with training, generation takes no memory before
     the train state is offloaded.
@@ -141,12 +141,12 @@ def start_groups(config: Config, stack: ExitStack, stop: StopSignal) -> list[Wor
         return group
 
     with ThreadPoolExecutor() as pool:
-        if is_colocated(config):
+        if is_colocated(config) and "generation" in roles:
             train = pool.submit(start_away)
-            others = [role for role in layouts(config) if role != "train"]
+            others = [role for role in layouts(config) if role in roles - {"train"}]
             starting = [train, *(pool.submit(start, role, train.result) for role in others)]
         else:
-            starting = [pool.submit(start, role) for role in layouts(config)]
+            starting = [pool.submit(start, role) for role in layouts(config) if role in roles]
     groups += [future.result() for future in starting if future.exception() is None]
     for future in starting:
         future.result()  # raises the error of a group that did not start

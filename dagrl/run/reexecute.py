@@ -1,121 +1,157 @@
 """Executes a step of a run again from the run's own records, and names the first tensor that differs.
 
     replay_step(Path("runs/grpo_quickstart"), step=12)
+    replay_step(Path("runs/grpo_quickstart"), step=12, phase="train_step", cpu=True)
 
-Loads the run's newest checkpoint before the step; without one, starts from the run's first policy. Executes the steps up to
-`step` with the run's own configuration, data order and seeds, and compares them with `metrics.jsonl` and `rollouts/`. The
-comparison is exact: equal layouts on equal machines compute equal numbers.
+Loads the run's newest checkpoint before the step; without one, starts from the run's first policy. There are two ways on:
+
+- The run's loop takes the steps up to `step` once more: data order, seeds, generation, rewards, training. Equal layouts on
+  equal machines compute equal numbers, so the comparison is exact.
+- Each phase gets recorded inputs (`dagrl.run.loops.recorded`): for a single phase, for asynchronous runs, and on a CPU or in
+  another layout, where a token that is sampled differently would change everything after it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Config
 from dagrl.config.file import dump_config, load_config
-from dagrl.config.settings import generates
-from dagrl.errors import ConfigError, RunError, StopRequestedError
+from dagrl.config.settings import compares, generates, samples_per_step
+from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.files import PRIVATE, write_whole
+from dagrl.machine import VISIBLE
 from dagrl.run.checkpoints import CheckpointStore
-from dagrl.telemetry.metrics import TIMING, is_measured
+from dagrl.run.comparison import BOUNDS, JUDGED, MADE, SCORED, Bounds, Comparison, compare, compare_rollouts
+from dagrl.run.session import LastStep, Session
 from dagrl.telemetry.record import RunPaths, lock_run, read_metrics
 from dagrl.telemetry.rollouts import read_rollouts, rollout_files
 
+if TYPE_CHECKING:
+    from dagrl.run.comparison import WeightDifference
+    from dagrl.run.loops.recorded import Recorded
+
 logger = logging.getLogger(__name__)
 
-WALL_TIME = TIMING + "total"  # of trained steps; a validation before the first step has none
-
-OF_REPLAYS = frozenset({"replays", "padding_share"})
-"""How a step was executed, not what it computed: a run that resumes refits once more, and quanta depend on the clock."""
-
-COLUMNS = (
-    "source",
-    "prompt_tokens",
-    "tokens",
-    "sampled",
-    "versions",
-    "logprobs",
-    "finish_reason",
-    "reward",
-    "advantage",
-    "valid",
-    "train_logprobs",
-    "reference_logprobs",
-    "entropy",
-)
-"""Columns of a rollout in the order in which a step computes them: the first that differs is nearest to the cause."""
-
-Run = Callable[[Config, int], None]
+Run = Callable[[Config, LastStep], None]
 """Runs a configuration and stops after the step that is given."""
 
 Line = Mapping[str, Any]
 
+COLUMNS_OF = {"logprobs": ("train_logprobs", "entropy"), "reference_logprobs": ("reference_logprobs",)}
+"""Columns of the rollouts that a phase computes."""
+
 
 @dataclass(frozen=True)
-class Difference:
-    """A value of `step` that was not reproduced; `name` is a column of the rollouts or a metric."""
+class Request:
+    """What to execute again: a step, or one `phase` of it, on this machine's CPUs with `cpu`, with `overrides` of keys."""
 
+    directory: Path
     step: int
-    name: str
-    where: str
-    recorded: object
-    found: object
+    phase: str | None = None
+    cpu: bool = False
+    overrides: Sequence[str] = ()
 
-    def describe(self) -> str:
-        """One line."""
-        return f"step {self.step}: {self.name}{self.where} was {self.recorded!r}, and is now {self.found!r}"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What was compared, over all steps executed, and what differs, the earliest first."""
-
-    first_step: int
-    last_step: int
-    tokens: int
-    metrics: int
-    differences: tuple[Difference, ...]
+    @property
+    def exact(self) -> bool:
+        """Whether the step must be equal bit for bit."""
+        return not self.cpu and not self.overrides
 
 
-def replay_step(directory: Path, step: int, run: Run) -> Comparison:
-    """Executes `step` of the run in `directory` again and compares it with the run's records.
+@dataclass
+class Weights:
+    """The weights after a step, compared with the run's checkpoint of it."""
 
-    What it writes is in `<directory>/replays/step_<step>`. Raises ConfigError for a directory that is no run's, a step that
-    the run has not recorded, or a run whose samples depend on time; RunError if nothing was compared.
+    compared: int = 0
+    differences: list[WeightDifference] | None = None
+
+
+def replay_step(request: Request, run: Run) -> Comparison:
+    """Executes a step again and compares it with the run's records.
+
+    What it writes is in `<directory>/replays/step_<step>`. Raises ConfigError for a directory that is no run's, a step or a
+    phase that the run has not recorded; RunError if nothing was compared.
     """
-    config = _read(directory)
-    recorded = _recorded(directory, step)
-    start = newest_before(RunPaths.of(config).checkpoints, directory / "checkpoints", step)
-    again = _prepare(config, directory, step, start)
+    config = _read(request)
+    lines = _recorded_lines(request.directory, request.step)
+    phases = _chosen_phases(config, request)
+    before = _before(config, request, phases)
+    start = newest_before(RunPaths.of(config).checkpoints, request.directory / "checkpoints", before)
+    saved = saved_at(RunPaths.of(config).checkpoints, request.directory / "checkpoints", request.step)
+    weights, again = Weights(), _prepare(config, request, start)
+    trains = phases is None or "train_step" in phases
+    last = LastStep(request.step, partial(_compare_weights, saved, weights) if saved and trains else _no_weights)
     logger.info("executing from %s", start.name if start else "the first policy")
+    recorded = None if phases is None else _recorded(request.directory, last, phases)
     try:
-        run(again, step)
+        if recorded is None:
+            run(again, last)
+        else:
+            from dagrl.run.loops.recorded import run_recorded
+
+            run_recorded(again, recorded)
     except StopRequestedError:
-        logger.info("stopped after step %d", step)
-    return compare(directory, RunPaths.of(again).directory, recorded, step)
+        logger.info("stopped after step %d", request.step)
+    comparison = _compare(request, again, lines, recorded)
+    comparison.add_weights(weights.compared, weights.differences or [], _step_sizes(again, lines, comparison))
+    return comparison
 
 
-def _read(directory: Path) -> Config:
-    file = directory / "config.yaml"
+def _no_weights(session: Session) -> None:
+    """There is no checkpoint to compare with."""
+
+
+def _compare_weights(saved: Path, weights: Weights, session: Session) -> None:
+    """Compares the train workers' weights with a checkpoint, which they then hold."""
+    if "compare_checkpoint" not in session.train.role.methods:
+        return
+    session.replays.hold("train", keep_generation_weights=True)
+    directory = str(saved.absolute() / "train")
+    found = session.train.call("compare_checkpoint", directory, deadline=session.config.timeouts.checkpoint)
+    weights.compared = sum(compared for compared, _ in found)
+    weights.differences = [one for _, differences in found for one in differences]
+
+
+def _read(request: Request) -> Config:
+    file = request.directory / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"{directory} has no config.yaml; expected the directory of a run, such as runs/grpo_quickstart")
-    config = load_config(file)
-    asynchronous = config.grpo.async_grpo
-    if asynchronous.enabled and asynchronous.max_trajectory_age_steps and generates(config):
         raise ConfigError(
-            f"{directory} is an asynchronous run: which version makes a token depends on time, so its steps cannot be "
-            "executed again. Runs with grpo.async_grpo.enabled=false, or max_trajectory_age_steps=0, can"
+            f"{request.directory} has no config.yaml; expected the directory of a run, such as runs/grpo_quickstart"
         )
-    return config
+    config = load_config(file, request.overrides)
+    return on_cpu(config) if request.cpu else config
 
 
-def _recorded(directory: Path, step: int) -> list[Line]:
+def on_cpu(config: Config) -> Config:
+    """Returns the configuration for workers without GPUs, in the same layout and precision, and hides this machine's GPUs.
+
+    What only GPUs have is off: CUDA graphs, FP8, and roles that share a GPU.
+    """
+    os.environ[VISIBLE] = ""
+    policy, generation = config.policy, config.policy.generation
+    if generation is not None:
+        vllm = generation.vllm_cfg
+        cache = vllm.kv_cache_memory_bytes or 256 << 20
+        changed = {"enforce_eager": True, "async_scheduling": None, "num_scheduler_steps": None, "kv_cache_dtype": "auto"}
+        precision = None if vllm.precision == "fp8" else vllm.precision
+        vllm = vllm.model_copy(update={**changed, "precision": precision, "kv_cache_memory_bytes": cache})
+        colocated = generation.colocated.model_copy(update={"enabled": False})
+        generation = generation.model_copy(update={"vllm_cfg": vllm, "colocated": colocated})
+    megatron = policy.megatron_cfg.model_copy(update={"cuda_graphs": False})
+    policy = policy.model_copy(update={"megatron_cfg": megatron, "generation": generation, "reference_weights": "host"})
+    cluster = config.cluster.model_copy(update={"address": None, "num_gpus": 0, "gpus_per_worker": 0})
+    return config.model_copy(update={"policy": policy, "cluster": cluster})
+
+
+def _recorded_lines(directory: Path, step: int) -> list[Line]:
     """The lines of the run's metrics up to `step`."""
     file = directory / "metrics.jsonl"
     lines = read_metrics(file) if file.is_file() else []
@@ -125,21 +161,81 @@ def _recorded(directory: Path, step: int) -> list[Line]:
     return [line for line, at in zip(lines, steps, strict=True) if at <= step]
 
 
+def _chosen_phases(config: Config, request: Request) -> tuple[str, ...] | None:
+    """The phases that get recorded inputs; None if the run's loop executes the step."""
+    if not generates(config) or request.step <= config.sft.max_num_steps:
+        only = "preference_step" if compares(config) else "demonstration_step"
+        if request.phase not in (None, only):
+            raise ConfigError(f"--phase {request.phase}: step {request.step} can be executed again by the phase {only}")
+        return None
+    from dagrl.run.loops.recorded import sample_phases
+
+    known = sample_phases(config)
+    if request.phase is not None and request.phase not in known:
+        raise ConfigError(f"--phase {request.phase}: the records have the inputs of {', '.join(known)}; choose one of them")
+    if request.phase is None and request.exact and not _depends_on_time(config):
+        return None
+    if config.policy.router_replay or (config.environment.agent is not None and config.environment.max_conversations > 1):
+        what = "the experts of each token" if config.policy.router_replay else "an agent's further conversations"
+        raise ConfigError(
+            f"{request.directory}: rollouts/ does not have {what}, which training on its samples needs. Only whole steps of "
+            "a synchronous run can be executed again, in its own layout: leave out --phase, --cpu and overrides"
+        )
+    return (request.phase,) if request.phase is not None else known
+
+
+def _depends_on_time(config: Config) -> bool:
+    """Whether time decides which version makes a token, or which rows are trained together."""
+    asynchronous = config.grpo.async_grpo
+    return asynchronous.enabled and asynchronous.max_trajectory_age_steps > 0
+
+
+def _before(config: Config, request: Request, phases: Collection[str] | None) -> int:
+    """The step before which the checkpoint must be: that of the oldest version that is needed."""
+    if phases is None or "generate" not in phases:
+        return request.step
+    from dagrl.run.loops.recorded import first_version
+
+    files = rollout_files(request.directory / "rollouts")
+    rows = read_rollouts(files[request.step]) if request.step in files else []
+    return min(request.step, max(first_version(rows), config.sft.max_num_steps) + 1)
+
+
+def _recorded(directory: Path, last: LastStep, phases: Sequence[str]) -> Recorded:
+    from dagrl.run.loops.recorded import Recorded, made_by_later_versions
+
+    recorded = Recorded(directory, last, phases)
+    rows = recorded.rows(last.number)
+    later = made_by_later_versions(rows) if "generate" in phases else 0
+    if later:
+        logger.info("%d tokens were made after a weight update in flight, and are taken from the records", later)
+    return recorded
+
+
 def newest_before(configured: Path, within: Path, step: int) -> Path | None:
     """Returns the newest checkpoint before `step` in the configured directory, or in the run's own if it was moved."""
+    return _newest(configured, within, lambda at: at < step)
+
+
+def saved_at(configured: Path, within: Path, step: int) -> Path | None:
+    """Returns the checkpoint after `step`, if the run has kept it."""
+    return _newest(configured, within, lambda at: at == step)
+
+
+def _newest(configured: Path, within: Path, fits: Callable[[int], bool]) -> Path | None:
     for root in (configured, within):
-        found = [each.directory for each in CheckpointStore(root).all() if each.state.step < step]
+        found = [each.directory for each in CheckpointStore(root).all() if fits(each.state.step)]
         if found:
             return found[-1]
     return None
 
 
-def _prepare(config: Config, directory: Path, step: int, start: Path | None) -> Config:
+def _prepare(config: Config, request: Request, start: Path | None) -> Config:
     """The run's configuration in a directory of its own, which has a link to the checkpoint `start`.
 
     It writes no checkpoints, and nothing to trackers.
     """
-    output, name = directory.absolute() / "replays", f"step_{step:06d}"
+    output, name = request.directory.absolute() / "replays", f"step_{request.step:06d}"
     files = {"enabled": False, "resume": start is not None, "checkpoint_dir": None, "export_hf": False}
     silent = {f"{tracker}_enabled": False for tracker in ("tensorboard", "wandb", "mlflow", "trackio", "trace", "plot")}
     config = config.model_copy(
@@ -147,6 +243,7 @@ def _prepare(config: Config, directory: Path, step: int, start: Path | None) -> 
             "name": name,
             "output_dir": str(output),
             "on_failure": "stop",
+            "spares": config.spares.model_copy(update={"train": 0, "generation": 0}),
             "checkpointing": config.checkpointing.model_copy(update=files),
             "logger": config.logger.model_copy(update=silent),
         }
@@ -162,65 +259,42 @@ def _prepare(config: Config, directory: Path, step: int, start: Path | None) -> 
     return config
 
 
-def compare(recorded: Path, found: Path, lines: Sequence[Line], step: int) -> Comparison:
-    """Compares the steps that `found` executed with those that `recorded` has."""
-    executed = [line for line in read_metrics(found / "metrics.jsonl") if int(line["step"] or 0) <= step]
-    trained = sorted({int(line["step"] or 0) for line in executed if WALL_TIME in line})
-    if step not in trained:
-        raise RunError(f"step {step} was not executed: {found} has {trained}")
-    before, now = (rollout_files(directory / "rollouts") for directory in (recorded, found))
-    differences: list[Difference] = []
-    tokens = metrics = 0
-    for at in trained:
-        if at in before and at in now:
-            old, new = read_rollouts(before[at]), read_rollouts(now[at])
-            tokens += sum(len(row["tokens"]) for row in old)
-            differences += rollout_differences(at, old, new)
-        old_line, new_line = (_line(of, at) for of in (lines, executed))
-        metrics += len(old_line)
-        differences += metric_differences(at, old_line, new_line)
-    return Comparison(trained[0], step, tokens, metrics, tuple(differences))
+def _compare(request: Request, again: Config, lines: Sequence[Line], recorded: Recorded | None) -> Comparison:
+    found, bounds = RunPaths.of(again).directory, bounds_of(again, request)
+    if recorded is None:
+        return compare(request.directory, found, lines, request.step, bounds=bounds)
+    comparison = compare(request.directory, found, lines, request.step, columns=(), only_found=True, bounds=bounds)
+    metrics, comparison.differences = comparison.differences, []
+    rows, files = recorded.rows(request.step), rollout_files(found / "rollouts")
+    if recorded.made:
+        compare_rollouts(comparison, request.step, rows, recorded.made, MADE)
+    if request.step in files and (columns := _computed(recorded.phases)):
+        compare_rollouts(comparison, request.step, rows, read_rollouts(files[request.step]), columns)
+    comparison.differences += metrics
+    return comparison
 
 
-def _line(lines: Sequence[Line], step: int) -> dict[str, Any]:
-    """The metrics of the line of a trained step that do not depend on how the step was executed."""
-    found = next(line for line in lines if line["step"] == step and WALL_TIME in line)
-    return {name: value for name, value in found.items() if not is_measured(name) and name not in OF_REPLAYS}
+def _computed(phases: Collection[str]) -> list[str]:
+    """The columns of the step's rollouts that `phases` compute."""
+    scored = {column for phase in phases for column in COLUMNS_OF.get(phase, ())}
+    judged = [name for name in JUDGED if "train_step" in phases]
+    return [*judged, *(name for name in SCORED if name in scored)]
 
 
-def rollout_differences(step: int, recorded: Sequence[Line], found: Sequence[Line]) -> list[Difference]:
-    """Returns the first difference of each column, columns in the order of `COLUMNS`."""
-    if len(recorded) != len(found):
-        return [Difference(step, "samples", "", len(recorded), len(found))]
-    return [
-        difference
-        for column in COLUMNS
-        if (difference := _first(step, column, [row[column] for row in recorded], [row[column] for row in found]))
-    ]
+def bounds_of(config: Config, request: Request) -> Bounds | None:
+    """The bounds of the comparison; None if it is exact.
+
+    Gradients of early work are summed in the order in which sequences finish.
+    """
+    early = generates(config) and config.grpo.overlap_training
+    return None if request.exact and not early else BOUNDS[config.policy.precision]
 
 
-def _first(step: int, column: str, recorded: Sequence[Any], found: Sequence[Any]) -> Difference | None:
-    for row, (old, new) in enumerate(zip(recorded, found, strict=True)):
-        if same(old, new):
-            continue
-        if not isinstance(old, list) or not isinstance(new, list):
-            return Difference(step, column, f" of sample {row}", old, new)
-        if len(old) != len(new):
-            return Difference(step, column, f" of sample {row}", f"{len(old)} values", f"{len(new)} values")
-        at = next(index for index, pair in enumerate(zip(old, new, strict=True)) if not same(*pair))
-        return Difference(step, column, f" of sample {row} at token {at}", old[at], new[at])
-    return None
-
-
-def metric_differences(step: int, recorded: Line, found: Line) -> list[Difference]:
-    """Returns every metric that differs, or that only one side has (None), the loss first."""
-    names = sorted(recorded.keys() | found.keys(), key=lambda name: (name != "loss", name))
-    pairs = ((name, recorded.get(name), found.get(name)) for name in names)
-    return [Difference(step, name, "", old, new) for name, old, new in pairs if not same(old, new)]
-
-
-def same(old: object, new: object) -> bool:
-    """Whether two values of a record are equal bit for bit; NaN equals NaN."""
-    if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(same(*pair) for pair in zip(old, new, strict=True))
-    return old == new or (old != old and new != new)
+def _step_sizes(config: Config, lines: Sequence[Line], comparison: Comparison) -> float:
+    """The sum of the learning rates of the optimizer steps that were executed."""
+    size = config.policy.train_global_batch_size
+    return sum(
+        float(line["lr"]) * (math.ceil(samples_per_step(config) / size) if "reward/mean" in line else 1)
+        for line in lines
+        if "lr" in line and comparison.first_step <= int(line["step"])
+    )

@@ -5,6 +5,7 @@ The loops (`dagrl.run.loops`) take a session and pass its pieces on: replays, th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dagrl.config import Config
@@ -16,6 +17,18 @@ from dagrl.run.recorder import Recorder
 from dagrl.run.replays import Replays
 from dagrl.run.stop import StopSignal
 from dagrl.runtime.worker_group import WorkerGroup
+
+
+def _nothing(session: Session) -> None:
+    """Does nothing."""
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """A step after which a run stops although more are left. `then` is called before its workers end."""
+
+    number: int
+    then: Callable[[Session], None] = _nothing
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,7 @@ class Session:
     recorder: Recorder
     checkpoints: Checkpoints
     stop: StopSignal
-    last_step: int | None = None  # the run stops after it, although more are left
+    last_step: LastStep | None = None
 
     @property
     def step(self) -> int:
@@ -42,7 +55,8 @@ class Session:
         self.recorder.step(stage, state.step, position, total, metrics)
         self.checkpoints.finish_step(state)
         self.stop.check()
-        if state.step == self.last_step:
+        if self.last_step is not None and state.step == self.last_step.number:
+            self.last_step.then(self)
             raise StopRequestedError(f"stopped after step {state.step}")
 
     def record_initial_validation(self, stage: str, metrics: dict[str, float]) -> None:

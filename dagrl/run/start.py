@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight
 from dagrl.run.recorder import Recorder, process_label
 from dagrl.run.replays import Replays
 from dagrl.run.rollout_log import RolloutLog
-from dagrl.run.session import Session
+from dagrl.run.session import LastStep, Session
 from dagrl.run.stop import no_restart_after_stop, stop_on_signals
 from dagrl.runtime.phase import Phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
@@ -60,7 +60,9 @@ REFERENCE = "reference_policy"  # counter of a checkpoint: whether the train wor
 
 
 @contextmanager
-def run_session(config: Config, plans: Plans, last_step: int | None = None, fleet: Fleet | None = None) -> Iterator[Session]:
+def run_session(
+    config: Config, plans: Plans, last_step: LastStep | None = None, fleet: Fleet | None = None
+) -> Iterator[Session]:
     """Runs the block, which takes the steps up to `last_step` (None: all), in an open session.
 
     A run that ends writes its last checkpoint and its policy (`Session.finish`). A run that is stopped writes a checkpoint
@@ -79,7 +81,9 @@ def run_session(config: Config, plans: Plans, last_step: int | None = None, flee
 
 
 @contextmanager
-def open_session(config: Config, plan: Plans, last_step: int | None = None, fleet: Fleet | None = None) -> Iterator[Session]:
+def open_session(
+    config: Config, plan: Plans, last_step: LastStep | None = None, fleet: Fleet | None = None
+) -> Iterator[Session]:
     """Does everything before the first step, and undoes it after the block, also if the block raises.
 
     `plan` gets the configuration with derived values. `fleet` may keep the workers of a failed session for the next one.
@@ -107,15 +111,17 @@ def open_session(config: Config, plan: Plans, last_step: int | None = None, flee
         with stop.at_once():
             fleet.join(config)
             stop.listen()
-        progress.stage(f"Starting {_workers_text(config)}")
-        groups = fleet.groups(config, stop)
+        plans = with_records(config, plans, inputs.hf_config)
+        phases = load_phases(config, plans)
+        roles = {role for phase in phases.values() for role in phase.roles}
+        progress.stage(f"Starting {_workers_text(config, roles)}")
+        groups = fleet.groups(config, roles, stop)
         scheduler = stack.enter_context(Scheduler(groups, scheduler_options(config)))
         by_role = {group.role.name: group for group in groups}
         train, generation = by_role["train"], by_role.get("generation")
-        plans = with_records(config, plans, inputs.hf_config)
         clock = PhaseClock(trace)
         shared = _shared_devices(config, by_role, clock)
-        replays = Replays(load_phases(config, plans), scheduler, clock, device_count(config), shared)
+        replays = Replays(phases, scheduler, clock, device_count(config), shared)
         saver = CheckpointSaver(config, store, {role: by_role[role] for role in ("train", CRITIC) if role in by_role})
         rollouts = _rollout_log(config, inputs, paths, train, resumed)
         if rollouts is not None:
@@ -233,7 +239,7 @@ def check_reference(config: Config, resumed: Checkpoint) -> None:
 
 def _shared_devices(config: Config, groups: Mapping[str, WorkerGroup], clock: PhaseClock) -> SharedDevices | None:
     """The memory exchange between train and generation workers, if they share GPUs."""
-    if not is_colocated(config):
+    if not is_colocated(config) or "generation" not in groups:
         return None
     train, generation = groups["train"], groups["generation"]
     colocated = generation_config(config).colocated
@@ -301,6 +307,6 @@ def scheduler_options(config: Config) -> SchedulerOptions:
     )
 
 
-def _workers_text(config: Config) -> str:
-    groups = layouts(config)
+def _workers_text(config: Config, roles: Set[str]) -> str:
+    groups = {role: layout for role, layout in layouts(config).items() if role in roles}
     return " and ".join(f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in groups.items())

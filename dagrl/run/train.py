@@ -9,9 +9,10 @@ from dagrl.config.settings import load_algorithm
 
 if TYPE_CHECKING:
     from dagrl.run.fleet import Fleet
+    from dagrl.run.session import LastStep
 
 
-def train(config: Config, last_step: int | None = None, fleet: Fleet | None = None) -> None:
+def train(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> None:
     """Runs the steps that are left, from the start or the newest checkpoint, up to `last_step` (None: all).
 
     `fleet` may keep workers of an attempt that failed (`dagrl.run.restart`).

@@ -17,6 +17,7 @@ from dagrl.refit.worker import RefitWorker
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.preferences import gives_scores
+from dagrl.run.comparison import WeightDifference
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
 
@@ -47,6 +48,18 @@ class LogprobKeeper(Protocol):
     def kept_logprobs(self) -> Mapping[str, Mapping[int, Array]]:
         """Returns the log-probabilities of the current step, by name (`prev_logprobs`, `reference_logprobs`, `entropy`)
         and row id: float32 [tokens] of the whole row. One worker of each shard gives them, the others nothing."""
+        ...
+
+
+class ReplayedTrainWorker(Protocol):
+    """Optional methods of train workers, for `dagrl replay`."""
+
+    def keep_columns(self, batch: Batch, /) -> None:
+        """Keeps the token fields of `batch` for the optimizer step of the rows with the same `row_ids`."""
+        ...
+
+    def compare_checkpoint(self, directory: str, /) -> tuple[int, list[WeightDifference]]:
+        """Loads a checkpoint. Returns the number of its tensors, and those in which the weights before differ from it."""
         ...
 
 

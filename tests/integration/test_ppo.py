@@ -16,6 +16,7 @@ from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.loops import critic, grpo_step
 from dagrl.run.loops.grpo import run_grpo
+from dagrl.run.session import LastStep
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import ASYNC, HF_CONFIG, configuration, one_cluster, steps_of
@@ -119,7 +120,7 @@ def test_a_resumed_run_has_its_critic_and_its_first_steps_train_the_critic_alone
     whole, parts = (ppo(tmp_path, name, critic={**CRITIC, "warmup_steps": 1}) for name in ("whole", "parts"))
     run_grpo(whole)
     with pytest.raises(StopRequestedError):
-        run_grpo(parts, last_step=2)
+        run_grpo(parts, last_step=LastStep(2))
     run_grpo(parts.model_copy(update={"checkpointing": parts.checkpointing.model_copy(update={"resume": True})}))
     names = ("critic/loss", "critic/value_mean", "loss", "reward/mean")
     rows = {config.name: read_metrics(tmp_path / config.name / "metrics.jsonl") for config in (whole, parts)}
@@ -134,7 +135,7 @@ def test_a_resumed_run_has_its_critic_and_its_first_steps_train_the_critic_alone
 @pytest.mark.slow
 def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> None:
     with pytest.raises(StopRequestedError):
-        run_grpo(configuration(tmp_path, "plain"), last_step=2)
+        run_grpo(configuration(tmp_path, "plain"), last_step=LastStep(2))
     resumed = ppo(tmp_path, "plain", checkpointing={"resume": True})
     with pytest.raises(CheckpointError, match="no state of the critic workers"):
         run_grpo(resumed)

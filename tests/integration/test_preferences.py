@@ -15,6 +15,7 @@ from dagrl.cli.main import main
 from dagrl.config import Config
 from dagrl.config.file import dump_config
 from dagrl.errors import StopRequestedError
+from dagrl.run.session import LastStep
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import configuration, one_cluster, steps_of
@@ -87,7 +88,7 @@ def test_a_resumed_run_goes_on_with_its_reference_policy(tmp_path: Path) -> None
     whole = preference_config(tmp_path, "whole")
     train(whole)
     with pytest.raises(StopRequestedError):
-        train(preference_config(tmp_path, "parts"), last_step=3)
+        train(preference_config(tmp_path, "parts"), last_step=LastStep(3))
     checkpointing = {"export_hf": False, "save_period": 2, "resume": True}
     train(preference_config(tmp_path, "parts", checkpointing=checkpointing))
     expected, found = (

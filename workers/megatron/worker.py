@@ -19,6 +19,7 @@ from dagrl.refit import commit_together
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.rl.algorithm import Algorithm, algorithm_for
 from dagrl.rl.routed_experts import without_record
+from dagrl.run.comparison import WeightDifference
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
@@ -400,6 +401,15 @@ class MegatronWorker(MegatronWorkerBase):
                 self._keep_reference(reference)
         return state
 
+    def compare_checkpoint(self, directory: str) -> tuple[int, list[WeightDifference]]:
+        """Loads a checkpoint as `load_checkpoint`. Returns the number of its tensors here, and those that differ from what
+        this worker had, in the model's order."""
+        had = {name: tensor.detach().clone() for name, tensor in self.weight_tensors().items()}
+        self.load_checkpoint(directory)
+        pairs = ((name, tensor, had[name]) for name, tensor in self.weight_tensors().items())
+        found = [different_weights(name, self.context.rank, saved, mine) for name, saved, mine in pairs]
+        return len(had), [one for one in found if one is not None]
+
     def _finish_saving(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -526,6 +536,17 @@ def sums_of(batch: Batch, column: Array) -> Batch:
     """Returns `sums` [rows] float64: of `column` [rows, tokens] over the tokens in `loss_mask`."""
     sums = (column.astype("float64") * batch["loss_mask"]).sum(axis=1)
     return Batch({"lengths": batch["lengths"], "sums": sums}, batch.scalars)
+
+
+def different_weights(name: str, rank: int, recorded: Tensor, found: Tensor) -> WeightDifference | None:
+    """Returns how two tensors of one shape differ; None if they are equal bit for bit."""
+    unequal = recorded != found
+    if not unequal.any():
+        return None
+    index = tuple(unequal.nonzero()[0].tolist())
+    values = float(recorded[index]), float(found[index])
+    largest, scale = float((recorded.float() - found.float()).abs().max()), float(recorded.float().abs().max())
+    return WeightDifference(name, rank, index, *values, largest, scale)
 
 
 def _denominators(batch: Batch) -> Denominators:

@@ -18,11 +18,11 @@ from dagrl.run.loops.early_work import EarlyWork
 from dagrl.run.loops.grpo_step import begin_step, exposed, finish_step, learn, open_experience, start_policy, update
 from dagrl.run.loops.sft import train_sft
 from dagrl.run.plans import grpo_plans
-from dagrl.run.session import Session
+from dagrl.run.session import LastStep, Session
 from dagrl.run.start import run_session
 
 
-def run_grpo(config: Config, last_step: int | None = None, fleet: Fleet | None = None) -> None:
+def run_grpo(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> None:
     """Runs the SFT stage, if any, and GRPO, from the start or the newest checkpoint to the final policy, or `last_step`."""
     with run_session(config, grpo_plans, last_step, fleet) as session:
         if session.config.sft.max_num_steps:

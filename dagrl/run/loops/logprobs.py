@@ -51,7 +51,7 @@ def compute_logprobs(
     if len(missing) == batch.rows:
         begin_logprobs(config, replays, step)
     if missing:
-        rows, shards = logprob_batch(batch.select(missing), step), _whole(config, splits)
+        rows, shards = logprob_batch(batch.select(missing), step), whole_rows(config, splits)
         teacher = _submit_teacher(config, replays, rows)
         for name in logprob_phases(config):
             replays.replay(name, rows, rows=shards)
@@ -73,8 +73,8 @@ def keep_teacher(replays: Replays, rows: Batch, found: Batch, shards: ShardRows 
     replays.replay("keep_reference_logprobs", Batch(fields, rows.scalars), rows=shards)
 
 
-def _whole(config: Config, splits: Sequence[ShardRows] | None) -> ShardRows | None:
-    """The rows of the whole batch that each shard gets, from those of its minibatches."""
+def whole_rows(config: Config, splits: Sequence[ShardRows] | None) -> ShardRows | None:
+    """Returns the rows of the whole batch that each shard gets, from those of its minibatches."""
     if splits is None:
         return None
     size = config.policy.train_global_batch_size * rows_per_sample(config)

@@ -23,7 +23,7 @@ from dagrl.run.fleet import Fleet
 from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.plans import preference_plans
 from dagrl.run.replays import Replays
-from dagrl.run.session import Session
+from dagrl.run.session import LastStep, Session
 from dagrl.run.start import REFERENCE, run_session
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import VALIDATION
@@ -31,7 +31,7 @@ from dagrl.telemetry.metrics import VALIDATION
 SAMPLER = "preference_sampler"
 
 
-def run_preferences(config: Config, last_step: int | None = None, fleet: Fleet | None = None) -> None:
+def run_preferences(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> None:
     """Runs the loop over preferences, from the start or the newest checkpoint to the final model, or `last_step`."""
     with run_session(config, preference_plans, last_step, fleet) as session:
         train_preferences(session)

@@ -17,12 +17,12 @@ from dagrl.run.checkpoints import TrainState
 from dagrl.run.fleet import Fleet
 from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.plans import sft_plans
-from dagrl.run.session import Session
+from dagrl.run.session import LastStep, Session
 from dagrl.run.start import run_session
 from dagrl.telemetry.metrics import VALIDATION
 
 
-def run_sft(config: Config, last_step: int | None = None, fleet: Fleet | None = None) -> None:
+def run_sft(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> None:
     """Runs the loop over demonstrations, from the start or the newest checkpoint to the final policy, or `last_step`."""
     with run_session(config, sft_plans, last_step, fleet) as session:
         train_sft(session)

@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config
+from dagrl.config.file import load_config
 from dagrl.errors import ConfigError, RunError
+from dagrl.machine import gpu_count
 from dagrl.run.checkpoints import CheckpointStore, TrainState
-from dagrl.run.reexecute import compare, newest_before, replay_step
+from dagrl.run.comparison import BOUNDS, Bounds, WeightDifference, compare
+from dagrl.run.reexecute import Request, newest_before, on_cpu, replay_step
+from dagrl.run.session import LastStep
 from dagrl.telemetry.record import read_metrics
 from dagrl.telemetry.rollouts import RolloutFiles, read_rollouts, rollout_files
 from tests.unit.telemetry.made_run import make_run
@@ -35,8 +39,8 @@ def change_metric(run: Path, step: int, name: str, value: float) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def differences(old: Path, new: Path) -> list[str]:
-    found = compare(old, new, read_metrics(old / "metrics.jsonl"), step=2)
+def differences(old: Path, new: Path, bounds: Bounds | None = None) -> list[str]:
+    found = compare(old, new, read_metrics(old / "metrics.jsonl"), step=2, bounds=bounds)
     return [difference.describe() for difference in found.differences]
 
 
@@ -86,20 +90,79 @@ def test_it_starts_from_the_newest_checkpoint_before_the_step(tmp_path: Path) ->
     assert [path and path.name for path in found] == [None, "step_00000002", "step_00000004", "step_00000006"]
 
 
-def never(config: Config, step: int) -> None:
+def test_within_bounds_what_differs_more_is_named(runs: tuple[Path, Path]) -> None:
+    old, new = runs
+    bounds = BOUNDS["float32"]
+    rows = read_rollouts(rollout_files(old / "rollouts")[2])
+    change(new, 2, 1, "train_logprobs", 3, rows[1]["train_logprobs"][3] + bounds.nats / 2)
+    change_metric(new, 2, "loss", 0.25 * (1 + bounds.relative / 2))
+    assert differences(old, new, bounds) == []
+    assert len(differences(old, new)) == 2
+    change(new, 2, 1, "train_logprobs", 4, rows[1]["train_logprobs"][4] + bounds.nats * 2)
+    assert [text.partition(" was ")[0] for text in differences(old, new, bounds)] == [
+        "step 2: train_logprobs of sample 1 at token 4"
+    ]
+
+
+def test_within_bounds_few_sequences_may_go_on_with_another_token(runs: tuple[Path, Path]) -> None:
+    """What follows such a token is not compared: another sequence has other log-probabilities."""
+    old, new = runs
+    rows = read_rollouts(rollout_files(old / "rollouts")[2])
+    change(new, 2, 1, "tokens", 5, 77)
+    change(new, 2, 1, "logprobs", 6, rows[1]["logprobs"][6] - 3.0)
+    assert differences(old, new, BOUNDS["float32"]) == []
+    for sample in (0, 2, 3):
+        change(new, 2, sample, "tokens", 7, 77)
+    assert [text.partition(" was ")[0] for text in differences(old, new, BOUNDS["float32"])] == [
+        "step 2: tokens of sample 0 at token 7"
+    ]
+
+
+def test_weights_may_differ_by_what_adam_does_to_a_gradient_of_either_sign(runs: tuple[Path, Path]) -> None:
+    old, new = runs
+    one = WeightDifference("decoder.layers.1.mlp.linear_fc1.weight", 3, (0, 5), 0.25, 0.2521, 2.1e-3, 1.0)
+    for bounds, step_size, fits in ((BOUNDS["float32"], 1e-3, False), (BOUNDS["float32"], 2e-3, True), (None, 1.0, False)):
+        found = compare(old, new, read_metrics(old / "metrics.jsonl"), step=2, bounds=bounds)
+        found.add_weights(26, [one], step_size)
+        told = "step 2: decoder.layers.1.mlp.linear_fc1.weight of train worker 3 at [0, 5] was 0.25, and is now 0.2521"
+        assert [each.describe() for each in found.differences] == ([] if fits else [told])
+
+
+def test_a_run_of_gpus_is_executed_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "name: run\nalgorithm: grpo\ndata: {}\ncluster: {address: auto, gpus_per_worker: 1}\npolicy:\n"
+        "  megatron_cfg: {cuda_graphs: true, tensor_model_parallel_size: 4}\n  precision: bfloat16\n"
+        "  generation: {colocated: {enabled: true}, vllm_cfg: {precision: fp8, enforce_eager: false}}"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    config = on_cpu(load_config(file))
+    assert gpu_count() == 0 and config.cluster.gpus_per_worker == 0 and config.cluster.address is None
+    generation, megatron = config.policy.generation, config.policy.megatron_cfg
+    assert generation is not None and not generation.colocated.enabled and not megatron.cuda_graphs
+    assert generation.vllm_cfg.enforce_eager and generation.vllm_cfg.precision is None
+    assert megatron.layout.tp == 4 and config.policy.precision == "bfloat16", "the run's own"
+
+
+def never(config: Config, step: LastStep) -> None:
     raise AssertionError("nothing may start")
 
 
 def test_what_cannot_be_executed_is_said_before_anything_starts(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run")
     with pytest.raises(ConfigError, match=r"no config\.yaml; expected the directory of a run"):
-        replay_step(tmp_path, 1, never)
+        replay_step(Request(tmp_path, 1), never)
     (run / "config.yaml").write_text("name: run\nalgorithm: grpo\npolicy: {}\ndata: {}\n")
     with pytest.raises(ConfigError, match=r"--step 3: .* has recorded steps 1 to 2"):
-        replay_step(run, 3, never)
-    (run / "config.yaml").write_text(
-        "name: run\nalgorithm: grpo\npolicy: {}\ndata: {}\n"
-        "grpo: {async_grpo: {enabled: true, max_trajectory_age_steps: 1}}\n"
-    )
-    with pytest.raises(ConfigError, match="asynchronous run: which version makes a token depends on time"):
-        replay_step(run, 2, never)
+        replay_step(Request(run, 3), never)
+    with pytest.raises(ConfigError, match=r"--phase generate: step 2 can be executed again by the phase demonstration_step"):
+        replay_step(Request(run, 2, "generate"), never)
+    (run / "config.yaml").write_text("name: run\nalgorithm: grpo\npolicy: {}\ndata: {}\nsft: {max_num_steps: 0}\n")
+    with pytest.raises(ConfigError, match=r"--phase refit: the records have the inputs of generate, logprobs, .*train_step"):
+        replay_step(Request(run, 2, "refit"), never)
+    with pytest.raises(ConfigError, match=r"^unknown key policy\.nothing \(command line\)"):
+        replay_step(Request(run, 2, overrides=("policy.nothing=1",)), never)
+    routed = "name: run\nalgorithm: grpo\npolicy: {router_replay: true}\ndata: {}\nsft: {max_num_steps: 0}\n"
+    (run / "config.yaml").write_text(routed)
+    with pytest.raises(ConfigError, match="rollouts/ does not have the experts of each token"):
+        replay_step(Request(run, 2, "train_step"), never)
