@@ -1,6 +1,7 @@
 """Compares training steps through dagrl with a plain Megatron loop: throughput, MFU, memory, and equal losses.
 
-    dagrl bench train --cases 0.6b:dp1 0.6b:tp2 [--rows 16] [--length 2048] [--micro 2] [--json F] [--plot F]
+    dagrl bench train --cases 0.6b:dp1 0.6b:tp2 [--rows 16] [--length 2048] [--micro 2] [--packed] [--json F] [--plot F]
+    dagrl bench train --cases '0.6b:dp1!' --micro 8 --parts     where the GPU's time in a step goes
 
 A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `30b@6:dp4ep4` (a model shortened to 6 layers). Suffixes:
 `0.6b:dp2d` uses the distributed optimizer; `0.6b:dp1m` gives the plain loop Megatron's cross-entropy instead of the loss of
@@ -32,6 +33,7 @@ from dagrl.bench.deadline import BenchDeadline, add_deadline
 from dagrl.bench.models import SHAPES, ModelShape, write_model
 from dagrl.bench.report import BenchReport, command_line
 from dagrl.bench.train_inputs import train_batch
+from dagrl.bench.train_parts import print_parts
 from dagrl.bench.train_rivals import Contender, DagrlSteps, PlainSteps, Turn
 from dagrl.config import Config
 from dagrl.errors import ConfigError, RunError
@@ -67,7 +69,7 @@ class TrainCase:
 class TrainRow:
     """One case and who ran it: medians in milliseconds, spread (interquartile range), peaks in GiB.
 
-    `overhead_ms` is the part of dagrl's step in which none of its workers ran.
+    `overhead_ms` is the part of dagrl's step in which none of its workers ran, `parts_ms` the time of its kernels by kind.
     """
 
     case: str
@@ -86,6 +88,7 @@ class TrainRow:
     losses: list[float]
     loss_error: float | None = None
     of_plain: float | None = None
+    parts_ms: Mapping[str, float] | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro", type=int, default=2, help="sequences per microbatch")
     parser.add_argument("--steps", type=int, default=3, help="steps per turn")
     parser.add_argument("--turns", type=int, default=2, help="turns per case")
+    parser.add_argument("--packed", action="store_true", help="pack sequences, as runs on GPUs do")
+    parser.add_argument("--parts", action="store_true", help="also profile a step of dagrl's, on one GPU")
     add_deadline(parser)
     parser.add_argument("--tiny", action="store_true", help="two narrow layers and a small vocabulary, in float32")
     parser.add_argument("--json", type=Path, help="write the rows to this JSON file, after every case")
@@ -105,6 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measures, prints the table and writes the requested files. Raises RunError if a case failed."""
     cases = [parse_case(text, options.tiny) for text in options.cases]
+    if options.parts:
+        require_gpu()
     deadline, problems = BenchDeadline(options.deadline), dict[str, str]()
     rows: list[TrainRow] = []
     workers = max(case.layout.world_size for case in cases)
@@ -152,6 +159,14 @@ def parse_case(text: str, tiny: bool) -> TrainCase:
     return TrainCase(text.rstrip("!"), shape, layout, sharded, own_loss, graphs, lora, alone)
 
 
+def require_gpu() -> None:
+    """Raises ConfigError without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("found no GPU; --parts profiles the kernels of one")
+
+
 def writing(
     cases: Sequence[TrainCase], options: argparse.Namespace, directory: Path, stack: ExitStack
 ) -> dict[str, Future[Path]]:
@@ -184,15 +199,23 @@ def measure(
         for _ in range(options.turns):
             for contender in contenders:
                 taken[contender.name].append(contender.take(options.steps))
-        return [as_row(case, contender, taken[contender.name], batch, config, ours) for contender in contenders]
+        rows = [as_row(case, contender, taken[contender.name], batch, config, ours) for contender in contenders]
+        return profiled(rows, ours) if options.parts and case.layout.world_size == 1 else rows
     finally:
         for contender in contenders:
             contender.end()
 
 
+def profiled(rows: Sequence[TrainRow], ours: DagrlSteps) -> list[TrainRow]:
+    """Adds the kernels of a step of dagrl's, the first row, and prints them."""
+    parts = ours.parts()
+    print_parts(rows[0].case, parts, rows[0].step_ms)
+    return [replace(rows[0], parts_ms=parts.parts_ms), *rows[1:]]
+
+
 def case_config(case: TrainCase, model: Path, options: argparse.Namespace) -> Config:
     """Returns the configuration that both read."""
-    policy = {
+    policy: dict[str, object] = {
         "model_name": str(model),
         "precision": "float32" if options.tiny else "bfloat16",
         "train_global_batch_size": options.rows,
@@ -205,6 +228,8 @@ def case_config(case: TrainCase, model: Path, options: argparse.Namespace) -> Co
             "optimizer": {"lr": 1e-5, "use_distributed_optimizer": case.sharded},
         },
     }
+    if options.packed:
+        policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": options.micro * options.length}
     return Config.model_validate({"name": "train", "algorithm": "sft", "data": {}, "policy": policy})
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from typing import Any, Protocol
 
+from dagrl.bench.train_parts import StepParts
 from dagrl.config import Config
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.layout import ParallelLayout
@@ -129,6 +130,11 @@ class DagrlSteps:
             self.overheads.append(seconds[-1] - replay.timing.busy_s)
             self.losses.append(merge_step_metrics(parts).flat()["loss"])
         return Turn(seconds)
+
+    def parts(self) -> StepParts:
+        """Returns where the GPU's time of a step goes, for a case of one worker."""
+        found: list[StepParts] = self.group.call("parts", self._batch)
+        return found[0]
 
     def peak_bytes(self) -> int:
         return int(max(self.group.call("peak_memory")))

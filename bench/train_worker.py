@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import gc
+import time
+from typing import TYPE_CHECKING
 
 from dagrl.config import Config
+from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.megatron import MegatronWorker
+
+if TYPE_CHECKING:
+    from dagrl.bench.train_parts import StepParts
 
 
 class TrainBenchWorker(MegatronWorker):
@@ -35,6 +41,20 @@ class TrainBenchWorker(MegatronWorker):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+
+    def parts(self, batch: Batch) -> StepParts:
+        """Runs one step under torch's profiler. Returns where the GPU's time went."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        from dagrl.bench.train_parts import step_parts
+
+        start = time.perf_counter()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            self.train_step(batch, "likelihood")
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        return step_parts(profiler.events(), 1e3 * seconds)
 
     def peak_memory(self) -> int:
         """Returns the peak of allocated GPU memory in bytes."""

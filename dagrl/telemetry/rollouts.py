@@ -95,6 +95,36 @@ def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict
     return rows
 
 
+def table_of(rows: Sequence[Row]) -> pyarrow.Table:
+    """Returns rows as a table of `schema`; missing columns are null. Lists may be arrays.
+
+    The lists of a column are joined first: as Python objects they would keep the interpreter from the loop for long.
+    """
+    import pyarrow as pa
+
+    columns = []
+    for field in schema():
+        values = [row.get(field.name) for row in rows]
+        flat = pa.types.is_list(field.type) and not pa.types.is_nested(field.type.value_type)
+        columns.append(_joined_lists(values, field.type) if flat else pa.array(values, field.type))
+    return pa.table(columns, schema=schema())
+
+
+def _joined_lists(values: Sequence[Sequence[Any] | None], kind: pyarrow.ListType) -> pyarrow.ListArray:
+    import numpy as np
+    import pyarrow as pa
+
+    offsets = np.cumsum([0, *(0 if value is None else len(value) for value in values)], dtype=np.int32)
+    present = [value for value in values if value is not None]
+    if pa.types.is_string(kind.value_type):
+        items = pa.array([text for value in present for text in value], kind.value_type)
+    else:
+        dtype = kind.value_type.to_pandas_dtype()
+        joined = np.concatenate([np.empty(0, dtype), *(np.asarray(value, dtype) for value in present)])
+        items = pa.array(joined, kind.value_type)
+    return pa.ListArray.from_arrays(offsets, items, type=kind, mask=pa.array([value is None for value in values]))
+
+
 class RolloutFiles:
     """Writes the files of a run, and deletes the oldest above `max_bytes` (None: never).
 
@@ -110,15 +140,13 @@ class RolloutFiles:
 
     def write(self, step: int, rows: Sequence[Row], kind: str = STEP) -> None:
         """Writes the samples of a step. The file appears complete or not at all."""
-        import pyarrow
         from pyarrow import parquet
 
         path = self._directory / f"{kind}_{step:06d}.parquet"
         part = path.with_name(path.name + PART)
         try:
             with naming(path):
-                table = pyarrow.Table.from_pylist(list(rows), schema=schema())
-                parquet.write_table(table, part, compression=COMPRESSION)
+                parquet.write_table(table_of(rows), part, compression=COMPRESSION)
         except OSError:
             part.unlink(missing_ok=True)
             raise

@@ -1,4 +1,4 @@
-"""Our rotary embedding and RMSNorm kernels against plain torch in float64."""
+"""Our rotary embedding, RMSNorm and SwiGLU kernels against plain torch in float64."""
 
 from __future__ import annotations
 
@@ -52,3 +52,38 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     gradients = torch.autograd.grad(found, (states, weight), upper)
     for mine, exact in zip(gradients, torch.autograd.grad(expected, inputs, upper.double()), strict=True):
         close(mine, exact, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(4096, 2, 6144), (33, 2, 100), (0, 64), (1, 2)], ids=str)
+def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from dagrl.workers.megatron.layer_kernels import swiglu
+
+    states = torch.randn(shape, device="cuda", dtype=dtype).mul(3).requires_grad_()
+    exact = states.detach().double().requires_grad_()
+    gate, linear = exact.chunk(2, -1)
+    expected, found = torch.nn.functional.silu(gate) * linear, swiglu(states)
+    upper = torch.randn_like(found)
+    gradients = torch.autograd.grad(found, states, upper)[0], torch.autograd.grad(expected, exact, upper.double())[0]
+    if found.numel():
+        close(found, expected, dtype)
+        close(*gradients, dtype)
+
+
+def test_megatron_calls_the_kernels() -> None:
+    """Megatron's MLP with the kernels equals its own without fusion."""
+    from megatron.core.transformer import mlp
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from dagrl.workers.megatron.experts import _MlpModule
+    from dagrl.workers.megatron.layer_kernels import use_layer_kernels
+
+    sizes = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "gated_linear_unit": True}
+    config = TransformerConfig(**sizes, activation_func=torch.nn.functional.silu, add_bias_linear=False)
+    states, weights = torch.randn(40, 192, device="cuda"), torch.rand(40, device="cuda")
+    module = _MlpModule(config, torch.nn.functional.silu, lambda rows: (rows, None), lambda rows: (rows, None))
+    for probabilities in (None, weights):
+        expected = mlp.MLP.forward(module, states, probabilities)[0]
+        use_layer_kernels(config)
+        torch.testing.assert_close(mlp.MLP.forward(module, states, probabilities)[0], expected, rtol=1e-5, atol=1e-6)
+        config.bias_activation_fusion = False

@@ -25,6 +25,7 @@ from dagrl.telemetry.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, St
 from dagrl.workers.megatron.cuda_graphs import ModelPass
 from dagrl.workers.megatron.logprobs import OutputLayer, token_logprobs
 from dagrl.workers.megatron.microbatches import Microbatch, Microbatches
+from dagrl.workers.megatron.scored import masked_columns, scored_logprobs
 
 LossResult = tuple[Tensor, Tensor, dict[str, dict[str, Tensor]]]
 
@@ -48,16 +49,17 @@ class MicrobatchLoss:
 
         `output` [b, s, hidden size], or [b, s] of a scalar head, whose numbers take the place of log-probabilities.
         """
-        logprobs, entropy = output, None
+        logprobs, entropy, data = output, None, microbatch.data
         if self.layer is not None:
-            logprobs, entropy = token_logprobs(output, microbatch.labels, self.layer)
-        sequences = Sequences(microbatch.data["sequence_ids"], microbatch.sequences, self.group)
-        found = batch_loss(self.algorithm, logprobs, microbatch.data, self.denominators, sequences)
+            logprobs, entropy = scored_logprobs(output, microbatch.labels, microbatch.scored, self.layer)
+            data = masked_columns(data, microbatch.scored)
+        sequences = Sequences(data["sequence_ids"], microbatch.sequences, self.group)
+        found = batch_loss(self.algorithm, logprobs, data, self.denominators, sequences)
         metrics = {"sums": dict(found.sums), "maxima": dict(found.maxima)}
         if self.algorithm.learns_from == "samples":
-            before = microbatch.data.get("entropy") if "prev_logprobs" in self.algorithm.columns else entropy
+            before = data.get("entropy") if "prev_logprobs" in self.algorithm.columns else entropy
             if before is not None:  # under the weights at the start of the batch
-                metrics["sums"][ENTROPY] = (before * microbatch.data["loss_mask"]).sum() / self.denominators.tokens
+                metrics["sums"][ENTROPY] = (before * data["loss_mask"]).sum() / self.denominators.tokens
         return found.loss, torch.zeros((), dtype=torch.int, device=output.device), metrics
 
 

@@ -1,8 +1,8 @@
-"""Triton kernels for rotary embedding and RMSNorm, forward and backward.
+"""Triton kernels for rotary embedding, RMSNorm and SwiGLU, forward and backward.
 
-In plain torch each takes a dozen passes over memory; here, as in Transformer Engine, one. Both compute in float32 and round
-once. `use_layer_kernels` installs the rotary embedding through Megatron's hook for Transformer Engine. Imported only where
-Triton is.
+In plain torch each takes up to a dozen passes over memory; here, as in Transformer Engine, one. All compute in float32 and
+round once. `use_layer_kernels` installs the rotary embedding and SwiGLU in place of Megatron's fused ones, which need
+Transformer Engine or compilation. Imported only where Triton is.
 """
 
 from __future__ import annotations
@@ -15,15 +15,33 @@ import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
 
 BLOCK_ELEMENTS = 4096  # elements of a tile: rows times padded row length
+SWIGLU_BLOCK = 1024  # elements of a program of SwiGLU
 NORM_PROGRAMS = 1024  # programs that each sum the weight gradient over their rows
 
 
 def use_layer_kernels(config: Any) -> None:
-    """Makes models built with this Megatron configuration use our rotary kernel."""
+    """Makes models built with this Megatron configuration use our rotary and SwiGLU kernels."""
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer import mlp
 
     rope_utils.fused_apply_rotary_pos_emb = rotate
     config.apply_rope_fusion = True
+    mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = _biased_swiglu, _weighted_swiglu
+    config.bias_activation_fusion = True
+
+
+def swiglu(states: Tensor) -> Tensor:
+    """Returns silu(a) * b for `states` [..., 2 d], whose first half is a and second half b."""
+    activated: Tensor = _Swiglu.apply(states)  # type: ignore[no-untyped-call]
+    return activated
+
+
+def _biased_swiglu(states: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
+    return swiglu(states if bias is None else states + bias)
+
+
+def _weighted_swiglu(states: Tensor, bias: Tensor | None, weights: Tensor, *_: Any) -> Tensor:
+    return (_biased_swiglu(states, bias) * weights).to(states.dtype)
 
 
 def rotate(states: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
@@ -90,6 +108,57 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     target = rotated + (token * heads + head) * (2 * half) + column
     tl.store(target, (first * cos - second * sin).to(rotated.dtype.element_ty), mask=inside)
     tl.store(target + half, (second * cos + first * sin).to(rotated.dtype.element_ty), mask=inside)
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor) -> Tensor:
+        states = states.contiguous()
+        ctx.save_for_backward(states)
+        activated = torch.empty(*states.shape[:-1], states.shape[-1] // 2, dtype=states.dtype, device=states.device)
+        grid, sizes = _swiglu_grid(states)
+        _swiglu_kernel[grid](states, activated, *sizes)
+        return activated
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (states,) = ctx.saved_tensors
+        grad_states = torch.empty_like(states)
+        grid, sizes = _swiglu_grid(states)
+        _swiglu_backward_kernel[grid](states, grads[0].contiguous(), grad_states, *sizes)
+        return grad_states
+
+
+def _swiglu_grid(states: Tensor) -> tuple[tuple[int], tuple[int, int, int]]:
+    """Returns the grid, and its elements, the size of a half, and the elements of a program."""
+    elements, half = states.numel() // 2, states.shape[-1] // 2
+    return (triton.cdiv(elements, SWIGLU_BLOCK),), (elements, half, SWIGLU_BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _swiglu_kernel(states, activated, elements, half: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < elements
+    source = states + at // half * (2 * half) + at % half
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    linear = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(activated + at, (gate * tl.sigmoid(gate) * linear).to(activated.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
+    states, grad, grad_states, elements, half: tl.constexpr, block: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < elements
+    place = at // half * (2 * half) + at % half
+    gate = tl.load(states + place, mask=inside, other=0.0).to(tl.float32)
+    linear = tl.load(states + place + half, mask=inside, other=0.0).to(tl.float32)
+    upper = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    open_share = tl.sigmoid(gate)
+    of_gate = upper * linear * open_share * (1.0 + gate * (1.0 - open_share))
+    tl.store(grad_states + place, of_gate.to(grad_states.dtype.element_ty), mask=inside)
+    tl.store(grad_states + place + half, (upper * gate * open_share).to(grad_states.dtype.element_ty), mask=inside)
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -7,13 +7,17 @@ cross-entropy (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 CHUNK_ELEMENTS = 1 << 27  # logits of a chunk, unless `chunk_tokens` is set
 
@@ -97,7 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad = _logit_gradients(logits, normaliser[rows], scale, layer.columns(labels[rows]), hidden.dtype)
             grad_hidden[rows] = grad @ weight[held]
             if grad_weight is not None:
-                grad_weight[held] += _product(grad.T, hidden[rows])
+                _add_product(grad_weight[held], grad.T, hidden[rows])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
@@ -150,3 +154,23 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda and left.dtype is not torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds the matrix product to float32 `total`, within the product's kernel if torch can."""
+    if left.is_cuda and left.dtype is not torch.float32 and _adds_products(left.device, left.dtype):
+        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+    else:
+        total += _product(left, right)
+
+
+@cache
+def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this torch adds a half-precision product to a float32 matrix."""
+    total, one = torch.ones(8, 8, device=device), torch.eye(8, device=device, dtype=dtype)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, one, one, torch.float32, out=total)
+    except RuntimeError as error:  # also raised for arguments that an operator does not support
+        logger.info("products are added apart, torch's own cannot: %s", error)
+        return False
+    return bool((total == 1 + one).all())

@@ -28,6 +28,7 @@ from dagrl.runtime.layout import Coordinates, ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron.host_memory import upload
 from dagrl.workers.megatron.packing import Bins, by_length, fitting_width, largest, pack, pack_widths, spread
+from dagrl.workers.megatron.scored import with_scored_tokens
 from dagrl.workers.megatron.segments import Indices, LayerInputs, RoutedTokens, Segments, make_segments, zigzag
 
 TAIL = 64  # tokens of one padding sequence: short ones cost attention little
@@ -71,6 +72,7 @@ class Microbatch:
 
     `data` has `sequence_ids`, below `sequences`, if it has a loss mask. `targets` is the index of each token's label in the
     flattened batch; past the end: no label. `segments` is None if every row is one sequence, `routed` without experts.
+    `scored` are the indices of the tokens whose labels are in the loss mask, None for all (`dagrl.workers.megatron.scored`).
     """
 
     tokens: Tensor
@@ -81,6 +83,7 @@ class Microbatch:
     segments: Segments | None
     sequences: int
     routed: RoutedTokens | None = None
+    scored: Tensor | None = None
 
     @property
     def layer_inputs(self) -> LayerInputs | None:
@@ -121,12 +124,15 @@ class Microbatches:
         return whole[:-1].view(self.rows, self.width)
 
 
-def split_batch(batch: Batch, rule: SplitRule, rank: ParallelRank, model: RoutedModel | None = None) -> Microbatches:
+def split_batch(
+    batch: Batch, rule: SplitRule, rank: ParallelRank, model: RoutedModel | None = None, *, masked: bool = True
+) -> Microbatches:
     """Splits all rows except padding into microbatches, equally many on every worker. A collective over dp.
 
     No token sees padding and no loss counts it, but experts compute it, and a single id would send all of it to the same
     experts. With a `model`, which has experts, padding repeats the batch's own tokens, or the ids of the vocabulary if the
-    batch is empty. Otherwise padding has id 0. The batch may have `routed_experts` (`dagrl.rl.routed_experts`).
+    batch is empty. Otherwise padding has id 0. The batch may have `routed_experts` (`dagrl.rl.routed_experts`). Without
+    `masked`, all tokens are scored.
     """
     lengths = batch["lengths"].astype(np.int64)
     plans = [_MicrobatchPlan.of(rows, rank) for rows in _plan_rows(batch, lengths, rule, rank)]
@@ -141,6 +147,8 @@ def split_batch(batch: Batch, rule: SplitRule, rank: ParallelRank, model: Routed
     items = _microbatches(plans, table, fields, own, model)
     if model is not None:
         items = _with_routed_tokens(items, table, recorded, model, rank)
+    if masked and "loss_mask" in batch.fields and rank.layout.cp == 1:
+        items = with_scored_tokens(items, [[row for row, _ in plan.sequences] for plan in plans], batch)
     filled = float(lengths.sum()) / rank.layout.cp
     rows, width = plans[0].shape
     shape = (rows, width * rank.layout.cp)

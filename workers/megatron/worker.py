@@ -482,7 +482,7 @@ class MegatronWorker(MegatronWorkerBase):
         seen = self._warm_widths.setdefault(current_replay().phase, set())
         times = 2 if self.config.policy.megatron_cfg.cuda_graphs else 1  # the second run of a shape is recorded
         warmups = (item for item in warmup_batches(batch, rule, rank, seen) for _ in range(times))
-        return (split_batch(item, rule, rank, model) for item in warmups)
+        return (split_batch(item, rule, rank, model, masked=False) for item in warmups)  # the most memory
 
     def _parallel_rank(self) -> ParallelRank:
         from megatron.core import parallel_state

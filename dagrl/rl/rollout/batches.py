@@ -88,7 +88,7 @@ def train_batch(
         start, end = len(episode.prompt), len(episode)
         generation_logprobs[row, start:end] = episode.logprobs
         if valid is None or valid[row // rows_per_sample]:
-            mask[row, start:end] = episode.sampled
+            mask[row, start:end] = episode.sampled if False in episode.sampled else 1.0
     return rows.with_fields(
         loss_mask=mask,
         advantages=mask * np.repeat(advantage, rows_per_sample)[:, None],

@@ -68,8 +68,15 @@ class Episode:
     def spans(self) -> list[tuple[int, int]]:
         """Returns where each turn of the policy or the environment starts and ends in `tokens`, in order."""
         flags = self.sampled
+        if flags and False not in flags:
+            return [(0, len(flags))]
         bounds = [at for at in range(len(flags) + 1) if at in (0, len(flags)) or flags[at] != flags[at - 1]]
         return list(pairwise(bounds))
+
+    def sampled_versions(self) -> npt.NDArray[np.int64]:
+        """Returns the policy version of each sampled token."""
+        versions = np.array(self.versions, np.int64)
+        return versions[np.array(self.sampled, np.bool_)] if False in self.sampled else versions
 
     def append(self, made: FinishedRequest) -> None:
         """Appends the tokens of a finished request."""
@@ -139,8 +146,16 @@ def new_group(config: Config, number: int, key: int, prompt: Prompt, seeds: Sequ
 
 def samples_of(tokenizer: PreTrainedTokenizerFast, group: RolloutGroup) -> list[Sample]:
     """Returns the sequences of a complete group with their texts."""
-    texts = tokenizer.batch_decode([episode.tokens for episode in group.episodes], skip_special_tokens=True)
+    texts = _decoded(tokenizer, [episode.tokens for episode in group.episodes])
     return [Sample(episode.prompt, episode, text) for episode, text in zip(group.episodes, texts, strict=True)]
+
+
+def _decoded(tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]]) -> list[str]:
+    """Decodes without special tokens. The tokenizer behind transformers' own looks at no token in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # some tokenizers in Python have none
+    if backend is None or tokenizer.clean_up_tokenization_spaces:
+        return cast("list[str]", tokenizer.batch_decode(sequences, skip_special_tokens=True))
+    return cast("list[str]", backend.decode_batch(sequences, skip_special_tokens=True))
 
 
 def half_stop(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
@@ -167,6 +182,8 @@ def turn_seed(episode: Episode) -> int:
 
 def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[int], longest: int) -> list[int]:
     """Returns forced lengths [seeds] for the requests of prompt `key`: log-normal, clipped to 1 to `longest`."""
+    if not config.sigma:
+        return [min(max(round(config.median), 1), longest)] * len(seeds)
     shared = np.random.default_rng((seed, abs(key), 2)).normal()
     own = np.array([np.random.default_rng((request, 1)).normal() for request in seeds])
     spread = math.sqrt(config.between_prompts) * shared + math.sqrt(1 - config.between_prompts) * own

@@ -247,8 +247,7 @@ class Experience:
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Returns metrics of a batch: rewards, lengths, ages in the step that trains on it, and dropped groups."""
         samples = [sample for group in groups for sample in group.samples]
-        made = [np.array(one.versions, np.int64)[np.array(one.sampled, np.bool_)] for each in samples for one in each.rows]
-        ages = self.buffer.version - np.concatenate(made)
+        ages = self.buffer.version - np.concatenate([one.sampled_versions() for each in samples for one in each.rows])
         lengths = [len(sample.completion.tokens) for sample in samples]
         rewards = join_rewards([group.rewards for group in groups])
         return {

@@ -136,11 +136,18 @@ class TokenTexts:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
+        self._broken: set[int] = set()  # tokens with a part of a character
 
     def __call__(self, tokens: Sequence[int]) -> list[str]:
-        new = set(tokens) - self._known.keys()
-        self._known.update((token, self._tokenizer.decode([token])) for token in new)
+        """Returns the text of each token. Their concatenation is the text of all."""
+        for token in set(tokens) - self._known.keys():
+            self._known[token] = self._tokenizer.decode([token])
+            if BROKEN in self._known[token]:
+                self._broken.add(token)
         texts = [self._known[token] for token in tokens]
+        return texts if self._broken.isdisjoint(tokens) else self._joined(tokens, texts)
+
+    def _joined(self, tokens: Sequence[int], texts: list[str]) -> list[str]:
         at = 0
         while at < len(texts):
             end = at + 1

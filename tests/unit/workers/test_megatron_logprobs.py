@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard, token_logprobs
+from dagrl.workers.megatron.scored import scored_logprobs
 
 PADDED, SIZE, HIDDEN = 128, 100, 24  # 28 rows of padding, not to be counted
 
@@ -38,6 +39,21 @@ def test_values_and_gradients_are_those_of_log_softmax(chunk: int | None, temper
     for own, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-5, atol=1e-5)
     assert not entropy.requires_grad
+
+
+def test_scored_tokens_have_the_values_and_gradients_of_all_tokens() -> None:
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(3, 7, HIDDEN), torch.randn(SIZE, HIDDEN), torch.randint(0, SIZE, (3, 7))
+    mask = torch.rand(3, 7) < 0.5
+    found = []
+    for scored in (None, mask.flatten().nonzero().flatten()):
+        mine = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, entropy = scored_logprobs(mine[0], labels, scored, OutputLayer(mine[1], VocabularyShard(0, SIZE)))
+        (logprobs.square() * mask).sum().backward()
+        found.append([logprobs * mask, entropy * mask, mine[0].grad, mine[1].grad])
+    assert not logprobs[~mask].any()
+    for some, every in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(some, every, rtol=1e-5, atol=1e-6)
 
 
 PARTS = [(0, 48), (48, 48), (96, 4), (100, 0)]  # (first, size) of each worker's part of `SIZE`; its other rows are padding

@@ -46,6 +46,18 @@ def place(cp: int = 1, rank: int = 0, tp: int = 1, pp: int = 1, vpp: int = 1) ->
     return ParallelRank(layout, layout.coordinates(rank * tp), None, None, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("kind", sorted(RULES))
+def test_the_output_layer_gets_the_tokens_of_the_loss_mask_alone(kind: str) -> None:
+    batch = make_batch([0, 5, WIDTH, 1, 11])
+    for item in split_batch(batch, RULES[kind], place()).items:
+        inside = item.data["loss_mask"].flatten().nonzero().flatten()
+        assert item.scored is not None and item.scored.tolist() == (inside.tolist() or [0])
+    nothing = batch.with_fields(loss_mask=np.zeros_like(batch["loss_mask"]))
+    for masked, expected in ((True, [[0]]), (False, [None])):
+        cut = split_batch(nothing, SplitRule("rows", 9, 0, "", 8), place(), masked=masked)
+        assert [None if item.scored is None else item.scored.tolist() for item in cut.items] == expected
+
+
 def attended(microbatch: Microbatch) -> list[list[int]]:
     """Returns the tokens that each token of a microbatch sees, by its segments (single worker)."""
     flat = microbatch.tokens.flatten().tolist()

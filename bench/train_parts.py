@@ -1,0 +1,80 @@
+"""Where the GPU's time in a training step goes, by kind of kernel: `dagrl bench train --parts`.
+
+Kernels are those that torch's profiler records in one step. Matrix products below the output layer's function are apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+OUTPUT_LAYER = "_TokenLogprobs"
+"""Part of the names of the output layer's functions, forward and backward."""
+
+KINDS = {
+    "attention": r"flash|fmha|sdpa|attention",
+    "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
+    "norms": r"_norm_(backward_)?kernel|rms_norm|layer_norm",
+    "rotary": r"_rotate_kernel",
+    "swiglu": r"_swiglu_|silu",
+    "vocabulary sums": r"_row_sums|_row_gradients",
+    "optimizer": r"[Aa]dam|multi_tensor|foreach",
+    "copies": r"[Mm]emcpy|[Mm]emset|copy|Cat",
+}
+"""Patterns of kernel names; the first that is found counts. Other kernels are `elementwise`."""
+
+
+class Event(Protocol):
+    """What is read of torch's `FunctionEvent`."""
+
+    name: str
+    kernels: Any  # each with a name, and a duration in microseconds
+    cpu_parent: Any
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The milliseconds of a step's kernels by kind, their sum, and the whole step under the profiler."""
+
+    parts_ms: Mapping[str, float]
+    busy_ms: float
+    profiled_ms: float
+
+
+def kind_of(kernel: str) -> str:
+    """Returns the kind of a kernel by its name."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)), "elementwise")
+
+
+def step_parts(events: Iterable[Event], profiled_ms: float) -> StepParts:
+    """Sums the kernels of a step by kind. Products of the output layer are `output layer`."""
+    found: dict[str, float] = {}
+    for event in events:
+        for kernel in event.kernels:
+            kind = kind_of(kernel.name)
+            if kind == "products" and _below_output_layer(event):
+                kind = "output layer"
+            found[kind] = found.get(kind, 0.0) + kernel.duration / 1e3
+    ordered = {kind: round(found[kind], 2) for kind in sorted(found, key=lambda kind: -found[kind])}
+    return StepParts(ordered, round(sum(found.values()), 2), round(profiled_ms, 2))
+
+
+def print_parts(case: str, parts: StepParts, step_ms: float) -> None:
+    """Prints the kinds with their shares of the step."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("kernels", "ms", "of the step", title=f"{case}: step {step_ms:.1f} ms, kernels {parts.busy_ms:.1f} ms")
+    for kind, spent in parts.parts_ms.items():
+        table.add_row(kind, f"{spent:.1f}", f"{spent / step_ms:.1%}")
+    Console(width=100).print(table)
+
+
+def _below_output_layer(event: Any) -> bool:
+    while event is not None:
+        if OUTPUT_LAYER in event.name:
+            return True
+        event = event.cpu_parent
+    return False
