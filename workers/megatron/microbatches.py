@@ -28,7 +28,7 @@ from dagrl.runtime.layout import Coordinates, ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron.host_memory import upload
 from dagrl.workers.megatron.packing import Bins, by_length, fitting_width, largest, pack, pack_widths, spread
-from dagrl.workers.megatron.scored import with_scored_tokens
+from dagrl.workers.megatron.scored import scored_tokens
 from dagrl.workers.megatron.segments import Indices, LayerInputs, RoutedTokens, Segments, make_segments, zigzag
 
 TAIL = 64  # tokens of one padding sequence: short ones cost attention little
@@ -148,7 +148,9 @@ def split_batch(
     if model is not None:
         items = _with_routed_tokens(items, table, recorded, model, rank)
     if masked and "loss_mask" in batch.fields and rank.layout.cp == 1:
-        items = with_scored_tokens(items, [[row for row, _ in plan.sequences] for plan in plans], batch)
+        rows_of = [[row for row, _ in plan.sequences] for plan in plans]
+        scored = scored_tokens([item.data["loss_mask"] for item in items], rows_of, batch)
+        items = tuple(replace(item, scored=one) for item, one in zip(items, scored, strict=True))
     filled = float(lengths.sum()) / rank.layout.cp
     rows, width = plans[0].shape
     shape = (rows, width * rank.layout.cp)

@@ -7,8 +7,6 @@ The host counts the tokens, so the device finds them without a wait. Imported on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -18,18 +16,12 @@ from torch import Tensor
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.workers.megatron.logprobs import OutputLayer, token_logprobs
 
-if TYPE_CHECKING:
-    from dagrl.workers.megatron.microbatches import Microbatch
 
-
-def with_scored_tokens(items: Sequence[Microbatch], rows: Sequence[Sequence[int]], batch: Batch) -> tuple[Microbatch, ...]:
-    """Adds the scored tokens to microbatches of `batch`. `rows` are the rows in each; -1 is padding."""
+def scored_tokens(masks: Sequence[Tensor], rows: Sequence[Sequence[int]], batch: Batch) -> list[Tensor]:
+    """Returns the scored tokens of each microbatch of `batch`, given its loss mask and its rows; row -1 is padding."""
     per_row = scored_per_row(batch["loss_mask"], batch["lengths"])
     counts = [sum(int(per_row[row]) for row in held if row >= 0) for held in rows]
-    return tuple(
-        replace(item, scored=indices(item.data["loss_mask"].flatten() != 0, count))
-        for item, count in zip(items, counts, strict=True)
-    )
+    return [indices(mask.flatten() != 0, count) for mask, count in zip(masks, counts, strict=True)]
 
 
 def scored_per_row(mask: Array, lengths: Array) -> npt.NDArray[np.int64]:
