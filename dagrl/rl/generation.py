@@ -45,32 +45,65 @@ def quantum_seconds(batch: Batch) -> float:
 class RequestOptions:
     """How a request is sampled where it differs from the configuration (None), and which strings end it too.
 
-    With `stream`, each quantum returns its new tokens before it has finished.
+    With `stream`, each quantum returns its new tokens before it has finished. `constraint` limits the tokens to a grammar:
+    the JSON text of one field of vLLM's `StructuredOutputsParams` and its value.
     """
 
     temperature: float | None = None
     top_p: float | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
+    constraint: str = ""
 
 
 AS_CONFIGURED = RequestOptions()
 
 OPTION_BYTES = 512
-"""Room for the options of one request in a quantum's batch."""
+"""Room for the options of one request in a quantum's batch, without its constraint."""
+
+CONSTRAINT_BYTES = 64 << 10
+"""Room for the constraints of a quantum's new requests, and the most that one may have. Equal ones count once."""
 
 
 def options_text(options: Mapping[int, RequestOptions]) -> str:
-    """Returns the scalar `options` of a quantum: JSON, by request id. Requests sampled as configured are left out."""
-    changed = {request: asdict(item) for request, item in options.items() if item != AS_CONFIGURED}
-    return json.dumps(changed, ensure_ascii=False) if changed else ""
+    """Returns the scalar `options` of a quantum: JSON. Requests sampled as configured are left out."""
+    changed = {request: item for request, item in options.items() if item != AS_CONFIGURED}
+    constraints = sorted({item.constraint for item in changed.values()})
+    requests = {
+        request: asdict(item) | {"constraint": constraints.index(item.constraint)} for request, item in changed.items()
+    }
+    return json.dumps({"constraints": constraints, "requests": requests}, ensure_ascii=False) if changed else ""
 
 
 def quantum_options(batch: Batch) -> dict[int, RequestOptions]:
     """Returns the options of the requests that have some, by request id."""
     text = str(batch.scalars.get("options", "")).strip()
-    found = json.loads(text) if text else {}
-    return {int(key): RequestOptions(**{**item, "stop": tuple(item["stop"])}) for key, item in found.items()}
+    if not text:
+        return {}
+    found = json.loads(text)
+    return {
+        int(key): RequestOptions(
+            **{**item, "stop": tuple(item["stop"]), "constraint": found["constraints"][item["constraint"]]}
+        )
+        for key, item in found["requests"].items()
+    }
+
+
+def fitting(options: Mapping[int, RequestOptions]) -> set[int]:
+    """Returns the first requests whose constraints fit into one quantum together (`CONSTRAINT_BYTES`)."""
+    taken, left, fits = {""}, CONSTRAINT_BYTES, set[int]()
+    for request, item in options.items():
+        needed = 0 if item.constraint in taken else constraint_bytes(item.constraint)
+        if needed <= left:
+            taken.add(item.constraint)
+            left -= needed
+            fits.add(request)
+    return fits
+
+
+def constraint_bytes(constraint: str) -> int:
+    """Returns the bytes that a constraint takes in `options_text`."""
+    return len(json.dumps(constraint, ensure_ascii=False).encode()) + 2
 
 
 @dataclass(frozen=True)

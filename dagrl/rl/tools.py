@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 Tools = Mapping[str, Callable[..., Any]]
 
+Choice = str | Mapping[str, Any]
+"""OpenAI's `tool_choice`: `auto`, `required`, or a function's name as `{"type": "function", "function": {"name": ...}}`."""
+
 KEY = "environment.tools"
 
 
@@ -108,27 +111,90 @@ class ToolEnvironment:
 
 
 @cache
-def call_parser(schemas: str, name: str, tokenizer: str) -> Callable[[str], Calls]:
-    """Returns a function that finds calls in the text of a turn.
+def call_parser(schemas: str, name: str, tokenizer: str) -> CallParser:
+    """Returns the parser of some tools.
 
     `schemas` is the JSON text of the tools' schemas, `name` that of vLLM's parser, and `tokenizer` a directory.
     """
     from transformers import AutoTokenizer
 
-    return parser_of_calls(schemas, name, AutoTokenizer.from_pretrained(tokenizer))
+    return CallParser(schemas, name, AutoTokenizer.from_pretrained(tokenizer))
 
 
-def parser_of_calls(schemas: str, name: str, tokenizer: PreTrainedTokenizerFast) -> Callable[[str], Calls]:
-    """Like `call_parser`, with a tokenizer that is loaded. Imports vLLM, which takes seconds."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers import ToolParserManager
+class CallParser:
+    """vLLM's parser of a model family, for some tools. The first one imports vLLM, which takes seconds."""
 
-    request = ChatCompletionRequest(messages=[], tools=json.loads(schemas))
-    parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+    def __init__(self, schemas: str, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+        """See `call_parser`."""
+        from vllm.tool_parsers import ToolParserManager
 
-    def calls(text: str) -> Calls:
-        found = parser.extract_tool_calls(text, request)
+        self._schemas, self._name = schemas, name
+        self._request = self._asked("auto")
+        self._parser = ToolParserManager.get_tool_parser(name)(tokenizer, self._request.tools)
+
+    def __call__(self, text: str, choice: Choice = "auto") -> Calls:
+        """Splits a turn into its text and its calls. `choice` is what the turn was limited to."""
+        if choice != "auto" and self._parser.supports_required_and_named:
+            return _json_calls(text, choice)
+        found = self._parser.extract_tool_calls(text, self._request)
         made = [(call.function.name, call.function.arguments) for call in found.tool_calls]
         return Calls((found.content or "") if made else text, made)
 
-    return calls
+    def constraint(self, choice: Choice, schema: Json = None) -> dict[str, Json]:
+        """Returns the field of vLLM's `StructuredOutputsParams` that limits a turn to calls, and its value.
+
+        With a JSON `schema`, a turn may be what that allows instead. Raises ConfigError if vLLM has none for the parser.
+        """
+        request = self._asked(choice)
+        tag = None if self._parser.supports_required_and_named else self._parser.get_structural_tag(request)
+        if tag is not None:
+            found = tag.model_dump()
+            if schema is not None:
+                answer = {"type": "json_schema", "json_schema": schema}
+                found["format"] = {"type": "or", "elements": [found["format"], answer]}
+            return {"structural_tag": json.dumps(found)}
+        if schema is not None:
+            raise ConfigError(f"vLLM's tool parser {self._name!r} (environment.tool_parser) cannot mix calls and a schema")
+        adjusted = self._parser.adjust_request(request).structured_outputs
+        fields = ("json", "grammar", "structural_tag")
+        constraint = {field: value for field in fields if (value := getattr(adjusted, field, None)) is not None}
+        if not constraint:
+            raise ConfigError(
+                f"vLLM's tool parser {self._name!r} (environment.tool_parser) cannot force calls; ask with tool_choice=auto"
+            )
+        return constraint
+
+    def _asked(self, choice: Choice) -> Any:
+        """vLLM's request with these tools. Their arguments are held to the schemas, unless a tool has `strict: false`."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        tools = json.loads(self._schemas)
+        for tool in tools if choice != "auto" else ():
+            tool["function"].setdefault("strict", True)
+        return ChatCompletionRequest(messages=[], tools=tools, tool_choice=choice)
+
+
+def _json_calls(text: str, choice: Choice) -> Calls:
+    """The calls of a turn that vLLM limits to JSON: a list of calls, or the arguments of the function that was named.
+
+    A turn that was cut off has none.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return Calls(text, ())
+    if not isinstance(choice, str):
+        return Calls("", [(choice["function"]["name"], text)])
+    return Calls("", [(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in found])
+
+
+def check_constraint(constraint: Mapping[str, Json]) -> None:
+    """Raises ValueError if vLLM's grammars (xgrammar, see `dagrl.workers.vllm.launch`) cannot express a constraint."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+
+    try:
+        validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(**constraint)))
+    except Exception as error:  # vLLM's class differs between its versions, and xgrammar raises several
+        raise ValueError(str(error)) from error

@@ -24,7 +24,7 @@ from dagrl.config.settings import (
     uses_teacher,
 )
 from dagrl.rl.algorithm import COLUMN_PHASES, algorithm_of, column_phases
-from dagrl.rl.generation import FIRST_QUANTUM, OPTION_BYTES
+from dagrl.rl.generation import CONSTRAINT_BYTES, FIRST_QUANTUM, OPTION_BYTES
 from dagrl.rl.preferences import sum_phases
 from dagrl.rl.rollout.rollouts import request_slots
 from dagrl.rl.routed_experts import ROUTED_EXPERTS, routed_layers
@@ -192,7 +192,7 @@ def _room_for_options(config: Config, requests: int) -> Mapping[str, Scalar]:
     """Agents' requests have options. The scalar goes to every shard whole."""
     if config.environment.agent is None:
         return {}
-    return {"options": " " * (OPTION_BYTES * requests * generation_config(config).vllm_cfg.layout.dp)}
+    return {"options": " " * (OPTION_BYTES * requests * generation_config(config).vllm_cfg.layout.dp + CONSTRAINT_BYTES)}
 
 
 def _request_buckets(requests: int, widest: int) -> tuple[Bucket, ...]:

@@ -196,6 +196,7 @@ def import_vllm(hf_config: Mapping[str, Any]) -> None:
 def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     """Returns vLLM's `EngineArgs` for this configuration."""
     import torch
+    from vllm.config import StructuredOutputsConfig
 
     vllm = require_generation(config).vllm_cfg
     tokenizer, hf_config = _tokenizer(config), read_hf_config(config)
@@ -226,6 +227,8 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "distributed_timeout_seconds": timeout,
         "cpu_distributed_timeout_seconds": timeout,
     }
+    if config.environment.agent is not None:  # whose requests the endpoint has checked with this backend
+        arguments["structured_outputs_config"] = StructuredOutputsConfig(backend="xgrammar")
     if vllm.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
     assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"

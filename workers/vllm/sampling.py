@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,12 +29,13 @@ class Sampling:
 
     def __call__(self, request: Request) -> SamplingParams:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         config, options = self.config, request.options
         stops = [*config.stop_strings, *options.stop]
         temperature = config.temperature if options.temperature is None else options.temperature
         forced = config.forced_lengths is not None
+        constraint = StructuredOutputsParams(**json.loads(options.constraint)) if options.constraint and not forced else None
         return SamplingParams(
             temperature=0.0 if request.greedy else temperature,
             top_p=config.top_p if options.top_p is None else options.top_p,
@@ -46,4 +48,5 @@ class Sampling:
             detokenize=bool(stops) and not forced,
             logprobs=0,  # of the sampled token only
             output_kind=RequestOutputKind.FINAL_ONLY,
+            structured_outputs=constraint,
         )

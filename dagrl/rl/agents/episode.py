@@ -62,7 +62,7 @@ class AgentEpisode:
         self._asked = 0
         self._ended = ""
 
-    def ask(self, body: SamplingBody, context: Callable[[Conversations], Context]) -> Turn:
+    def ask(self, body: SamplingBody, context: Callable[[Conversations], Context], constraint: str = "") -> Turn:
         """Returns the turn of a request. Raises EndpointError if the episode has ended, or for a request beyond limits."""
         with self._lock:
             if self._ended:
@@ -72,7 +72,7 @@ class AgentEpisode:
                     f"the episode has made environment.max_turns = {self._limits.max_turns} requests; raise it, or ask less",
                     code="max_turns",
                 )
-            turn = self._turn(body, context(self._conversations))
+            turn = self._turn(body, context(self._conversations), constraint)
             self._asked += 1
             self._open.add(turn)
             return turn
@@ -89,10 +89,19 @@ class AgentEpisode:
     def record(self, turn: Turn, made: FinishedRequest, text: str, said: str) -> None:
         """Adds an answer to the conversations, before the client gets it. Raises EndpointError if the episode has ended."""
         with self._lock:
-            if self._ended:
-                raise EndpointError(self._ended, status=401, code="episode_ended")
-            self._open.discard(turn)
+            if turn not in self._open:
+                why = self._ended or "the client of this request has gone"
+                raise EndpointError(why, status=401, code="episode_ended")
+            self._open.remove(turn)
             self._conversations.add(Answer(turn.context, made, text, said, turn.trained))
+
+    def begin_again(self) -> None:
+        """Forgets everything: the process of the agent was lost, and another one starts it again."""
+        with self._lock:
+            turns, self._open = self._open, set()
+            for turn in turns:
+                turn.cancelled = True
+            self._conversations, self._asked = Conversations(), 0
 
     def end(self, why: str) -> None:
         """Refuses further requests, and answers the open ones with an error."""
@@ -114,7 +123,7 @@ class AgentEpisode:
         """The answers that the agent has had."""
         return len(self._conversations.answers)
 
-    def _turn(self, body: SamplingBody, context: Context) -> Turn:
+    def _turn(self, body: SamplingBody, context: Context, constraint: str) -> Turn:
         limits, prompt = self._limits, context.whole()
         room = limits.room - len(prompt)
         if room < 1 or not prompt:
@@ -126,7 +135,9 @@ class AgentEpisode:
         temperature = body.temperature
         if temperature is None and self._greedy:
             temperature = 0.0
-        options = RequestOptions(temperature, body.top_p, body.stop, body.stream)
+        # A constrained answer may have to be sampled again from its start, so no part of it is given out.
+        stream = body.stream and not constraint
+        options = RequestOptions(temperature, body.top_p, body.stop, stream, constraint)
         most = min(body.most_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
         same = (None, limits.temperature), (None, limits.top_p)
         trained = body.temperature in same[0] and body.top_p in same[1]

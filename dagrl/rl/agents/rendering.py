@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from dagrl.errors import ConfigError
 from dagrl.rl.agents.conversations import Answer, Context, Conversations, message_key
 from dagrl.rl.agents.protocol import ChatBody, CompletionBody, EndpointError, plain_messages
 from dagrl.rl.environments import reply_text
-from dagrl.rl.tools import Calls, parser_of_calls
+from dagrl.rl.generation import CONSTRAINT_BYTES, constraint_bytes
+from dagrl.rl.tools import CallParser, Calls, check_constraint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -22,7 +24,8 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, parser: str) -> None:
         """`parser` is vLLM's name of the model's tool calls."""
         self._tokenizer, self._parser = tokenizer, parser
-        self._parsers: dict[str, Callable[[str], Calls]] = {}
+        self._parsers: dict[str, CallParser] = {}
+        self._allowed = {""}
 
     def chat_context(self, body: ChatBody, conversations: Conversations) -> Context:
         """Returns the tokens of a chat request. If it extends an answer, only the messages after it are rendered."""
@@ -55,12 +58,43 @@ class Renderer:
         """Returns the text of one token."""
         return str(self._tokenizer.decode([token]))
 
-    def parse_calls(self, tools: Sequence[dict[str, Any]], text: str) -> Calls:
+    def parse_calls(self, body: ChatBody, text: str) -> Calls:
         """Splits a turn into its text and its tool calls. The first one with some tools imports vLLM, for seconds."""
+        return self._calls(body.offered_tools)(text, body.choice)
+
+    def constraint(self, body: ChatBody) -> str:
+        """Returns what the answer is limited to (`RequestOptions.constraint`). Imports vLLM for the first one.
+
+        Raises EndpointError if vLLM cannot limit an answer to it.
+        """
+        text, name = self._constraint(body), "response_format" if body.response_format else "tools"
+        if text not in self._allowed:
+            if (size := constraint_bytes(text)) > CONSTRAINT_BYTES:
+                raise EndpointError(f"{name} takes {size} bytes; a constraint may have {CONSTRAINT_BYTES}", param=name)
+            try:
+                check_constraint(json.loads(text))
+            except ValueError as error:
+                raise EndpointError(f"vLLM cannot limit answers to this schema: {error}", param=name) from error
+            self._allowed.add(text)
+        return text
+
+    def _constraint(self, body: ChatBody) -> str:
+        schema = None if body.response_format is None else body.response_format.schema_of_answer
+        if schema is not None and not body.offered_tools:
+            return json.dumps({"json": schema})
+        if schema is None and not body.forces_calls:
+            return ""
+        try:
+            choice = body.choice if body.forces_calls else "required"
+            return json.dumps(self._calls(body.offered_tools).constraint(choice, schema))
+        except ConfigError as error:
+            raise EndpointError(str(error), param="tool_choice") from error
+
+    def _calls(self, tools: Sequence[dict[str, Any]]) -> CallParser:
         key = json.dumps(list(tools))
         if key not in self._parsers:
-            self._parsers[key] = parser_of_calls(key, self._parser, self._tokenizer)
-        return self._parsers[key](text)
+            self._parsers[key] = CallParser(key, self._parser, self._tokenizer)
+        return self._parsers[key]
 
     @cached_property
     def _eos(self) -> int | None:

@@ -84,7 +84,12 @@ class AgentRunner:
         episode = AgentEpisode(key, f"dagrl-{secrets.token_hex(16)}", self._limits, greedy=greedy)
         self._server.episodes[episode.api_key] = episode
         endpoint = {"base_url": self._server.base_url, "api_key": episode.api_key, "model": MODEL}
-        episode.answer = self._pool.submit(key, {"example": dict(example), "endpoint": endpoint})
+
+        def again() -> None:
+            episode.begin_again()
+            self._inbox.wake()
+
+        episode.answer = self._pool.submit(key, {"example": dict(example), "endpoint": endpoint}, again)
         return episode
 
     def take(self) -> list[tuple[AgentEpisode, Turn]]:

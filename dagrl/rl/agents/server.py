@@ -38,6 +38,9 @@ KEEP_ALIVE_S = 3600
 
 VERSIONS = "x-policy-versions"
 
+ENDS = ("", "stop", "length")
+"""Finish reasons of an answer, and of a part of one that streams."""
+
 
 class Inbox:
     """Requests on their way to the driver's main thread."""
@@ -147,7 +150,8 @@ class EndpointServer:
     async def _chat(self, request: Request) -> Response:
         episode = self._episode(request)
         body = read_body(ChatBody, await request.body())
-        turn = episode.ask(body, partial(self.renderer.chat_context, body))
+        constraint = await asyncio.to_thread(self.renderer.constraint, body) if body.is_constrained else ""
+        turn = episode.ask(body, partial(self.renderer.chat_context, body), constraint)
         return await self._answered(request, episode, turn, ChatShape(body, self.renderer.token_text, turn.prompt))
 
     async def _completion(self, request: Request) -> Response:
@@ -206,7 +210,7 @@ class _Reply:
 
     async def stream(self) -> AsyncIterator[str]:
         """Yields server-sent events: a chunk for each quantum that made tokens. With tools all text comes at the end."""
-        texts = TextStream(self.server.renderer.text, self._stops, hold=bool(self._tools))
+        texts = TextStream(self.server.renderer.text, self._stops, hold=self._offers_tools)
         try:
             if (first := self.shape.first()) is not None:
                 yield _event(first)
@@ -230,8 +234,8 @@ class _Reply:
         """Returns the answer's text and its tool calls, after it is recorded."""
         text = cut_at_stop(self.server.renderer.text(made.tokens), self._stops)
         calls: list[tuple[str, str]] = []
-        if self._tools:
-            parsed = await asyncio.to_thread(self.server.renderer.parse_calls, self._tools, text)
+        if self._offers_tools:
+            parsed = await asyncio.to_thread(self.server.renderer.parse_calls, self.shape.body, text)
             text, calls = parsed.text, list(parsed.calls)
         said = ""
         if isinstance(self.shape, ChatShape):
@@ -241,8 +245,8 @@ class _Reply:
         return text, calls
 
     @property
-    def _tools(self) -> list[dict[str, Any]]:
-        return self.shape.body.offered_tools if isinstance(self.shape.body, ChatBody) else []
+    def _offers_tools(self) -> bool:
+        return isinstance(self.shape.body, ChatBody) and bool(self.shape.body.offered_tools)
 
     @property
     def _stops(self) -> tuple[str, ...]:
@@ -256,6 +260,8 @@ class _Reply:
 def _made(event: Made | EndpointError) -> Made:
     if isinstance(event, EndpointError):
         raise event
+    if event.finish_reason not in ENDS:
+        raise EndpointError(f"vLLM ended the request with {event.finish_reason!r}; its log says why", status=500)
     return event
 
 

@@ -6,12 +6,13 @@ future = pool.submit("3/0", {"example": ..., "endpoint": ...})    # what the age
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -23,6 +24,8 @@ from dagrl.rl.functions.answers import Failed
 from dagrl.rl.functions.process import GRACE_S, FunctionProcess
 from dagrl.runtime.deadline import Deadline
 
+logger = logging.getLogger(__name__)
+
 KEY = "environment.agent"
 
 ENDED = "the process that runs it ended"
@@ -33,10 +36,18 @@ POLL_S = 0.5
 
 @dataclass(eq=False)
 class _Episode:
+    """`company` is the most episodes that run in its process: fewer after each process that was lost with it.
+
+    `again` is called before it starts again.
+    """
+
     key: str
     request: Mapping[str, Any]
+    again: Callable[[], None]
     answer: Future[Any]
     until: float = math.inf
+    company: float = math.inf
+    lost: bool = False
 
 
 class AgentPool:
@@ -50,9 +61,14 @@ class AgentPool:
         for process in self._processes:
             process.start()
 
-    def submit(self, key: str, request: Mapping[str, Any]) -> Future[Any]:
-        """Starts an episode. The future has what the agent returned or `Failed`, or raises RunError if it has no process."""
-        episode = _Episode(key, request, Future())
+    def submit(self, key: str, request: Mapping[str, Any], again: Callable[[], None] = lambda: None) -> Future[Any]:
+        """Starts an episode. The future has what the agent returned or `Failed`, or raises RunError if it has no process.
+
+        A process that ends loses all its episodes, mostly because of one. They start again with half of the others, then a
+        quarter, until they end or one has lost a process alone. `again` is called in another thread, before each start but
+        the first.
+        """
+        episode = _Episode(key, request, again, Future())
         min(self._processes, key=lambda process: process.load).submit(episode)
         return episode.answer
 
@@ -110,9 +126,11 @@ class _AgentProcess:
 
     def _send_next(self) -> None:
         """Moves waiting episodes to the process while it has room. Called with the lock."""
-        while self._waiting and len(self._running) < self._most:
-            key = next(iter(self._waiting))
-            episode = self._running[key] = self._waiting.pop(key)
+        while self._waiting:
+            key, episode = next(iter(self._waiting.items()))
+            if len(self._running) >= min(self._most, *(one.company for one in (episode, *self._running.values()))):
+                return
+            self._running[key] = self._waiting.pop(key)
             self._outbox.put((key, episode.request))
 
     def _write(self) -> None:
@@ -143,9 +161,23 @@ class _AgentProcess:
     def _begins(self, key: str, request: Any) -> bool:
         """Whether to send a message; False for an episode that was cancelled. Its deadline begins now."""
         with self._lock:
-            if key in self._running:
-                self._running[key].until = time.monotonic() + self._deadline.seconds + GRACE_S
-            return key in self._running or (request is None and bool(key))
+            episode = self._running.get(key)
+            if episode is not None:
+                episode.until = time.monotonic() + self._deadline.seconds + GRACE_S
+        if episode is not None and episode.lost:
+            episode.again()  # its old process is gone, and its new one waits for this
+        return episode is not None or (request is None and bool(key))
+
+    def _try_again(self, lost: Sequence[_Episode]) -> list[_Episode]:
+        """Lets episodes that a process lost wait before all others; returns those that have exceeded their deadline."""
+        now = time.monotonic()
+        overdue = [one for one in lost if one.until < now]
+        again = {one.key: one for one in lost if one.until >= now}
+        for one in again.values():
+            one.until, one.lost, one.company = math.inf, True, max(1, len(lost) // 2)
+        self._waiting = again | self._waiting
+        logger.warning("%s: %s; its %d episodes start again", KEY, ENDED, len(again))
+        return overdue
 
     def _read(self, connection: Connection) -> None:
         failure = ENDED
@@ -174,7 +206,10 @@ class _AgentProcess:
             episode.answer.set_result(answer)
 
     def _end_all(self, outcome: Failed | RunError, key: str = "") -> None:
-        """Ends the episodes that the lost process had begun and that of `key`, or with a RunError all."""
+        """Ends the episodes that the lost process had begun and that of `key`, or with a RunError all.
+
+        Those that may not be why it was lost are tried again.
+        """
         fatal = isinstance(outcome, RunError)
         with self._lock:
             ended = [one for one in self._running.values() if fatal or one.until < math.inf or one.key == key]
@@ -183,6 +218,8 @@ class _AgentProcess:
             if fatal:
                 ended += self._waiting.values()
                 self._waiting.clear()
+            elif len(ended) > 1:
+                ended = self._try_again(ended)
             self._send_next()
         for episode in ended:
             if isinstance(outcome, RunError):

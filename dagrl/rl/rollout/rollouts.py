@@ -28,7 +28,7 @@ from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply
 from dagrl.rl.functions.answers import split_done
-from dagrl.rl.generation import FinishedRequest, Generated, options_text
+from dagrl.rl.generation import FinishedRequest, Generated, fitting, options_text
 from dagrl.rl.rollout.agent_turns import AgentTurns, TurnEpisode, cancelled
 from dagrl.rl.rollout.dispatch import LengthHistory, PendingRequest, QuantumSize, ShardLoad, dispatch
 from dagrl.rl.rollout.engines import GenerationEngines, Quantum
@@ -169,7 +169,7 @@ class Rollouts:
             for request in running:
                 group, episode = self._requests[request]
                 self._forget(request)
-                if request in made:
+                if request in made and not episode.options.constraint:  # a grammar begins with the request
                     episode.append(made[request])
                 self._request(group, episode)
         return complete
@@ -234,12 +234,19 @@ class Rollouts:
 
     def _submit(self) -> None:
         """Submits a quantum with the requests that fit."""
-        sent = dispatch(list(self._waiting.values()), self._shards, longest_first=self._longest_first)
+        sent = dispatch(self._fitting(), self._shards, longest_first=self._longest_first)
         chosen = [item.request_id for shard in sent for item in shard]
         for request in chosen:
             del self._waiting[request]
         ends = np.cumsum([len(shard) for shard in sent])
         self._start(chosen, np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1]), self.quantum_size.next())
+
+    def _fitting(self) -> list[PendingRequest]:
+        """The waiting requests whose options fit into one quantum. Only those of agents have any."""
+        if self._agents is None:
+            return list(self._waiting.values())
+        fits = fitting({request: self._requests[request][1].options for request in self._waiting})
+        return [self._waiting[request] for request in self._waiting if request in fits]
 
     def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: tuple[int, ...]) -> None:
         """Submits a quantum of `engine_steps[shard]` steps; each shard gets its `rows` of the requests."""

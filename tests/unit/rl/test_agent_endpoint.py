@@ -244,19 +244,76 @@ def test_a_tool_call_and_its_result(served: Served) -> None:
     assert "".join(_learned(served, row)) == f"{said}{END}{said}{END}"
 
 
+DOUBLE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": DOUBLE}} for name in ("double", "half")]
+HALF = {"type": "function", "function": {"name": "half"}}
+
+
+def allowed(constraint: str, *texts: str) -> list[bool]:
+    """Whether xgrammar, without vLLM, takes each text as a whole answer."""
+    import xgrammar
+
+    ((kind, value),) = json.loads(constraint).items()
+    characters = xgrammar.TokenizerInfo(["</s>", *CHARACTERS], stop_token_ids=[0])
+    compiler = xgrammar.GrammarCompiler(characters)
+    grammar = compiler.compile_structural_tag(value) if kind == "structural_tag" else compiler.compile_json_schema(value)
+    matchers = [xgrammar.GrammarMatcher(grammar) for _ in texts]
+    return [one.accept_string(text) and one.accept_token(0) for one, text in zip(matchers, texts, strict=True)]
+
+
+def test_an_answer_that_must_be_a_call_or_json(served: Served) -> None:
+    pytest.importorskip("vllm")
+    served.episode._limits = Limits(2000, 200, 9, 1.0, 1.0)
+    double, half = (called({"name": name, "arguments": {"a": 2}}) for name in ("double", "half"))
+    wrong = called({"name": "half", "arguments": {"a": "x"}})
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": DOUBLE}}
+    cases: list[tuple[dict[str, Any], str, list[bool]]] = [
+        ({"tools": TOOLS, "tool_choice": "required"}, half, [True, True, False, False, False]),
+        ({"tools": TOOLS, "tool_choice": HALF}, half, [False, True, False, False, False]),
+        ({"response_format": schema}, '{"a": 2}', [False, False, False, True, False]),
+        ({"response_format": {"type": "json_object"}}, '{"a": "x"}', [False, False, False, True, False]),
+        ({"tools": TOOLS, "response_format": schema}, '{"a": 2}', [True, True, False, True, False]),
+    ]
+    for options, said, takes in cases:
+        answer = served.chat(ASKED, said, max_tokens=None, **options)
+        constraint = served.generation.turns[-1].options.constraint
+        assert allowed(constraint, double, half, wrong, '{"a": 2}', "it is 5") == takes, options
+        message = answer.choices[0].message
+        if "tool_choice" in options:
+            (call,) = message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("half", {"a": 2})
+        else:
+            assert json.loads(message.content) and not message.tool_calls
+    events = list(served.chat(ASKED, half, max_tokens=None, tools=TOOLS, tool_choice="required", stream=True))
+    assert events[-1].choices[0].delta.tool_calls[0].function.name == "half"
+    assert not served.generation.turns[-1].options.stream
+    assert all(turn.trained for turn in served.generation.turns)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "several answers": (
         {"n": 2},
         openai.BadRequestError,
         r"n = 2 is not supported here\. Leave it out; supported are: .*tools",
     ),
-    "structured output": (
-        {"response_format": {"type": "json_object"}},
+    "a format": ({"response_format": {"type": "xml"}}, openai.BadRequestError, r"response_format\.type: .*found 'xml'"),
+    "a schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
         openai.BadRequestError,
-        "response_format = .*json_object.* is not supported",
+        "vLLM cannot limit answers to this schema: .*nothing",
+    ),
+    "a large schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["x" * 70_000]}}}},
+        openai.BadRequestError,
+        "response_format takes 70... bytes; a constraint may have 65536",
     ),
     "logprobs of others": ({"logprobs": True, "top_logprobs": 3}, openai.BadRequestError, "top_logprobs = 3 is not"),
-    "a forced call": ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice: .*found 'required'"),
+    "a forced call": ({"tool_choice": "required"}, openai.BadRequestError, "a call, but the request has no tools"),
+    "another tool": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}},
+        openai.BadRequestError,
+        r"tool_choice names 'add'; the tools are \['double', 'half'\]",
+    ),
     "a temperature": ({"temperature": 5.0}, openai.BadRequestError, r"temperature: .*less than or equal to 2; found 5\.0"),
     "a model": ({"model": "gpt-4o"}, openai.NotFoundError, "there is no model 'gpt-4o'; ask for 'policy'"),
     "no messages": ({"messages": []}, openai.BadRequestError, "messages: .*at least 1 item"),

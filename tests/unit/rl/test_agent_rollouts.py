@@ -60,6 +60,16 @@ def raises(example, endpoint):
 def dies(example, endpoint):
     os._exit(3)
 
+def dies_in_company(example, endpoint):
+    post(endpoint, "/completions", prompt="1+")
+    time.sleep(0.3)
+    os._exit(3)
+
+def waits_long(example, endpoint):
+    post(endpoint, "/completions", prompt="1+")
+    time.sleep(0.5)
+    return 1.0
+
 def hangs(example, endpoint):
     time.sleep(100)
 
@@ -184,6 +194,20 @@ def test_a_failing_agent_costs_its_sample(runner: AgentRunner, task: str) -> Non
     assert episode.finish_reason == FAILED and FAILURES[task] in episode.failure
     bench.rollouts.start(group(1, "branches"))
     assert bench.run_all()[0].episodes[0].finish_reason in ("stop", "length"), "the next one has a process"
+
+
+def test_the_others_of_a_lost_process_start_again(runner: AgentRunner) -> None:
+    """One episode ends its process, again and again. The others lose what they had asked, and ask it again."""
+    bench = AgentBench(runner)
+    bench.rollouts.start(group(0, "branches", "dies_in_company", "waits_long", "waits_long", "waits_long"))
+    (complete,) = bench.run_all()
+    fine, dead, *waited = complete.episodes
+    assert dead.finish_reason == FAILED and FAILURES["dies"] in dead.failure
+    assert not any(one.failure for one in (fine, *waited)) and fine.turn_rewards == [2.0] and len(fine.more) == 1
+    assert [(one.turns, one.turn_rewards, len(one.more)) for one in waited] == [(1, [1.0], 0)] * 3, "the last start's"
+    bench.rollouts.start(RolloutGroup(1, 1, [asked("waits_long", seed=2)]))
+    (undisturbed,) = bench.run_all()[0].episodes
+    assert waited[0].tokens == undisturbed.tokens, "seeds do not depend on how often an episode started"
 
 
 def test_an_aborted_group_leaves_nothing(runner: AgentRunner) -> None:
