@@ -36,12 +36,27 @@ def schema() -> pyarrow.Schema:
     (`no_reward`) or of an answer of its environment (`failed`). `logprobs` are the engine's, `train_logprobs` and
     `reference_logprobs` those of the train workers and of the reference policy (null where no phase computes them),
     `versions` the policy version that made each token. `sampled` is false on tokens of an environment. `advantage` is 0 for
-    samples that are not trained on (`valid` is false).
+    samples that are not trained on (`valid` is false). `conversations` are those of an agent after the first, with the same
+    columns; `trained` says whether they are trained on too.
     """
     import pyarrow as pa
 
     floats, numbers = pa.list_(pa.float32()), pa.list_(pa.int32())
     turn = pa.struct([("role", pa.string()), ("text", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
+    sequence = [
+        ("prompt", pa.string()),
+        ("turns", pa.list_(turn)),
+        ("finish_reason", pa.string()),
+        ("prompt_tokens", numbers),
+        ("tokens", numbers),
+        ("token_texts", pa.list_(pa.string())),
+        ("sampled", pa.list_(pa.bool_())),
+        ("logprobs", floats),
+        ("train_logprobs", floats),
+        ("reference_logprobs", floats),
+        ("entropy", floats),
+        ("versions", numbers),
+    ]
     return pa.schema(
         [
             ("step", pa.int32()),
@@ -51,24 +66,14 @@ def schema() -> pyarrow.Schema:
             ("place", pa.int32()),
             ("source", pa.string()),
             ("task", pa.string()),
-            ("prompt", pa.string()),
             ("reference", pa.string()),
             ("completion", pa.string()),
-            ("turns", pa.list_(turn)),
             ("reward", pa.float32()),
             ("reward_parts", pa.map_(pa.string(), pa.float32())),
             ("advantage", pa.float32()),
             ("valid", pa.bool_()),
-            ("finish_reason", pa.string()),
-            ("prompt_tokens", numbers),
-            ("tokens", numbers),
-            ("token_texts", pa.list_(pa.string())),
-            ("sampled", pa.list_(pa.bool_())),
-            ("logprobs", floats),
-            ("train_logprobs", floats),
-            ("reference_logprobs", floats),
-            ("entropy", floats),
-            ("versions", numbers),
+            *sequence,
+            ("conversations", pa.list_(pa.struct([("trained", pa.bool_()), *sequence]))),
         ]
     )
 

@@ -11,13 +11,14 @@ import pytest
 from dagrl.config.file import load_config
 from dagrl.rl.rollout.episodes import Episode
 from dagrl.run.loops.grpo import run_grpo
-from tests.integration.agent_task import NOTES
+from dagrl.telemetry.rollouts import read_rollouts, rollout_files
+from tests.integration.agent_task import NOTES, NUMBERS
 from tests.integration.test_async_grpo import Trained, numbers_of, one_cluster, steps_of, trained
 from tests.integration.test_async_job import OVERRIDES, PROMPTS, ROOT
 
 __all__ = ["one_cluster", "trained"]  # fixtures
 
-STEPS, AGE = 3, 2
+STEPS, AGE = 3, 1
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -60,6 +61,7 @@ def test_trained_tokens_are_those_that_the_agent_got(
             longer, shorter = sample.rows
             check_row(longer, answers[:3])
             check_row(shorter, answers[3:])
+            assert int(answers[2]["text"]) in NUMBERS, "as its schema allows"
             made = {made for row in sample.rows for made in row.versions}
             assert version - AGE <= min(made) and max(made) <= version
             seen |= made
@@ -73,6 +75,10 @@ def test_trained_tokens_are_those_that_the_agent_got(
         rewards = [value for group in batch for value in group.rewards.values]
         expected = [0.5 + sample.completion.reward_parts["sevens"] for group in batch for sample in group.samples]
         assert rewards == expected
+        for row in read_rollouts(rollout_files(Path(config.output_dir) / config.name / "rollouts")[line["step"]]):
+            (shorter_row,) = row["conversations"]
+            assert shorter_row["trained"] and len(shorter_row["train_logprobs"]) == len(shorter_row["tokens"])
+            assert shorter_row["prompt"] == "2+2="
         learned = sum(sum(row.sampled) for group in batch for sample in group.samples for row in sample.rows)
         assert line["valid_tokens"] == learned
 

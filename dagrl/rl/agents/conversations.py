@@ -91,6 +91,18 @@ class Row:
         self.sampled.extend([sampled] * len(tokens))
 
 
+@dataclass(frozen=True)
+class Kept:
+    """The conversations of an episode: those trained on and the others, and how many sampled tokens are not trained on.
+
+    In `others`, `sampled` is True on all tokens of the policy.
+    """
+
+    rows: Sequence[Row] = ()
+    others: Sequence[Row] = ()
+    untrained: int = 0
+
+
 class Conversations:
     """The answers of one episode, in the order in which they were given. Not thread-safe."""
 
@@ -123,8 +135,8 @@ class Conversations:
         """Returns the text of a conversation of text prompts, up to the end of an answer."""
         return "".join(one.context.text + one.text for one in answer.path())
 
-    def rows(self, most: int) -> tuple[list[Row], int]:
-        """Returns up to `most` conversations, those with the most tokens to learn first; and the sampled tokens in none."""
+    def rows(self, most: int) -> Kept:
+        """Returns up to `most` conversations to train on, those with the most tokens to learn first, and the others."""
         ends = [answer for answer in self.answers if not answer.followed]
         left = {id(answer) for answer in self.answers if answer.trained}
         rows: list[Row] = []
@@ -136,7 +148,9 @@ class Conversations:
             rows.append(_row(best.path(), left))
             left -= {id(answer) for answer in best.path()}
         taken = sum(sum(row.sampled) for row in rows)
-        return rows, sum(len(answer.made.tokens) for answer in self.answers) - taken
+        untrained = sum(len(answer.made.tokens) for answer in self.answers) - taken
+        every = {id(answer) for answer in self.answers}
+        return Kept(rows, [_row(end.path(), every) for end in ends], untrained)
 
 
 def _longest(answers: Sequence[Answer], lengths: Sequence[int]) -> Answer | None:

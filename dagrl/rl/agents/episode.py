@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from dagrl.rl.agents.conversations import Answer, Context, Conversations, Row
+from dagrl.rl.agents.conversations import Answer, Context, Conversations, Kept
 from dagrl.rl.agents.protocol import EndpointError, SamplingBody
 from dagrl.rl.generation import FinishedRequest, RequestOptions
 
@@ -113,7 +113,7 @@ class AgentEpisode:
         for turn in turns:
             turn.tell(EndpointError(why, status=401, code="episode_ended"))
 
-    def rows(self, most: int) -> tuple[list[Row], int]:
+    def rows(self, most: int) -> Kept:
         """See `Conversations.rows`."""
         with self._lock:
             return self._conversations.rows(most)

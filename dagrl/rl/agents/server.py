@@ -210,7 +210,7 @@ class _Reply:
 
     async def stream(self) -> AsyncIterator[str]:
         """Yields server-sent events: a chunk for each quantum that made tokens. With tools all text comes at the end."""
-        texts = TextStream(self.server.renderer.text, self._stops, hold=self._offers_tools)
+        texts = TextStream(self.server.renderer.text, self._stops, hold=self._holds)
         try:
             if (first := self.shape.first()) is not None:
                 yield _event(first)
@@ -234,8 +234,9 @@ class _Reply:
         """Returns the answer's text and its tool calls, after it is recorded."""
         text = cut_at_stop(self.server.renderer.text(made.tokens), self._stops)
         calls: list[tuple[str, str]] = []
-        if self._offers_tools:
-            parsed = await asyncio.to_thread(self.server.renderer.parse_calls, self.shape.body, text)
+        body = self.shape.body
+        if isinstance(body, ChatBody) and body.offered_tools:
+            parsed = await asyncio.to_thread(self.server.renderer.parse_calls, body, text)
             text, calls = parsed.text, list(parsed.calls)
         said = ""
         if isinstance(self.shape, ChatShape):
@@ -245,7 +246,8 @@ class _Reply:
         return text, calls
 
     @property
-    def _offers_tools(self) -> bool:
+    def _holds(self) -> bool:
+        """Whether the text is given out at its end, as it may have calls."""
         return isinstance(self.shape.body, ChatBody) and bool(self.shape.body.offered_tools)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.agents.conversations import Row
+from dagrl.rl.agents.conversations import Kept, Row
 from dagrl.rl.agents.episode import AgentEpisode, Turn
 from dagrl.rl.agents.runner import AgentRunner, agent_rewards
 from dagrl.rl.environments import FAILED, example_of
@@ -120,19 +120,19 @@ class AgentTurns:
     def _end(self, one: _Running, answer: Any) -> None:
         self._runner.end(one.agent)
         rewards, failure = agent_rewards(answer)
-        rows, untrained = one.agent.rows(self._runner.max_conversations)
-        if not rows and not failure:
+        kept = one.agent.rows(self._runner.max_conversations)
+        if not kept.rows and not failure:
             failure = "the agent returned without an answer of the policy"
-        fill(one.episode, rows, rewards, untrained)
+        fill(one.episode, kept, rewards)
         one.episode.turns = one.agent.answers
         if failure:
             one.episode.failure, one.episode.finish_reason = failure, FAILED
-        if untrained and not self._warned:
+        if kept.untrained and not self._warned:
             self._warned = True
             logger.warning(
                 "%d tokens of an agent's episode are not trained on: they are in more than environment.max_conversations = "
                 "%d conversations, or were sampled with another temperature or top_p than the run's (warned once)",
-                untrained,
+                kept.untrained,
                 self._runner.max_conversations,
             )
 
@@ -142,11 +142,12 @@ def cancelled(episodes: Iterable[tuple[int, Episode]]) -> list[int]:
     return [key for key, one in episodes if isinstance(one, TurnEpisode) and one.turn is not None and one.turn.cancelled]
 
 
-def fill(episode: Episode, rows: Sequence[Row], rewards: dict[str, float], untrained: int) -> None:
-    """Makes `episode` the first of its agent's conversations, with the others in `more`."""
-    example = episode.prompt
+def fill(episode: Episode, kept: Kept, rewards: dict[str, float]) -> None:
+    """Makes `episode` the first of its agent's conversations, with the others in `more` and `others`."""
+    example, rows = episode.prompt, kept.rows
     episode.more = [_row(replace_prompt(example, row), row) for row in rows[1:]]
-    episode.untrained, episode.finish_reason = untrained, "stop"
+    episode.others = [_row(replace_prompt(example, row), row) for row in kept.others]
+    episode.untrained, episode.finish_reason = kept.untrained, "stop"
     episode.turn_rewards = [rewards.pop("")] if "" in rewards else []
     episode.reward_parts = rewards
     if rows:

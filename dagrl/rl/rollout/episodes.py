@@ -32,8 +32,9 @@ class Episode:
     each step; `options` are further ones of its request. `experts` is the record of prompt and tokens, which may be shorter
     than they are.
 
-    An agent may have several conversations: `more` are those after the first, each with a prompt of its own, and `untrained`
-    counts sampled tokens that are in none of them. `reward_parts` are the rewards that it named.
+    An agent may have several conversations: `more` are those after the first, each with a prompt of its own, `others` those
+    that are not trained on, and `untrained` counts sampled tokens that are in the loss of none. `reward_parts` are the
+    rewards that it named.
     """
 
     prompt: Prompt
@@ -54,6 +55,7 @@ class Episode:
     experts: Record | None = None
     options: RequestOptions = AS_CONFIGURED
     more: list[Episode] = field(default_factory=list)
+    others: list[Episode] = field(default_factory=list)
     untrained: int = 0
     reward_parts: dict[str, float] = field(default_factory=dict)
 

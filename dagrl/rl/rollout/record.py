@@ -39,7 +39,8 @@ def rollout_rows(
                 {
                     **_row(group, place, step, TRAIN, dropped, texts),
                     "advantage": _advantage(batch, index),
-                    **_logprobs(sample, kept, int(batch["row_ids"][index])),
+                    **_logprobs(sample.completion, kept, int(batch["row_ids"][index])),
+                    "conversations": _conversations(sample, texts, kept, batch["row_ids"][index + 1 :]),
                 }
             )
     return rows
@@ -48,7 +49,12 @@ def rollout_rows(
 def untrained_rows(untrained: Sequence[Untrained], step: int, texts: TokenTexts) -> list[dict[str, Any]]:
     """Returns one row per sample of groups that no step trains on."""
     return [
-        {**_row(one.group, place, step, one.split, one.dropped, texts), "advantage": 0.0, **dict.fromkeys(KEPT)}
+        {
+            **_row(one.group, place, step, one.split, one.dropped, texts),
+            "advantage": 0.0,
+            **dict.fromkeys(KEPT),
+            "conversations": _conversations(one.group.samples[place], texts),
+        }
         for one in untrained
         for place in range(len(one.group.samples))
     ]
@@ -90,17 +96,35 @@ def _advantage(batch: Batch, row: int) -> float:
 
 
 def _sequence(sample: Sample, texts: TokenTexts) -> dict[str, Any]:
-    made = sample.completion
-    pieces = texts(made.tokens)
     return {
         "source": sample.prompt.source,
         "task": sample.prompt.task,
-        "prompt": sample.prompt.text,
         "reference": sample.prompt.reference,
         "completion": sample.text,
+        **_conversation(sample.completion, texts),
+    }
+
+
+def _conversations(
+    sample: Sample, texts: TokenTexts, kept: Kept | None = None, row_ids: Sequence[int] | Array = ()
+) -> list[dict[str, Any]]:
+    """An agent's conversations after the first. `row_ids` are of the rows that follow the first's."""
+    made = sample.completion
+    trained = [_logprobs(one, kept or {}, int(row)) for one, row in zip(made.more, row_ids, strict=False)]
+    unknown = [dict.fromkeys(KEPT)] * (len(made.more) - len(trained) + len(made.others))
+    return [
+        {"trained": place < len(trained), **_conversation(one, texts), **columns}
+        for place, (one, columns) in enumerate(zip([*made.more, *made.others], [*trained, *unknown], strict=True))
+    ]
+
+
+def _conversation(made: Episode, texts: TokenTexts) -> dict[str, Any]:
+    pieces = texts(made.tokens)
+    return {
+        "prompt": made.prompt.text,
         "turns": _turns(made, pieces),
         "finish_reason": made.finish_reason,
-        "prompt_tokens": sample.prompt.tokens,
+        "prompt_tokens": made.prompt.tokens,
         "tokens": made.tokens,
         "token_texts": pieces,
         "sampled": made.sampled,
@@ -122,8 +146,8 @@ def _turns(made: Episode, pieces: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(sample: Sample, kept: Kept, row_id: int) -> dict[str, Array | None]:
-    start, columns = len(sample.prompt), {}
+def _logprobs(made: Episode, kept: Kept, row_id: int) -> dict[str, Any]:
+    start, columns = len(made.prompt), {}
     for name, source in KEPT.items():
         row = kept.get(source, {}).get(row_id)
         columns[name] = None if row is None else np.asarray(row[start:], np.float32)

@@ -70,13 +70,20 @@ function conversation(sample, mode) {
     ["tokens", tokens.length], ["ended by", sample.finish_reason], ["policy versions", versionsText(tokens)]];
   if (parts.length > 1) facts.push(...parts.map(([name, value]) => [`reward: ${name}`, shown(value)]));
   if (sample.reference) facts.push(["expected", sample.reference.length > 60 ? `…${sample.reference.slice(-60)}` : sample.reference]);
+  const more = sample.conversations || [];
+  const title = (one, at) => `Conversation ${at + 2} of ${more.length + 1}${one.trained ? "" : ", not trained on"}`;
   return h("section", { class: "card conversation" },
     h("h2", {}, sample.source || "Sample", h("span", {}, `group ${sample.group}, sample ${sample.place}`)),
     h("div", { class: "facts" }, facts.map(([name, value]) => h("span", {}, `${name} `, h("b", {}, String(value))))),
-    scaleOf(mode, tokens),
-    turn("prompt", "prompt", [sample.prompt]),
-    sample.turns.map((one) => turn(one.role, `${one.role}, ${one.end - one.start} tokens`,
-      tokens.slice(one.start, one.end).map((token) => tokenSpan(token, mode)))));
+    scaleOf(mode, [sample, ...more].flatMap(tokensOf)),
+    turns(sample, mode),
+    more.map((one, at) => h("details", { open: "" }, h("summary", {}, title(one, at)), turns(one, mode))));
+}
+
+function turns(sequence, mode) {
+  const tokens = tokensOf(sequence);
+  return [turn("prompt", "prompt", [sequence.prompt]), ...sequence.turns.map((one) => turn(one.role, `${one.role}, ${one.end - one.start} tokens`,
+    tokens.slice(one.start, one.end).map((token) => tokenSpan(token, mode))))];
 }
 
 function versionsText(tokens) {

@@ -109,7 +109,7 @@ class Served:
         return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
 
     def rows(self, most: int = 9) -> list[Row]:
-        return self.episode.rows(most)[0]
+        return list(self.episode.rows(most).rows)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,9 @@ def test_branches_are_rows_and_share_no_token_in_the_loss(served: Served) -> Non
     rows = served.rows()
     learned = sorted("".join(_learned(served, row)) for row in rows)
     assert learned == sorted([f"ab{END}right{END}", f"l{END}", f"other{END}"]), "the most tokens first"
-    assert served.episode.rows(1)[1] == len("l.other.") and len(served.rows(1)) == 1
+    kept = served.episode.rows(1)
+    assert len(kept.rows) == 1 and kept.untrained == len("l.other.")
+    assert sorted("".join(_learned(served, row)) for row in kept.others) == sorted([f"ab{END}l{END}", f"other{END}"])
 
 
 def _learned(served: Served, row: Row) -> list[str]:
@@ -190,7 +192,7 @@ def test_what_is_sampled_otherwise_is_context_only(served: Served) -> None:
     served.chat(ASKED, "ab", temperature=0.2)
     assert served.generation.turns[0].options.temperature == 0.2
     (row,) = served.rows()
-    assert not any(row.sampled) and served.episode.rows(1)[1] == 3
+    assert not any(row.sampled) and served.episode.rows(1).untrained == 3
 
 
 def test_a_stream_has_the_same_text_and_tokens(served: Served) -> None:

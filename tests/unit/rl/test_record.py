@@ -54,7 +54,28 @@ def test_samples_that_are_not_trained_on_are_marked(byte_tokenizer: PreTrainedTo
     assert [row["dropped"] for row in rows] == ["", "overlong", "no_reward", "failed"]
     assert [row["valid"] for row in rows] == [True, False, False, False]
     assert [row["advantage"] for row in rows] == [3, 0, 0, 0] and {row["split"] for row in rows} == {"train"}
+    assert {len(row["conversations"]) for row in rows} == {0}
     others = [Untrained(group), Untrained(group, TRAIN, "zero_variance")]
     rows = untrained_rows(others, 5, TokenTexts(byte_tokenizer))
     assert [(row["split"], row["dropped"]) for row in rows[::4]] == [("validation", ""), ("train", "zero_variance")]
     assert rows[0]["valid"] and not rows[4]["valid"] and rows[0]["reward"] == 1 and rows[0]["train_logprobs"] is None
+
+
+def test_all_conversations_of_an_agent_are_kept(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    """One row of the batch for each that is trained on; others have no log-probabilities of the train workers."""
+    group = scored("stop", "stop", answered=(True, True))
+    trained, other = (Episode(Prompt(text, np.array([1, 1]), "", "row 0"), 0, 8, [3], [-1.0], [1], [True]) for text in "tu")
+    for made in group.group.episodes:
+        made.more, made.others = [trained], [other]
+    mask = np.array([[0, 1, 0], [0, 0, 1]] * 2, np.float32)
+    batch = Batch({"loss_mask": mask, "advantages": mask, "row_ids": np.arange(4), "lengths": np.full(4, 2)})
+    kept = {"prev_logprobs": {row: np.array([0, 10 * row, 100 * row], np.float32) for row in range(4)}}
+    texts = TokenTexts(byte_tokenizer)
+    rows = rollout_rows([group], batch, kept, 5, texts)
+    assert [row["train_logprobs"].tolist() for row in rows] == [[0, 0], [20, 200]]
+    assert [[one["prompt"] for one in row["conversations"]] for row in rows] == [["t", "u"]] * 2
+    assert [[one["trained"] for one in row["conversations"]] for row in rows] == [[True, False]] * 2
+    assert [row["conversations"][0]["train_logprobs"].tolist() for row in rows] == [[100], [300]]
+    assert rows[0]["conversations"][1]["train_logprobs"] is None and rows[0]["conversations"][1]["logprobs"] == [-1.0]
+    (first, _) = untrained_rows([Untrained(group)], 5, texts)
+    assert [one["trained"] for one in first["conversations"]] == [False, False]

@@ -37,7 +37,8 @@ def add_step(run: Path, files: RolloutFiles, step: int, drift: float) -> None:
 
 
 def made_sample(step: int, place: int, drift: float) -> dict[str, Any]:
-    """One sample of a question of GSM8K; that of place 3 has a turn of an environment."""
+    """One sample of a question of GSM8K; that of place 3 has a turn of an environment, that of place 1 three
+    conversations."""
     count = len(ANSWER)
     logprobs = [-math.log(at + 1) for at in range(count)]
     train = [one + 1e-4 for one in logprobs]
@@ -45,7 +46,7 @@ def made_sample(step: int, place: int, drift: float) -> dict[str, Any]:
         train[-2] += drift * step
     sampled = [not (place == 3 and 2 <= at < 5) for at in range(count)]
     turns = [("policy", 0, count)] if place != 3 else [("policy", 0, 2), ("environment", 2, 5), ("policy", 5, count)]
-    return {
+    sample = {
         "step": step,
         "split": "train",
         "dropped": "",
@@ -72,3 +73,5 @@ def made_sample(step: int, place: int, drift: float) -> dict[str, Any]:
         "entropy": [0.3 * at for at in range(count)],
         "versions": [step - 1 - (at < 5) for at in range(count)],
     }
+    conversations = [{**sample, "trained": trained, "prompt": "Another question"} for trained in (True, False)]
+    return {**sample, "conversations": conversations if place == 1 else []}

@@ -155,6 +155,8 @@ def test_samples_are_read_by_a_person(tab: Tab, tmp_path: Path) -> None:
         assert tab.texts(".turn > span") == ["prompt", "policy, 2 tokens", "environment, 3 tokens", "policy, 6 tokens"]
         tab.choose("#search", "(1)")
         tab.wait_for(f"document.querySelectorAll('{ROWS}').length === 1")
+        assert tab.texts("summary") == ["Conversation 2 of 3", "Conversation 3 of 3, not trained on"]
+        assert tab.texts(".turn.prompt pre")[1:] == ["Another question"] * 2
         tab.evaluate("history.back()")
         tab.wait_for(f"document.querySelectorAll('{ROWS}').length === 4")
 
