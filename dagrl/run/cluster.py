@@ -20,7 +20,7 @@ from typing import Any
 from dagrl.config import ClusterConfig
 from dagrl.errors import RunError
 from dagrl.machine import DEV_SHM, gpu_count
-from dagrl.run.local_cluster import cluster_processes, kill_with_children
+from dagrl.run.local_cluster import children_apart, cluster_processes, kill_with_children
 from dagrl.runtime.garbage import gc_paused
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,8 @@ def ray_cluster(
     if not logger.isEnabledFor(logging.DEBUG):
         logging.getLogger(CHATTY).setLevel(logging.CRITICAL)
     try:
-        ray.init(**_arguments(config), runtime_env={"env_vars": {**QUIET, **(environment or {})}})
+        with children_apart():
+            ray.init(**_arguments(config), runtime_env={"env_vars": {**QUIET, **(environment or {})}})
     except SystemExit as ended:  # Ray's own handler turns SIGTERM into this during start
         if ended.code == signal.SIGTERM:
             raise KeyboardInterrupt from ended

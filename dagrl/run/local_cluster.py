@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from subprocess import Popen
 from typing import Any
 
 from dagrl.machine import descendants_of
+
+_apart = False
+"""Whether a child of this process leaves its process group."""
+
+
+@contextmanager
+def children_apart() -> Iterator[None]:
+    """Processes started inside get process groups of their own.
+
+    Ctrl-C in a terminal, `timeout` and many job managers signal a whole process group. Ray's processes would end with the
+    signal, and the driver could neither finish its step nor save.
+    """
+    global _apart
+    _apart = True
+    try:
+        yield
+    finally:
+        _apart = False
+
+
+def _leave_group() -> None:
+    if _apart:
+        os.setpgid(0, 0)
+
+
+os.register_at_fork(after_in_child=_leave_group)  # Ray gives `preexec_fn` to subprocess, which then calls these functions
 
 
 def cluster_processes() -> list[Popen[Any]]:

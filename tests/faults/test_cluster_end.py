@@ -1,4 +1,4 @@
-"""The end of a cluster whose raylet does not answer, with garbage about that refers to objects of Ray."""
+"""A cluster's process groups, and its end when the raylet does not answer and garbage refers to objects of Ray."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def litter():
 
 with ray_cluster(ClusterConfig(num_cpus=1), teardown_s=3.0):
     processes = cluster_processes()
+    assert all(os.getpgid(process.pid) == process.pid for process in processes), "Ctrl-C would end Ray before the driver"
     raylet = next(process.pid for process in processes if "raylet" in process.args[0])
     print(*(process.pid for process in processes), *descendants_of(raylet), flush=True)
     references = [ray.put(number) for number in range(10000)]

@@ -58,7 +58,7 @@ def test_a_run_stopped_in_grpo_resumes_like_an_unstopped_run(learned: Run, outpu
     overrides = (*LEARNING, RESUME, f"grpo.max_num_steps={RESUMED}")
     with running(GRPO, output, "stopped", *overrides) as run:
         run.wait_for_step(SFT_STEPS + 1)
-        assert ends_in_time(run, lambda: os.kill(run.process.pid, signal.SIGTERM)) == INTERRUPTED
+        assert ends_in_time(run, lambda: os.killpg(run.process.pid, signal.SIGTERM)) == INTERRUPTED
         assert SFT_STEPS < saved_step(run) == run.metrics[-1]["step"] < SFT_STEPS + RESUMED
     run = train(GRPO, output, "stopped", *overrides)
     whole = untimed([line for line in learned.metrics if line["step"] <= SFT_STEPS + RESUMED])
