@@ -199,6 +199,10 @@ class MegatronConfig(Section):
     moe_z_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the z loss of each layer, which keeps the router's logits small."""
 
+    moe_router_bias_update_rate: NonNegativeFloat = 0.0
+    """By how much each optimizer step moves the bias of each expert: up if it had fewer tokens than the mean, down if it had
+    more. For models whose router has a bias (GLM-4.5). 0: the biases stay as they are."""
+
     cuda_graphs: bool = False
     """Replay a microbatch's forward and backward pass as CUDA graphs. For dense models without pipeline parallelism."""
 

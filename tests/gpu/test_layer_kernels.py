@@ -20,17 +20,20 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @dtypes
 @pytest.mark.parametrize("shape", [(7, 3, 16, 128), (130, 1, 5, 64), (3, 2, 1, 48)], ids=str)
-def test_rotary_embedding(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("share", [1.0, 0.5], ids=["whole", "partial"])
+def test_rotary_embedding(shape: tuple[int, ...], share: float, dtype: torch.dtype) -> None:
     from dagrl.workers.megatron.layer_kernels import rotate
 
     length, batch, heads, width = shape
     fused = torch.randn(length, batch, heads + 4, width, device="cuda", dtype=dtype)
     states = fused[:, :, 2:-2].requires_grad_()  # a view, as queries are of a fused projection
-    half = torch.rand(length, 1, 1, width // 2, device="cuda") * 100
+    rotary = int(share * width)
+    half = torch.rand(length, 1, 1, rotary // 2, device="cuda") * 100
     angles = torch.cat((half, half), -1)
     exact = states.detach().double().requires_grad_()
-    turned = torch.cat((-exact[..., width // 2 :], exact[..., : width // 2]), -1)
-    expected = exact * angles.double().cos() + turned * angles.double().sin()
+    first, second, rest = exact.split((rotary // 2, rotary // 2, width - rotary), -1)
+    turned = torch.cat((-second, first), -1)
+    expected = torch.cat((exact[..., :rotary] * angles.double().cos() + turned * angles.double().sin(), rest), -1)
     found = rotate(states, angles)
     close(found, expected, dtype)
     upper = torch.randn(shape, device="cuda", dtype=dtype)

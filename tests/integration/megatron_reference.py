@@ -35,6 +35,17 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GLM4_MOE = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "routed_scaling_factor": 1.5,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
     "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True},
@@ -44,6 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS},
     "qwen3_many_experts": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS, "num_experts": 16},
     "mixtral": {"model_type": "mixtral", "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": GLM4_MOE,
     "qwen3_moe_mixed": {"model_type": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1], **EXPERTS},
 }
 
@@ -63,6 +75,9 @@ def make_model(name: str, directory: Path) -> Path:
                 parameter.mul_(20)  # routing without near ties
             else:
                 parameter.mul_(3)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
     model.save_pretrained(directory / name)
     return directory / name
 

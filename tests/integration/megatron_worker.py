@@ -275,6 +275,7 @@ class TestedWorker(MegatronWorker):
         return [
             (piece.name, piece.box, local_view(tensors[piece.tensor], piece).float().cpu().clone().numpy())
             for piece in expand(self.weight_slices())
+            if piece.tensor in tensors  # an expert bias has no gradient
         ]
 
 

@@ -30,13 +30,16 @@ CASES: list[tuple[str, Setting, list[Setting]]] = [
         (ParallelLayout(cp=2), SHARDED),
         [(SINGLE, {}), (ParallelLayout(tp=4), {})],
     ),  # different vocabulary padding
-    ("qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), [(ParallelLayout(tp=2, ep=2, etp=1), {})]),
+    ("glm4_moe", (ParallelLayout(dp=2, ep=2), SHARDED), [(ParallelLayout(tp=2, ep=2, etp=1), {})]),
     ("qwen3_tied", (DP2, {**BFLOAT16, **SHARDED}), [(ParallelLayout(tp=2), BFLOAT16)]),
 ]
 
 
 def config_of(model: Path, policy: dict[str, Any]) -> Any:
-    return reference.make_config(model, megatron_cfg={"scheduler": SCHEDULE}, **policy)
+    megatron: dict[str, Any] = {"scheduler": SCHEDULE}
+    if model.name == "glm4_moe":
+        megatron["moe_router_bias_update_rate"] = 0.01
+    return reference.make_config(model, megatron_cfg=megatron, **policy)
 
 
 @pytest.mark.parametrize(("model", "first", "others"), CASES, ids=["tied", "sharded", "experts", "bfloat16"])

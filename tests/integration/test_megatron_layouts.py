@@ -97,6 +97,8 @@ CASES = [
     case("mixtral", "single", packed=True),
     case("mixtral", "dp2tp2ep2", dp=2, tp=2, ep=2),
     case("qwen3_moe_mixed", "dp2pp2ep2", dp=2, pp=2, ep=2),
+    case("glm4_moe", "dp2tp2ep2", dp=2, tp=2, ep=2),
+    case("glm4_moe", "pp2cp2-packed", packed=True, recompute={}, pp=2, cp=2),
 ]
 UNCLIPPED = {"clip_grad": 1e3}  # clipped gradients would not show that they are too large by a factor
 SINGLE = {item.model: item for item in CASES if item.layout.world_size == 1}

@@ -18,6 +18,7 @@ from dagrl.runtime.shapes import Batch
 from dagrl.runtime.split import split_rows
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
+from tests.integration.test_megatron_accumulation import step
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, train
 
 BALANCE, Z = 0.5, 0.1  # large: a wrong share would show in every gradient
@@ -42,6 +43,7 @@ CASES = {
     ),
     "microbatches-dp2pp2": Case("qwen3_moe_mixed", "aux_loss", ParallelLayout(dp=2, pp=2, ep=2)),
     "batches-dp2tp2": Case("qwen3_moe", "global_aux_loss", ParallelLayout(dp=2, tp=2)),
+    "sigmoids-dp2pp2": Case("glm4_moe", "seq_aux_loss", ParallelLayout(dp=2, pp=2, ep=2)),
 }
 each_case = pytest.mark.parametrize("name", CASES)
 
@@ -55,7 +57,10 @@ class Routers:
     def __init__(self, model: Any, batch: Batch, forced: Any = None) -> None:
         self.lengths, self.forced, self.top_k = batch["lengths"].tolist(), forced, model.config.num_experts_per_tok
         self.normalized = getattr(model.config, "norm_topk_prob", True)
+        self.scale = getattr(model.config, "routed_scaling_factor", 1.0)
+        self.sigmoids = model.config.model_type == "glm4_moe"
         self.logits: dict[int, list[Tensor]] = {}  # by layer, row after row: [tokens, experts]
+        self.chosen: dict[int, list[Tensor]] = {}  # the same: [tokens, top k]
         for name, module in model.named_modules():
             if name.endswith("mlp.gate"):
                 layer = int(name.split(".")[2])
@@ -65,18 +70,22 @@ class Routers:
         logits, _, chosen = output
         row = len(self.logits.setdefault(layer, []))
         self.logits[layer].append(logits)
+        self.chosen.setdefault(layer, []).append(chosen)
         if self.forced is None:
             return output
         wanted = torch.tensor(self.forced[row, : self.lengths[row], layer])
         chosen = torch.where(wanted < 0, chosen, wanted)
-        weights = logits.softmax(-1).gather(-1, chosen)
-        return logits, weights / weights.sum(-1, keepdim=True) if self.normalized else weights, chosen
+        weights = (logits.sigmoid() if self.sigmoids else logits.softmax(-1)).gather(-1, chosen)
+        return logits, self.scale * (weights / weights.sum(-1, keepdim=True) if self.normalized else weights), chosen
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """p_ti [tokens, experts]; of sigmoids as in DeepSeek-V3 (arXiv:2412.19437), equation 19."""
+        return logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True) if self.sigmoids else logits.softmax(-1)
 
 
-def share_of(logits: Sequence[Tensor], top_k: int) -> Tensor:
+def share_of(chosen: Sequence[Tensor], experts: int) -> Tensor:
     """f_i of GShard and Switch: the share of the chosen experts of these tokens that are i."""
-    chosen = torch.cat([part.topk(top_k, -1).indices.flatten() for part in logits])
-    return torch.bincount(chosen, minlength=logits[0].shape[1]) / len(chosen)
+    return torch.bincount(torch.cat([part.flatten() for part in chosen]), minlength=experts) / sum(map(Tensor.numel, chosen))
 
 
 def groups_of(kind: str, batch: Batch, dp: int) -> list[tuple[list[int], list[int]]]:
@@ -103,8 +112,9 @@ def losses_of(routers: Routers, kind: str, batch: Batch, dp: int) -> tuple[Tenso
     balance, z_loss = torch.zeros(()), torch.zeros(())
     for logits in routers.logits.values():
         for rows, seen in groups_of(kind, batch, dp):
-            shares = share_of([logits[row] for row in seen], routers.top_k)
-            probabilities = torch.cat([logits[row].softmax(-1) for row in rows])
+            best = [logits[row].topk(routers.top_k, -1).indices for row in seen]  # also where a bias chooses others
+            shares = share_of(best, logits[0].shape[1])
+            probabilities = torch.cat([routers.probabilities(logits[row]) for row in rows])
             balance = balance + len(shares) * (shares * probabilities.mean(0)).sum() * len(probabilities) / total
         z_loss = z_loss + torch.cat(logits).logsumexp(-1).square().mean()
     return balance, z_loss
@@ -113,12 +123,13 @@ def losses_of(routers: Routers, kind: str, batch: Batch, dp: int) -> tuple[Tenso
 def figures_of(routers: Routers) -> dict[str, float]:
     """Returns the metrics of load, as means over layers."""
     found: dict[str, list[float]] = {"max_load": [], "sequence_max_load": [], "router_entropy": [], "unused_experts": []}
-    for logits in routers.logits.values():
-        whole = share_of(logits, routers.top_k)
+    for layer, logits in routers.logits.items():
+        chosen, experts = routers.chosen[layer], logits[0].shape[1]
+        whole = share_of(chosen, experts)
         found["max_load"].append(float(whole.max() * len(whole)))
-        of_rows = [share_of([row], routers.top_k) for row in logits]
+        of_rows = [share_of([row], experts) for row in chosen]
         found["sequence_max_load"].append(float(np.mean([float(row.max() * len(row)) for row in of_rows])))
-        distribution = torch.cat(logits).softmax(-1)
+        distribution = routers.probabilities(torch.cat(logits))
         found["router_entropy"].append((-(distribution * distribution.log()).sum(-1).mean()).item())
         found["unused_experts"].append(float((whole == 0).float().mean()))
     worst = max(found["max_load"])
@@ -161,19 +172,68 @@ def test_losses_gradients_and_metrics_are_those_of_the_papers(
     assert_close(gradients, reference._checkpoint_names(model))
 
 
-REPLAYS = {
-    "single": ParallelLayout(),
-    "tp2cp2ep2-packed-recomputed": ParallelLayout(tp=2, cp=2, ep=2, etp=1),
-    "dp2pp2": ParallelLayout(dp=2, pp=2, ep=2),
+RATE = 0.01
+
+
+def test_expert_biases_move_towards_a_balanced_load(
+    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Auxiliary-loss-free balancing (arXiv:2408.15664, algorithm 1), on the load of a Hugging Face model.
+
+    Warm-ups and skipped steps leave the biases; the second step comes in parts. The reference policy has those of its time,
+    and an export the last.
+    """
+    batch = reference.make_batch(grpo=True).with_scalars(lr=0.0)  # the other weights stay, so that loads can be compared
+    megatron = {"moe_router_bias_update_rate": RATE}
+    config = reference.make_config(tiny_models["glm4_moe"], megatron_cfg=megatron, **PACKED)
+    model = load_model(tiny_models["glm4_moe"])
+    biases = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    before = {name: bias.clone() for name, bias in biases.items()}
+    with megatron_pool.group(ParallelLayout(dp=2, tp=2, ep=2), config) as group:
+        train(group, batch, "policy", warmup=True)
+        train(group, batch.with_scalars(global_valid_tokens=1e-45, global_valid_sequences=1e-45), "policy")
+        first = logprobs(group, batch)["logprobs"]
+        group.call("snapshot_reference")
+        for parts in ((), ([1, 7, 2], [0, 3, 4, 5, 6])):
+            step(group, batch, parts)
+            move(biases, model, batch)
+            found = reference.assemble(group.call("weights"))
+            for name, bias in biases.items():
+                np.testing.assert_allclose(found[name], bias.numpy(), atol=1e-7, rtol=0, err_msg=name)
+        last = logprobs(group, batch)["logprobs"]
+        kept = logprobs(group, batch, "reference")["logprobs"]
+        group.call("export_hf", str(tmp_path / "export"))
+    np.testing.assert_array_equal(kept, first)
+    exported = load_model(tmp_path / "export")
+    assert all(torch.equal(bias, exported.get_buffer(name)) for name, bias in biases.items())
+    np.testing.assert_allclose(last, reference.hf_logprobs(exported, batch)[0].detach().numpy(), atol=1e-5, rtol=0)
+    moved = torch.stack([biases[name] - before[name] for name in biases])
+    assert moved.abs().max() == pytest.approx(2 * RATE) and moved.min() < 0 < moved.max()
+
+
+def move(biases: Mapping[str, Tensor], model: Any, batch: Batch) -> None:
+    """Moves the biases of a Hugging Face model by the load of the batch."""
+    routers = Routers(model, batch)
+    with torch.no_grad():
+        reference.hf_logprobs(model, batch)
+    for (_, chosen), bias in zip(sorted(routers.chosen.items()), biases.values(), strict=True):
+        load = share_of(chosen, len(bias))
+        bias += RATE * (load.mean() - load).sign()
+
+
+REPLAYS = {  # with the number of the dense layer
+    "single": ("qwen3_moe_mixed", ParallelLayout(), 1),
+    "tp2cp2ep2-packed-recomputed": ("qwen3_moe_mixed", ParallelLayout(tp=2, cp=2, ep=2, etp=1), 1),
+    "dp2pp2": ("glm4_moe", ParallelLayout(dp=2, pp=2, ep=2), 0),
 }
 
 
-def recorded_batch(batch: Batch, layers: int, experts: int, top_k: int) -> tuple[Batch, Any]:
+def recorded_batch(batch: Batch, layers: int, experts: int, top_k: int, dense: int) -> tuple[Batch, Any]:
     """Returns the batch with random experts for most tokens, and their ids; a sequence's last tokens have no record."""
     generator = np.random.default_rng(5)
     ids = generator.random((batch.rows, batch.tokens, layers, experts)).argsort(-1)[..., :top_k]
     ids[generator.random(ids.shape[:2]) < 0.2] = -1
-    ids[:, :, 1] = -1  # dense in the mixed model
+    ids[:, :, dense] = -1
     records = [
         np.where(row < 0, MISSING, row).astype(np.uint8).reshape(batch.tokens, -1)[: int(length) - 1]
         for row, length in zip(ids, batch["lengths"], strict=True)
@@ -188,25 +248,25 @@ def test_replayed_experts_are_those_of_the_record(
     name: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     """Log-probabilities and gradients of a model whose routers are made to choose the recorded experts."""
-    plain = reference.make_batch()
-    model = load_model(tiny_models["qwen3_moe_mixed"])
-    batch, forced = recorded_batch(plain, model.config.num_hidden_layers, model.config.num_experts, 2)
+    plain, (kind, layout, dense) = reference.make_batch(), REPLAYS[name]
+    model = load_model(tiny_models[kind])
+    batch, forced = recorded_batch(plain, model.config.num_hidden_layers, model.config.num_local_experts, 2, dense)
     Routers(model, plain, forced)
     expected = reference.hf_logprobs(model, plain)[0]
     reference.sft_reference(expected, plain).backward()
-    own = reference.hf_logprobs(load_model(tiny_models["qwen3_moe_mixed"]), plain)[0]
+    own = reference.hf_logprobs(load_model(tiny_models[kind]), plain)[0]
     assert (expected - own).abs().max() > 0.1, "the record changes nothing"
     keys: dict[str, Any] = {"router_replay": True}
     if "packed" in name:
         keys |= {**PACKED, "megatron_cfg": {"activation_checkpointing": True}}
-    config = reference.make_config(tiny_models["qwen3_moe_mixed"], optimizer=UNCLIPPED, **keys)
-    with megatron_pool.group(REPLAYS[name], config) as group:
+    config = reference.make_config(tiny_models[kind], optimizer=UNCLIPPED, **keys)
+    with megatron_pool.group(layout, config) as group:
         found = logprobs(group, batch)
         step = train(group, batch)
         gradients = reference.assemble(group.call("gradients"))
     np.testing.assert_allclose(found["logprobs"], expected.detach().numpy(), atol=1e-5, rtol=0)
     assert step["loss"] == pytest.approx(reference.sft_reference(expected, plain).item(), abs=1e-5)
-    used = (forced[:, :, 0, 0] >= 0).sum() / plain["lengths"].sum()
+    used = (forced[:, :, 2, 0] >= 0).sum() / plain["lengths"].sum()
     assert step["moe/replayed_tokens"] == pytest.approx(used)
     assert 0 < step["moe/replayed_agreement"] < 1
     assert_close(gradients, reference._checkpoint_names(model))

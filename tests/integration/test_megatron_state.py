@@ -27,7 +27,7 @@ ROUND_TRIPS = [
     ("qwen2", ParallelLayout(dp=2, tp=2)),
     ("small_vocabulary", ParallelLayout(tp=2)),
     ("mixtral", ParallelLayout(dp=2, tp=2, ep=2)),
-    ("qwen3_moe_mixed", ParallelLayout(tp=2, ep=2, etp=1)),
+    ("glm4_moe", ParallelLayout(pp=2, tp=2, ep=2, etp=1)),
 ]
 
 

@@ -67,13 +67,15 @@ class Case:
 
 CASES = [
     Case(model, tp, name, layout)
-    for model, layouts in {"qwen3": DENSE, "qwen3_tied": DENSE, "qwen3_moe": EXPERTS}.items()
+    for model, layouts in {"qwen3": DENSE, "qwen3_tied": DENSE, "qwen3_moe": EXPERTS, "glm4_moe": EXPERTS}.items()
     for tp in (1, 2)
     for name, layout in layouts.items()
 ]
 SLOW = {f"qwen3_tied-{name}-to-tp1" for name in ("tp2", "cp2", "tp2pp2", "pp2vpp2")} | {
     "qwen3-cp2-to-tp1",
     "qwen3-pp2-to-tp1",
+    "qwen3_moe-dp2ep2-to-tp1",
+    "glm4_moe-dp2ep2-to-tp1",
 }
 """Cases that the others cover as well. CI skips them."""
 
@@ -107,7 +109,9 @@ class Groups:
     def config(self, model: str, generation_tp: int, start: str = "") -> Config:
         """Train workers start from the model, generation workers from other weights of the same shapes."""
         engine = {"max_num_seqs": ROWS, "kv_cache_memory_bytes": 8 << 20, "tensor_parallel_size": generation_tp}
+        rate = 0.05 if model == "glm4_moe" else 0.0
         policy = {
+            "megatron_cfg": {"moe_router_bias_update_rate": rate},
             "model_name": str(self.models / (start + model)),
             "train_micro_batch_size": 2,
             "max_total_sequence_length": WIDTH,

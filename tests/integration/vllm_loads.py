@@ -59,7 +59,7 @@ class Case:
 
 CASES = [
     *(Case(family, tp) for family in FAMILIES for tp in (1, 2)),
-    *(Case(family, 2, ep=True) for family in ("qwen3_moe", "qwen2_moe", "mixtral", *LATENT, "nemotron_h")),
+    *(Case(family, 2, ep=True) for family in ("qwen3_moe", "qwen2_moe", "glm4_moe", "mixtral", *LATENT, "nemotron_h")),
     Case("qwen3_moe", 3, True, (("num_attention_heads", 6), ("num_key_value_heads", 3), ("vocab_size", 192))),  # 2, 1, 1
     Case("qwen3", 4),  # a key-value head on two ranks
     Case("nemotron_h", 2, changes=(("n_groups", 1), ("num_key_value_heads", 1))),  # a group on two ranks
@@ -76,6 +76,7 @@ FP8_CASES = [
     Case("llama", 2, changes=tuple({**_WIDE, "num_key_value_heads": 2}.items()), fp8=True),
     Case("qwen3_moe", 2, changes=tuple({**_WIDE_MOE, "num_key_value_heads": 2}.items()), fp8=True),
     Case("mixtral", 2, True, changes=tuple({**_WIDE, "num_key_value_heads": 2}.items()), fp8=True),
+    Case("glm4_moe", 2, changes=tuple({**_WIDE_MOE, "num_key_value_heads": 2}.items()), fp8=True),
     Case("deepseek_v3", 2, changes=tuple({**_WIDE_MOE, **_WIDE_LATENT}.items()), fp8=True),
 ]
 
@@ -109,7 +110,7 @@ def quantized(checkpoint: Weights, directory: Path) -> Weights:
     out: Weights = {}
     kept = ("embed_tokens", "lm_head", "norm", "gate.weight", "e_score")
     for name, tensor in checkpoint.items():
-        if any(part in name for part in kept):
+        if any(part in name for part in kept) or tensor.ndim == 1:
             out[name] = tensor.float() if "e_score" in name else tensor.bfloat16()
             continue
         out[name], out[f"{name}_scale_inv"] = per_block_cast_to_fp8(tensor.bfloat16())

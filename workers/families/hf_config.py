@@ -28,12 +28,23 @@ logits. The parameter is `SCORE`, as in transformers' `ForSequenceClassification
 
 SCORE = "score.weight"
 
+DRAFT_LAYERS = "num_nextn_predict_layers"
+"""The key for the number of layers for multi-token prediction, which are not trained."""
+
 MODEL_DEFAULTS: Mapping[str, Mapping[str, Json]] = {
     "qwen2": {"num_key_value_heads": 32},
     "qwen2_moe": {"num_key_value_heads": 16},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4},
     "mixtral": {"num_key_value_heads": 8},
+    "glm4_moe": {
+        "num_key_value_heads": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+    },
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
     "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3},
     "nemotron_h": {"num_key_value_heads": 8, "head_dim": 128, "n_shared_experts": 1},
@@ -121,6 +132,11 @@ class ModelConfig:
         return len(kinds) if isinstance(kinds, list) else self.size("num_hidden_layers", least=1)
 
     @property
+    def draft_layers(self) -> int:
+        """Number of layers that follow the model's own in its checkpoint, for multi-token prediction."""
+        return self.size(DRAFT_LAYERS, 0)
+
+    @property
     def hidden(self) -> int:
         return self.size("hidden_size", least=1)
 
@@ -158,7 +174,7 @@ class ModelConfig:
     @property
     def qk_norm(self) -> bool:
         """Whether queries and keys are normalized per head."""
-        return self.type.startswith("qwen3")
+        return self.type.startswith("qwen3") or self.flag("use_qk_norm")
 
     @property
     def qkv_bias(self) -> bool:

@@ -1,4 +1,6 @@
-"""Mixture of experts with grouped-query attention: Qwen3-MoE, Qwen2-MoE (a gated shared expert), Mixtral."""
+"""Mixture of experts with grouped-query attention: Qwen3-MoE, Qwen2-MoE (a gated shared expert), Mixtral, GLM-4.5 (shared
+experts, a router with sigmoid scores and an expert bias).
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,25 @@ from dagrl.workers.families.family import Family
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.families.megatron import MegatronRank, replicated
 
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
 
 @dataclass(frozen=True)
 class Experts:
-    """Sizes of a model's expert layers, and their names in its checkpoint."""
+    """Sizes of a model's expert layers, and their names in its checkpoint.
+
+    `bias`: the router chooses by sigmoid scores and a bias of each expert (`noaux_tc`, arXiv:2408.15664), and weights by the
+    scores alone.
+    """
 
     count: int
     width: int
     block: str  # name of the block: `mlp.`, in Mixtral `block_sparse_moe.`
-    parts: tuple[str, str, str]  # gate, up, down
+    parts: tuple[str, str, str] = _MLP  # gate, up, down
+    shared: str = "shared_expert."
     shared_width: int = 0
+    shared_gate: bool = False
+    bias: bool = False
 
 
 def experts_of(model: ModelConfig) -> Experts:
@@ -30,24 +41,34 @@ def experts_of(model: ModelConfig) -> Experts:
     """
     if model.type == "mixtral":
         return Experts(model.size("num_local_experts", least=1), model.ffn, "block_sparse_moe.", ("w1", "w3", "w2"))
-    count = model.size("num_experts" if model.has("num_experts") else "num_local_experts", least=1)
-    shared = model.size("shared_expert_intermediate_size") if model.type == "qwen2_moe" else 0
     width = model.size("moe_intermediate_size", least=1)
-    return Experts(count, width, "mlp.", ("gate_proj", "up_proj", "down_proj"), shared)
+    if model.type == "glm4_moe":
+        shared = width * model.size("n_shared_experts")
+        return Experts(
+            model.size("n_routed_experts", least=1), width, "mlp.", shared="shared_experts.", shared_width=shared, bias=True
+        )
+    count = model.size("num_experts" if model.has("num_experts") else "num_local_experts", least=1)
+    if model.type == "qwen2_moe":
+        shared = model.size("shared_expert_intermediate_size")
+        return Experts(count, width, "mlp.", shared_width=shared, shared_gate=bool(shared))
+    return Experts(count, width, "mlp.")
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:
-    """Whether a layer has experts: every `decoder_sparse_step`-th layer except `mlp_only_layers`.
+    """Whether a layer has experts: every `decoder_sparse_step`-th layer except `mlp_only_layers`, or all but the first.
 
-    As in transformers' Qwen3MoeDecoderLayer. Mixtral has neither key, and experts in every layer.
+    As in transformers' Qwen3MoeDecoderLayer and Glm4MoeDecoderLayer. Mixtral has none of the keys, and experts in every
+    layer.
     """
+    if model.type == "glm4_moe":
+        return layer >= model.size("first_k_dense_replace")
     without = model.config.get("mlp_only_layers") or []
     assert isinstance(without, list)
     return layer not in without and (layer + 1) % model.size("decoder_sparse_step", 1, least=1) == 0
 
 
 def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
-    """Yields a dense layer with router, experts and shared expert instead of the MLP."""
+    """Yields a dense layer with router, experts and shared experts instead of the MLP."""
     if not has_experts(model, layer):
         yield from dense.megatron_layer(model, rank, layer, hf, local)
         return
@@ -56,14 +77,18 @@ def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, 
     yield from dense.megatron_attention(model, rank, hf, local)
     yield dense.megatron_moe_norm(model, hf, local)
     yield replicated(f"{block}gate.weight", f"{local}mlp.router.weight", experts.count, model.hidden)
+    if experts.bias:
+        name = f"{block}gate.e_score_correction_bias"
+        yield replicated(name, f"{local}mlp.router.expert_bias", experts.count, dtype="float32")
     names = tuple(f"{block}experts.*.{part}.weight" for part in experts.parts)
     what = "the rows of an expert's intermediate size"
     yield from rank.experts(names, f"{local}mlp.experts.", experts.count, model.hidden, experts.width, what)
     if experts.shared_width:
-        shared, to = f"{block}shared_expert.", f"{local}mlp.shared_experts."
+        shared, to = f"{block}{experts.shared}", f"{local}mlp.shared_experts."
         names = (f"{shared}gate_proj.weight", f"{shared}up_proj.weight", f"{shared}down_proj.weight")
-        yield from rank.gated_mlp(names, to, model.hidden, experts.shared_width, "the rows of the shared expert")
-        yield replicated(f"{block}shared_expert_gate.weight", f"{to}gate_weight", 1, model.hidden)
+        yield from rank.gated_mlp(names, to, model.hidden, experts.shared_width, "the rows of the shared experts")
+        if experts.shared_gate:
+            yield replicated(f"{block}shared_expert_gate.weight", f"{to}gate_weight", 1, model.hidden)
 
 
-FAMILY = Family("moe", ("qwen3_moe", "qwen2_moe", "mixtral"), megatron_layer)
+FAMILY = Family("moe", ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe"), megatron_layer)

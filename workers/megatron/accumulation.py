@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,20 +11,26 @@ import numpy.typing as npt
 from dagrl.errors import RunError
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 
+if TYPE_CHECKING:
+    from dagrl.workers.megatron.expert_load import ExpertLoad
+
 
 @dataclass(frozen=True)
 class AccumulatedParts:
-    """The parts of a batch processed so far: undivided metrics, seconds, and row lengths."""
+    """The parts of a batch processed so far: undivided metrics, seconds, row lengths and routing."""
 
     parts: int = 0
     metrics: StepMetrics = field(default_factory=StepMetrics)
     seconds: float = 0.0
     lengths: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    loads: tuple[ExpertLoad, ...] = ()
 
-    def with_part(self, metrics: StepMetrics, seconds: float, lengths: npt.NDArray[Any]) -> AccumulatedParts:
+    def with_part(
+        self, metrics: StepMetrics, seconds: float, lengths: npt.NDArray[Any], load: ExpertLoad
+    ) -> AccumulatedParts:
         """Returns these parts and one more."""
         merged, rows = merge_step_metrics([self.metrics, metrics]), np.concatenate([self.lengths, lengths])
-        return AccumulatedParts(self.parts + 1, merged, self.seconds + seconds, rows)
+        return AccumulatedParts(self.parts + 1, merged, self.seconds + seconds, rows, (*self.loads, load))
 
     def before(self, parts: int) -> AccumulatedParts:
         """Returns what the next part is added to, after `parts` earlier ones; nothing if it is the first.

@@ -15,7 +15,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import moe
 from dagrl.workers.families.hf_config import SCALAR_HEAD, ModelConfig, check_query_groups, with_defaults
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -40,6 +40,11 @@ _COMPUTED = {
     "experts_per_token": "num_experts_per_tok",
     "expert_ffn": "moe_intermediate_size",
     "normalize_expert_weights": "norm_topk_prob",
+    "shared_ffn": "size of the shared experts",
+    "expert_bias": "expert bias",
+    "expert_scale": "routed_scaling_factor",
+    "qk_norm": "norm of queries and keys",
+    "qkv_bias": "bias of queries, keys and values",
     "scalar": SCALAR_HEAD,
 }
 """Keys of `config.json` for the fields of `Architecture`, except the positions, which do not affect the computation."""
@@ -47,9 +52,11 @@ _COMPUTED = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of a Llama, Qwen2, Qwen3, Qwen3-MoE or Mixtral decoder. `moe_layers[i]` says whether layer i has experts.
+    """Sizes of a decoder of one of `MODEL_TYPES`. `moe_layers[i]` says whether layer i has experts.
 
-    A `scalar` model gives one number per token in place of logits.
+    With `expert_bias` the router chooses by sigmoid scores and a bias, and multiplies normalized scores by `expert_scale`.
+    `shared_ffn` is the size of the experts that process every token, together. `rotary_dim` of a head's dimensions are
+    rotated. A `scalar` model gives one number per token in place of logits.
     """
 
     model_type: str
@@ -69,6 +76,12 @@ class Architecture:
     expert_ffn: int = 0
     normalize_expert_weights: bool = True
     moe_layers: tuple[bool, ...] = ()
+    shared_ffn: int = 0
+    expert_bias: bool = False
+    expert_scale: float = 1.0
+    qk_norm: bool = False  # queries and keys are normalized per head
+    qkv_bias: bool = False
+    rotary_dim: int = 0
     scalar: bool = False
 
     @property
@@ -82,6 +95,7 @@ class Architecture:
             **{key: getattr(self, name) for name, key in _COMPUTED.items()},
             "rope_type": self.rope["rope_type"],
             **{key: _number(self.rope, key) for key in rope},
+            "partial_rotary_factor": _number(self.rope, "partial_rotary_factor", 1.0),
             "layers with experts": [layer for layer, experts in enumerate(self.moe_layers) if experts],
         }
 
@@ -90,35 +104,29 @@ class Architecture:
         """The sizes of a record of each token's experts; None for a dense model."""
         return RoutedLayers(self.layers, self.experts, self.experts_per_token) if self.experts else None
 
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normalized per head."""
-        return self.model_type in ("qwen3", "qwen3_moe")
-
-    @property
-    def qkv_bias(self) -> bool:
-        """Whether query, key and value projections have a bias."""
-        return self.model_type == "qwen2"
-
 
 def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
     """Returns the architecture of a `config.json`. Raises ConfigError naming what is missing or not supported."""
     _check_supported(hf_config)
     hf_config = with_defaults(hf_config)
     heads, hidden = _size(hf_config, "num_attention_heads"), _size(hf_config, "hidden_size")
+    head_dim, rope = _size(hf_config, "head_dim", hidden // heads), _rope(hf_config)
     dense = Architecture(
         model_type=str(hf_config["model_type"]),
         layers=_size(hf_config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=_size(hf_config, "num_key_value_heads", heads),
-        head_dim=_size(hf_config, "head_dim", hidden // heads),
+        head_dim=head_dim,
         ffn=_size(hf_config, "intermediate_size"),
         vocabulary=_size(hf_config, "vocab_size"),
         tied=ModelConfig(hf_config).tied,
         norm_eps=_number(hf_config, "rms_norm_eps", 1e-5 if hf_config["model_type"] == "mixtral" else 1e-6),
-        rope=_rope(hf_config),
+        rope=rope,
         max_positions=_size(hf_config, "max_position_embeddings", 32768),
+        qk_norm=ModelConfig(hf_config).qk_norm,
+        qkv_bias=ModelConfig(hf_config).qkv_bias,
+        rotary_dim=int(head_dim * _number(rope, "partial_rotary_factor", 1.0)),
         scalar=ModelConfig(hf_config).scalar,
     )
     check_query_groups(dense.heads, dense.kv_heads)
@@ -144,6 +152,7 @@ def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:
 def _requirements(model: Architecture, layout: ParallelLayout) -> list[tuple[bool, str]]:
     tp, etp = layout.tp, layout.expert_tp
     kv_fits = model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+    shared = f"the shared experts' size {model.shared_ffn} is not divisible by tp {tp}; choose another tp"
     rows = [
         (
             model.heads % tp == 0,
@@ -151,6 +160,7 @@ def _requirements(model: Architecture, layout: ParallelLayout) -> list[tuple[boo
         ),
         (kv_fits, f"{model.kv_heads} key-value heads and tp {tp}: one must divide the other; choose another tp"),
         (model.ffn % tp == 0, f"intermediate_size {model.ffn} is not divisible by tp {tp}; choose another tp"),
+        (model.shared_ffn % tp == 0, shared),
         (model.hidden % tp == 0, f"hidden_size {model.hidden} is not divisible by tp {tp}; choose another tp"),
         _stages_fit(model, layout),
     ]
@@ -194,7 +204,7 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
     kind = hf_config.get("model_type")
     if kind not in MODEL_TYPES:
         raise ConfigError(f"model_type is {kind!r}; the Megatron worker supports {', '.join(MODEL_TYPES)}")
-    if hf_config.get("attention_bias"):
+    if hf_config.get("attention_bias") and kind != "glm4_moe":  # which has none at the output
         raise ConfigError("attention_bias is true; the Megatron worker supports attention without an output bias only")
     if hf_config.get("mlp_bias"):
         raise ConfigError("mlp_bias is true; the Megatron worker supports linear layers without bias only")
@@ -210,6 +220,17 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
         raise ConfigError("is_causal is false; the Megatron worker supports causal attention only")
     if hf_config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act is {hf_config['hidden_act']!r}; the Megatron worker supports silu only")
+    if kind == "glm4_moe":
+        _check_glm(hf_config)
+
+
+def _check_glm(hf_config: Mapping[str, Json]) -> None:
+    if hf_config.get("n_group", 1) != 1:
+        raise ConfigError(f"n_group is {hf_config['n_group']!r}; the Megatron worker supports experts in one group only")
+    if hf_config.get("norm_topk_prob", True) is not True:
+        raise ConfigError("norm_topk_prob is false; Megatron's router with sigmoid scores always normalizes them")
+    if hf_config.get("head_dim") is None:
+        raise ConfigError("config.json of a glm4_moe model has no head_dim, which vLLM reads; add it")
 
 
 def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
@@ -224,8 +245,11 @@ def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
         raise ConfigError(f"rope_type is {kind!r}; the Megatron worker supports {', '.join(ROPE_PARAMETERS)}")
     for name in ("rope_theta", *ROPE_PARAMETERS[kind]):
         _number(found, name)
-    if hf_config.get("partial_rotary_factor", found.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("partial_rotary_factor is not 1; the Megatron worker supports rotating whole heads only")
+    share = found.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
+    if hf_config["model_type"] == "glm4_moe":
+        return found | {"partial_rotary_factor": share}
+    if share != 1.0:
+        raise ConfigError("partial_rotary_factor is not 1; the Megatron worker rotates whole heads of this model type only")
     return found
 
 
@@ -239,6 +263,9 @@ def _with_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Archite
         experts_per_token=_size(hf_config, "num_experts_per_tok"),
         expert_ffn=experts.width,
         normalize_expert_weights=model.type == "mixtral" or model.flag("norm_topk_prob"),
+        shared_ffn=experts.shared_width,
+        expert_bias=experts.bias,
+        expert_scale=_number(hf_config, "routed_scaling_factor", 1.0) if experts.bias else 1.0,
         moe_layers=tuple(moe.has_experts(model, layer) for layer in range(dense.layers)),
     )
 

@@ -1,18 +1,19 @@
 """Metrics of a step's routing: the router's losses and entropy, and how evenly tokens are spread over the experts.
 
-Routers count on the device (`router.py`). Two all-reduces and one read per step turn the counts into metrics. Imported only
-where Megatron is.
+With `moe_router_bias_update_rate` the counts also move the expert biases. Routers count on the device (`router.py`). Two
+all-reduces and one read per step turn the counts into metrics. Imported only where Megatron is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from torch import Tensor
 
 from dagrl.telemetry.metrics import (
@@ -39,6 +40,28 @@ class ExpertLoad:
     model: ModelChunks
     counts: list[StepCounts]
     replays: bool = False  # whether the batch has a record of experts
+
+    def after(self, earlier: Sequence[ExpertLoad]) -> ExpertLoad:
+        """Returns the load of a whole batch, of which `earlier` parts were accumulated before."""
+        if not earlier:
+            return self
+        counts = [own.after([part.counts[layer] for part in earlier]) for layer, own in enumerate(self.counts)]
+        return ExpertLoad(self.model, counts, self.replays or any(part.replays for part in earlier))
+
+    def update_expert_biases(self) -> None:
+        """Moves each expert's bias by the update rate: up if it had fewer tokens than the mean, down if more.
+
+        As Megatron after a step (arXiv:2408.15664, algorithm 1), but padding does not count. A collective over the workers
+        of a pipeline stage.
+        """
+        rate = self.model.config.moe_router_bias_update_rate
+        found = [router for router in routers(self.model.chunks) if router.expert_bias is not None]
+        if not rate or not found:
+            return
+        tokens = torch.stack([count.by_row[:-1].sum(0).float() for count in self.counts])  # [layers here, experts]
+        updated = get_updated_expert_bias(tokens, torch.stack([router.expert_bias for router in found]), rate)
+        for router, bias in zip(found, updated, strict=True):
+            router.expert_bias.copy_(bias)
 
     def read(self) -> StepMetrics:
         """Returns the metrics, given by one worker of each pipeline stage. All workers call it; it waits for the device."""

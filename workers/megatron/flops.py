@@ -41,7 +41,7 @@ def token_flops(model: Architecture) -> float:
     attention = model.hidden * (queries + 2 * keys) + queries * model.hidden
     experts = sum(model.moe_layers) if model.experts else 0
     dense = 3 * model.hidden * model.ffn  # gate, up and down
-    routed = 3 * model.hidden * model.expert_ffn * model.experts_per_token
+    routed = 3 * model.hidden * (model.expert_ffn * model.experts_per_token + model.shared_ffn)
     layers = model.layers * attention + (model.layers - experts) * dense + experts * routed
     return OPERATIONS * float(layers + model.hidden * (1 if model.scalar else model.vocabulary))
 

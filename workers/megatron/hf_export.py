@@ -18,7 +18,7 @@ from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
 from dagrl.refit.slices import Box, WeightSlice, expand, volume
 from dagrl.runtime.process_groups import break_gloo_group
-from dagrl.workers.families.hf_config import SCORE, as_classifier
+from dagrl.workers.families.hf_config import DRAFT_LAYERS, SCORE, as_classifier
 from dagrl.workers.megatron.groups import run_on_all_ranks
 from dagrl.workers.megatron.hf_load import INDEX, SINGLE, local_view, read_hf_config
 
@@ -55,7 +55,7 @@ def export_hf(
             if writer is not None and whole is not None:
                 writer.add(name, whole)
         run_on_all_ranks(group, parts.check)
-        run_on_all_ranks(group, lambda: None if writer is None else writer.finish(Path(source)))
+        run_on_all_ranks(group, lambda: None if writer is None else writer.finish(Path(source), parts.dtype))
 
 
 @contextmanager
@@ -96,6 +96,7 @@ class _LocalBoxes:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of weights whose slices give none."""
         return next(iter(self.tensors.values())).dtype
 
     def read(self, piece: WeightSlice) -> Tensor:
@@ -104,20 +105,21 @@ class _LocalBoxes:
             return local_view(self.tensors[piece.tensor], piece).contiguous().cpu()
         except Exception as error:
             self.error = self.error or error
-            return self.empty(piece.box).zero_()
+            return self.empty(piece, piece.box).zero_()
 
-    def empty(self, box: Box) -> Tensor:
-        """Allocates host memory for a box."""
+    def empty(self, piece: WeightSlice, box: Box) -> Tensor:
+        """Allocates host memory for a box of the parameter that `piece` is of."""
         import torch
 
-        return torch.empty([stop - start for start, stop in box], dtype=self.dtype)
+        dtype = getattr(torch, piece.dtype) if piece.dtype else self.dtype
+        return torch.empty([stop - start for start, stop in box], dtype=dtype)
 
-    def whole(self, shape: Sequence[int]) -> Tensor | None:
+    def whole(self, piece: WeightSlice, shape: Sequence[int]) -> Tensor | None:
         """Allocates host memory for a parameter. None if that fails or the export has already failed."""
         if self.error is not None:
             return None
         try:
-            return self.empty(tuple((0, size) for size in shape))
+            return self.empty(piece, tuple((0, size) for size in shape))
         except Exception as error:
             self.error = error
             return None
@@ -135,12 +137,13 @@ def _gather(
     import torch.distributed as dist
 
     shape = [max(box[axis][1] for box in pieces) for axis in range(len(next(iter(pieces))))]
-    _check_covered(next(iter(pieces.values()))[1].name, shape, list(pieces))
-    whole = parts.whole(shape) if rank == 0 else None
+    first = next(iter(pieces.values()))[1]
+    _check_covered(first.name, shape, list(pieces))
+    whole = parts.whole(first, shape) if rank == 0 else None
     for box, (owner, piece) in pieces.items():
         if rank not in (0, owner):
             continue
-        part = parts.read(piece) if owner == rank else parts.empty(box)
+        part = parts.read(piece) if owner == rank else parts.empty(piece, box)
         if owner != 0:
             dist.recv(part, owner, group) if rank == 0 else dist.send(part, 0, group)
         if whole is not None:
@@ -187,10 +190,9 @@ class _SafetensorsWriter:
             self._flush()
         self.pending[name] = tensor
 
-    def finish(self, source: Path) -> None:
+    def finish(self, source: Path, dtype: torch.dtype) -> None:
         if self.error is not None:
             raise CheckpointError(f"cannot write {self.partial}: {self.error}") from self.error
-        dtype = str(next(iter(self.pending.values())).dtype).removeprefix("torch.")
         self._flush()
         names = {self._temporary(i): self._final(i, len(self.files)) for i in range(len(self.files))}
         for temporary, final in names.items():
@@ -199,7 +201,8 @@ class _SafetensorsWriter:
             weight_map = {name: self._final(i, len(self.files)) for i, file in enumerate(self.files) for name in file}
             index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
             (self.partial / INDEX).write_text(json.dumps(index, indent=2))
-        _copy_companions(source, self.partial, dtype, scalar=any(SCORE in file for file in self.files))
+        written = str(dtype).removeprefix("torch.")
+        _copy_companions(source, self.partial, written, scalar=any(SCORE in file for file in self.files))
         replace_directory(self.partial, self.directory)
 
     def _flush(self) -> None:
@@ -231,12 +234,13 @@ def _check_replaceable(directory: Path) -> None:
 
 
 def _copy_companions(source: Path, directory: Path, dtype: str, scalar: bool) -> None:
-    """Copies the configuration, with the written dtype and head, and other files such as the tokenizer."""
+    """Copies the configuration, with the written dtype, head and layers, and other files such as the tokenizer."""
     for path in _companions(source):
         shutil.copy2(path, directory / path.name)
     config: dict[str, Any] = read_hf_config(source)
     config.pop("torch_dtype", None)
     config = as_classifier(config) if scalar else config
+    config |= {DRAFT_LAYERS: 0} if DRAFT_LAYERS in config else {}
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
 
 

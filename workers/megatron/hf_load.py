@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
 from dagrl.refit.slices import WeightSlice, expand, volume
-from dagrl.workers.families.hf_config import SCORE
+from dagrl.workers.families.hf_config import SCORE, ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,14 +119,26 @@ def _files(directory: Path) -> dict[str, Path]:
 
 
 def _check_names(files: Mapping[str, Path], shapes: ParameterShapes, directory: str | Path) -> None:
-    """Checks that the files have no foreign parameters. The head of tied embeddings and FP8 scales are ignored."""
+    """Checks that the files have no foreign parameters.
+
+    The head of tied embeddings, FP8 scales and layers for multi-token prediction are ignored.
+    """
     unread = ("inv_freq", "_scale_inv", "k_scale", "v_scale", "lm_head.weight")
     others = [name for name in sorted(files) if name not in shapes and not name.endswith(unread)]
+    if others:
+        drafts = _draft_layers(directory)
+        others = [name for name in others if not name.startswith(drafts)]
     if others:
         raise CheckpointError(
             f"{directory} has {len(others)} parameters that config.json does not define, such as {others[0]!r}; "
             "config.json and the weights belong to different models"
         )
+
+
+def _draft_layers(directory: str | Path) -> tuple[str, ...]:
+    """Returns the prefixes of the layers for multi-token prediction, which are numbered after the model's own."""
+    model = ModelConfig(read_hf_config(directory))
+    return tuple(f"model.layers.{model.layers + number}." for number in range(model.draft_layers))
 
 
 def _file_of(name: str, files: Mapping[str, Path], directory: str | Path) -> Path:

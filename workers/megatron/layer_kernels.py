@@ -45,7 +45,7 @@ def _weighted_swiglu(states: Tensor, bias: Tensor | None, weights: Tensor, *_: A
 
 
 def rotate(states: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotates `states` [s, b, heads, d] by `angles` [s, 1, 1, d] float32, with the two halves of d as pairs."""
+    """Rotates the first r numbers of `states` [s, b, heads, d], pairs of both halves, by `angles` [s, 1, 1, r] float32."""
     assert not interleaved, "rotary_interleaved is never set"
     rotated: Tensor = _Rotate.apply(states, angles)  # type: ignore[no-untyped-call]
     return rotated
@@ -70,12 +70,14 @@ class _Rotate(torch.autograd.Function):
 
 def _rotated(states: Tensor, angles: Tensor, direction: float) -> Tensor:
     states = states if states.stride(3) == 1 else states.contiguous()
-    length, batch, heads, width = states.shape
+    (length, batch, heads, size), width = states.shape, angles.shape[-1]
     rotated = torch.empty(states.shape, dtype=states.dtype, device=states.device)
     strides = states.stride(0), states.stride(1), states.stride(2)
     half = triton.next_power_of_2(width // 2)
-    size = heads, triton.next_power_of_2(heads), width // 2, half
-    _rotate_kernel[(length * batch,)](states, angles, rotated, batch, *strides, angles.stride(0), direction, *size)
+    sizes = heads, triton.next_power_of_2(heads), width // 2, half, size
+    _rotate_kernel[(length * batch,)](states, angles, rotated, batch, *strides, angles.stride(0), direction, *sizes)
+    if width < size:
+        rotated[..., width:] = states[..., width:]
     return rotated
 
 
@@ -94,6 +96,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     heads_block: tl.constexpr,
     half: tl.constexpr,
     half_block: tl.constexpr,
+    size: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     position = token // batch
@@ -105,7 +108,7 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     source = states + position * stride_s + (token % batch) * stride_b + head * stride_h + column
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    target = rotated + (token * heads + head) * (2 * half) + column
+    target = rotated + (token * heads + head) * size + column
     tl.store(target, (first * cos - second * sin).to(rotated.dtype.element_ty), mask=inside)
     tl.store(target + half, (second * cos + first * sin).to(rotated.dtype.element_ty), mask=inside)
 

@@ -5,8 +5,9 @@ Weights stay uninitialized; `dagrl.workers.megatron.hf_load` fills them. Importe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -34,6 +35,11 @@ from dagrl.workers.megatron.segments import LayerInputs
 
 ADAPTERS = "adapters"
 """Name of the module with a layer's LoRA adapters."""
+
+EXPERT_BIAS = "router.expert_bias"
+"""How the name of a router's bias ends."""
+
+Named = TypeVar("Named", bound=Tensor)
 
 
 class HiddenStatesModel(GPTModel):  # type: ignore[misc]
@@ -109,7 +115,7 @@ class PositionRotary(torch.nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Returns angles [s, 1, 1, head_dim]."""
+        """Returns angles [s, 1, 1, rotary_dim]."""
         angles = torch.outer(self.positions.float(), self.inv_freq)  # type: ignore[arg-type]
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
@@ -158,16 +164,27 @@ class ModelChunks:
         return {name: parameter for name, parameter in self._all().items() if parameter.requires_grad}
 
     def _all(self) -> dict[str, torch.nn.Parameter]:
+        return self._named(lambda chunk: chunk.named_parameters())
+
+    def _named(self, tensors: Callable[[HiddenStatesModel], Iterable[tuple[str, Named]]]) -> dict[str, Named]:
         several = len(self.chunks) > 1
         return {
-            (f"vp{stage}.{name}" if several else name): parameter
+            (f"vp{stage}.{name}" if several else name): tensor
             for stage, chunk in enumerate(self.chunks)
-            for name, parameter in chunk.named_parameters()
+            for name, tensor in tensors(chunk)
         }
 
+    def expert_biases(self) -> dict[str, Tensor]:
+        """Returns the routers' biases by Megatron's name. Optimizer steps change them without gradients."""
+        return self._named(lambda chunk: ((name, one) for name, one in chunk.named_buffers() if name.endswith(EXPERT_BIAS)))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns everything that a checkpoint of the model has: `parameters()` and `expert_biases()`."""
+        return {**self.parameters(), **self.expert_biases()}
+
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the live tensors of `parameters()`."""
-        return {name: parameter.data for name, parameter in self.parameters().items()}
+        """Returns the live tensors of `weights()`."""
+        return {name: weight.data for name, weight in self.weights().items()}
 
     def forget_microbatches(self) -> None:
         """Drops what Megatron's layers keep of the last microbatch, so that the model can be garbage collected.
@@ -296,6 +313,11 @@ def _experts(architecture: Architecture, wanted: MegatronConfig) -> dict[str, An
         "moe_z_loss_coeff": wanted.moe_z_loss_coeff or None,
         "moe_permute_fusion": False,
         "moe_router_dtype": "fp32",
+        "moe_router_score_function": "sigmoid" if architecture.expert_bias else "softmax",
+        "moe_router_enable_expert_bias": architecture.expert_bias,
+        "moe_router_bias_update_rate": wanted.moe_router_bias_update_rate,
+        "moe_router_topk_scaling_factor": architecture.expert_scale if architecture.expert_bias else None,
+        "moe_shared_expert_intermediate_size": architecture.shared_ffn or None,
         # A softmax over the chosen experts equals the softmax over all, normalized over the chosen.
         "moe_router_pre_softmax": not architecture.normalize_expert_weights,
     }
@@ -341,9 +363,9 @@ def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """Returns rotary frequencies [head_dim / 2], scaled as in transformers (`modeling_rope_utils.py`)."""
+    """Returns rotary frequencies [rotary_dim / 2], scaled as in transformers (`modeling_rope_utils.py`)."""
     rope: dict[str, Any] = dict(architecture.rope)
-    steps = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float() / architecture.head_dim
+    steps = torch.arange(0, architecture.rotary_dim, 2, dtype=torch.int64).float() / architecture.rotary_dim
     frequencies = 1.0 / torch.pow(float(rope["rope_theta"]), steps)
     if rope["rope_type"] == "linear":
         return frequencies / float(rope["factor"])

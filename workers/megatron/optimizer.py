@@ -6,7 +6,7 @@ Imported only where Megatron is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,8 +97,10 @@ class Trainer:
             for gradient in self.gradient_tensors():
                 gradient.mul_(factor)
 
-    def step(self, lr: float | None, apply: bool) -> dict[str, float]:
+    def step(self, lr: float | None, apply: bool, on_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Clips the accumulated gradients and updates the weights. Returns `grad_norm` (before clipping) and `lr`.
+
+        `on_update` changes what has no gradients; it runs after the update, on every worker or on none.
 
         Without `apply`, does everything but the update. A step whose gradient norm is zero, or not finite on any worker, is
         skipped on all and counted: otherwise moments and weight decay would change weights without a learning signal.
@@ -113,6 +115,7 @@ class Trainer:
                 self._clip(total, norm)
             if usable and apply:
                 self._update(rate)
+                on_update()
         if not usable and apply:
             self.skipped_steps += 1
             logger.warning("gradient norm is %s: step skipped, weights unchanged (%d so far)", norm, self.skipped_steps)
@@ -150,8 +153,9 @@ class Trainer:
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
     def weight_tensors(self) -> list[torch.Tensor]:
-        """Returns the model's parameters, and adapters."""
-        return [parameter.data for chunk in self.model.chunks for parameter in chunk.parameters()]
+        """Returns the model's parameters, adapters and expert biases."""
+        parameters = [parameter.data for chunk in self.model.chunks for parameter in chunk.parameters()]
+        return [*parameters, *self.model.expert_biases().values()]
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """Returns Megatron's gradient buffers. `main_grad` of every parameter is a view of one."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 ReferencePlacement = Literal["host", "device"]
-Parameters = Mapping[str, torch.nn.Parameter]
+Parameters = Mapping[str, Tensor]
+"""The policy's weights: parameters, and buffers that training changes."""
 
 IN_FLIGHT = 2  # tensors in transfer
 

@@ -38,9 +38,9 @@ class ReferenceModel:
     @contextmanager
     def on_device(self) -> Iterator[ModelChunks]:
         """Context in which the weights are on the device. Gives the model."""
-        parameters = self._model.parameters()
+        weights = self._model.weights()
         for name, tensor in self._host.items():
-            parameters[name].data = tensor.to(self._device, non_blocking=True)
+            weights[name].data = tensor.to(self._device, non_blocking=True)
         try:
             yield self._model
         finally:
@@ -48,6 +48,6 @@ class ReferenceModel:
 
     def _to_host(self) -> None:
         """Frees the device memory of the weights, which never change."""
-        parameters = self._model.parameters()
+        weights = self._model.weights()
         for name, tensor in self._host.items():
-            parameters[name].data = tensor
+            weights[name].data = tensor

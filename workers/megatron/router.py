@@ -1,7 +1,8 @@
 """Megatron's top-k router with losses over the global batch, replayed experts, and counts of each expert's load.
 
 Losses of the router are sums over tokens divided by the tokens of the global batch, as all losses here, so they do not
-depend on how the batch is split. Padding takes no part. With p_ti the router's probability of expert i for token t,
+depend on how the batch is split. Padding takes no part. With p_ti the router's probability of expert i for token t (a
+softmax, or a sigmoid over the sum of all: DeepSeek-V3, arXiv:2412.19437, equations 17 to 20),
 f_i the share of the chosen experts that are i, and N the tokens of the global batch, a layer adds
 
   load balancing   coefficient * E / N * sum_t sum_i p_ti * f_i      Switch Transformer, arXiv:2101.03961, equations 4 to 6
@@ -14,7 +15,7 @@ layer's router the microbatch, also when activations are recomputed. Imported on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,15 @@ class StepCounts:
             zeros(5, dtype=torch.float64, device=device),
             zeros(experts, device=device),
         )
+
+    def after(self, earlier: Sequence[StepCounts]) -> StepCounts:
+        """Returns the counts of this batch and of `earlier` parts of it, each with means over its own tokens."""
+        parts = [*earlier, self]
+        tokens = torch.stack([part.tokens for part in parts])
+        means = torch.stack([part.sums[:3] * part.tokens for part in parts]).sum(0) / tokens.sum()
+        pairs = torch.stack([part.sums[3:] for part in parts]).sum(0)
+        rows = [part.by_row[:-1] for part in earlier]
+        return StepCounts(tokens.sum(), torch.cat([*rows, self.by_row]), torch.cat([means, pairs]), self.seen)
 
 
 class _Choice:
@@ -92,6 +102,8 @@ class Router(TopKRouter):  # type: ignore[misc]
             logits,
             self.topk,
             use_pre_softmax=config.moe_router_pre_softmax,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            expert_bias=self.expert_bias,
             score_function=self.score_function,
             router_replay=choice,
         )
@@ -113,18 +125,27 @@ class Router(TopKRouter):  # type: ignore[misc]
     def _loss(self, logits: Tensor, choice: _Choice, counts: StepCounts, rows: Tensor) -> Tensor:
         """Returns this worker's share of the layer's losses, and counts the microbatch."""
         valid = rows < len(counts.by_row) - 1
-        scores, normalizer = logits.softmax(-1, dtype=torch.float32), logits.float().logsumexp(-1)
+        scores, normalizer = self._probabilities(logits), logits.float().logsumexp(-1)
         balance, z_loss = scores.new_zeros(()), scores.new_zeros(())
         if self.config.moe_z_loss_coeff:
             z_loss = (normalizer.square() * valid).sum() / counts.tokens
         if self.config.moe_aux_loss_coeff:
-            balance = self._imbalance(scores, choice.own, counts, rows, valid)
+            # An expert bias corrects the choice; the loss is of what the router would choose without it.
+            own = choice.own if self.expert_bias is None else scores.topk(self.topk, -1).indices
+            balance = self._imbalance(scores, own, counts, rows, valid)
         with torch.no_grad():
-            entropy = ((normalizer - (scores * logits).sum(-1)) * valid).sum() / counts.tokens
+            entropy = (torch.special.entr(scores).sum(-1) * valid).sum() / counts.tokens
             _count(counts.by_row, rows, choice.chosen)
             counts.sums += torch.stack([balance, z_loss, entropy, *_replayed(choice, valid, scores.shape[1])])
         loss: Tensor = self.config.moe_aux_loss_coeff * balance + (self.config.moe_z_loss_coeff or 0.0) * z_loss
         return loss
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        """Returns float32 probabilities [tokens, experts]: a softmax, or normalized sigmoids."""
+        if self.score_function == "softmax":
+            return logits.softmax(-1, dtype=torch.float32)
+        scores = logits.float().sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
     def _imbalance(self, scores: Tensor, own: Tensor, counts: StepCounts, rows: Tensor, valid: Tensor) -> Tensor:
         """Returns E / N * sum_t sum_i p_ti f_i over this worker's tokens."""

@@ -32,10 +32,10 @@ ToHost = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """One parameter of this rank: local name, Megatron's sharding, and the group of its data-parallel replicas."""
+    """One weight of this rank: local name, Megatron's sharding, and the group of its data-parallel replicas."""
 
     name: str
-    parameter: torch.nn.Parameter
+    parameter: Tensor
     sharded: Any  # Sharded
     group: Any
 
@@ -70,6 +70,15 @@ class LoadTarget:
 
 def sharded_parameters(trainer: Trainer) -> list[ShardedParameter]:
     """Returns the parameters that training changes on this rank, in the same order on all data-parallel replicas."""
+    return _sharded(trainer, trainer.model.trained())
+
+
+def sharded_biases(trainer: Trainer) -> list[ShardedParameter]:
+    """Returns the expert biases, which have no optimizer state; none with LoRA, which leaves them as they are."""
+    return _sharded(trainer, {} if trainer.settings.policy.megatron_cfg.peft.enabled else trainer.model.expert_biases())
+
+
+def _sharded(trainer: Trainer, weights: Mapping[str, Tensor]) -> list[ShardedParameter]:
     sharded: dict[int, Any] = {}
     for chunk in trainer.model.chunks:
         adapters = [value for module in chunk.modules() if isinstance(module, LayerAdapters) for value in module.sharded()]
@@ -77,8 +86,8 @@ def sharded_parameters(trainer: Trainer) -> list[ShardedParameter]:
             if isinstance(value, ShardedTensor | ShardedTensorFactory):
                 sharded[id(value.data)] = value
     return [
-        ShardedParameter(name, parameter, sharded[id(parameter)], _replica_group(parameter))
-        for name, parameter in sorted(trainer.model.trained().items())
+        ShardedParameter(name, weight, sharded[id(weight)], _replica_group(weight))
+        for name, weight in sorted(weights.items())
     ]
 
 
@@ -100,7 +109,16 @@ def entries_to_save(trainer: Trainer, reference: Mapping[str, Tensor] | None, to
         if whole is None:
             whole = _local_states(trainer, shard) if mine else {}
         entries += [shard.entry(_state_key(shard, name), tensor) for name, tensor in whole.items()]
-    return entries
+    return [*entries, *_biases_to_save(trainer, reference)]
+
+
+def _biases_to_save(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> Iterator[Any]:
+    for shard in sharded_biases(trainer):
+        if shard.is_replica or dist.get_rank(shard.group):
+            continue
+        yield shard.entry(shard.sharded.key, shard.parameter.data)
+        if reference is not None:
+            yield shard.entry(f"{REFERENCE}.{shard.sharded.key}", reference[shard.name])
 
 
 def load_targets(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> Iterator[LoadTarget]:
@@ -108,10 +126,12 @@ def load_targets(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> It
 
     Elements outside the checkpoint (vocabulary padding) become 0.
     """
-    for shard in sharded_parameters(trainer):
+    for shard in (*sharded_biases(trainer), *sharded_parameters(trainer)):
         yield LoadTarget(shard.entry(shard.sharded.key, shard.parameter.data.zero_()))
         if reference is not None:
             yield LoadTarget(shard.entry(f"{REFERENCE}.{shard.sharded.key}", reference[shard.name]))
+        if not shard.parameter.requires_grad:
+            continue
         span = _spans(trainer, shard)[dist.get_rank(shard.group)] if _is_sharded(trainer) else None
         for name, tensor in _local_states(trainer, shard).items():
             if span is None:
@@ -138,7 +158,7 @@ def _state_key(shard: ShardedParameter, name: str) -> str:
     return f"{STATE}.{name}.{shard.sharded.key}"
 
 
-def _replica_group(parameter: torch.nn.Parameter) -> Any:
+def _replica_group(parameter: Tensor) -> Any:
     """Returns the group of a parameter's replicas. Megatron marks experts, which have their own, by `allreduce`."""
     if getattr(parameter, "allreduce", True):
         return parallel_state.get_data_parallel_group(with_context_parallel=True)

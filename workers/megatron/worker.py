@@ -68,11 +68,12 @@ class MegatronWorker(MegatronWorkerBase):
                 scored = self._microbatch_loss(algorithm, denominators)
                 with counting(trainer.model, microbatches) as load:
                     losses = run_losses(trainer.chunks, trainer.model_pass, microbatches, scored, True)
-            shared = trainer.step(rate, apply=not in_warmup())
+            load = load.after(before.loads)
+            shared = trainer.step(rate, apply=not in_warmup(), on_update=load.update_expert_biases)
             early = divided(before.metrics, algorithm, denominators)
             metrics = merge_step_metrics([early, losses.read(), StepMetrics(shared=shared)])
             experts = load.read()
-        whole = before.with_part(metrics, time.perf_counter() - started, batch["lengths"])
+        whole = before.with_part(metrics, time.perf_counter() - started, batch["lengths"], load)
         figures = throughput_metrics(
             trainer.model.architecture, self.config.policy, self.context, self._device, whole.lengths, whole.seconds
         )
@@ -85,6 +86,7 @@ class MegatronWorker(MegatronWorkerBase):
         They are gradients of an undivided sum and stay on each worker until `train_step`. A warm-up replay leaves nothing.
         """
         from dagrl.rl.losses import UNDIVIDED
+        from dagrl.workers.megatron.expert_load import counting
         from dagrl.workers.megatron.forward_backward import accumulate_losses
 
         trainer, before = self._ready("weights", "gradients"), self._take_accumulated(batch)
@@ -96,10 +98,11 @@ class MegatronWorker(MegatronWorkerBase):
                 if not before.parts:
                     trainer.zero_gradients()
                 undivided = self._microbatch_loss(algorithm, UNDIVIDED)
-                losses = accumulate_losses(trainer.chunks, trainer.model_pass, microbatches, undivided)
+                with counting(trainer.model, microbatches) as load:
+                    losses = accumulate_losses(trainer.chunks, trainer.model_pass, microbatches, undivided)
             metrics = losses.read()
         if not in_warmup():
-            self._accumulated = before.with_part(metrics, time.perf_counter() - started, batch["lengths"])
+            self._accumulated = before.with_part(metrics, time.perf_counter() - started, batch["lengths"], load)
 
     def _take_accumulated(self, batch: Batch) -> AccumulatedParts:
         """Takes the accumulated parts that the batch continues. They cannot be continued again, even after a failure."""
@@ -339,7 +342,7 @@ class MegatronWorker(MegatronWorkerBase):
         if self._adapters is not None and sends_adapters(self.config):
             return self._adapters.sent()
         scales = {} if self._kv_scales is None else self._kv_scales.tensors
-        return {**trainer.model.parameters(), **scales}
+        return {**trainer.model.weights(), **scales}
 
     def send_weights(self, version: int) -> RefitReport:
         """Sends the current weights as policy version `version`."""
@@ -526,7 +529,7 @@ class MegatronWorker(MegatronWorkerBase):
             with self._adapters.disabled():
                 yield trainer.model, trainer.chunks, model_pass
         elif self._reference is not None:
-            with self._reference.in_place_of(trainer.model.parameters()):
+            with self._reference.in_place_of(trainer.model.weights()):
                 yield trainer.model, trainer.chunks, model_pass
         else:
             raise RunError("there is no reference policy; call snapshot_reference() on all train workers first")

@@ -328,6 +328,15 @@ def _check_routing(config: Config, hf_config: Mapping[str, Json]) -> None:
         raise ConfigError(
             "policy.megatron_cfg.moe_aux_loss_coeff or moe_z_loss_coeff is set, but the model has no experts; set both to 0"
         )
+    rate = f"policy.megatron_cfg.moe_router_bias_update_rate is {megatron.moe_router_bias_update_rate:g}"
+    if megatron.moe_router_bias_update_rate and not read_architecture(hf_config).expert_bias:
+        raise ConfigError(
+            f"{rate}, but routers of {hf_config.get('model_type')} models have no expert bias (glm4_moe has); set it to 0"
+        )
+    if megatron.moe_router_bias_update_rate and megatron.peft.enabled:
+        raise ConfigError(
+            f"{rate}, and peft.enabled: LoRA leaves the base model, with its expert biases, as it is; set the rate to 0"
+        )
 
 
 def _check_reference_model(directory: str, layout: ParallelLayout) -> None:

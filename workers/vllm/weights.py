@@ -10,7 +10,7 @@ equal, box by box. Parameters are placed by the last parts of their Hugging Face
 - Fused experts are `w13_weight [E, 2I, H]`, gate first, and `w2_weight [E, H, I]`. Without expert parallelism every expert
   is sharded over tp. With it each tp rank holds consecutive whole experts.
 - Mamba's `in_proj` is `[z, x, B, C, dt]` of the rank's heads and groups. A single group is on every rank.
-- Everything else is on every rank.
+- Everything else is on every rank. GLM-4.5 has its router in float32.
 """
 
 from __future__ import annotations
@@ -136,7 +136,10 @@ class _Placement:
             local = (at, at + part[1] - part[0])
             if len(shape) == 2:
                 target = (local, (0, columns[1] - columns[0]))
-                yield self._slice(name, (part, columns), tensor, target, quantized=leaf not in ROUTERS)
+                if leaf == "gate" and self._model.type == "glm4_moe":
+                    yield WeightSlice(name, (part, columns), tensor, target, "float32")
+                else:
+                    yield self._slice(name, (part, columns), tensor, target, quantized=leaf not in ROUTERS)
             else:
                 rest: Box = tuple((0, size) for size in shape[1:])
                 yield WeightSlice(name, (part, *rest), tensor, (local, *rest), DTYPES.get(name.rpartition(".")[2], ""))

@@ -24,7 +24,7 @@ from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 Config = dict[str, Any]
 Weights = dict[str, Tensor]
 DENSE = ("llama", "qwen2", "qwen3")
-MOE = ("qwen3_moe", "qwen2_moe", "mixtral")
+MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
 LATENT = ("deepseek_v3", "deepseek_v2")
 TYPES = (*DENSE, *MOE, *LATENT, "nemotron_h")
 FLOAT32 = ("e_score_correction_bias", "A_log", "mixer.D")
@@ -49,6 +49,9 @@ def model_config(model_type: str = "qwen3", **changes: Any) -> Config:
         config["shared_expert_intermediate_size"] = 8
     if model_type == "mixtral":
         config["num_local_experts"] = 4
+    if model_type == "glm4_moe":
+        config |= {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+        config |= {"use_qk_norm": True, "attention_bias": True}
     if model_type in LATENT:
         config |= {"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
         config |= {"q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 2}
@@ -82,6 +85,9 @@ def model_configs(draw: st.DrawFn, types: tuple[str, ...] = TYPES) -> Config:
         config |= {"num_experts": experts, "moe_intermediate_size": width} | sparse
     if model_type == "mixtral":
         config["num_local_experts"] = experts
+    if model_type == "glm4_moe":
+        config |= {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": draw(st.integers(1, 2))}
+        config |= {"first_k_dense_replace": draw(st.integers(0, 2)), "use_qk_norm": draw(st.booleans())}
     if model_type in (*LATENT, "nemotron_h"):
         shared = draw(st.sampled_from([None, 1, 2]))
         config |= {"n_routed_experts": experts, "moe_intermediate_size": width, "n_shared_experts": shared}
@@ -138,7 +144,7 @@ def layer_kind(config: Config, layer: int) -> str:
     """Letters of a Mamba hybrid; for others D (attention and MLP) or E (attention and experts)."""
     if config["model_type"] == "nemotron_h":
         return str(config["hybrid_override_pattern"][layer])
-    if config["model_type"] in LATENT:
+    if config["model_type"] in (*LATENT, "glm4_moe"):
         return "E" if layer >= config["first_k_dense_replace"] else "D"
     if config["model_type"] not in MOE or layer in config.get("mlp_only_layers", []):
         return "D"
@@ -185,9 +191,9 @@ def _layer_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[in
     if kind == "qwen2_moe":
         yield from _mlp_shapes(f"{block}shared_expert.", hidden, c["shared_expert_intermediate_size"])
         yield f"{block}shared_expert_gate.weight", (1, hidden)
-    if kind == "deepseek_v3":
+    if kind in ("deepseek_v3", "glm4_moe"):
         yield f"{block}gate.e_score_correction_bias", (count,)
-    if kind in LATENT and c["n_shared_experts"]:
+    if kind in (*LATENT, "glm4_moe") and c["n_shared_experts"]:
         yield from _mlp_shapes(f"{block}shared_experts.", hidden, width * c["n_shared_experts"])
 
 
@@ -195,10 +201,10 @@ def _attention_shapes(c: Config, p: str) -> Iterator[tuple[str, tuple[int, ...]]
     hidden, dim = c["hidden_size"], c["head_dim"]
     for letter, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"), ("v", "num_key_value_heads")):
         yield f"{p}{letter}_proj.weight", (c[heads] * dim, hidden)
-        if c["model_type"].startswith("qwen2"):
+        if c["model_type"].startswith("qwen2") or c.get("attention_bias"):
             yield f"{p}{letter}_proj.bias", (c[heads] * dim,)
     yield f"{p}o_proj.weight", (hidden, c["num_attention_heads"] * dim)
-    if c["model_type"].startswith("qwen3"):
+    if c["model_type"].startswith("qwen3") or c.get("use_qk_norm"):
         yield f"{p}q_norm.weight", (dim,)
         yield f"{p}k_norm.weight", (dim,)
 

@@ -95,6 +95,9 @@ MIXTURE = (
     "num_experts_per_tok: 2, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
     "head_dim: 16, vocab_size: 64, max_position_embeddings: 256}"
 )
+BIASED_MIXTURE = (
+    MIXTURE.replace("Qwen3Moe", "Glm4Moe").replace("qwen3_moe", "glm4_moe").replace("num_exp", "n_routed_exp", 1)
+)
 LONG = json.dumps({"prompt": "1" * 30, "response": "2"})
 PAIR = json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"})
 TABLE = [
@@ -740,6 +743,16 @@ TABLE = [
                 "loss without experts",
                 ("moe_z_loss_coeff is set, but the model has no experts", "set both to 0"),
                 (f"{MEGATRON}.moe_z_loss_coeff=0.01",),
+            ),
+            (
+                "bias that the model lacks",
+                ("moe_router_bias_update_rate is 0.001", "qwen3_moe models have no expert bias", "set it to 0"),
+                (f"{MEGATRON}.moe_router_bias_update_rate=0.001", MIXTURE),
+            ),
+            (
+                "bias of a frozen model",
+                ("moe_router_bias_update_rate is 0.001", "LoRA leaves the base model", "set the rate to 0"),
+                (f"{MEGATRON}.moe_router_bias_update_rate=0.001", f"{MEGATRON}.peft.enabled=true", BIASED_MIXTURE),
             ),
             (
                 "replay without experts",

@@ -59,7 +59,7 @@ def transformer_config(c: Config, layout: ParallelLayout) -> TransformerConfig:
     kinds = [layer_kind(c, layer) for layer in range(layers)]
     count = c.get("n_routed_experts") or c.get("num_experts") or c.get("num_local_experts")
     hybrid, latent = kind == "nemotron_h", kind in LATENT
-    scored = hybrid or kind == "deepseek_v3"
+    scored = hybrid or kind in ("deepseek_v3", "glm4_moe")
     options: dict[str, Any] = {}
     if "E" in kinds:
         options |= {
@@ -99,8 +99,8 @@ def transformer_config(c: Config, layout: ParallelLayout) -> TransformerConfig:
         kv_channels=c["head_dim"],
         normalization="RMSNorm",
         add_bias_linear=False,
-        add_qkv_bias=kind.startswith("qwen2"),
-        qk_layernorm=kind.startswith("qwen3") or latent,
+        add_qkv_bias=kind.startswith("qwen2") or c.get("attention_bias", False),
+        qk_layernorm=kind.startswith("qwen3") or latent or c.get("use_qk_norm", False),
         gated_linear_unit=not hybrid,
         activation_func=torch.nn.functional.silu,
         pipeline_dtype=torch.float32,

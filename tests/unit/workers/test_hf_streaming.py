@@ -212,6 +212,25 @@ def test_weights_of_another_model_are_rejected(
         hf_load.check_hf(checkpoint[0], parameter_shapes(model))
 
 
+def test_layers_for_multi_token_prediction_are_not_read(
+    checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """They follow the model's own, as in GLM-4.5. An export says that it has none."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    for file in checkpoint[0].glob("*safetensors*"):
+        (source / file.name).symlink_to(file)
+    model = {**MODEL, "num_hidden_layers": LAYERS - 1, "num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(model))
+    slices = megatron_weight_slices(model, ParallelLayout(), 0)
+    tensors = local_tensors(slices)
+    hf_load.check_hf(source, parameter_shapes(model))
+    hf_load.load_hf(source, slices, parameter_shapes(model), tensors)
+    hf_export.export_hf(source, out, [slices], tensors, 0, None)
+    assert hf_load.read_hf_config(out)["num_nextn_predict_layers"] == 0
+    hf_load.check_hf(out, parameter_shapes(model))
+
+
 def test_a_complete_export_replaces_the_previous_one(
     checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

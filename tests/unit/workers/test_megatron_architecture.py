@@ -23,6 +23,15 @@ QWEN3: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 200,
 }
+GLM = {
+    **QWEN3,
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
@@ -43,6 +52,11 @@ MOE = {**QWEN3, "model_type": "qwen3_moe", "num_local_experts": 4, "num_experts_
         (MOE, ParallelLayout(dp=3, ep=3), "4 experts are not divisible by ep 3"),
         (MOE, ParallelLayout(tp=4), "moe_intermediate_size 40 is not divisible by 8 times etp 4"),
         ({**MOE, "moe_intermediate_size": 20}, ParallelLayout(), "moe_intermediate_size 20 is not .* by 8 times etp 1"),
+        (
+            {**GLM, "n_shared_experts": 3, "moe_intermediate_size": 8},
+            ParallelLayout(tp=16, etp=1),
+            "shared experts' size 24",
+        ),
         ({**MOE, "hidden_size": 60}, ParallelLayout(), "hidden_size 60 of a model with experts is not divisible by 8"),
     ],
 )
@@ -86,6 +100,10 @@ def test_fewer_expert_slices_than_dense_ones() -> None:
         ({"logit_scale": 0.5}, "logit_scale is 0.5"),
         ({"is_causal": False}, "is_causal is false"),
         ({**MOE, "norm_topk_prob": True, "num_experts_per_tok": 1}, "num_experts_per_tok is 1 .* norm_topk_prob to false"),
+        ({**GLM, "n_group": 2}, "n_group is 2; .* in one group only"),
+        ({**GLM, "norm_topk_prob": False}, "norm_topk_prob is false; .* always normalizes"),
+        ({**GLM, "head_dim": None}, "no head_dim, which vLLM reads; add it"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers = 'many'; expected a number"),
         ({"hidden_size": None}, "hidden_size = None"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0; expected a number of at least 1"),
@@ -133,6 +151,18 @@ def test_missing_head_counts_are_those_of_transformers(kind: str, key: str) -> N
 def test_layers_with_experts_are_those_of_transformers() -> None:
     model = read_architecture({**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert model.moe_layers == (False, True, False, False)
+
+
+def test_glm_is_read_as_transformers_does() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs, mine = transformers.AutoConfig.for_model(**GLM), read_architecture(GLM)
+    assert mine.moe_layers == (False, True, True, True) and theirs.first_k_dense_replace == 1
+    assert mine.rope == theirs.rope_parameters and mine.rotary_dim == 16
+    assert (mine.shared_ffn, mine.expert_scale) == (24 * theirs.n_shared_experts, theirs.routed_scaling_factor)
+    assert (mine.norm_eps, mine.qk_norm, mine.qkv_bias) == (1e-5, theirs.use_qk_norm, theirs.attention_bias)
+    assert mine.expert_bias and mine.normalize_expert_weights == theirs.norm_topk_prob
+    given = read_architecture({**GLM, "rope_parameters": {**GLM["rope_parameters"], "partial_rotary_factor": 0.25}})
+    assert given.rotary_dim == 8 and read_architecture({**GLM, "use_qk_norm": True, "attention_bias": True}).qkv_bias
 
 
 def test_mixtral_has_experts_of_the_intermediate_size_in_every_layer() -> None:

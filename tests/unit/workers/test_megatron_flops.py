@@ -37,11 +37,15 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+GLM = {"model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3}
+GLM |= {"moe_intermediate_size": 24, "partial_rotary_factor": 0.5}
 LENGTH = 20
 
 
 @pytest.mark.parametrize(
-    "extra", [{"model_type": "qwen3"}, {"model_type": "qwen3_moe", **EXPERTS}], ids=["grouped-queries", "experts"]
+    "extra",
+    [{"model_type": "qwen3"}, {"model_type": "qwen3_moe", **EXPERTS}, GLM],
+    ids=["grouped-queries", "experts", "shared-experts"],
 )
 def test_forward_flops_are_those_that_torch_counts(extra: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -54,7 +58,7 @@ def test_forward_flops_are_those_that_torch_counts(extra: dict[str, Any]) -> Non
     architecture = read_architecture({**settings, "rms_norm_eps": 1e-6})
     attention = sequence_flops(architecture, LENGTH) - LENGTH * token_flops(architecture)
     counted = float(counter.get_total_flops())
-    routers = 2 * LENGTH * settings["hidden_size"] * settings.get("num_experts", 0) * sum(architecture.moe_layers)
+    routers = 2 * LENGTH * settings["hidden_size"] * architecture.experts * sum(architecture.moe_layers)
     whole_square = LENGTH * token_flops(architecture) + 2 * attention  # torch counts what a causal mask hides
     assert counted - routers == pytest.approx(whole_square, rel=1e-9)  # Megatron's formula leaves routers out
     step = step_tflop(architecture, [LENGTH, LENGTH, 0])

@@ -78,7 +78,7 @@ def test_equal_models_load_however_they_are_written(tmp_path: Path, saved: dict[
         (QWEN3, {**QWEN3, "rope_theta": 1e4}, r"model rope_theta = 1000000\.0 \(this run: 10000\.0\);"),
         (QWEN3, {**QWEN3, "head_dim": 32}, r"model head_dim = 128 \(this run: 32\);"),
         (QWEN3, {**QWEN3, "rms_norm_eps": 1e-5}, r"model rms_norm_eps = 1e-06 \(this run: 1e-05\);"),
-        (QWEN3, {**QWEN3, "model_type": "qwen2", "head_dim": 128}, r"model model_type = qwen3 \(this run: qwen2\);"),
+        (QWEN3, {**QWEN3, "model_type": "qwen2", "head_dim": 128}, r"model model_type = qwen3 \(this run: qwen2\)"),
         (QWEN3, SCALED, r"model rope_type = default \(this run: llama3\), factor = None \(this run: 8\.0\)"),
         (SCALED, {**SCALED, "rope_scaling": {"type": "llama3", **LLAMA3, "factor": 4}}, r"model factor = 8\.0 .*: 4\.0\);"),
         (MOE, {**MOE, "norm_topk_prob": True}, r"model norm_topk_prob = False \(this run: True\);"),

@@ -119,6 +119,7 @@ REAL_CASES: list[tuple[Config, ParallelLayout]] = [
     (model_config("qwen3_moe"), ParallelLayout(tp=2, dp=2, ep=2)),
     (model_config("mixtral"), ParallelLayout(tp=2, dp=2, ep=4, etp=1)),
     (model_config("qwen2_moe"), ParallelLayout(tp=2, pp=2, ep=2, etp=1)),
+    (model_config("glm4_moe"), ParallelLayout(tp=2, pp=2, ep=2, etp=1)),
     (model_config("deepseek_v3"), ParallelLayout(tp=2, pp=2, ep=2, etp=1, first_stage_layers=1)),
     (model_config("qwen2_moe"), ParallelLayout(tp=2, dp=4, ep=2)),  # experts cut twice, with replicas
     (model_config("deepseek_v3"), ParallelLayout(dp=4, ep=2, etp=2)),  # experts cut where attention is not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ def write(directory: Path, *, head: bool, of: dict[str, Json] = MODEL) -> dict[s
     if head:
         weights[SCORE] = torch.randn(1, 16)
     save_file(weights, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(of))
     return weights
 
 
