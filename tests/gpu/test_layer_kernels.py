@@ -31,7 +31,7 @@ def test_rotary_embedding(shape: tuple[int, ...], share: float, dtype: torch.dty
     half = torch.rand(length, 1, 1, rotary // 2, device="cuda") * 100
     angles = torch.cat((half, half), -1)
     exact = states.detach().double().requires_grad_()
-    first, second, rest = exact.split((rotary // 2, rotary // 2, width - rotary), -1)
+    first, second, rest = exact[..., : rotary // 2], exact[..., rotary // 2 : rotary], exact[..., rotary:]
     turned = torch.cat((-second, first), -1)
     expected = torch.cat((exact[..., :rotary] * angles.double().cos() + turned * angles.double().sin(), rest), -1)
     found = rotate(states, angles)

@@ -60,7 +60,7 @@ def test_losses_and_gradients_of_routers_are_those_of_the_papers(tmp_path: Path)
 def test_replayed_experts_are_those_of_the_record(tmp_path: Path) -> None:
     directory = reference.make_model("qwen3_moe_mixed", tmp_path)
     plain, model = reference.make_batch(), load_model(directory)
-    batch, forced = recorded_batch(plain, model.config.num_hidden_layers, model.config.num_experts, 2)
+    batch, forced = recorded_batch(plain, model.config.num_hidden_layers, model.config.num_experts, 2, dense=1)
     Routers(model, plain, forced)
     expected = reference.hf_logprobs(model, plain)[0].detach().numpy()
     config = reference.make_config(directory, precision="float32", router_replay=True, **PACKED)

@@ -204,7 +204,7 @@ def _spans(trainer: Trainer, shard: ShardedParameter) -> list[ElementRange]:
     raise AssertionError(f"{shard.name} is in no gradient buffer")
 
 
-def _spans_in(buffer: Any, parameter: torch.nn.Parameter) -> list[ElementRange]:
+def _spans_in(buffer: Any, parameter: Tensor) -> list[ElementRange]:
     start, stop, number = buffer.param_index_map[parameter]
     bucket = buffer.buckets[number]
     share = bucket.grad_data.numel() // buffer.data_parallel_world_size
