@@ -1,4 +1,4 @@
-# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | lint | docs | gpu. Installs into .venv, once per change of the lock files.
+# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | chaos | lint | docs | gpu. Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps
@@ -16,7 +16,7 @@ AGENTS := .venv-agents
 AGENTS_SETUP := $(AGENTS)/.setup-$(call content,requirements/agents.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
 
-.PHONY: setup quickstart test test-versions peers test-peers test-agents lint docs gpu
+.PHONY: setup quickstart test test-versions peers test-peers test-agents chaos lint docs gpu
 
 setup: $(SETUP)
 
@@ -42,6 +42,10 @@ test-peers: $(PEERS_SETUP)
 # Tests with real verifiers and OpenEnv, in an environment over .venv.
 test-agents: $(AGENTS_SETUP)
 	$(AGENTS)/bin/python -m pytest tests/agents --override-ini=testpaths=tests/agents
+
+# Faults against real runs for an hour, or for LIMIT seconds: make chaos LIMIT=600 SEED=3. As root it can try more of them.
+chaos: $(TOOLS)
+	$(VENV)/bin/python -m tests.chaos.campaign --limit $(or $(LIMIT),3600) --seed $(or $(SEED),0) --json build/chaos.json
 
 lint: $(TOOLS) docs
 	$(VENV)/bin/ruff check .

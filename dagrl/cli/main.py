@@ -23,6 +23,7 @@ import atexit
 import gc
 import importlib
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,7 +61,24 @@ BENCHES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code. Errors become one message on standard error."""
+    """Runs the command and returns its exit code. Errors become one message on standard error.
+
+    Without `arguments`, the process ends with the command: SIGTERM interrupts it like Ctrl-C from its first moment, and once
+    it is ending, neither of them kills it before it has said why it ends.
+    """
+    if arguments is not None:
+        return _main(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return _main(None)
+    except KeyboardInterrupt:  # while a message was written
+        return INTERRUPTED
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     atexit.register(gc.freeze)  # skips the final collection over torch's and Ray's objects, over 2 s
     options = _parse(arguments)
     command: Callable[[argparse.Namespace], None] = options.command

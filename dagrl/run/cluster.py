@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from dagrl.config import ClusterConfig
 from dagrl.errors import RunError
 from dagrl.machine import DEV_SHM, gpu_count
 from dagrl.run.local_cluster import children_apart, cluster_processes, kill_with_children
+from dagrl.run.stop import ignoring_signals, keep_handlers
 from dagrl.runtime.garbage import gc_paused
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,9 @@ LEAN = {"RAY_prestart_worker_first_driver": "0"}
 
 PRIORITY = {"RAY_worker_niceness": "0"}
 """Ray runs workers at niceness 15. With GPUs they launch kernels, which other processes of the host would delay."""
+
+POLL_S = 0.01
+"""How often the handlers of signals are set again while Ray ends."""
 
 AUTH_MODE = "RAY_AUTH_MODE"
 """Whether Ray sends `~/.ray/auth_token`. If unset, Ray sends it only to clusters that it starts or discovers."""
@@ -61,14 +66,11 @@ def ray_cluster(
     local cluster that has not ended within `teardown_s` is killed.
     """
     os.environ.update(QUIET | LEAN | (PRIORITY if gpus_per_worker(config) else {}))
-    import ray
-
     before = semaphores()
     if not logger.isEnabledFor(logging.DEBUG):
         logging.getLogger(CHATTY).setLevel(logging.CRITICAL)
     try:
-        with children_apart():
-            ray.init(**_arguments(config), runtime_env={"env_vars": {**QUIET, **(environment or {})}})
+        _start(config, environment or {}, teardown_s)
     except SystemExit as ended:  # Ray's own handler turns SIGTERM into this during start
         if ended.code == signal.SIGTERM:
             raise KeyboardInterrupt from ended
@@ -84,6 +86,18 @@ def ray_cluster(
             _shutdown(processes, teardown_s)
         if not config.address:
             remove_orphaned_semaphores(semaphores() - before)
+
+
+def _start(config: ClusterConfig, environment: Mapping[str, str], teardown_s: float) -> None:
+    """Calls `ray.init`. Ends what it has started if it raises."""
+    import ray
+
+    try:
+        with children_apart():
+            ray.init(**_arguments(config), runtime_env={"env_vars": {**QUIET, **environment}})
+    except BaseException:
+        _shutdown(cluster_processes(), teardown_s)
+        raise
 
 
 def _arguments(config: ClusterConfig) -> dict[str, Any]:
@@ -111,20 +125,37 @@ def _could_not(config: ClusterConfig) -> str:
 
 
 def _shutdown(processes: Sequence[Popen[Any]], teardown_s: float) -> None:
-    """Runs `ray.shutdown` in a thread with a deadline, because it waits for the raylet without one."""
+    """Runs `ray.shutdown` in a thread with a deadline, because it waits for the raylet without one.
+
+    An interrupt meanwhile kills the cluster at once; later ones are ignored.
+    """
     import ray
 
     ending = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
     ending.start()
-    ending.join(teardown_s)
+    try:
+        _join(ending, teardown_s)
+    except KeyboardInterrupt:
+        with ignoring_signals():
+            kill_with_children(processes)
+            _join(ending, teardown_s)
+        raise
     if not ending.is_alive():
         return
     killed = kill_with_children(processes)
     what = f"its processes {killed} were killed" if killed else "it was left running"
     logger.warning("Ray did not end within timeouts.teardown_s = %g s: %s", teardown_s, what)
-    ending.join(teardown_s)  # returns once the raylet has ended
+    _join(ending, teardown_s)  # returns once the raylet has ended
     if ending.is_alive():
         atexit.unregister(ray.shutdown)  # Ray's exit handler would wait for the thread
+
+
+def _join(ending: threading.Thread, timeout_s: float) -> None:
+    """Waits for `ray.shutdown`, which takes away the handlers of signals: the next one would kill this process."""
+    until = time.monotonic() + timeout_s
+    while ending.is_alive() and time.monotonic() < until:
+        ending.join(POLL_S)
+        keep_handlers()
 
 
 def remove_orphaned_semaphores(names: set[str]) -> None:

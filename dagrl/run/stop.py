@@ -72,6 +72,28 @@ def _cannot_raise(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_globals.get("__name__") == "logging" and frame.f_code.co_name in _FORK_HANDLERS
 
 
+def keep_handlers() -> None:
+    """Sets the handlers of Python again for the signals of which native code has taken them away. Main thread only."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            if (handler := signal.getsignal(number)) is not None:
+                signal.signal(number, handler)
+
+
+@contextmanager
+def ignoring_signals() -> Iterator[None]:
+    """Ignores SIGINT and SIGTERM during the block, which is short and must not be left half-way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @contextmanager
 def no_restart_after_stop(stop: StopSignal) -> Iterator[None]:
     """Turns a failure during a requested stop into RunError, after which nothing restarts."""

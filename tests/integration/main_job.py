@@ -29,6 +29,9 @@ ROOT = Path(__file__).parents[2]
 GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 COMPLETIONS = "DAGRL_TEST_COMPLETIONS"
+OF_REPLAYS = {"replays": 0, "padding_share": 0}
+"""Metrics that differ in a resumed run: it refits once more, and does not repeat generation."""
+
 PATIENCE_S = 180.0  # for what takes 10 s on two free cores
 ESCAPE = r"\x1b\[[0-9;?]*[A-Za-z]"
 TAKE_TERMINAL = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR)); os.execv(sys.argv[2], sys.argv[2:])"
@@ -80,7 +83,10 @@ class Process:
 class Run:
     """One `dagrl` command in a terminal of its own; `directory` is where its run is written."""
 
-    def __init__(self, config: str, output: Path, name: str, *overrides: str) -> None:
+    def __init__(
+        self, config: str, output: Path, name: str, *overrides: str, prefix: Sequence[str] = (), **environment: str
+    ) -> None:
+        """`prefix` is a command that becomes ours, such as `ip netns exec NAME`."""
         self.directory = output / name
         self.completions = output / f"{name}.completions"
         self.seen: set[Process] = set()
@@ -88,14 +94,14 @@ class Run:
         self._terminal, inside = os.openpty()
         termios.tcsetwinsize(inside, (50, 160))
         command = [str(Path(sys.executable).with_name("dagrl")), "train", config, f"output_dir={output}", f"name={name}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", COMPLETIONS: str(self.completions)}
+        usual = {"OMP_NUM_THREADS": "1", "TERM": "xterm", COMPLETIONS: str(self.completions)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", TAKE_TERMINAL, os.ttyname(inside), *command, *overrides],
+            [*prefix, sys.executable, "-c", TAKE_TERMINAL, os.ttyname(inside), *command, *overrides],
             stdin=inside,
             stdout=inside,
             stderr=inside,
             cwd=ROOT,
-            env=environment,
+            env={**os.environ, **usual, **environment},
             start_new_session=True,
         )
         os.close(inside)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dagrl.run.checkpoints import CheckpointStore
-from tests.integration.main_job import GRPO, LEARNING, SFT, SFT_STEPS, Run, copy_run, running, train, untimed
+from tests.integration.main_job import GRPO, LEARNING, OF_REPLAYS, SFT, SFT_STEPS, Run, copy_run, running, train, untimed
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
@@ -20,9 +20,6 @@ WITHIN_S = 60.0  # for what takes 3 s on two free cores, a save among it; half o
 INTERRUPTED = 130
 RESUME = "checkpointing.resume=true"
 RESUMED = 8  # GRPO steps of the run that is stopped and goes on
-OF_REPLAYS = {"replays": 0, "padding_share": 0}
-"""Metrics that differ in a resumed run: it refits once more, and does not repeat generation."""
-
 SMALL_SFT = ("sft.max_num_steps=1000", "sft.max_val_samples=64", "checkpointing.save_period=2")
 
 
@@ -88,13 +85,3 @@ def test_a_second_signal_does_not_wait_for_a_save(output: Path) -> None:
         run.wait_for_step(5)
         assert ends_in_time(run, run.interrupt, run.interrupt) == INTERRUPTED
         assert 4 <= saved_step(run) <= run.metrics[-1]["step"]
-
-
-def test_a_killed_worker_is_named_and_ends_the_run(output: Path) -> None:
-    with running(SFT, output, "killed", *SMALL_SFT, "checkpointing.async_save=true") as run:
-        run.wait_for_step(5)  # the save after step 4 waited for the one after step 2
-        worker = next(process for process in run.seen if process.name.startswith("ray::Megatron"))
-        assert ends_in_time(run, lambda: os.kill(worker.pid, signal.SIGKILL)) == 1
-        assert f"pid {worker.pid}) died in" in run.shown.replace("\n", "")
-        assert run.shown.count("dagrl: error:") == 1
-        assert 2 <= saved_step(run) <= run.metrics[-1]["step"]

@@ -87,10 +87,10 @@ def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, 
 
 def _megatron_mixer(model: ModelConfig, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
     space, columns = state_space_of(model), (0, model.hidden)
-    inner = shard_range(space.inner, rank.tp, "the rows of the mamba heads")
-    heads = shard_range(space.heads, rank.tp, "the mamba heads")
-    shard_range(space.groups, rank.tp, "the mamba groups")
-    groups = shard_range(space.group_rows, rank.tp, "the rows of the mamba groups")
+    inner = shard_range(space.inner, rank.tp, f"{hf}in_proj.weight: the rows of the mamba heads")
+    heads = shard_range(space.heads, rank.tp, f"{hf}A_log: the mamba heads")
+    shard_range(space.groups, rank.tp, f"{hf}in_proj.weight: the mamba groups")
+    groups = shard_range(space.group_rows, rank.tp, f"{hf}in_proj.weight: the rows of the mamba groups")
     for rows, at in stack_rows(space, (inner, inner, groups, groups, heads)):
         yield WeightSlice(f"{hf}in_proj.weight", (rows, columns), f"{local}in_proj.weight", (at, columns))
     kernel = ((0, 1), (0, space.kernel))

@@ -59,19 +59,19 @@ class MegatronRank:
         self, name: str, tensor: str, rows: int, columns: int, what: str, parts: tuple[int, int] | None = None
     ) -> WeightSlice:
         """Returns a column-parallel weight: `name` sharded by rows."""
-        held = shard_range(rows, parts or self.tp, what)
+        held = shard_range(rows, parts or self.tp, f"{name}: {what}")
         return WeightSlice(name, (held, (0, columns)), tensor, ((0, held[1] - held[0]), (0, columns)))
 
     def columns(
         self, name: str, tensor: str, rows: int, columns: int, what: str, parts: tuple[int, int] | None = None
     ) -> WeightSlice:
         """Returns a row-parallel weight: `name` sharded by columns."""
-        held = shard_range(columns, parts or self.tp, what)
+        held = shard_range(columns, parts or self.tp, f"{name}: {what}")
         return WeightSlice(name, ((0, rows), held), tensor, ((0, rows), (0, held[1] - held[0])))
 
     def gated_mlp(self, hf: tuple[str, str, str], local: str, hidden: int, width: int, what: str) -> Iterator[WeightSlice]:
         """Yields `linear_fc1` (this rank's `[gate; up]`) and `linear_fc2` (columns of down). `hf` names gate, up, down."""
-        held = shard_range(width, self.tp, what)
+        held = shard_range(width, self.tp, f"{hf[0]}: {what}")
         size, columns = held[1] - held[0], (0, hidden)
         for index, name in enumerate(hf[:2]):
             at = (index * size, (index + 1) * size)
@@ -85,8 +85,8 @@ class MegatronRank:
 
         Names are stacks. The tensor of expert i is `local_experts.{i}.linear_fc1.weight`, or grouped `linear_fc1.weight{i}`.
         """
-        first, stop = shard_range(count, (self.layout.ep, self.at.ep), "the experts", "ep")
-        low, high = shard_range(width, self.expert_tp, what, "etp")
+        first, stop = shard_range(count, (self.layout.ep, self.at.ep), f"{hf[0]}: the experts", "ep")
+        low, high = shard_range(width, self.expert_tp, f"{hf[0]}: {what}", "etp")
         many, own, size, columns = (first, stop), (0, stop - first), high - low, (0, hidden)
         fc1, fc2 = self._expert_tensors(local)
         for index, name in enumerate(hf[:-1]):
@@ -102,7 +102,7 @@ class MegatronRank:
     def attention(self, model: ModelConfig, hf: str, local: str) -> Iterator[WeightSlice]:
         """Yields grouped-query attention. `linear_qkv` holds this rank's rows of `[q.. q k v]`, group by group."""
         columns = (0, model.hidden)
-        for letter, rows, at in self._query_groups(model):
+        for letter, rows, at in self._query_groups(model, hf):
             yield WeightSlice(f"{hf}{letter}_proj.weight", (rows, columns), f"{local}linear_qkv.weight", (at, columns))
             if model.qkv_bias:
                 yield WeightSlice(f"{hf}{letter}_proj.bias", (rows,), f"{local}linear_qkv.bias", (at,))
@@ -112,18 +112,22 @@ class MegatronRank:
             yield replicated(f"{hf}q_norm.weight", f"{local}q_layernorm.weight", model.head_dim)
             yield replicated(f"{hf}k_norm.weight", f"{local}k_layernorm.weight", model.head_dim)
 
-    def _query_groups(self, model: ModelConfig) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
+    def _query_groups(self, model: ModelConfig, hf: str) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
         """Yields `(q | k | v, rows in the HF parameter, rows in the local linear_qkv)`.
 
         The rows of all groups are sharded evenly over tp. With fewer key-value heads than ranks, a rank holds part of a
         group.
         """
         tp, groups = self.layout.tp, model.kv_heads
-        shard_range(model.heads, self.tp, "the attention heads")
+        shard_range(model.heads, self.tp, f"{hf}q_proj.weight: the attention heads")
         if groups % tp and tp % groups:
-            raise LayoutError(f"{groups} key-value heads and tp {tp}: one must divide the other; choose another tp")
+            raise LayoutError(
+                f"{hf}k_proj.weight: {groups} key-value heads and tp {tp}: one must divide the other; choose another tp"
+            )
         size, queries = model.head_dim, model.heads // model.kv_heads * model.head_dim
-        start, stop = shard_range(groups * (queries + 2 * size), self.tp, "the rows of query, key and value")
+        start, stop = shard_range(
+            groups * (queries + 2 * size), self.tp, f"{hf}q_proj.weight: the rows of query, key and value"
+        )
         for group in range(groups):
             at = group * (queries + 2 * size)
             for letter, length in (("q", queries), ("k", size), ("v", size)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from dagrl.config import Json
+from dagrl.errors import LayoutError
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family
@@ -25,7 +26,10 @@ def megatron_weight_slices(
     """
     family, model = find_family(hf_config), ModelConfig(hf_config)
     holder = MegatronRank(layout, layout.coordinates(rank), modules or MegatronModules())
-    return [held for stage in range(layout.vpp) for held in _stage(family, model, holder, stage)]
+    try:
+        return [held for stage in range(layout.vpp) for held in _stage(family, model, holder, stage)]
+    except LayoutError as error:
+        raise LayoutError(f"train rank {rank} ({holder.at}) of {layout.describe()}: {error}") from error
 
 
 def parameter_shapes(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]:

@@ -87,14 +87,20 @@ class _Placement:
 
     def slices(self) -> Iterator[WeightSlice]:
         for name, shape in self._shapes.items():
-            if f".experts.{STACKED}." in name:
-                yield from self._experts(name, shape)
-            elif name in (self._names.embedding, self._names.head):
-                yield from self._vocabulary(name, shape[1])
-            elif name == self._names.norm:
-                yield WeightSlice(name, ((0, shape[0]),), self._names.vllm_norm, ((0, shape[0]),))
-            else:
-                yield from self._parameter(name, shape)
+            try:
+                yield from self._of(name, shape)
+            except LayoutError as error:
+                raise LayoutError(f"generation rank {self._rank.tp_rank}, {name}: {error}") from error
+
+    def _of(self, name: str, shape: list[int]) -> Iterator[WeightSlice]:
+        if f".experts.{STACKED}." in name:
+            yield from self._experts(name, shape)
+        elif name in (self._names.embedding, self._names.head):
+            yield from self._vocabulary(name, shape[1])
+        elif name == self._names.norm:
+            yield WeightSlice(name, ((0, shape[0]),), self._names.vllm_norm, ((0, shape[0]),))
+        else:
+            yield from self._parameter(name, shape)
 
     def _vocabulary(self, name: str, hidden: int) -> Iterator[WeightSlice]:
         padded = -(-self._model.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from dagrl.errors import StopRequestedError
-from dagrl.run.stop import stop_on_signals
+from dagrl.run.stop import ignoring_signals, keep_handlers, stop_on_signals
 
 
 @pytest.fixture
@@ -51,6 +52,18 @@ def test_a_late_retry_only_requests_a_stop(release_lock: Callable[[], None]) -> 
             release_lock()
         wait(0.5)
         assert stop.requested
+
+
+def test_handlers_that_native_code_took_away_are_set_again() -> None:
+    with stop_on_signals() as stop:
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # SIG_DFL: the next one would kill this process
+        keep_handlers()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+        with ignoring_signals():
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_forked_child_ignores_the_signal() -> None:

@@ -71,18 +71,20 @@ def test_a_rank_with_only_padding_has_no_embedding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "layout", "word"),
+    ("changes", "layout", "words"),
     [
-        ({"num_key_value_heads": 3, "num_attention_heads": 6}, ParallelLayout(tp=2), "key-value heads"),
-        ({"num_attention_heads": 6}, ParallelLayout(tp=4), "attention heads"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 6}, ParallelLayout(tp=2), r"k_proj\.weight: 3 key-value heads"),
+        ({"num_attention_heads": 6}, ParallelLayout(tp=4), r"q_proj\.weight: the attention heads \(6\)"),
         ({}, ParallelLayout(pp=3), "layers"),
-        ({"intermediate_size": 18}, ParallelLayout(tp=4), "intermediate_size"),
-        ({"model_type": "qwen3_moe", **model_config("qwen3_moe")}, ParallelLayout(dp=3, ep=3), "experts"),
-        ({"num_key_value_heads": 1, "head_dim": 3}, ParallelLayout(tp=4), "rows of query, key and value"),
+        ({"intermediate_size": 18}, ParallelLayout(tp=4), r"gate_proj\.weight: .*intermediate_size"),
+        ({"model_type": "qwen3_moe", **model_config("qwen3_moe")}, ParallelLayout(dp=3, ep=3), r"gate_proj.*: the experts"),
+        ({"num_key_value_heads": 1, "head_dim": 3}, ParallelLayout(tp=4), r"q_proj\.weight: the rows of query, key and"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_a_layout_error(changes: dict[str, object], layout: ParallelLayout, word: str) -> None:
-    with pytest.raises(LayoutError, match=word):
+def test_a_layout_that_does_not_fit_names_rank_parameter_and_cause(
+    changes: dict[str, object], layout: ParallelLayout, words: str
+) -> None:
+    with pytest.raises(LayoutError, match=rf"^train rank 0 \(dp 0, pp 0, .*{words}"):
         megatron_weight_slices(model_config(**changes), layout, 0)  # type: ignore[arg-type]
 
 

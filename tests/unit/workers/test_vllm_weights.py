@@ -140,9 +140,9 @@ def test_experts_are_in_the_fused_tensors() -> None:
         ({"num_attention_heads": 3, "num_key_value_heads": 3}, 3, "padded vocabulary"),
     ],
 )
-def test_sizes_that_do_not_divide(change: dict[str, Any], tp: int, message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
-        vllm_weight_slices({**DENSE, **change}, VllmRank(tp, 0))
+def test_sizes_that_do_not_divide_name_rank_and_parameter(change: dict[str, Any], tp: int, message: str) -> None:
+    with pytest.raises(LayoutError, match=rf"^generation rank 1, \S+\.weight: .*{message}"):
+        vllm_weight_slices({**DENSE, **change}, VllmRank(tp, 1))
 
 
 def test_an_unknown_model_is_rejected() -> None:

@@ -1,0 +1,267 @@
+"""The faults of the campaign, a table. A fault is a context manager over a run: applied at its start, undone at its end.
+
+Each yields what it did, for the record. `lasts_s` is how long the campaign stays inside. What this machine cannot do raises
+`CannotError` with the reason and is listed as skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+from tests.chaos.disk import Disk
+from tests.chaos.network import Relay
+
+
+class CannotError(Exception):
+    """This machine, or this run, cannot have the fault; the text says why."""
+
+
+class Victim(Protocol):
+    """What faults see of a run."""
+
+    directory: Path
+    disk: Disk | None
+    relay: Relay | None
+
+    @property
+    def driver(self) -> int:
+        """The driver's pid."""
+
+    def pids(self, target: str) -> list[int]:
+        """The processes of a place of the run, such as `train worker`."""
+
+    def second(self) -> subprocess.Popen[str]:
+        """Starts the same command once more."""
+
+    def stopped(self) -> bool:
+        """Whether the driver has ended."""
+
+
+Applied = Callable[[Victim, Random], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table.
+
+    `spares`: the run must go on as if nothing had happened, without a restart. `noticed_s`: any other fault counts as
+    survived if the run goes on for so long.
+    """
+
+    name: str
+    apply: Applied
+    lasts_s: tuple[float, float] = (0.0, 0.0)
+    spares: bool = False
+    noticed_s: float = 12.0
+    scenarios: frozenset[str] = frozenset()  # empty: all
+
+    def applied(self, victim: Victim, random: Random) -> AbstractContextManager[str]:
+        """The fault, applied to a run for the block."""
+        return contextmanager(self.apply)(victim, random)
+
+
+def chosen(victim: Victim, target: str, random: Random) -> int:
+    """One of the processes of a place. Raises CannotError where there is none now."""
+    found = [victim.driver] if target == "driver" else victim.pids(target)
+    if not found:
+        raise CannotError(f"there is no {target} at this moment")
+    return random.choice(found)
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def kill(target: str) -> Applied:
+    """SIGKILL, as of an operator or the kernel."""
+
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
+        pid = chosen(victim, target, random)
+        send(pid, signal.SIGKILL)
+        yield f"pid {pid}"
+
+    return apply
+
+
+def pause(target: str) -> Applied:
+    """SIGSTOP, and SIGCONT at the end: a process that is late."""
+
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
+        pid = chosen(victim, target, random)
+        send(pid, signal.SIGSTOP)
+        try:
+            yield f"pid {pid}"
+        finally:
+            send(pid, signal.SIGCONT)
+
+    return apply
+
+
+def freeze(target: str) -> Applied:
+    """SIGSTOP for ever: a process that hangs."""
+
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
+        pid = chosen(victim, target, random)
+        send(pid, signal.SIGSTOP)
+        yield f"pid {pid}"
+
+    return apply
+
+
+def suspend(victim: Victim, random: Random) -> Iterator[str]:
+    """SIGSTOP of every process of the run, and SIGCONT: a machine that slept, for which all clocks have jumped."""
+    pids = victim.pids("")
+    for pid in pids:
+        send(pid, signal.SIGSTOP)
+    try:
+        yield f"{len(pids)} processes"
+    finally:
+        for pid in reversed(pids):
+            send(pid, signal.SIGCONT)
+
+
+def ask(*numbers: signal.Signals) -> Applied:
+    """Signals to the driver, as of a person or a batch system."""
+
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
+        for number in numbers:
+            send(victim.driver, number)
+            time.sleep(random.uniform(0.0, 1.0))
+        yield f"pid {victim.driver}"
+
+    return apply
+
+
+def full(victim: Victim, random: Random) -> Iterator[str]:
+    """No byte is left on the disk of the run's directory."""
+    with _disk(victim).full():
+        yield "0 bytes left"
+
+
+def slow(victim: Victim, random: Random) -> Iterator[str]:
+    """Writes to the disk of the run's directory wait."""
+    with _disk(victim).frozen():
+        yield "writes wait"
+
+
+def refuses(victim: Victim, random: Random) -> Iterator[str]:
+    """Nothing can be created or renamed in the directory of checkpoints."""
+    with _disk(victim).immutable(victim.directory / "checkpoints"):
+        yield "no new files"
+
+
+def _disk(victim: Victim) -> Disk:
+    if victim.disk is None:
+        raise CannotError("needs root and a loop device, for a disk of its own")
+    return victim.disk
+
+
+MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+def out_of_memory(target: str) -> Applied:
+    """A memory cgroup without memory: the kernel kills the process at its next page."""
+
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
+        if not os.access(MEMORY / "tasks", os.W_OK):
+            raise CannotError(f"needs a writable {MEMORY} (cgroup v1)")
+        pid = chosen(victim, target, random)
+        group = MEMORY / f"dagrl-chaos-{os.getpid()}-{pid}"
+        group.mkdir()
+        try:
+            (group / "memory.limit_in_bytes").write_text(str(1 << 20))
+            with suppress(ProcessLookupError):
+                (group / "cgroup.procs").write_text(str(pid))
+            yield f"pid {pid}"
+        finally:
+            _removed(group)
+
+    return apply
+
+
+def _removed(group: Path) -> None:
+    """Removes a cgroup; what still runs in it moves to its parent."""
+    for pid in (group / "cgroup.procs").read_text().split():
+        with suppress(OSError):
+            (MEMORY / "cgroup.procs").write_text(pid)
+    until = time.monotonic() + 10.0
+    while time.monotonic() < until:
+        with suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.1)
+
+
+def second_run(victim: Victim, random: Random) -> Iterator[str]:
+    """The same command once more: it must be refused, and the first run must not notice."""
+    with victim.second() as process:
+        text, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, text
+    assert text.count("dagrl: error:") == 1 and "is in use by" in text and "Traceback" not in text, text
+    yield "refused with exit code 2"
+
+
+def packets(**how: float) -> Applied:
+    """Packets between the hosts: `loss`, `delay_s`, `reorder` and `corrupt`, or none at all (`loss=1`)."""
+
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
+        if victim.relay is None:
+            raise CannotError("the run has one host")
+        with victim.relay.disturbed(**how):
+            yield ", ".join(f"{name} {value:g}" for name, value in how.items())
+
+    return apply
+
+
+GRPO = frozenset({"grpo", "async", "turns"})
+REWARDED = frozenset({"grpo", "async"})
+ONE_HOST = frozenset({"sft", *GRPO})
+TWO_HOSTS = frozenset({"two hosts"})
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("SIGKILL train worker", kill("train worker")),
+        Fault("SIGKILL generation worker", kill("generation worker"), scenarios=GRPO),
+        Fault("SIGKILL reward", kill("reward"), scenarios=REWARDED, spares=True),
+        Fault("SIGKILL environment", kill("environment"), scenarios=frozenset({"turns"}), spares=True),
+        Fault("SIGKILL raylet", kill("raylet"), scenarios=ONE_HOST),
+        Fault("SIGKILL GCS", kill("GCS"), scenarios=ONE_HOST, noticed_s=90.0),
+        Fault("SIGKILL driver", kill("driver")),
+        Fault("SIGSTOP train worker for a while", pause("train worker"), (0.5, 4.0), spares=True),
+        Fault("SIGSTOP generation worker for a while", pause("generation worker"), (0.5, 4.0), spares=True, scenarios=GRPO),
+        Fault("SIGSTOP reward for a while", pause("reward"), (0.5, 4.0), spares=True, scenarios=REWARDED),
+        Fault("SIGSTOP raylet for a while", pause("raylet"), (0.5, 8.0), spares=True, scenarios=ONE_HOST),
+        Fault("SIGSTOP GCS for a while", pause("GCS"), (0.5, 8.0), spares=True, scenarios=ONE_HOST),
+        Fault("SIGSTOP driver for a while", pause("driver"), (0.5, 4.0), spares=True),
+        Fault("SIGSTOP all for a while", suspend, (1.0, 8.0), spares=True, scenarios=ONE_HOST),
+        Fault("SIGSTOP train worker", freeze("train worker")),
+        Fault("SIGSTOP generation worker", freeze("generation worker"), scenarios=GRPO),
+        Fault("SIGSTOP raylet", freeze("raylet"), scenarios=ONE_HOST),
+        Fault("SIGINT", ask(signal.SIGINT)),
+        Fault("SIGTERM", ask(signal.SIGTERM)),
+        Fault("SIGTERM twice", ask(signal.SIGTERM, signal.SIGTERM)),
+        Fault("disk full", full, (1.0, 5.0), scenarios=ONE_HOST),
+        Fault("disk slow", slow, (0.5, 5.0), spares=True, scenarios=ONE_HOST),
+        Fault("directory read-only", refuses, (1.0, 5.0), scenarios=ONE_HOST),
+        Fault("out of memory: train worker", out_of_memory("train worker")),
+        Fault("out of memory: generation worker", out_of_memory("generation worker"), scenarios=GRPO),
+        Fault("second run in the directory", second_run, spares=True),
+        Fault("packets lost", packets(loss=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
+        Fault("packets late", packets(delay_s=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
+        Fault("packets reordered", packets(reorder=0.2, delay_s=0.01), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
+        Fault("packets corrupt", packets(corrupt=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
+        Fault("no packet for a while", packets(loss=1.0), (1.0, 4.0), spares=True, scenarios=TWO_HOSTS),
+        Fault("no packet for long", packets(loss=1.0), (40.0, 40.0), scenarios=TWO_HOSTS),
+    )
+}

@@ -1,0 +1,288 @@
+"""One run under faults: started, disturbed again and again, started once more where it stopped, and compared at its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+from tests.chaos.cluster import Cluster
+from tests.chaos.damage import damaged
+from tests.chaos.disk import Disk
+from tests.chaos.faults import Fault
+from tests.chaos.network import Relay
+from tests.chaos.scenarios import Scenario
+from tests.integration.main_job import SHARED_MEMORY, Run, descendants
+
+HANG_S = 180.0
+"""Longer than all deadlines that come one after the other in a scenario, on a busy machine."""
+
+GONE_S = 30.0
+START_S = 15.0
+STARTING, DAMAGED = 0.3, 0.5
+"""Shares of stops after which the next fault comes during the new start, and after which a checkpoint is damaged first."""
+
+RESTARTS = b"restarting from the newest checkpoint"
+RESUME = "checkpointing.resume=true"
+
+Outcome = Literal["went on", "restarted", "stopped", "hung"]
+
+
+@dataclass
+class Row:
+    """One fault and what came of it. `wrong` is empty if all is as promised."""
+
+    fault: str
+    scenario: str
+    moment: str  # "running" or "starting"
+    step: int
+    did: str
+    outcome: Outcome = "hung"
+    exit_code: int | None = None
+    message: str = ""
+    back_s: float | None = None  # until the next step was recorded, a new start included
+    wrong: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, object]:
+        """The row without what is empty."""
+        return {name: value for name, value in asdict(self).items() if value not in (None, "", [])}
+
+
+class Trial:
+    """A run of a scenario; a `Victim` of faults. `rows` has the faults so far."""
+
+    def __init__(self, scenario: Scenario, output: Path, name: str, random: Random, disk: Disk | None) -> None:
+        self.scenario, self.output, self.name, self.random = scenario, output, name, random
+        self.disk = disk
+        self.directory = output / name
+        self.rows: list[Row] = []
+        self.cluster = Cluster() if scenario.hosts > 1 else None
+        self.run: Run | None = None
+        self.in_start = random.random() < STARTING
+
+    @property
+    def relay(self) -> Relay | None:
+        return self.cluster.relay if self.cluster else None
+
+    @property
+    def driver(self) -> int:
+        assert self.run is not None
+        return self.run.process.pid
+
+    def pids(self, target: str) -> list[int]:
+        """Processes of the run whose command line has that of the target ("": all)."""
+        word = self.scenario.reached.get(target, "" if not target else None)
+        if word is None:
+            return []
+        found = self.cluster.pids() if self.cluster else [process.pid for process in descendants(self.driver)]
+        return [pid for pid in found if word in _command_line(pid)]
+
+    def stopped(self) -> bool:
+        """Whether the driver has ended."""
+        assert self.run is not None
+        return self.run.process.poll() is not None
+
+    def second(self) -> subprocess.Popen[str]:
+        """The same command once more."""
+        assert self.run is not None
+        command = self.run.process.args
+        assert isinstance(command, list)
+        begin = next(place for place, word in enumerate(command) if str(word).endswith("/dagrl"))
+        return subprocess.Popen(command[begin:], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def launch(self, *more: str) -> None:
+        """Starts the command."""
+        prefix, extra, environment = ((), (), {}) if self.cluster is None else self.cluster.ready()
+        arguments = (*self.scenario.arguments(), *extra, *more)
+        self._before = set(os.listdir(tempfile.gettempdir()))
+        self._started = time.time()
+        self.run = Run(
+            self.scenario.config, self.output, self.name, *arguments, prefix=prefix, **{"TERM": "dumb", **environment}
+        )
+
+    def disturb(self, fault: Fault, *, resume: bool = True) -> Row | None:
+        """Applies a fault at a random moment, and waits until the run is back; starts it again if it stopped and `resume`.
+
+        Returns None if the run has ended before.
+        """
+        moment = "starting" if self.in_start else "running"
+        self.in_start = False
+        step = self._wait_for(moment)
+        if step is None:
+            return None
+        row = Row(fault.name, self.scenario.name, moment, step, "")
+        restarts = self._restarts()
+        with fault.applied(self, self.random) as row.did:
+            self._sleep(self.random.uniform(*fault.lasts_s))
+        self.rows.append(row)
+        began = time.time()
+        row.outcome = self._await(fault, began, restarts)
+        if row.outcome == "hung":
+            row.wrong.append(f"no step and no end within {HANG_S:g} s: {self._tail()}")
+            self.end()
+            self._resume(row)
+        elif row.outcome == "stopped":
+            self._check_stop(row, fault)
+            if row.exit_code != 0 and resume:
+                self._resume(row)
+        elif fault.spares and row.outcome != "went on":
+            row.wrong.append("a fault that must not be noticed stopped the run")
+        if not self.stopped() and not self.in_start:
+            row.back_s = round(time.time() - began, 1)
+        return row
+
+    def finish(self) -> list[str]:
+        """Waits for the end. Returns what is wrong with it."""
+        assert self.run is not None
+        try:
+            code = self.run.finish(3 * HANG_S)
+        except AssertionError:
+            code = None
+        wrong = [] if code == 0 else [f"ended with {code}: {self._tail()}"]
+        wrong += self._left()
+        self.end()
+        if self.cluster:
+            self.cluster.close()
+        return wrong
+
+    def _resume(self, row: Row) -> None:
+        """Starts the stopped run again; sometimes with a damaged checkpoint first, which must be refused.
+
+        The next fault comes during this start, or after its first step.
+        """
+        if row.step and self.random.random() < DAMAGED:
+            self._damage()
+        self.launch(RESUME)
+        self.in_start = self.random.random() < STARTING
+        if not self.in_start:
+            self._wait_for_step(self._started, HANG_S)
+
+    def _damage(self) -> None:
+        """A checkpoint cut or flipped at a byte is refused with one message, or means the same."""
+        with damaged(self.directory / "checkpoints", self.random) as did:
+            if did is None:
+                return
+            row = Row("checkpoint " + did.kind, self.scenario.name, "starting", did.step, did.text)
+            self.launch(RESUME)
+            ended = self._wait(lambda: self.stopped() or self._steps_since(self._started) > 0, HANG_S)
+            self.rows.append(row)
+            row.outcome = "stopped" if ended and self.stopped() else "went on" if ended else "hung"
+            if row.outcome == "stopped":
+                self._check_stop(row, None)
+            elif not did.harmless:
+                row.wrong.append("the run resumed from a damaged checkpoint")
+            self.end()
+
+    def _wait_for(self, moment: str) -> int | None:
+        """Waits for a random moment of a kind. Returns the last recorded step; None if the run has ended."""
+        if moment == "starting":
+            self._sleep(self.random.uniform(0.0, START_S))
+        else:
+            self._wait_for_step(self._started, HANG_S)
+            self._sleep(self.random.uniform(0.0, 2.0))
+        assert self.run is not None
+        self.run.notice()
+        return None if self.stopped() else self._step()
+
+    def _await(self, fault: Fault, began: float, restarts: int) -> Outcome:
+        """Waits until a fault has had its effect. `restarts` is their number before it."""
+        restarted: list[float] = []
+
+        def settled() -> bool:
+            if self.stopped():
+                return True
+            if not restarted and self._restarts() > restarts:
+                restarted.append(time.time())
+            if restarted:
+                return self._steps_since(restarted[0]) > 0
+            return self._steps_since(began) > 0 and (fault.spares or time.time() - began > fault.noticed_s)
+
+        if not self._wait(settled, HANG_S):
+            return "hung"
+        if self.stopped():
+            return "stopped"
+        return "restarted" if restarted else "went on"
+
+    def _restarts(self) -> int:
+        assert self.run is not None
+        return b"".join(self.run._shown).count(RESTARTS)
+
+    def _check_stop(self, row: Row, fault: Fault | None) -> None:
+        """What a run that stopped must have left: one message, an exit code, nothing else."""
+        assert self.run is not None
+        row.exit_code = self.run.finish(GONE_S)
+        shown = self.run.drawn
+        row.message = " ".join(shown.partition("dagrl: error:")[2].split())[:300]
+        killed = row.exit_code == -signal.SIGKILL
+        if row.exit_code not in (0, 1, 2, 130) and not (killed and fault is not None and "driver" in fault.name):
+            row.wrong.append(f"exit code {row.exit_code}: {self._tail()}")
+        if row.exit_code in (1, 2, 130) and shown.count("dagrl: error:") != 1:
+            row.wrong.append(f"{shown.count('dagrl: error:')} messages: {self._tail()}")
+        if row.exit_code == 0 and row.step and self._step() < self.scenario.steps:
+            row.wrong.append("exit code 0 before the last step")
+        if "Traceback" in shown:
+            row.wrong.append(f"a traceback: {shown.partition('Traceback')[2][:1500]}")
+        row.wrong += self._left()
+        self.end()
+
+    def _left(self) -> list[str]:
+        """What the command left behind."""
+        assert self.run is not None
+        run = self.run
+        self._wait(lambda: not (run.left_processes() or run.left_shared_memory()), GONE_S)
+        left = [f"process {process.pid} {process.name}" for process in run.left_processes()]
+        left += [f"{SHARED_MEMORY}/{name}" for name in run.left_shared_memory()]
+        new = set(os.listdir(tempfile.gettempdir())) - self._before
+        left += [f"{tempfile.gettempdir()}/{name}" for name in sorted(new) if not name.startswith(("ray", "torchinductor"))]
+        return [f"left behind: {', '.join(left)}"] if left else []
+
+    def end(self) -> None:
+        """Kills what still runs."""
+        assert self.run is not None
+        with suppress(OSError):
+            self.run.end()
+
+    def _step(self) -> int:
+        assert self.run is not None
+        return max((int(line["step"]) for line in self.run.metrics), default=0)
+
+    def _steps_since(self, began: float) -> int:
+        assert self.run is not None
+        return sum("loss" in line and float(line["time"]) > began for line in self.run.metrics)
+
+    def _wait_for_step(self, since: float, limit_s: float) -> bool:
+        return self._wait(lambda: self.stopped() or self._steps_since(since) > 0, limit_s)
+
+    def _wait(self, condition: Callable[[], bool], limit_s: float) -> bool:
+        until = time.monotonic() + limit_s
+        while not condition():
+            if time.monotonic() > until:
+                return False
+            assert self.run is not None
+            self.run.notice()
+            time.sleep(0.2)
+        return True
+
+    def _sleep(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.stopped():
+            time.sleep(0.05)
+
+    def _tail(self) -> str:
+        assert self.run is not None
+        return self.run.drawn[-1500:]
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
