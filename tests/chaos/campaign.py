@@ -121,8 +121,10 @@ class Campaign:
         while True:
             yield from self._random.sample(faults, len(faults))
 
-    def _truth(self, scenario: Scenario) -> Path:
-        """The directory of an undisturbed run."""
+    def _truth(self, scenario: Scenario) -> Path | None:
+        """The directory of an undisturbed run; None if none is needed."""
+        if not scenario.exact:
+            return None
         if scenario.name not in self._truths:
             name = f"truth-{scenario.name.replace(' ', '-')}"
             trial = Trial(scenario, self._work, name, self._random, None)

@@ -61,7 +61,7 @@ class Scenario:
 RAY = {"raylet": "/raylet/raylet", "GCS": "gcs_server"}
 TRAIN = {"train worker": "ray::Megatron", **RAY}
 BOTH = {**TRAIN, "generation worker": "ray::Vllm", "reward": "dagrl.rl.functions.child"}
-SFT_STEPS, GRPO_STEPS = 400, 100
+SFT_STEPS, GRPO_STEPS = 600, 250
 
 SCENARIOS = {
     scenario.name: scenario

@@ -12,15 +12,18 @@ from tests.integration.main_job import OF_REPLAYS, Metrics, untimed
 WEIGHTS = "final_model/model.safetensors"
 
 
-def differences(scenario: Scenario, truth: Path, found: Path) -> list[str]:
-    """What differs between the directories of an undisturbed run and of one that was disturbed and reached its end."""
-    ours, theirs = _metrics(found), _metrics(truth)
-    steps, expected = _steps(ours), _steps(theirs)
+def differences(scenario: Scenario, truth: Path | None, found: Path) -> list[str]:
+    """What differs between the directories of an undisturbed run and of one that was disturbed and reached its end.
+
+    `truth` is None for a scenario that is not `exact`.
+    """
+    ours = _metrics(found)
+    steps, expected = [int(line["step"]) for line in ours], list(range(1, scenario.steps + 1))
     if steps != expected:
         missing, more = sorted(set(expected) - set(steps)), [step for step in set(steps) if steps.count(step) > 1]
         return [f"steps {missing} are missing, {more} are there more than once"]
-    if scenario.exact:
-        return _exact(ours, theirs, truth, found)
+    if truth is not None:
+        return _exact(ours, _metrics(truth), truth, found)
     losses = [line["loss"] for line in ours if "loss" in line]
     return [] if all(loss is not None and math.isfinite(loss) for loss in losses) else ["a loss is not finite"]
 
@@ -40,7 +43,3 @@ def _exact(ours: list[Metrics], theirs: list[Metrics], truth: Path, found: Path)
 
 def _metrics(directory: Path) -> list[Metrics]:
     return untimed([line for line in read_metrics(directory / "metrics.jsonl") if "loss" in line])
-
-
-def _steps(lines: list[Metrics]) -> list[int]:
-    return [int(line["step"]) for line in lines]
