@@ -26,7 +26,7 @@ from random import Random
 
 from dagrl.bench.report import commit, hardware, versions
 from tests.chaos.disk import Disk
-from tests.chaos.faults import FAULTS, CannotError, Fault
+from tests.chaos.faults import FAULTS, CannotError, Fault, NotNowError
 from tests.chaos.scenarios import SCENARIOS, Scenario
 from tests.chaos.trial import Row, Trial
 from tests.chaos.verdict import differences
@@ -103,7 +103,9 @@ class Campaign:
             try:
                 row = trial.disturb(fault)
             except CannotError as error:
-                self._results.skipped[f"{scenario.name}: {fault.name}"] = str(error)
+                self._results.skipped[fault.name] = str(error)
+                continue
+            except NotNowError:
                 continue
             self._show(trial)
             if row is None or trial.stopped() or time.monotonic() > self._until:

@@ -22,7 +22,11 @@ from tests.chaos.network import Relay
 
 
 class CannotError(Exception):
-    """This machine, or this run, cannot have the fault; the text says why."""
+    """This machine cannot have the fault; the text says why."""
+
+
+class NotNowError(Exception):
+    """The run has no such process at this moment of its start."""
 
 
 class Victim(Protocol):
@@ -70,10 +74,10 @@ class Fault:
 
 
 def chosen(victim: Victim, target: str, random: Random) -> int:
-    """One of the processes of a place. Raises CannotError where there is none now."""
+    """One of the processes of a place. Raises NotNowError if there is none."""
     found = [victim.driver] if target == "driver" else victim.pids(target)
     if not found:
-        raise CannotError(f"there is no {target} at this moment")
+        raise NotNowError
     return random.choice(found)
 
 
