@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import heapq
-import os
 import random
+import secrets
 import select
 import socket
 import struct
@@ -32,9 +32,10 @@ class Hosts:
     """Two network namespaces and the relay between them."""
 
     def __init__(self) -> None:
-        self.names = [f"chaos{os.getpid()}-{number}" for number in range(2)]
+        own = secrets.token_hex(3)  # pids repeat between namespaces of processes, which share the devices
+        self.names = [f"chaos-{own}-{number}" for number in range(2)]
         self.addresses = [f"{NETWORK}.{number}" for number in (1, 2)]
-        ends = [f"relay{number}" for number in range(2)]
+        ends = [f"relay-{own}-{number}" for number in range(2)]
         for name, address, end in zip(self.names, self.addresses, ends, strict=True):
             _ip("netns", "add", name)
             _ip("link", "add", end, "type", "veth", "peer", "name", INTERFACE, "netns", name)

@@ -17,7 +17,7 @@ def test_a_killed_worker_restarts_the_run_and_the_last_one_is_named(tmp_path: Pa
     pytest.importorskip("megatron.core")
     usual = SCENARIOS["sft"]
     scenario = replace(usual, overrides=(*usual.overrides, "sft.max_num_steps=1000", "max_restarts=1"))
-    trial = Trial(scenario, tmp_path, "killed", Random(0), None)
+    trial = Trial(scenario, tmp_path, "killed", Random(0), None)  # noqa: S311
     trial.in_start = False
     trial.launch()
     try:
