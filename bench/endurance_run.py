@@ -1,0 +1,137 @@
+"""Endurance of a whole run: memory, descriptors, threads and step time of the GRPO quickstart over thousands of steps.
+
+    python -m dagrl.bench.endurance_run --steps 2000 --json bench/results/2-cores/2026-11-25/endurance-run.json
+
+Runs `dagrl train` and looks at the driver and all its descendants (Ray, workers, the reward's process) after each tenth of
+the steps; by the first look, caches are full. `first_step_s` and `last_step_s` are the medians of the second and of the last
+tenth; steps that validate or save are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dagrl.bench.report import command_line, commit, hardware, versions
+from dagrl.machine import DEV_SHM, descendants_of
+from dagrl.telemetry.record import read_metrics
+
+ROOT = Path(__file__).parents[1]
+CONFIG = "examples/grpo_quickstart.yaml"
+POLL_S = 0.5
+TENTHS = 10
+
+
+@dataclass(frozen=True)
+class Look:
+    """All processes of the run at a step. `resident_mb` counts shared memory once for each process that maps it."""
+
+    step: int
+    processes: int
+    resident_mb: float
+    descriptors: int
+    threads: int
+    shared_mb: float  # in /dev/shm
+
+
+@dataclass(frozen=True)
+class RunEndurance:
+    """Results of a run of `steps` steps."""
+
+    steps: int
+    seconds: float
+    first_step_s: float
+    last_step_s: float
+    looks: tuple[Look, ...]
+
+
+def measure(steps: int, overrides: Sequence[str]) -> RunEndurance:
+    """Runs the quickstart without its SFT phase for `steps` steps. Raises RuntimeError with the output if it fails."""
+    with tempfile.TemporaryDirectory() as output, Path(output, "shown").open("w+") as shown:
+        own = (f"output_dir={output}", "name=run", "sft.max_num_steps=0", f"grpo.max_num_steps={steps}")
+        command = [str(Path(sys.executable).with_name("dagrl")), "train", str(ROOT / CONFIG), *own, *QUIET, *overrides]
+        began = time.monotonic()
+        with subprocess.Popen(command, stdout=shown, stderr=subprocess.STDOUT) as process:  # noqa: S603
+            metrics = Path(output, "run", "metrics.jsonl")
+            looks = tuple(_looks(process, metrics, steps))
+        if process.returncode:
+            shown.seek(0)
+            raise RuntimeError(shown.read()[-3000:])
+        durations = _durations(metrics)
+        tenth = max(1, steps // TENTHS)
+        first, last = float(np.median(durations[tenth : 2 * tenth])), float(np.median(durations[-tenth:]))
+        return RunEndurance(steps, round(time.monotonic() - began, 1), round(first, 4), round(last, 4), looks)
+
+
+QUIET = (
+    "grpo.val_period=0",
+    "checkpointing.save_period=500",
+    "checkpointing.keep_last_k=1",
+    "logger.plot_enabled=false",
+    "logger.log_level=WARNING",
+)
+
+
+def _looks(process: subprocess.Popen[bytes], metrics: Path, steps: int) -> Iterator[Look]:
+    tenth = max(1, steps // TENTHS)
+    due = tenth
+    while process.poll() is None:
+        step = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        if step >= due:
+            yield _look(process.pid, step)
+            due = (step // tenth + 1) * tenth
+        time.sleep(POLL_S)
+
+
+def _look(driver: int, step: int) -> Look:
+    pids = [driver, *descendants_of(driver)]
+    resident = descriptors = threads = 0
+    for pid in pids:
+        with suppress(OSError, StopIteration):  # it has ended meanwhile
+            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+            resident += int(status["VmRSS"].split()[0])
+            threads += int(status["Threads"])
+            descriptors += len(os.listdir(f"/proc/{pid}/fd"))
+    usage = os.statvfs(DEV_SHM)
+    shared = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+    return Look(step, len(pids), round(resident / 1e3, 1), descriptors, threads, round(shared / 1e6, 1))
+
+
+def _durations(metrics: Path) -> list[float]:
+    """Seconds of each step that neither validates nor saves."""
+    lines = [line for line in read_metrics(metrics) if "loss" in line]
+    plain = [not any(str(name).startswith(("validation/", "timing_s/checkpoint")) for name in line) for line in lines]
+    times = [float(line["time"] or 0.0) for line in lines]
+    return [float(gap) for gap, kept in zip(np.diff(times), plain[1:], strict=True) if kept]
+
+
+def main() -> int:
+    """Measures, prints and writes the results."""
+    parser = argparse.ArgumentParser(prog="dagrl.bench.endurance_run", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", help="further overrides of the configuration")
+    options = parser.parse_args()
+    found = asdict(measure(options.steps, options.overrides))
+    about = {"hardware": hardware(), "versions": versions(), "command": command_line(), "commit": commit()}
+    text = json.dumps({**about, **found}, indent=1) + "\n"
+    print(text, flush=True)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
