@@ -30,6 +30,9 @@ START_S = 15.0
 STARTING, DAMAGED = 0.3, 0.5
 """Shares of stops after which the next fault comes during the new start, and after which a checkpoint is damaged first."""
 
+KEPT = ("ray", "torchinductor")
+"""Temporary directories that outlive a run: Ray's logs and sockets, and a cache."""
+
 RESTARTS = b"restarting from the newest checkpoint"
 RESUME = "checkpointing.resume=true"
 
@@ -67,6 +70,7 @@ class Trial:
         self.cluster = Cluster() if scenario.hosts > 1 else None
         self.run: Run | None = None
         self.in_start = random.random() < STARTING
+        self._temporary = Path(tempfile.mkdtemp(prefix="c-"))  # short: Ray's sockets are in it
 
     @property
     def relay(self) -> Relay | None:
@@ -102,11 +106,9 @@ class Trial:
         """Starts the command."""
         prefix, extra, environment = ((), (), {}) if self.cluster is None else self.cluster.ready()
         arguments = (*self.scenario.arguments(), *extra, *more)
-        self._before = set(os.listdir(tempfile.gettempdir()))
         self._started = time.time()
-        self.run = Run(
-            self.scenario.config, self.output, self.name, *arguments, prefix=prefix, **{"TERM": "dumb", **environment}
-        )
+        environment = {"TERM": "dumb", "TMPDIR": str(self._temporary), **environment}
+        self.run = Run(self.scenario.config, self.output, self.name, *arguments, prefix=prefix, **environment)
 
     def disturb(self, fault: Fault, *, resume: bool = True) -> Row | None:
         """Applies a fault at a random moment, and waits until the run is back; starts it again if it stopped and `resume`.
@@ -240,8 +242,7 @@ class Trial:
         self._wait(lambda: not (run.left_processes() or run.left_shared_memory()), GONE_S)
         left = [f"process {process.pid} {process.name}" for process in run.left_processes()]
         left += [f"{SHARED_MEMORY}/{name}" for name in run.left_shared_memory()]
-        new = set(os.listdir(tempfile.gettempdir())) - self._before
-        left += [f"{tempfile.gettempdir()}/{name}" for name in sorted(new) if not name.startswith(("ray", "torchinductor"))]
+        left += [str(path) for path in sorted(self._temporary.iterdir()) if not path.name.startswith(KEPT)]
         return [f"left behind: {', '.join(left)}"] if left else []
 
     def end(self) -> None:
