@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.rl.generation import FinishedRequest
+from dagrl.errors import WorkerError
+from dagrl.rl.generation import FinishedRequest, Generated
 from dagrl.rl.rollout.engines import QuantumResult
+from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.replays import Replays
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.replay import Replay
@@ -31,12 +33,22 @@ class ReplayedQuantum:
         generated, counted = self.replays.collect(PHASE, self.replay)
         return QuantumResult(generated, counted.timing.shards_busy_s, counted.overhead_s)
 
+    def partial(self) -> Mapping[int, Generated]:
+        """See `Quantum`."""
+        return self.replay.partial()
+
 
 class WorkerEngines:
-    """Implements `GenerationEngines` with a generation group. `deadline` limits each plain call of its workers."""
+    """Implements `GenerationEngines` with a generation group. `deadline` limits each plain call of its workers.
 
-    def __init__(self, group: WorkerGroup, replays: Replays, deadline: Deadline) -> None:
+    Without a `replacement`, no engine is replaced.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, replays: Replays, deadline: Deadline, replacement: EngineReplacement | None = None
+    ) -> None:
         self._group, self._replays, self._deadline = group, replays, deadline
+        self._replacement = replacement
 
     def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> ReplayedQuantum:
         """See `GenerationEngines`."""
@@ -54,3 +66,18 @@ class WorkerEngines:
     def exclude_wait(self) -> None:
         """See `GenerationEngines`."""
         self._replays.exclude_wait(self._group.role.name)
+
+    def replace(self, error: WorkerError) -> set[int] | None:
+        """See `GenerationEngines`."""
+        return None if self._replacement is None else self._replacement.replace(error)
+
+    def refill(self, version: int) -> None:
+        """See `GenerationEngines`."""
+        if self._replacement is not None and self._replacement.unconnected:
+            self.connect()
+            self._replays.replay("refit", version)
+
+    def connect(self) -> None:
+        """See `GenerationEngines`."""
+        if self._replacement is not None:
+            self._replacement.connect()

@@ -1,8 +1,7 @@
 """The Ray cluster and the worker groups of a run. A restart keeps what lives of both.
 
-    with Fleet() as fleet:
+    with Fleet(restarts) as fleet:
         for each attempt:
-            fleet.keeps = another attempt may follow
             fleet.join(config)                     # starts Ray, the first time
             groups = fleet.groups(config, roles, stop)    # starts the workers, or makes the groups whole again
             ...
@@ -43,8 +42,8 @@ logger = logging.getLogger(__name__)
 class Fleet:
     """See the module's docstring. A context manager."""
 
-    def __init__(self) -> None:
-        self.keeps = False
+    def __init__(self, restarts: int = 0) -> None:
+        self.restarts = restarts  # that may still follow
         self._cluster = ExitStack()
         self._workers = ExitStack()
         self._joined = self._settled = False
@@ -75,12 +74,12 @@ class Fleet:
     def settle(self) -> None:
         """Notes that the groups work, and starts the spares that are missing."""
         self._settled = True
-        for group in self._groups if self.keeps else ():
+        for group in self._groups if self.restarts else ():
             group.fill_spares()
 
     def leave(self, error: BaseException | None) -> None:
         """Ends the workers and Ray, unless `error` may be followed by a restart."""
-        if self.keeps and isinstance(error, WorkerError | DeadlineError):
+        if self.restarts and isinstance(error, WorkerError | DeadlineError):
             return
         try:
             self._workers.close()
@@ -99,13 +98,7 @@ class Fleet:
         with ThreadPoolExecutor() as pool:
             found = list(pool.map(whole, self._groups))
         for group, one in zip(self._groups, found, strict=True):
-            logger.info(
-                "%s workers: %d kept their process, %d spares and %d new processes took the place of others",
-                group.role.name,
-                one.kept,
-                one.spares,
-                one.started,
-            )
+            logger.info("%s: %s", group.role.name, one)
         logger.info("all workers are whole again after %.1f s", time.monotonic() - begin)
 
 

@@ -27,15 +27,15 @@ def run_with_restarts(run: Run, config: Config) -> None:
     restarts = config.max_restarts if config.on_failure == "restart" else 0
     if restarts and not config.checkpointing.enabled:
         raise ConfigError("on_failure is 'restart', but checkpointing.enabled is false: set it to true, or on_failure=stop")
-    with Fleet() as fleet:
-        for left in reversed(range(restarts + 1)):
-            fleet.keeps = left > 0
+    with Fleet(restarts) as fleet:
+        while True:
             try:
                 run(config, fleet=fleet)
                 return
             except (WorkerError, DeadlineError) as error:
-                if not left:
+                if not fleet.restarts:
                     raise
-                logger.warning("restarting from the newest checkpoint (%d restarts left) after: %s", left - 1, error)
+                fleet.restarts -= 1
+                logger.warning("restarting from the newest checkpoint (%d restarts left) after: %s", fleet.restarts, error)
                 resumed = config.checkpointing.model_copy(update={"resume": True})
                 config = config.model_copy(update={"checkpointing": resumed})

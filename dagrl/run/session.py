@@ -12,6 +12,7 @@ from dagrl.config import Config
 from dagrl.errors import StopRequestedError
 from dagrl.run.checkpoint_saver import Checkpoints, ranking_metric, require_shared
 from dagrl.run.checkpoints import TrainState
+from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.preflight import Inputs
 from dagrl.run.recorder import Recorder
 from dagrl.run.replays import Replays
@@ -44,6 +45,7 @@ class Session:
     checkpoints: Checkpoints
     stop: StopSignal
     last_step: LastStep | None = None
+    replacement: EngineReplacement | None = None  # of generation engines that fail
 
     @property
     def step(self) -> int:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -30,6 +31,7 @@ from dagrl.refit import LinkSpeeds, Refit
 from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
 from dagrl.run.checkpoints import Checkpoint, CheckpointStore
 from dagrl.run.colocated import SharedDevices
+from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.run.model import prepare_model
 from dagrl.run.plans import PhasePlan, with_records
@@ -136,6 +138,7 @@ def open_session(
             checkpoints=Checkpoints(saver, replays, progress.status, resumed),
             stop=stop,
             last_step=last_step,
+            replacement=_replacement(config, fleet, inputs, by_role, replays),
         )
         if trace is not None:
             trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])
@@ -246,6 +249,17 @@ def _shared_devices(config: Config, groups: Mapping[str, WorkerGroup], clock: Ph
     return SharedDevices(train, generation, colocated.sleep_level, clock.measure, config.timeouts.replay, colocated.exchange)
 
 
+def _replacement(
+    config: Config, fleet: Fleet, inputs: Inputs, groups: Mapping[str, WorkerGroup], replays: Replays
+) -> EngineReplacement | None:
+    """What replaces generation engines that fail; none where they share GPUs with training."""
+    generation = groups.get("generation")
+    if generation is None or is_colocated(config):
+        return None
+    plan = partial(connect_refit, config, groups["train"], generation, inputs)
+    return EngineReplacement(config, fleet, generation, replays, plan)
+
+
 def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
     config, replays, scheduler = session.config, session.replays, session.replays.scheduler
     progress = session.recorder.progress
@@ -264,28 +278,33 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
     if session.generation is not None:
         progress.stage("Planning the refit")
         replays.hold("train", "generation")
-        Refit.connect(
-            session.train,
-            session.generation,
-            dtype=config.policy.precision,
-            target_dtype=generation_dtype(config),
-            tied_embeddings=bool(session.inputs.hf_config.get("tie_word_embeddings")),
-            kind="ipc" if is_colocated(config) else None,
-            verify=config.refit.verify,
-            record=config.refit.cuda_graph,
-            delta=config.refit.delta,
-            timeout_s=config.timeouts.collective_s,
-            connect_timeout_s=config.timeouts.start_s,
-            bucket_bytes=config.refit.bucket_bytes,
-            replicate_in_host=config.refit.replicate_in_host,
-            speeds=LinkSpeeds.of_gb_per_s(config.refit.in_host_gb_per_s, config.refit.between_hosts_gb_per_s),
-        )
+        connect_refit(config, session.train, session.generation, session.inputs)
     progress.stage("Warming up", "warm-up")
     if holds_reference(config):
         session.train.call("snapshot_reference")  # for the warm-up only
     scheduler.warmup(before=lambda phase: replays.hold(*phase.roles, keep_generation_weights=True))  # no refit follows
     if replays.shared is not None:
         replays.shared.settle()
+
+
+def connect_refit(config: Config, train: WorkerGroup, generation: WorkerGroup, inputs: Inputs) -> None:
+    """Plans the refit and connects the workers for it; again after workers were replaced."""
+    Refit.connect(
+        train,
+        generation,
+        dtype=config.policy.precision,
+        target_dtype=generation_dtype(config),
+        tied_embeddings=bool(inputs.hf_config.get("tie_word_embeddings")),
+        kind="ipc" if is_colocated(config) else None,
+        verify=config.refit.verify,
+        record=config.refit.cuda_graph,
+        delta=config.refit.delta,
+        timeout_s=config.timeouts.collective_s,
+        connect_timeout_s=config.timeouts.start_s,
+        bucket_bytes=config.refit.bucket_bytes,
+        replicate_in_host=config.refit.replicate_in_host,
+        speeds=LinkSpeeds.of_gb_per_s(config.refit.in_host_gb_per_s, config.refit.between_hosts_gb_per_s),
+    )
 
 
 def scheduler_options(config: Config) -> SchedulerOptions:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dagrl.errors import DeadlineError, PhaseError
@@ -109,6 +109,17 @@ class Replay:
             raise self._error
         return self._outcome
 
+    def partial(self) -> dict[int, Any]:
+        """Returns the results of a failed replay by shard, of the graphs that had ended without a failure."""
+        found: dict[int, Any] = {}
+        for graph, packets in self.pending.found.items():
+            outputs = len(packets) // len(self._shards[graph])
+            for position, shard in enumerate(self._shards[graph]):
+                mine = packets[position * outputs : (position + 1) * outputs]
+                if not any(packet.failures for packet in packets):
+                    found[shard] = mine[0].value if outputs == 1 else tuple(packet.value for packet in mine)
+        return found
+
     def ready(self) -> bool:
         """Whether `result` would return or raise at once. Does not wait."""
         if not self.done:
@@ -155,15 +166,36 @@ class Replay:
 
 @dataclass(slots=True)
 class Breakage:
-    """The first failure that broke a graph of a scheduler; None while all graphs are whole."""
+    """The first failure that broke a graph on workers of each role; empty while all graphs of a scheduler are whole.
 
-    error: PhaseError | None = None
+    Roles that share actors break together, as tickets order all that an actor runs.
+    """
+
+    errors: dict[str, PhaseError] = field(default_factory=dict)
+
+    def add(self, roles: Iterable[str], error: PhaseError) -> None:
+        """Notes an error of a graph on these roles."""
+        for role in roles:
+            self.errors.setdefault(role, error)
+
+    def of(self, roles: Iterable[str]) -> PhaseError | None:
+        """Returns the error that keeps phases of these roles from being replayed."""
+        return next((self.errors[role] for role in roles if role in self.errors), None)
+
+    def mend(self, roles: Iterable[str]) -> None:
+        """Forgets the errors of these roles."""
+        for role in roles:
+            self.errors.pop(role, None)
 
 
 class ReplayQueue:
-    """The replays of one phase that are in flight, oldest first. Their results are read in that order."""
+    """The replays of one phase that are in flight, oldest first. Their results are read in that order.
 
-    def __init__(self, breakage: Breakage) -> None:
+    A failure that breaks a graph breaks `roles`.
+    """
+
+    def __init__(self, breakage: Breakage, roles: Sequence[str]) -> None:
+        self.roles = tuple(roles)
         self._replays: deque[Replay] = deque()
         self._reading = threading.RLock()
         self._breakage = breakage
@@ -208,7 +240,8 @@ class ReplayQueue:
                 replay.succeed(collect_outcome(replay.pending, until))
         except PhaseError as error:
             if not replay.done:  # else a teardown has ended it and closed its graphs
-                self._breakage.error = self._breakage.error or (error if error.breaks else None)
+                if error.breaks:
+                    self._breakage.add(self.roles, error)
                 replay.fail(error)
         if self._replays and self._replays[0] is replay:  # a teardown may have removed it meanwhile
             self._replays.popleft()

@@ -25,6 +25,9 @@ class Revival:
     spares: int
     started: int
 
+    def __str__(self) -> str:
+        return f"{self.kept} workers kept their process, {self.spares} spares and {self.started} new processes took places"
+
 
 def revive(group: WorkerGroup, *, rest_s: float, start_s: float) -> Revival:
     """Sets all workers of a group up again; none may have a graph. Afterwards they are as after `WorkerGroup.create`.
@@ -32,14 +35,24 @@ def revive(group: WorkerGroup, *, rest_s: float, start_s: float) -> Revival:
     A worker keeps its process if it is idle within `rest_s` and its `reset` returns true in that time. Raises what `setup`
     raises, and DeadlineError after `start_s`.
     """
-    kept = _reset(group, _idle(group, rest_s), rest_s)
+    kept = _reset(group, idle_ranks(group, rest_s), rest_s)
     lost = [rank for rank in range(len(group.actors)) if rank not in kept]
     spares = group.replace_workers(lost, start_s)
     return Revival(len(kept), spares, len(lost) - spares)
 
 
-def _idle(group: WorkerGroup, rest_s: float) -> list[int]:
-    """Returns the ranks that run nothing, as soon as all living ones do, or after `rest_s`."""
+def revive_shards(group: WorkerGroup, lost: set[int], *, rest_s: float, start_s: float) -> Revival:
+    """Makes the shards of the workers `lost` whole as `revive` does, and leaves the others alone. They may run."""
+    shards = {group.layout.coordinates(rank).dp for rank in lost}
+    theirs = [rank for shard in sorted(shards) for rank in group.layout.shard(shard)]
+    kept = _reset(group, [rank for rank in idle_ranks(group, rest_s) if rank in theirs and rank not in lost], rest_s)
+    gone = [rank for rank in theirs if rank not in kept]
+    spares = group.replace_workers(gone, start_s, setup=theirs)
+    return Revival(len(kept), spares, len(gone) - spares)
+
+
+def idle_ranks(group: WorkerGroup, rest_s: float) -> list[int]:
+    """Returns the ranks of living workers that run nothing, as soon as all do, or after `rest_s`."""
     until = time.monotonic() + rest_s
     while True:
         found = group.reports(max(0.0, until - time.monotonic()))

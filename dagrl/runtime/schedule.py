@@ -18,8 +18,9 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from ray.exceptions import RayError
 
-from dagrl.errors import GraphError, LayoutError, PhaseError, RunError
+from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
 from dagrl.runtime.codec import Codec, Join, codec_of, share_out
 from dagrl.runtime.compile import Compiled, Engine, GraphWorkers, compile_phase, executor_of, ticket_counters
 from dagrl.runtime.deadline import Deadline
@@ -56,6 +57,9 @@ logger = logging.getLogger(__name__)
 
 SETTLING_S, SETTLING_REPLAYS = 0.1, 20
 """The most time and replays for which a warm-up repeats an input, until code is specialized and caches are full."""
+
+REST_POLL_S = 0.02
+"""How often `at_rest` asks workers what they run."""
 
 SLOW_S = 1.0
 """A first replay that takes longer is not repeated: imports and opening edges alone do not explain its time."""
@@ -187,7 +191,7 @@ class Scheduler:
         fields = None if phase.inputs is None else field_types(phase.inputs)
         carried = dict(scalars or {}), token_ids, warmup_value, codec
         self._entries[phase.name] = _Entry(
-            phase, graph, tuple(buckets), *carried, limits, fields, ReplayQueue(self._breakage)
+            phase, graph, tuple(buckets), *carried, limits, fields, ReplayQueue(self._breakage, self._together(phase.roles))
         )
 
     def compile(self) -> None:
@@ -199,7 +203,7 @@ class Scheduler:
         self._check_overlap()
         if not self._compiled:
             self._check_free()
-            self._reset_tickets()
+            self._reset_tickets(self.groups)
             self._executors.clear()
         self._compile_missing()
 
@@ -215,9 +219,21 @@ class Scheduler:
                 made[name] = [shard for one in new for shard in one.shards]
         return made
 
-    def _reset_tickets(self) -> None:
-        for role, group in self.groups.items():
-            group.reset_tickets(self._tickets_of(role), Deadline(self.options.compile_s, "timeouts.compile_s"))
+    def _reset_tickets(self, roles: Iterable[str]) -> None:
+        for role in roles:
+            deadline = Deadline(self.options.compile_s, "timeouts.compile_s")
+            self.groups[role].reset_tickets(self._tickets_of(role), deadline)
+
+    def _together(self, roles: Iterable[str]) -> tuple[str, ...]:
+        """Returns these roles and all that share actors with them, directly or through others."""
+        found = set(roles)
+        while more := {
+            other
+            for other, counters in self._counters.items()
+            if other not in found and any(set(counters) & set(self._counters[role]) for role in found)
+        }:
+            found |= more
+        return tuple(role for role in self.groups if role in found)
 
     def _tickets_of(self, role: str) -> list[int]:
         """The next ticket of each rank."""
@@ -251,13 +267,13 @@ class Scheduler:
                     "phases to one"
                 )
 
-    def warmup(self, before: Callable[[Phase], None] | None = None) -> None:
+    def warmup(self, before: Callable[[Phase], None] | None = None, only: Iterable[str] | None = None) -> None:
         """Replays each phase at each of its buckets, largest first. Workers leave their state unchanged.
 
         Short replays are repeated, so that the first real one finds mapped memory and specialized code, as later ones do.
-        `before` is called with each phase before its first replay.
+        `before` is called with each phase before its first replay. `only`: the names of the phases (None: all).
         """
-        for entry in self._entries.values():
+        for entry in [self._entries[name] for name in (self._entries if only is None else only)]:
             if before is not None:
                 before(entry.phase)
             for value in self._warmup_inputs(entry):
@@ -305,25 +321,52 @@ class Scheduler:
         """Returns the traced graph of each phase."""
         return {name: entry.graph for name, entry in self._entries.items()}
 
-    def recover(self) -> dict[str, list[int]]:
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """The roles whose phases cannot be replayed before `recover`."""
+        return tuple(self._breakage.errors)
+
+    @contextmanager
+    def at_rest(self, timeout_s: float) -> Iterator[None]:
+        """Inside, no thread starts a replay, and the workers of whole roles run nothing.
+
+        Raises DeadlineError if they have not ended their replays within `timeout_s`.
+        """
+        until = time.monotonic() + timeout_s
+        with self._lock:
+            while busy := self._running(max(0.0, until - time.monotonic())):
+                if time.monotonic() >= until:
+                    raise DeadlineError(f"{', '.join(busy)} workers still run a phase after {timeout_s:g} s")
+                time.sleep(REST_POLL_S)
+            yield
+
+    def _running(self, timeout_s: float) -> list[str]:
+        """The whole roles of which a worker runs something, or does not say."""
+        whole = [group for role, group in self.groups.items() if role not in self.broken]
+        return [group.role.name for group in whole if any(one.what for one in group.reports(timeout_s).values())]
+
+    def recover(self, roles: Iterable[str] | None = None) -> dict[str, list[int]]:
         """Recovers from a failure: compiles the broken graphs again, on the groups' actors, which must all be alive.
 
         A graph is kept if its workers are the same actors, their loops are running, and all replays sent to it have ended.
-        Every other graph is torn down, and the replays under way fail. Returns the shards that were compiled again, by
-        phase. Warm up before the next replay.
+        Every other graph is torn down, and the replays under way fail. `roles`: those that failed (None: all); phases of
+        others, and replays of these under way, are left alone. Returns the shards that were compiled again, by phase. Warm
+        up before the next replay.
         """
         with self._lock:
+            roles = self._together(self.groups if roles is None else {*roles, *self.broken})
             try:
-                self._teardown(lambda one: not (one.reusable and one.runs_on(self.groups)))
-                self._executors.pop("eager", None)
+                self._teardown(lambda one: not (one.reusable and one.runs_on(self.groups)), roles)
+                if len(roles) == len(self.groups):
+                    self._executors.pop("eager", None)
                 self._check_shared_actors()
-                self._reset_tickets()
+                self._reset_tickets(roles)
                 made = self._compile_missing()
             except BaseException as error:  # some shards may have no graph
                 text = f"the graphs could not be recovered: {error}"
-                self._breakage.error = self._breakage.error or PhaseError((), breaks=text)
+                self._breakage.add(roles, PhaseError((), breaks=text))
                 raise
-            self._breakage.error = None
+            self._breakage.mend(roles)
         logger.info("compiled again, by phase and shard: %s", made or "nothing")
         return made
 
@@ -407,7 +450,7 @@ class Scheduler:
         """Starts a replay. With `max_in_flight` under way, waits for the oldest first."""
         while True:
             with self._lock:
-                broken = self._breakage.error
+                broken = self._breakage.of(entry.phase.roles)
                 if broken is not None:
                     advice = f"{broken.breaks}; call scheduler.recover() after the workers are whole again"
                     raise PhaseError(broken.failures, advice, broken.breaks)
@@ -437,7 +480,7 @@ class Scheduler:
             entry.in_flight.append(replay)
         except BaseException as error:  # some workers have their ticket; others would wait for theirs forever
             text = f"replay {number} of phase {entry.phase.name!r} could not be sent to all its workers: {error}"
-            self._breakage.error = PhaseError((), breaks=text)
+            self._breakage.add(entry.in_flight.roles, PhaseError((), breaks=text))
             raise
         return replay
 
@@ -495,16 +538,17 @@ class Scheduler:
                 tickets[counter] += 1
         return mine
 
-    def _teardown(self, ends: Callable[[Compiled], bool] = lambda one: True) -> None:
-        """Tears down the graphs that `ends` selects, and fails the replays under way.
+    def _teardown(self, ends: Callable[[Compiled], bool] = lambda one: True, roles: Collection[str] | None = None) -> None:
+        """Tears down the graphs on these roles (None: all) that `ends` selects, and fails their phases' replays under way.
 
         `ends` must select every graph that has not ended a replay: no later replay could read past its results.
         """
         with self._lock:
-            entries = list(self._entries.values())
+            roles = self.groups if roles is None else roles
+            entries = [entry for entry in self._entries.values() if set(entry.phase.roles) & set(roles)]
             if any(entry.in_flight for entry in entries):  # loops that wait for a ticket would block the teardown
-                for role, group in self.groups.items():
-                    group.pass_tickets(self._tickets_of(role))
+                for role in roles:
+                    self.groups[role].pass_tickets(self._tickets_of(role))
             for replay in [replay for entry in entries for replay in entry.in_flight]:
                 text = f"phase {replay.phase!r}, replay {replay.number} was under way when its graphs were torn down"
                 replay.fail(PhaseError((), f"{text}; replay it again"))

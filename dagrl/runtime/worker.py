@@ -34,9 +34,10 @@ class WorkerHooks(Protocol):
         ...
 
     def setup(self, address: str, /) -> None:
-        """Called once, on all workers of the group at the same time.
+        """Called on all workers of the group at the same time, for a rendezvous at `address`, a free `host:port`.
 
-        `address` is a free `host:port` on the host of rank 0, for a rendezvous.
+        It is on the host of rank 0. If the class has `meets_by_shard = True`, each shard meets alone, on the host of its
+        first rank, and is set up again alone after a failure.
         """
         ...
 

@@ -158,8 +158,8 @@ class WorkerGroup:
             Role(role, layout, methods, transports), handles, owned=False, deadline=deadline, health_group=health_group
         )
 
-    def replace_workers(self, ranks: Sequence[int], timeout_s: float = 180.0) -> int:
-        """Kills the workers of `ranks`, fills their places, and sets all workers up again.
+    def replace_workers(self, ranks: Sequence[int], timeout_s: float = 180.0, *, setup: Sequence[int] | None = None) -> int:
+        """Kills the workers of `ranks`, fills their places, and sets the workers of `setup` up again (None: all).
 
         A spare takes a place if its node has one, else a new actor. Returns how many spares were used. Call
         `Scheduler.recover` next: it compiles the graphs of these workers and leaves the others. Raises RunError for a group
@@ -180,8 +180,8 @@ class WorkerGroup:
             self._late_runs[rank] = ()
         self.actors = tuple(actors)
         self._install(ranks, deadline)
-        self.prepare()
-        self.setup()
+        self.prepare(ranks)
+        self.setup(setup)
         return used
 
     def fill_spares(self) -> None:
@@ -209,17 +209,27 @@ class WorkerGroup:
         finally:
             self._while_waiting = None
 
-    def prepare(self) -> None:
-        """Lets every worker prepare for `setup`, if the class has `prepare`. Does not wait; `setup` comes after it."""
+    def prepare(self, ranks: Sequence[int] | None = None) -> None:
+        """Lets workers (None: all) `prepare` for `setup`, if the class has that. Does not wait; `setup` comes after it."""
         if "prepare" in self.role.methods:
-            for actor in self.actors:
-                actor.prepare.remote()
+            for rank in range(len(self.actors)) if ranks is None else ranks:
+                self.actors[rank].prepare.remote()
 
-    def setup(self) -> None:
-        """Calls `setup(address)` on every worker at once, if the class has it. Also rejoins a group after `abort`."""
+    def setup(self, ranks: Sequence[int] | None = None) -> None:
+        """Calls `setup(address)` on workers (None: all) at once, if the class has it. Also rejoins a group after `abort`.
+
+        The address is on the first worker's host; that of the shard's first worker for a class with `meets_by_shard`.
+        """
         if "setup" not in self.role.methods:
             return
-        self.call("setup", self.call_function(free_address)[0])
+        addresses = self.call_function(free_address)
+        by_shard = self._starter is not None and getattr(self._starter.worker_class, "meets_by_shard", False)
+        hosts = [self.layout.shard(self.layout.coordinates(rank).dp)[0] if by_shard else 0 for rank in range(len(addresses))]
+        refs = [
+            actor.setup.remote(addresses[host]) if ranks is None or rank in ranks else ray.put(None)
+            for rank, (actor, host) in enumerate(zip(self.actors, hosts, strict=True))
+        ]
+        self.wait(refs, self._deadline, "setup")
 
     def call(self, method: str, *args: object, deadline: Deadline | None = None) -> list[Any]:
         """Calls `method(*args)` on every worker and returns the results in rank order."""

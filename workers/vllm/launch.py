@@ -12,7 +12,6 @@ import functools
 import gc
 import json
 import os
-import socket
 import sys
 import time
 import uuid
@@ -66,12 +65,8 @@ class Rendezvous:
 
 
 def meet(context: WorkerContext, address: str) -> Rendezvous:
-    """Agrees on a rendezvous with the other ranks of this shard.
-
-    All shards share the group's `address`. The first rank of each shard picks a port on its own host and publishes it there
-    under the shard's number.
-    """
-    tp_rank, shard = context.coordinates.tp, context.coordinates.dp
+    """Agrees on a rendezvous with the other ranks of this shard at `address`, on the host of its first rank."""
+    tp_rank = context.coordinates.tp
     if context.layout.tp == 1:
         _register_alone()
         return Rendezvous(f"{ALONE}://rank:{uuid.uuid4().hex}", 0, _local_rank(0))
@@ -79,14 +74,13 @@ def meet(context: WorkerContext, address: str) -> Rendezvous:
 
     host, port = address.rsplit(":", 1)
     timeout = timedelta(seconds=context.collective_timeout_s)
-    store = TCPStore(host, int(port), context.layout.world_size, context.rank == 0, timeout)
+    store = TCPStore(host, int(port), context.layout.tp, tp_rank == 0, timeout)
     if tp_rank == 0:
-        own = host if context.rank == 0 else socket.gethostbyname(socket.gethostname())
-        store.set(f"vllm/{shard}", f"tcp://{own}:{reserve_port()}?run={uuid.uuid4().hex}")
-    init_method = store.get(f"vllm/{shard}").decode()
+        store.set("vllm", f"tcp://{host}:{reserve_port()}?run={uuid.uuid4().hex}")
+    init_method = store.get("vllm").decode()
     store.add("vllm/met", 1)
-    if context.rank == 0:  # this process hosts the store: wait until all ranks have read
-        _wait_for_all(store, context.layout.world_size, context.collective_timeout_s)
+    if tp_rank == 0:  # this process hosts the store: wait until all ranks have read
+        _wait_for_all(store, context.layout.tp, context.collective_timeout_s)
     return Rendezvous(f"{init_method}&member={tp_rank}", tp_rank, _local_rank(tp_rank))
 
 

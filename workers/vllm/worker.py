@@ -60,6 +60,7 @@ class VllmWorker:
     """Generates in quanta. `dagrl.runtime.worker` documents the methods that the runtime calls."""
 
     requires = ("vllm",)
+    meets_by_shard = True
 
     def __init__(self, context: WorkerContext, config: Config) -> None:
         self.context = context

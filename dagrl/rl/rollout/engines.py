@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.data.tokenization import Prompt
+from dagrl.errors import WorkerError
 from dagrl.rl.generation import FinishedRequest, Generated
 from dagrl.runtime.shapes import Batch
 
@@ -30,7 +31,10 @@ class Quantum(Protocol):
     """A quantum in flight."""
 
     def result(self) -> QuantumResult:
-        """Waits for the quantum."""
+        """Waits for the quantum. Raises WorkerError if an engine failed."""
+
+    def partial(self) -> Mapping[int, Generated]:
+        """Returns what the shards that did not fail made, after `result` has raised."""
 
 
 class GenerationEngines(Protocol):
@@ -47,6 +51,19 @@ class GenerationEngines(Protocol):
 
     def exclude_wait(self) -> None:
         """Keeps the engines' wait for the driver up to now out of the overhead of the next quantum."""
+
+    def replace(self, error: WorkerError) -> set[int] | None:
+        """Replaces the engines that failed, as `error` says, and fails the quanta in flight. All others are at rest then.
+
+        Returns the shards whose engines are new, without requests and without weights until the next refit; None if the
+        run has to restart.
+        """
+
+    def refill(self, version: int) -> None:
+        """Sends new engines the weights of `version`, which the train workers hold. Does nothing without new engines."""
+
+    def connect(self) -> None:
+        """Connects new engines for the next refit. Does nothing without new engines."""
 
 
 class Stop(Protocol):

@@ -26,7 +26,7 @@ import numpy as np
 from dagrl.config import Config, Json
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Prompt
-from dagrl.errors import RunError, StopRequestedError
+from dagrl.errors import RunError, StopRequestedError, WorkerError
 from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.functions.answers import Answers, split_done
@@ -131,7 +131,13 @@ class Experience:
         self.rollouts.start(*[self._new_group(self.buffer.start(), *self.sampler.take(1)) for _ in range(room)])
 
     def work(self, other: Future[Any] | None = None) -> None:
-        """Runs one quantum. With nothing to generate, waits for a score, an answer of the environment, or `other`."""
+        """Runs one quantum. With nothing to generate, waits for a score, an answer of the environment, or `other`.
+
+        Without `other`, which is the training under way, engines that were replaced get their weights first.
+        """
+        if other is None and not self.rollouts.serving:
+            self._engines.refill(self.buffer.version)
+            self.rollouts.serve()
         if self.rollouts.generating:
             self._sort(self.rollouts.advance())
         else:
@@ -179,6 +185,14 @@ class Experience:
             self.rest()
             self.rollouts.abort(set(too_old) & self.rollouts.numbers)
             self._scoring = [item for item in self._scoring if item.group.number not in too_old]
+
+    def connect(self) -> None:
+        """Connects engines that were replaced for a refit."""
+        self._engines.connect()
+
+    def replace(self, error: WorkerError) -> None:
+        """Goes on after a refit failed, which the caller then repeats; raises `error` if the run has to restart."""
+        self._sort(self.rollouts.replace(error))
 
     def rest(self) -> None:
         """Reads the quanta in flight and starts none."""

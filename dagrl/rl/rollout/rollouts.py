@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from dagrl.config import Config
 from dagrl.config.settings import bucket_widths, generation_config
+from dagrl.errors import WorkerError
 from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply
 from dagrl.rl.functions.answers import split_done
@@ -77,8 +78,8 @@ class Rollouts:
         self._environment = None if isinstance(environment, AgentRunner) else environment
         self._room = bucket_widths(config.policy)[-1]
         self._longest_first = generation.request_order == "longest_first"
-        slots = request_slots(generation.vllm_cfg.max_num_seqs)
-        self._shards = [ShardLoad(slots) for _ in range(layout.dp)]
+        self._slots = request_slots(generation.vllm_cfg.max_num_seqs)
+        self._shards = [ShardLoad(self._slots) for _ in range(layout.dp)]
         self.quantum_size = QuantumSize(generation.quantum_engine_steps, generation.quantum_seconds, IN_FLIGHT, layout.dp)
         self.history = LengthHistory(float(generation.max_new_tokens))
         self._groups: dict[int, RolloutGroup] = {}
@@ -106,7 +107,12 @@ class Rollouts:
     @property
     def generating(self) -> bool:
         """Whether a quantum would have work: requests wait or run. Sequences that await the environment do not count."""
-        return bool(self._requests)
+        return bool(self._requests) and any(shard.slots for shard in self._shards)
+
+    @property
+    def serving(self) -> bool:
+        """Whether all engines have weights: those that were replaced have none until a refit and `serve`."""
+        return all(shard.slots for shard in self._shards)
 
     @property
     def pending(self) -> list[Future[list[Reply]]]:
@@ -146,7 +152,7 @@ class Rollouts:
 
     def look_ahead(self) -> None:
         """Submits quanta behind those in flight, or behind a refit, so that engines do not wait for the driver."""
-        while self._requests and len(self._quanta) < IN_FLIGHT:
+        while self.generating and len(self._quanta) < IN_FLIGHT:
             self._submit()
 
     def settle(self) -> list[RolloutGroup]:
@@ -166,13 +172,23 @@ class Rollouts:
         if running:
             made = self._made_so_far()
             self._engines.abort(running)
-            for request in running:
-                group, episode = self._requests[request]
-                self._forget(request)
-                if request in made and not episode.options.constraint:  # a grammar begins with the request
-                    episode.append(made[request])
-                self._request(group, episode)
+            self._move(running, made)
         return complete
+
+    def replace(self, error: WorkerError) -> list[RolloutGroup]:
+        """Replaces engines that failed in a quantum or a refit; returns the groups that are complete.
+
+        Requests of engines that go on are not disturbed if all their results arrived. Others are generated elsewhere, from
+        the tokens that are known here. New engines get requests after the next refit and `serve`. Raises `error` if the run
+        has to restart.
+        """
+        self._replace(error, [])
+        return self._take_complete()
+
+    def serve(self) -> None:
+        """Gives all engines requests."""
+        for shard in self._shards:
+            shard.slots = self._slots
 
     def leave_questions(self) -> None:
         """Forgets unanswered calls of the environment before it closes. Their episodes stay `awaiting` in a checkpoint."""
@@ -258,11 +274,44 @@ class Rollouts:
 
     def _read(self) -> None:
         asked, quantum = self._quanta.popleft()
-        result = quantum.result()
+        try:
+            result = quantum.result()
+        except WorkerError as error:
+            self._replace(error, [quantum.partial()])
+            return
         learned = [_steps_to_learn_from(part, steps) for part, steps in zip(result.generated, asked, strict=True)]
         self.quantum_size.record(learned, result.busy_s, result.overhead_s)
-        made = [part.request(row) for part in result.generated for row in range(len(part))]
+        self._take_all(result.generated)
+
+    def _take_all(self, generated: Iterable[Generated]) -> None:
+        made = [part.request(row) for part in generated for row in range(len(part))]
         self._ask([turn for request in made if (turn := self._take(request)) is not None])
+
+    def _replace(self, error: WorkerError, parts: list[Mapping[int, Generated]]) -> None:
+        """Replaces failed engines. `parts` are the results of the quanta that have failed already, by shard."""
+        parts += [_arrived(quantum) for _, quantum in self._quanta]
+        self._quanta.clear()
+        replaced = self._engines.replace(error)
+        if replaced is None:
+            raise error
+        for part in parts:
+            self._take_all(part.values())
+        made = self._made_so_far()
+        for number, shard in enumerate(self._shards):
+            if number in replaced:
+                shard.slots = 0
+            if number in replaced or not all(number in part for part in parts):
+                self._engines.abort([request for request in shard.requests if request in made])
+                self._move(list(shard.requests), made)
+
+    def _move(self, requests: Sequence[int], made: Mapping[int, FinishedRequest]) -> None:
+        """Makes these requests wait for any engine again, with the tokens that were made so far."""
+        for request in requests:
+            group, episode = self._requests[request]
+            self._forget(request)
+            if request in made and not episode.options.constraint:  # a grammar begins with the request
+                episode.append(made[request])
+            self._request(group, episode)
 
     def _take(self, made: FinishedRequest) -> Turn | None:
         """Takes a finished request (see `_finish`), or passes on the new tokens of one that streams."""
@@ -397,6 +446,14 @@ def _place(group: RolloutGroup, episode: Episode) -> int:
 def _key(group: RolloutGroup, episode: Episode) -> str:
     """Identifies the episode for its environment."""
     return f"{group.number}/{_place(group, episode)}"
+
+
+def _arrived(quantum: Quantum) -> Mapping[int, Generated]:
+    """The results of a quantum, which may fail, of the shards that ended it."""
+    try:
+        return dict(enumerate(quantum.result().generated))
+    except WorkerError:
+        return quantum.partial()
 
 
 def _steps_to_learn_from(part: Generated, asked: int) -> int:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from dagrl.config import Config, Json
 from dagrl.config.settings import algorithm_name, holds_reference, rows_per_sample, uses_critic
+from dagrl.errors import WorkerError
 from dagrl.refit import RefitReport
 from dagrl.rl.agents.runner import open_environment
 from dagrl.rl.rewards import RewardRunner
@@ -45,7 +46,7 @@ def open_experience(session: Session, reward: RewardRunner, *, max_age_steps: in
         Experience(
             config,
             PromptData(inputs.prompts, inputs.validation_prompts, inputs.tokenizer),
-            WorkerEngines(session.generation, replays, config.timeouts.replay),
+            WorkerEngines(session.generation, replays, config.timeouts.replay, session.replacement),
             reward,
             environment,
             session.stop,
@@ -130,12 +131,18 @@ def refit(replays: Replays, experience: Experience, version: int) -> dict[str, f
     """Sends generation the train workers' weights as `version`. Returns how long generation stood still, and the bytes.
 
     Submits the next quanta before it waits, so that engines continue at once. Colocated engines have no memory for a quantum
-    until the refit has ended.
+    until the refit has ended. Engines that fail in it are replaced, and it is replayed again.
     """
+    experience.connect()
     replay = replays.submit("refit", version)
     if replays.shared is None:
         experience.rollouts.look_ahead()
-    result = replays.collect("refit", replay, busy_s=mean_pause)[0]
+    try:
+        result = replays.collect("refit", replay, busy_s=mean_pause)[0]
+    except WorkerError as error:
+        experience.replace(error)
+        return refit(replays, experience, version)
+    experience.rollouts.serve()
     received = sum(report.bytes_received for report in _reports(result))
     return {UPDATE_PAUSE: max(_pauses(result)), REFIT_BYTES: float(received)} if received else {}
 
