@@ -35,6 +35,7 @@ from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.encoded import Encoded, Shares
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet, encoded, payload_bytes
 from dagrl.runtime.executors.base import Executor, GraphLimits, accelerated
+from dagrl.runtime.executors.node import DIED
 from dagrl.runtime.failures import PendingReplay
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase, replicas_per_graph
@@ -57,6 +58,9 @@ logger = logging.getLogger(__name__)
 
 SETTLING_S, SETTLING_REPLAYS = 0.1, 20
 """The most time and replays for which a warm-up repeats an input, until code is specialized and caches are full."""
+
+REPORT_S = 1.0
+"""How long workers have, at least, to say what they run."""
 
 REST_POLL_S = 0.02
 """How often `at_rest` asks workers what they run."""
@@ -334,7 +338,7 @@ class Scheduler:
         """
         until = time.monotonic() + timeout_s
         with self._lock:
-            while busy := self._running(max(0.0, until - time.monotonic())):
+            while busy := self._running(max(REPORT_S, until - time.monotonic())):
                 if time.monotonic() >= until:
                     raise DeadlineError(f"{', '.join(busy)} workers still run a phase after {timeout_s:g} s")
                 time.sleep(REST_POLL_S)
@@ -343,7 +347,8 @@ class Scheduler:
     def _running(self, timeout_s: float) -> list[str]:
         """The whole roles of which a worker runs something, or does not say."""
         whole = [group for role, group in self.groups.items() if role not in self.broken]
-        return [group.role.name for group in whole if any(one.what for one in group.reports(timeout_s).values())]
+        idle = ("", DIED.what)  # what waits for a dead worker raises by itself
+        return [group.role.name for group in whole if any(one.what not in idle for one in group.reports(timeout_s).values())]
 
     def recover(self, roles: Iterable[str] | None = None) -> dict[str, list[int]]:
         """Recovers from a failure: compiles the broken graphs again, on the groups' actors, which must all be alive.

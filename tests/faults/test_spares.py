@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import ray
 
+from dagrl.errors import DeadlineError, PhaseError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, phase
-from dagrl.runtime.revive import Revival, revive
+from dagrl.runtime.revive import Revival, revive, revive_shards
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.spares import take_place
 from dagrl.runtime.worker import WorkerContext
@@ -53,9 +54,20 @@ def ranks(train: Shard, value):
     return train.map("rank", value)
 
 
+class ByShard(Resettable):
+    """Each shard is set up alone."""
+
+    meets_by_shard = True
+
+
 @phase
-def misbehave(train: Shard, how):
-    return train.map("misbehave", how)
+def slow(train: Shard, until):
+    return train.map("slow", until)
+
+
+@phase
+def misbehave(other: Shard, how):
+    return other.map("misbehave", how)
 
 
 def replayed(group: WorkerGroup) -> object:
@@ -97,6 +109,7 @@ def test_a_spare_takes_the_place_of_a_dead_worker_and_the_others_keep_their_proc
     assert not [pid for pid in gone if Path(f"/proc/{pid}").exists()], "the group's end ends its spares"
 
 
+@pytest.mark.slow
 def test_dead_spares_hung_workers_and_those_that_cannot_be_reset_are_replaced_by_new_processes(cluster: None) -> None:
     group = WorkerGroup.create("train", Resettable, ParallelLayout(dp=1, tp=3), 2, spares=1)
     try:
@@ -109,6 +122,39 @@ def test_dead_spares_hung_workers_and_those_that_cannot_be_reset_are_replaced_by
         assert replayed(group) == ([0, 1, 2],)
     finally:
         group.shutdown(2.0)
+
+
+def test_one_shard_is_replaced_while_another_role_computes(cluster: None, tmp_path: Path) -> None:
+    """The dead worker's graph alone is compiled again; the other shard's worker is not set up again, and `train` goes on."""
+    train = WorkerGroup.create("train", Resettable, ParallelLayout(), None)
+    other = WorkerGroup.create("other", ByShard, ParallelLayout(dp=2), None, spares=1)
+    other.fill_spares()
+    wait_for_spare(other)
+    done = tmp_path / "done"
+    try:
+        with Scheduler([train, other], SchedulerOptions(fallback="error", teardown_s=4.0)) as scheduler:
+            scheduler.add(slow, warmup_value=0.0)
+            scheduler.add(misbehave, warmup_value={"rank": -1})
+            scheduler.compile()
+            scheduler.warmup()
+            working = scheduler.replay(slow, str(done))
+            with pytest.raises(PhaseError, match=r"other worker 1 .* died"):
+                scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
+            assert scheduler.broken == ("other",)
+            assert revive_shards(other, {1}, rest_s=REST_S, start_s=START_S) == Revival(kept=0, spares=1, started=0)
+            assert scheduler.recover(["other"]) == {"misbehave": [1]}
+            assert scheduler.replay(misbehave, {"rank": -1}).result() == (0, 1)
+            assert [setups for *_, setups in other.call("story")] == [1, 1]
+            with pytest.raises(DeadlineError, match="train workers still run"), scheduler.at_rest(0.3):
+                pass
+            assert not working.ready()
+            done.touch()
+            assert working.result() == ("done",)
+            with scheduler.at_rest(START_S):
+                assert scheduler.replay(slow, 0.0).result() == ("done",)
+    finally:
+        train.shutdown(2.0)
+        other.shutdown(2.0)
 
 
 def test_a_spare_on_gpus_sees_only_the_place_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:

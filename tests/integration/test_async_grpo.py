@@ -264,22 +264,24 @@ def test_a_stopped_run_resumes_with_its_unfinished_groups(
 
 
 @pytest.mark.slow
-def test_a_generation_worker_killed_in_a_quantum_costs_a_restart(tmp_path: Path, trained: Trained) -> None:
-    """The run restarts from its newest checkpoint: every step is recorded once, every group is trained on."""
+def test_a_generation_worker_killed_in_a_quantum_costs_no_step(tmp_path: Path, trained: Trained) -> None:
+    """A spare takes its place: no step is repeated, and every group is trained on once, by the versions of its tokens."""
     config = configuration(
         tmp_path,
         "killed",
         executor="compiled",
         grpo={"async_grpo": ASYNC, "max_num_steps": 6},
         data={"task_args": {"train_s": 0.03, "engine_step_s": 0.004, "die_at_version": 3}},
-        checkpointing={"save_period": 1},
+        checkpointing={"save_period": 100},
         on_failure="restart",
         max_restarts=1,
+        spares={"generation": 1},
     )
     run_with_restarts(run_grpo, config)
     assert (Path(config.output_dir) / config.name / DIED).exists()
     assert [line["step"] for line in steps_of(config)] == list(range(1, 7))
-    assert set(numbers_of(trained)) == set(range(6 * PROMPTS))
+    assert sorted(numbers_of(trained)) == list(range(6 * PROMPTS))
+    check_versions(config, trained)
 
 
 def test_dropped_groups_are_replaced_and_environments_continue_sequences(tmp_path: Path, trained: Trained) -> None:

@@ -135,9 +135,8 @@ class Experience:
 
         Without `other`, which is the training under way, engines that were replaced get their weights first.
         """
-        if other is None and not self.rollouts.serving:
-            self._engines.refill(self.buffer.version)
-            self.rollouts.serve()
+        while other is None and not self.rollouts.serving:
+            self._refill()
         if self.rollouts.generating:
             self._sort(self.rollouts.advance())
         else:
@@ -188,11 +187,21 @@ class Experience:
 
     def connect(self) -> None:
         """Connects engines that were replaced for a refit."""
-        self._engines.connect()
+        if not self.rollouts.serving:
+            self.rest()  # replaces those that have failed since
+            self._engines.connect()
 
     def replace(self, error: WorkerError) -> None:
         """Goes on after a refit failed, which the caller then repeats; raises `error` if the run has to restart."""
         self._sort(self.rollouts.replace(error))
+
+    def _refill(self) -> None:
+        self.rest()  # replaces those that have failed since
+        try:
+            self._engines.refill(self.buffer.version)
+            self.rollouts.serve()
+        except WorkerError as error:
+            self.replace(error)
 
     def rest(self) -> None:
         """Reads the quanta in flight and starts none."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from dagrl.config import Config
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
-from dagrl.errors import StopRequestedError
+from dagrl.errors import PhaseError, StopRequestedError, WorkerFailure
 from dagrl.rl.environments import FAILED, Question, Reply
 from dagrl.rl.functions.answers import Failed
 from dagrl.rl.generation import FinishedRequest, RequestProgress, pack_generated, quantum_options, quantum_steps
@@ -105,17 +105,31 @@ class Sudden(Future[Any]):
         return found
 
 
-class Engines:
-    """The generation group: shards of `max_num_seqs` running requests each, at one policy version."""
+class Parts(list[Any]):
+    """The results of a replay by shard; None of a shard whose engine is dead."""
 
-    def __init__(self, config: Config) -> None:
+    def partial(self) -> dict[int, Any]:
+        return {shard: part for shard, part in enumerate(self) if part is not None}
+
+
+class Engines:
+    """The generation group: shards of `max_num_seqs` running requests each, at one policy version.
+
+    An engine dies in a quantum or a refit with the probability `dying`, and has no weights from its replacement to a refit.
+    """
+
+    def __init__(self, config: Config, dying: float = 0.0, seed: int = 0) -> None:
+        self.dying, self._random = dying, random.Random(seed)  # noqa: S311
+        self.dead: set[int] = set()
+        self.empty: set[int] = set()  # replaced, and without weights
+        self.deaths, self.connected = 0, True
         vllm = generation_config(config).vllm_cfg
         self.layout, self.role = ParallelLayout(dp=vllm.data_parallel_size), SimpleNamespace(name="generation")
         self.slots, self.version = vllm.max_num_seqs, 0
         self.requests: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.layout.dp)]
 
-    def generate(self, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> list[Any]:
-        """Runs one quantum on every shard."""
+    def generate(self, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Parts:
+        """Runs one quantum on every living shard."""
         streams = {number for number, options in quantum_options(batch).items() if options.stream}
         for shard, mine in zip(self.requests, rows, strict=True):
             for row in mine.tolist():
@@ -125,7 +139,50 @@ class Engines:
                 drawn = random.Random(seed)  # noqa: S311
                 shard[number] = {"made": [], "drawn": drawn, "ends": drawn.randint(1, 2 * limit), "limit": limit}
                 shard[number]["streamed"] = 0 if number in streams else None
-        return [self._quantum(shard, quantum_steps(batch, number)) for number, shard in enumerate(self.requests)]
+        assert not any(self.requests[shard] for shard in self.empty), "requests for an engine without weights"
+        self._die()
+        steps = [quantum_steps(batch, number) for number in range(len(self.requests))]
+        alive = [number not in self.dead for number in range(len(self.requests))]
+        return Parts(
+            [self._quantum(*given) if lives else None for lives, *given in zip(alive, self.requests, steps, strict=True)]
+        )
+
+    def refit(self, version: int) -> Parts:
+        """Gives all engines that live the weights of a version."""
+        assert self.connected
+        self._die()
+        if not self.dead:
+            self.version, self.empty = version, set()
+        return Parts([None if shard in self.dead else [] for shard in range(len(self.requests))])
+
+    def _die(self) -> None:
+        died = {shard for shard in range(len(self.requests)) if self._random.random() < self.dying} - self.dead
+        self.dead |= died
+        self.deaths += len(died)
+
+    def failure(self, phase: str) -> PhaseError:
+        """What a replay raises if an engine is dead."""
+        rank = min(self.dead)
+        return PhaseError((WorkerFailure("generation", rank, "", "", 0, phase, 0, "", "died", "", ""),))
+
+    def replace(self, error: PhaseError) -> set[int]:
+        """Makes new engines, for `EngineReplacement`."""
+        assert error.failures and self.dead
+        replaced, self.dead = self.dead, set()
+        for shard in replaced:
+            self.requests[shard] = {}
+        self.empty |= replaced
+        self.connected = False
+        return replaced
+
+    @property
+    def unconnected(self) -> bool:
+        return not self.connected
+
+    def connect(self) -> None:
+        """See `EngineReplacement`."""
+        assert not self.dead
+        self.connected = True
 
     def _quantum(self, shard: dict[int, dict[str, Any]], steps: int) -> Any:
         finished = []
@@ -149,6 +206,7 @@ class Engines:
     def call(self, method: str, numbers: Sequence[int] = (), *, deadline: Deadline) -> Any:
         """Answers the plain calls of the group."""
         assert deadline.key == "timeouts.replay_s", "not the start timeout"
+        assert not self.dead, "it would not answer"
         if method == "abort_requests":
             return [[shard.pop(number, None) for number in numbers] for shard in self.requests]
         assert method == "unfinished_requests"
@@ -282,8 +340,16 @@ class Run:
     `stop_at`: the check of the stop signal, counted after the first step, that finds a stop requested.
     """
 
-    def __init__(self, config: Config, seed: int, *, stop_at: int | None = None, resumed: Checkpoint | None = None) -> None:
-        self.config, self.world, self.engines = config, World(seed), Engines(config)
+    def __init__(
+        self,
+        config: Config,
+        seed: int,
+        *,
+        stop_at: int | None = None,
+        resumed: Checkpoint | None = None,
+        dying: float = 0.0,
+    ) -> None:
+        self.config, self.world, self.engines = config, World(seed), Engines(config, dying, seed)
         self.trained: dict[int, list[ScoredGroup]] = {}
         self.metrics: list[dict[str, float]] = []
         self.replays: list[tuple[str, bool]] = []  # what was submitted (True) and read, in order
@@ -309,6 +375,7 @@ class Run:
             ),
             checkpoints=cast(Any, self.checkpoints),
             stop=cast(Any, Stop(self)),
+            replacement=cast(Any, self.engines),
         )
 
     def train(self) -> TrainState | None:
@@ -368,8 +435,7 @@ class Run:
         if name == "generate":
             return self.engines.generate(value, rows)
         assert name == "refit"
-        self.engines.version = value
-        return []
+        return self.engines.refit(value)
 
     def collect(
         self, name: str, results: Any, busy_s: Callable[[Any], float | None] | None = None
@@ -377,10 +443,15 @@ class Run:
         self.replays.append((name, False))
         if name == "generate":
             self.world.tick()
+        if None in results:
+            raise self.engines.failure(name)
+        results = results if name == "generate" else []
         return results, CountedReplay(name, ("generation",), ReplayTiming(0.0, 1.0, (1.0,) * len(results), None), 1.0, 0.0)
 
     def replay(self, name: str, value: Any, rows: Any = None) -> Any:
-        """Raises: tests that replay training phases override it."""
+        """Replays a refit. Raises otherwise: tests that replay training phases override it."""
+        if name == "refit":
+            return self.collect(name, self.submit(name, value))[0]
         raise AssertionError(f"{name} is not simulated")
 
     def log(self, step: int, stage: str, metrics: dict[str, float]) -> None:

@@ -123,6 +123,18 @@ def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, 
     check_metrics(run)
 
 
+@settings(deadline=None, max_examples=25)
+@given(seed=seeds, loop=st.sampled_from([{}, asynchronous(0, True), asynchronous(2, True)]), turns=st.booleans())
+def test_engines_that_die_at_any_moment_cost_no_step_and_no_group(seed: int, loop: dict[str, Any], turns: bool) -> None:
+    """Nothing is lost, trained twice, or made without weights, whether an engine dies in a quantum or a refit."""
+    run = Run(configuration(loop, turns=turns), seed, dying=0.05)
+    assert run.train() is None
+    assert sorted(numbers_of(run.trained)) == list(range(STEPS * PROMPTS))
+    check_tokens(run.trained, loop.get("max_trajectory_age_steps", 0))
+    for episode in (one for groups in run.trained.values() for one in episodes_of(groups)):
+        assert episode.finish_reason in ("stop", "length") and len(episode.tokens) > 0
+
+
 def test_a_quantum_is_queued_behind_every_update_in_flight() -> None:
     """It is submitted before the refit has ended. The number of quanta in flight stays bounded."""
     run = Run(slow(configuration(asynchronous(2, True), room=80)), seed=0)
@@ -501,6 +513,8 @@ def test_quanta_are_queued_behind_a_refit_unless_colocated(shared: object) -> No
         return [], None
 
     replays = SimpleNamespace(shared=shared, submit=lambda *_: asked.append("refit"), collect=collect)
-    experience = SimpleNamespace(rollouts=SimpleNamespace(look_ahead=lambda: asked.append("quantum")))
+    rollouts = SimpleNamespace(look_ahead=lambda: asked.append("quantum"), serve=lambda: asked.append("serve"))
+    experience = SimpleNamespace(rollouts=rollouts, connect=lambda: asked.append("connect"))
     refit(cast("Any", replays), cast("Any", experience), 1)
-    assert asked == (["refit", "quantum", "read"] if shared is None else ["refit", "read"])
+    between = ["quantum"] if shared is None else []
+    assert asked == ["connect", "refit", *between, "read", "serve"]
