@@ -373,10 +373,11 @@ class Config(Section):
     """What to do if a phase cannot be compiled: run it eagerly, or fail."""
 
     on_failure: Literal["stop", "restart"] = "stop"
-    """After a worker raised, died or hung: end the run, or restart it from the newest checkpoint."""
+    """After a worker raised, died or hung: end the run, or go on. `restart` replaces a generation engine while training
+    goes on, and after any other failure restarts from the newest checkpoint."""
 
     max_restarts: PositiveInt = 3
-    """Maximum number of restarts."""
+    """Maximum number of restarts and replaced engines together."""
 
     spares: SparesConfig = SparesConfig()
     """Spare processes for lost workers."""
