@@ -9,7 +9,6 @@ Train rank 0 serves the address, plans the refit and tells every rank its part. 
 
 from __future__ import annotations
 
-import pickle
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from dagrl.refit.carry.delta import check_delta
 from dagrl.refit.connect import check_devices, choose_kind
 from dagrl.refit.plan.planner import plan_refit
 from dagrl.refit.slices import WeightSlice
+from dagrl.refit.told import read_told, write_told
 from dagrl.refit.transfers import DeltaMode, RankPlan, Verify
 from dagrl.runtime.ports import reserve_port
 
@@ -70,11 +70,11 @@ def meet(
     store = _open(meeting)
     try:
         here = (tuple(slices), socket.gethostname(), _uuid(device))
-        store.set(f"{meeting.side}/{meeting.rank}", pickle.dumps(here))  # type: ignore[arg-type]
+        store.set(f"{meeting.side}/{meeting.rank}", write_told(here))  # type: ignore[arg-type]
         store.set(f"{meeting.side}/size", str(meeting.size))
         if meeting.leads:
             _plan(meeting, store, dtype, target_dtype, tied_embeddings, verify, delta)
-        told = pickle.loads(store.get(f"plan/{meeting.side}/{meeting.rank}"))  # noqa: S301
+        told = read_told(store.get(f"plan/{meeting.side}/{meeting.rank}"), "train rank 0")
         if meeting.leads:
             store.set(f"read/{meeting.side}/{meeting.rank}", "")
             _wait_for_readers(store, meeting)
@@ -121,7 +121,7 @@ def _plan(
     ranks = [(side, rank) for side in sizes for rank in range(sizes[side])]
     told: list[object]
     try:
-        here = [pickle.loads(store.get(f"{side}/{rank}")) for side, rank in ranks]  # noqa: S301
+        here = [read_told(store.get(f"{side}/{rank}"), f"{side} rank {rank}") for side, rank in ranks]
         hosts = [list(dict.fromkeys(host for _, host, _ in here)).index(host) for _, host, _ in here]
         devices = [device for _, _, device in here]
         kind = choose_kind(devices)
@@ -143,7 +143,7 @@ def _plan(
     except Exception as error:
         told = [error] * len(ranks)
     for (side, rank), part in zip(ranks, told, strict=True):
-        store.set(f"plan/{side}/{rank}", pickle.dumps(part))  # type: ignore[arg-type]
+        store.set(f"plan/{side}/{rank}", write_told(part))  # type: ignore[arg-type]
 
 
 def _wait_for_readers(store: TCPStore, meeting: Meeting) -> None:

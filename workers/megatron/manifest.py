@@ -49,7 +49,7 @@ def read_manifest(directory: Path, identity: Mapping[str, Json]) -> dict[str, An
     path = directory / MANIFEST
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; expected a directory written by save_checkpoint") from error
     manifest = _well_formed(path, content)
     _check_same(directory, manifest["identity"], identity)
