@@ -161,7 +161,7 @@ def _isolated(arguments: Sequence[str]) -> int | None:
     """Runs the campaign again in namespaces of its own. None if that cannot be done, or it is inside already."""
     if INSIDE in os.environ or os.geteuid() != 0 or shutil.which("unshare") is None:
         return None
-    places = "/dev/shm /tmp /run/netns"
+    places = "/dev/shm /tmp /run/netns"  # noqa: S108  # mount points of the namespace
     script = f'mkdir -p /run/netns; for at in {places}; do mount -t tmpfs tmpfs $at || exit; done; "$@"; exit $?'
     command = ["unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
     again = ["bash", "-c", script, "bash", sys.executable, "-m", "tests.chaos.campaign", *arguments]

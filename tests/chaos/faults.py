@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
+from tests.chaos.clock import Clock
 from tests.chaos.disk import Disk
 from tests.chaos.network import Relay
 
@@ -35,6 +36,7 @@ class Victim(Protocol):
     directory: Path
     disk: Disk | None
     relay: Relay | None
+    clock: Clock | None
 
     @property
     def driver(self) -> int:
@@ -170,6 +172,15 @@ def _disk(victim: Victim) -> Disk:
     return victim.disk
 
 
+def clock_jumps(victim: Victim, random: Random) -> Iterator[str]:
+    """The wall clock of all processes is an hour or a day ahead or behind, and then right again."""
+    if victim.clock is None:
+        raise CannotError("needs libfaketime: the clock is the machine's, and other processes use it")
+    seconds = random.choice((-86400, -3600, 3600, 86400))
+    with victim.clock.jumped(seconds):
+        yield f"{seconds:+d} s"
+
+
 MEMORY = Path("/sys/fs/cgroup/memory")
 
 
@@ -260,6 +271,7 @@ FAULTS = {
         Fault("directory read-only", refuses, (1.0, 5.0), scenarios=ONE_HOST),
         Fault("out of memory: train worker", out_of_memory("train worker")),
         Fault("out of memory: generation worker", out_of_memory("generation worker"), scenarios=GRPO),
+        Fault("clock jumps", clock_jumps, (1.5, 5.0), spares=True, scenarios=ONE_HOST),
         Fault("second run in the directory", second_run, spares=True),
         Fault("packets lost", packets(loss=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
         Fault("packets late", packets(delay_s=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
