@@ -281,7 +281,9 @@ class VllmConfig(Section):
     """Share of the GPU's memory for vLLM. Used when `kv_cache_memory_bytes` is null."""
 
     kv_cache_memory_bytes: PositiveInt | None = derived(
-        64 << 20, "GPUs: null; else what `max_num_seqs` sequences need, at most an eighth of the memory"
+        64 << 20,
+        "what `max_num_seqs` sequences need: on colocated GPUs if it fits, without GPUs at most an eighth of the memory; "
+        "else null",
     )
     """Bytes of the KV cache of one rank. null: what `gpu_memory_utilization` leaves."""
 

@@ -41,6 +41,15 @@ PROMPT_TOKENS = 1024
 SFT_SEQUENCES = 32
 """Sequences of an SFT step."""
 
+CACHE_BLOCK = 16
+"""Tokens of a block of vLLM's KV cache."""
+
+ENGINE_ROOM = 6 << 30
+"""Bytes of a GPU that an engine needs beside weights and KV cache: activations, logits of a step, CUDA graphs."""
+
+LEAST_CACHE = 1 << 30
+"""Bytes of the smallest derived KV cache of a GPU."""
+
 ROUND = 64
 """Lengths from data are rounded up to a multiple of this many tokens."""
 
@@ -102,6 +111,8 @@ def derive_from_data(
     _fit_lengths(derived, rows, prompts, hf_config)
     if gpus_per_worker(derived.config.cluster):
         _fit_microbatches(derived, hf_config, weight_bytes)
+        if generates(derived.config) and is_colocated(derived.config):
+            _fit_shared_cache(derived, hf_config, weight_bytes)
     elif generates(derived.config):
         _fit_host_cache(derived, hf_config)
 
@@ -308,18 +319,40 @@ def _activation_bytes(hf_config: Mapping[str, Json]) -> float:
 
 def _fit_host_cache(derived: Derived, hf_config: Mapping[str, Json]) -> None:
     """Sets the KV cache on a machine without GPUs: for all sequences at once, at most an eighth of the memory."""
-    config, key = derived.config, f"{ENGINE}.kv_cache_memory_bytes"
-    engine, heads = generation_config(config).vllm_cfg, _number(hf_config, "num_attention_heads", 0)
-    if not heads or not derived.open(f"{ROLLOUT}.worker", key):
+    key, wanted = f"{ENGINE}.kv_cache_memory_bytes", _wanted_cache(derived.config, hf_config)
+    if not wanted or not derived.open(f"{ROLLOUT}.worker", key):
         return
-    head_dim = _number(hf_config, "head_dim", _number(hf_config, "hidden_size", 0) // heads)
-    cached = _number(hf_config, "num_hidden_layers", 0) * _number(hf_config, "num_key_value_heads", heads) * head_dim
-    token = 2 * cached * (4 if config.policy.precision == "float32" else 2)
-    wanted = engine.max_num_seqs * config.policy.max_total_sequence_length * token
-    most = host_memory() // (8 * engine.layout.world_size)
+    most = host_memory() // (8 * generation_config(derived.config).vllm_cfg.layout.world_size)
     least = cast(int, VllmConfig.model_fields["kv_cache_memory_bytes"].default)
     reason = "all sequences at once" if wanted <= most else "an eighth of the memory of this machine"
     derived.set(key, max(least, min(wanted, most)), reason)
+
+
+def _fit_shared_cache(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
+    """Sets the KV cache of engines that share GPUs with training to what all sequences need at once, if there is room.
+
+    More would not make generation faster, and would leave less that can stay on the GPU in turns of training.
+    """
+    key, wanted = f"{ENGINE}.kv_cache_memory_bytes", _wanted_cache(derived.config, hf_config)
+    if not wanted or "kv_lora_rank" in hf_config or not derived.open(f"{ROLLOUT}.worker", key):
+        return
+    engine = generation_config(derived.config).vllm_cfg
+    memory = min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
+    most = engine.gpu_memory_utilization * memory - weight_bytes / engine.layout.tp - ENGINE_ROOM
+    if wanted / engine.layout.tp <= most:
+        derived.set(key, max(LEAST_CACHE, wanted // engine.layout.tp), "GPUs: all sequences at once")
+
+
+def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:
+    """Bytes of an engine's KV cache for all its sequences at their greatest length; 0 if unknown."""
+    engine, heads = generation_config(config).vllm_cfg, _number(hf_config, "num_attention_heads", 0)
+    if not heads:
+        return 0
+    head_dim = _number(hf_config, "head_dim", _number(hf_config, "hidden_size", 0) // heads)
+    cached = _number(hf_config, "num_hidden_layers", 0) * _number(hf_config, "num_key_value_heads", heads) * head_dim
+    size = 1 if engine.kv_cache_dtype == "fp8" else 4 if config.policy.precision == "float32" else 2
+    blocks = -(-config.policy.max_total_sequence_length // CACHE_BLOCK) + 1
+    return engine.max_num_seqs * blocks * CACHE_BLOCK * 2 * cached * size
 
 
 def _number(hf_config: Mapping[str, Json], key: str, otherwise: int) -> int:

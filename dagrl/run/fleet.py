@@ -34,6 +34,7 @@ from dagrl.run.worker_protocols import required_protocols
 from dagrl.runtime.actors import GpuBundles, Resources
 from dagrl.runtime.annotate import enable_ranges
 from dagrl.runtime.revive import Revival, revive
+from dagrl.runtime.start_parts import StartParts, parts_text, started_parts
 from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,13 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, stop: StopSi
     stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
 
     def start(role: str, before_setup: Callable[[], object] | None = None) -> WorkerGroup:
-        return WorkerGroup.create(
+        begin, waited = time.monotonic(), StartParts()
+
+        def wait() -> None:
+            with waited.part("waiting for training's memory"):
+                (before_setup or (lambda: None))()
+
+        group = WorkerGroup.create(
             role,
             worker_classes(config)[role],
             layouts(config)[role],
@@ -124,9 +131,12 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, stop: StopSi
             start_timeout_s=config.timeouts.start_s,
             collective_timeout_s=config.timeouts.collective_s,
             while_waiting=stop.check,
-            before_setup=before_setup,
+            before_setup=wait if before_setup is not None else None,
             spares=getattr(config.spares, role, 0),
         )
+        parts = [waited.seconds | found for found in group.call_function(started_parts)]
+        logger.info("%s workers started in %s", role, parts_text(time.monotonic() - begin, parts))
+        return group
 
     def start_away() -> WorkerGroup:
         group = start("train")

@@ -23,6 +23,7 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.rl.kept_logprobs import KeptLogprobs
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.architecture import check_layout, read_architecture
@@ -68,6 +69,7 @@ class MegatronWorkerBase:
         self._kv_scales: KvScales | None = None
         self._accumulated = AccumulatedParts()
         self._kept = KeptLogprobs()
+        self.start_parts = StartParts()
         self._warm_widths: dict[str, set[int]] = {}  # widths of packed microbatches, by phase
         self._stream: torch.cuda.Stream | None = None  # None: the default stream
 
@@ -136,7 +138,7 @@ class MegatronWorkerBase:
 
     def prepare(self) -> None:
         """Imports Megatron-Core."""
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), self.start_parts.part("imports"):
             warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
             from dagrl.workers.megatron import cpu
 
@@ -175,18 +177,21 @@ class MegatronWorkerBase:
 
         gc.freeze()  # full collections skip all imports; they run at different times on each worker
         with self._running():
-            start_groups(self.context, address, self.config.seed)
-            self._checkpoint_group = start_checkpoint_group(self.config.timeouts.checkpoint_s)
+            with self.start_parts.part("process groups"):
+                start_groups(self.context, address, self.config.seed)
+                self._checkpoint_group = start_checkpoint_group(self.config.timeouts.checkpoint_s)
             architecture = read_architecture(self._hf_config)
-            model = build_model(architecture, self.config.policy, self.context.layout, self._device)
-            shapes = parameter_shapes(self._hf_config)
-            load_hf(self._source, self._slices_of(self.context.rank), shapes, model.tensors())
+            with self.start_parts.part("model and weights"):
+                model = build_model(architecture, self.config.policy, self.context.layout, self._device)
+                shapes = parameter_shapes(self._hf_config)
+                load_hf(self._source, self._slices_of(self.context.rank), shapes, model.tensors())
             if architecture.scalar and not has_scalar_head(self._source):
                 deviation = self._hf_config.get("initializer_range", 0.02)
                 model.init_scalar_head(float(cast(float, deviation)), self.config.seed)
             self._adapters = self._make_adapters(model, shapes)
             self._kv_scales = self._make_kv_scales(model)
-            return (make_trainer if self.trains else frozen_trainer)(model, self.config, self.context.layout)
+            with self.start_parts.part("optimizer"):
+                return (make_trainer if self.trains else frozen_trainer)(model, self.config, self.context.layout)
 
     def abort(self) -> None:
         """Aborts this worker's collectives and channel, so that peers waiting for it raise."""

@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.process_groups import break_groups, reset_group_names
 from dagrl.runtime.spares import assigned_gpus
+from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.environment import OWN_ARGUMENTS, model_path, require_generation
@@ -45,6 +47,20 @@ ALONE = "dagrl-alone"
 
 SOCKET = "ipc://"
 """URL scheme of a socket file."""
+
+FIRST_RUN = "first run of the model"
+START_CALLS: dict[Any, str] = {
+    "determine_available_memory": FIRST_RUN,
+    "initialize_from_config": "KV cache",
+    "compile_or_warm_up_model": "CUDA graphs",
+}
+"""Calls of an engine's executor that take long at the start, and the parts that they are."""
+
+MOST_CAPTURED = 512
+"""Tokens of the largest step with a CUDA graph, as in vLLM."""
+
+CAPTURE_STEPS = {8: 64, 16: 128, 32: 256, 64: MOST_CAPTURED}
+"""Distance of captured sizes, and up to where."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,12 +113,17 @@ def _register_alone() -> None:
 
 
 def start_engine(
-    config: Config, context: WorkerContext, rendezvous: Rendezvous, recorder: ExpertRecorder | None = None
+    config: Config,
+    context: WorkerContext,
+    rendezvous: Rendezvous,
+    recorder: ExpertRecorder | None = None,
+    parts: StartParts | None = None,
 ) -> LLMEngine:
     """Starts an engine rank with loaded weights and an empty KV cache. Raises MissingDependencyError without vLLM.
 
-    A `recorder` is attached to its model.
+    A `recorder` is attached to its model. `parts` gets the times.
     """
+    parts = parts or StartParts()
     hf_config = read_hf_config(config)
     import_vllm(hf_config)
     from vllm import LLMEngine
@@ -113,7 +134,12 @@ def start_engine(
     # vLLM caches compiled code that contains the GPU index and fails on another GPU. This makes the cache key differ.
     own = {"additional_config": {"device": rendezvous.local_rank, "records_experts": recorder is not None}}
     engine_config = features.engine_config(engine_arguments(config, context) | own)
-    engine = LLMEngine(engine_config, _executor_class(rendezvous, recorder), log_stats=False, multiprocess_mode=False)
+    executor = _executor_class(rendezvous, recorder, parts)
+    engine = LLMEngine(engine_config, executor, log_stats=False, multiprocess_mode=False)
+    compilation = float(engine_config.compilation_config.compilation_time)
+    if compilation:  # it is in the first run of the model
+        parts.seconds[FIRST_RUN] = max(0.0, parts.seconds.get(FIRST_RUN, 0.0) - compilation)
+        parts.seconds["compilation"] = compilation
     _drop_message_queue()
     return engine
 
@@ -228,7 +254,30 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"
     # Between prompt chunks a seeded request draws an extra random number, which vLLM's CPU backend cannot take back.
     whole_prompts = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
-    return {**whole_prompts, **arguments, **require_generation(config).vllm_kwargs}
+    return {**whole_prompts, **arguments, **require_generation(config).vllm_kwargs, **_compilation(config)}
+
+
+def capture_sizes(most: int) -> list[int]:
+    """Returns the steps, in tokens, that are captured as CUDA graphs for up to `most` sequences; others are padded to them.
+
+    Half as many as vLLM's own, which are captured one after the other at the start; at most a fifth of a step is padding.
+    """
+    limit, sizes, begin = min(2 * most, MOST_CAPTURED), {1, 2, 4}, 0
+    for distance, end in CAPTURE_STEPS.items():
+        sizes |= set(range(begin + distance, end + 1, distance))
+        begin = end
+    return sorted(size for size in sizes | {most, limit} if size <= limit)
+
+
+def _compilation(config: Config) -> dict[str, Any]:
+    """Returns vLLM's `compilation_config` with the sizes of CUDA graphs, unless the configuration has some."""
+    generation = require_generation(config)
+    given = generation.vllm_kwargs.get("compilation_config", {})
+    own = isinstance(given, dict) and not {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & given.keys()
+    if generation.vllm_cfg.enforce_eager or not own:
+        return {}
+    assert isinstance(given, dict)
+    return {"compilation_config": {"cudagraph_capture_sizes": capture_sizes(generation.vllm_cfg.max_num_seqs), **given}}
 
 
 def _schedules_asynchronously(wanted: bool | None, ranks: int) -> bool | None:
@@ -253,7 +302,7 @@ def _tokenizer(config: Config) -> str | None:
     return config.policy.tokenizer.name or model_path(config)
 
 
-def _executor_class(rendezvous: Rendezvous, recorder: ExpertRecorder | None) -> type[Any]:
+def _executor_class(rendezvous: Rendezvous, recorder: ExpertRecorder | None, parts: StartParts) -> type[Any]:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class QuantumExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
@@ -263,9 +312,14 @@ def _executor_class(rendezvous: Rendezvous, recorder: ExpertRecorder | None) -> 
             return rendezvous.init_method, rendezvous.rank, rendezvous.local_rank
 
         def _init_executor(self) -> None:
-            super()._init_executor()
+            with parts.part("device and weights"):
+                super()._init_executor()
             if recorder is not None:
                 recorder.attach(self.driver_worker.worker.get_model(), self.vllm_config)
+
+        def collective_rpc(self, method: Any, *arguments: Any, **options: Any) -> Any:
+            with parts.part(START_CALLS[method]) if method in START_CALLS else nullcontext():
+                return super().collective_rpc(method, *arguments, **options)
 
         def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
             output = super().execute_model(scheduler_output, non_block)

@@ -86,6 +86,18 @@ def test_a_minimal_grpo_run_on_one_gpu(machine: Any) -> None:
     assert policy.sequence_packing.train_mb_tokens is not None and policy.sequence_packing.train_mb_tokens > 8192
 
 
+@pytest.mark.parametrize(("new_tokens", "fits"), [(128, True), (1024, False)])
+def test_colocated_engines_cache_all_sequences_and_no_more(machine: Any, new_tokens: int, fits: bool) -> None:
+    """What the cache does not take can stay on the GPU for training."""
+    machine(1)
+    policy = resolve(minimal(policy={"generation": {"max_new_tokens": new_tokens}})).config.policy
+    assert policy.generation is not None
+    engine, token = policy.generation.vllm_cfg, 2 * 28 * 8 * 128 * 2
+    needed = engine.max_num_seqs * policy.max_total_sequence_length * token
+    found = engine.kv_cache_memory_bytes
+    assert (found is None) == (not fits) and (found is None or needed < found < 1.1 * needed)
+
+
 @pytest.mark.parametrize(("gib", "checkpointing"), [(80, False), (24, False), (16, True)])
 def test_microbatches_fit_the_memory(machine: Any, gib: int, checkpointing: bool) -> None:
     """Train state takes 13.5 GB: a 16 GiB GPU has no room left for the activations of a long sequence."""

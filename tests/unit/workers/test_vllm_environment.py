@@ -1,12 +1,15 @@
-"""The GPU of a generation process, by Ray's assignment and the process's visible GPUs."""
+"""The GPU of a generation process, by Ray's assignment and the process's visible GPUs, and the CUDA graphs of its engine."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from dagrl.config import Config
 from dagrl.machine import VISIBLE, device_index
 from dagrl.workers.vllm.environment import check_head_size, show_host_gpus
+from dagrl.workers.vllm.launch import _compilation, capture_sizes
 from tests.families import FAMILIES
 
 
@@ -33,3 +36,27 @@ def test_latent_attention_has_no_head_size_to_check(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("dagrl.workers.vllm.environment.gpu_count", lambda: 0)
     config = Config.model_validate({"name": "t", "algorithm": "sft", "data": {"path": "x"}, "policy": {"model_name": "x"}})
     check_head_size(config, {**FAMILIES["deepseek_v3"], "hidden_size": 7168, "num_attention_heads": 128})
+
+
+@pytest.mark.parametrize("most", [1, 8, 100, 128, 500, 4096])
+def test_captured_steps_have_little_padding(most: int) -> None:
+    sizes = capture_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == min(2 * most, 512) and len(sizes) < 27
+    for tokens in range(1, sizes[-1] + 1):
+        padded = next(size for size in sizes if size >= tokens)
+        assert padded - tokens < max(8, tokens / 4)
+    assert most in sizes or most > 512
+
+
+def test_a_chosen_compilation_keeps_its_sizes() -> None:
+    def compilation(**chosen: Any) -> dict[str, Any]:
+        generation = {"vllm_cfg": {"enforce_eager": False, "max_num_seqs": 8}, "vllm_kwargs": chosen}
+        values = {"name": "x", "algorithm": "grpo", "data": {}, "policy": {"generation": generation}}
+        return _compilation(Config.model_validate(values))
+
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+    assert compilation() == {"compilation_config": sizes}
+    assert compilation(compilation_config={"cudagraph_mode": "FULL"}) == {
+        "compilation_config": {**sizes, "cudagraph_mode": "FULL"}
+    }
+    assert compilation(compilation_config={"max_cudagraph_capture_size": 4}) == {} == compilation(compilation_config=3)

@@ -1,0 +1,51 @@
+"""How long the parts of a worker's start take. The driver logs them when a group has started.
+
+class MyWorker:
+    def __init__(self, context, config):
+        self.start_parts = StartParts()
+
+    def setup(self, address):
+        with self.start_parts.part("weights"):
+            ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+
+class StartParts:
+    """Seconds by the name of a part, in order. Parts may not overlap."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Adds the time of the block to a part, also if it raises."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+def started_parts(worker: object) -> dict[str, float]:
+    """Returns the parts of a worker's start; nothing if its class does not measure them."""
+    parts = getattr(worker, "start_parts", None)
+    return dict(parts.seconds) if isinstance(parts, StartParts) else {}
+
+
+def parts_text(total_s: float, ranks: Sequence[Mapping[str, float]]) -> str:
+    """Describes a start of `total_s` seconds: each part on its slowest worker, and what no part covers.
+
+    Example: `parts_text(10.0, [{"imports": 6.0}, {"imports": 7.0}])` is `10.0 s (imports 7.0, other 3.0)`.
+    """
+    names = dict.fromkeys(name for parts in ranks for name in parts)
+    slowest = {name: max(parts.get(name, 0.0) for parts in ranks) for name in names}
+    if not slowest:
+        return f"{total_s:.1f} s"
+    slowest["other"] = max(0.0, total_s - sum(slowest.values()))
+    return f"{total_s:.1f} s ({', '.join(f'{name} {seconds:.1f}' for name, seconds in slowest.items())})"
