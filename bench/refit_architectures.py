@@ -4,37 +4,41 @@
     dagrl bench refit_architectures --names Gemma3ForCausalLM    some of them
 
 For each architecture transformers builds a tiny model with random weights, and vLLM builds its own from the saved
-configuration. vLLM's loader is recorded. The weights of a second checkpoint are then refitted over a Gloo channel, from the
-plain module (`hf`) and from its two FSDP2 shards (`dtensor`). Afterwards every parameter and buffer must be bit-equal to
-what `load_weights` makes of that checkpoint. Each architecture has processes of its own, forked from one that has imported
-vLLM, with a deadline.
+configuration, on one rank and on two tensor-parallel ones. vLLM's loader is recorded. The weights of a second checkpoint are
+then refitted over a Gloo channel, from the plain module (`hf`), from its two FSDP2 shards (`dtensor`), and from Megatron's
+modules at TP2 (`megatron`) where dagrl trains the family. Afterwards every parameter and buffer must be bit-equal to what
+`load_weights` makes of that checkpoint. Each architecture has processes of its own, forked from one that has imported vLLM,
+with a deadline. Some image processors need torchvision.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from dagrl.bench.architecture_sources import SOURCES, Part, megatron_trains
+from dagrl.bench.forked import reason_of, run_forked
 from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
+from dagrl.bench.vllm_models import as_rank, build, do_without_kernels
 
 if TYPE_CHECKING:
     import torch
 
-    from dagrl.refit import RefitPlan, WeightSlice
+    from dagrl.refit import RefitPlan
     from dagrl.workers.vllm.recording import Recording
 
-SOURCES = ("hf", "dtensor")
-SHARDS = 2
+TENSOR_PARALLEL = (1, 2)
+"""Sizes of the engines."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class ArchitectureRow:
 
     architecture: str
     source: str
+    tp: int
     passed: bool
     reason: str = ""
 
@@ -51,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench refit_architectures`."""
     parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
     parser.add_argument("--names", nargs="*", help="architectures (default: all that vLLM lists for text and images)")
-    parser.add_argument("--seconds", type=float, default=120, help="deadline of one architecture")
+    parser.add_argument("--seconds", type=float, default=240, help="deadline of one architecture")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -67,7 +72,9 @@ def run(options: argparse.Namespace) -> None:
     for name in options.names or architectures():
         for row in try_architecture(name, options.seconds):
             rows.append(row)
-            sys.stdout.write(f"{'passed' if row.passed else 'FAILED':7} {row.architecture} from {row.source} {row.reason}\n")
+            sys.stdout.write(
+                f"{'passed' if row.passed else 'FAILED':7} {row.architecture} from {row.source} to TP{row.tp} {row.reason}\n"
+            )
             sys.stdout.flush()
         if options.json:
             text = ",\n".join(json.dumps(asdict(row)) for row in rows)
@@ -83,183 +90,131 @@ def architectures() -> list[str]:
 
 
 def try_architecture(name: str, seconds: float) -> list[ArchitectureRow]:
-    """Returns a row for each source. A crash or a hang is a reason like any other."""
+    """Returns a row for each source and engine. A crash or a hang is a reason like any other."""
     with tempfile.TemporaryDirectory() as root:
-        reason = _forked(_refit_all, (name, Path(root)), seconds)
+        reason = run_forked(_refit_all, (name, Path(root)), seconds)
         report = Path(root, "rows.json")
-        done = {row["source"]: ArchitectureRow(**row) for row in json.loads(report.read_text())} if report.exists() else {}
-    return [done.get(source, ArchitectureRow(name, source, False, reason)) for source in SOURCES]
-
-
-def _forked(target: Callable[..., None], arguments: tuple[Any, ...], seconds: float | None = None) -> str:
-    """Runs `target` in a forked process. Returns why it failed; empty after success.
-
-    With a deadline it is the first of a group of processes, which all end with it.
-    """
-    context = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_told, args=(target, arguments, writer, seconds is not None))
-    process.start()
-    writer.close()
-    process.join(seconds)
-    if process.is_alive() and process.pid:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-        return f"not done after {seconds:.0f} s"
-    try:
-        return str(reader.recv())
-    except EOFError:
-        return f"the process ended with {process.exitcode}"
-
-
-def _told(target: Callable[..., None], arguments: tuple[Any, ...], writer: Any, leads: bool) -> None:
-    if leads:
-        os.setpgrp()
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    reason = ""
-    try:
-        target(*arguments)
-    except Exception as error:
-        reason = _reason(error)
-    writer.send(reason)
-    os._exit(0)  # without the exit handlers of the parent
-
-
-def _reason(error: BaseException) -> str:
-    message = " ".join(str(error).split())[:300]
-    where = error.__traceback__
-    while where is not None and where.tb_next is not None:
-        where = where.tb_next
-    at = "" if where is None else f" ({Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno})"
-    return message if isinstance(error, NoTinyConfigError) else f"{type(error).__name__}: {message}{at}"
+        rows = [ArchitectureRow(**row) for row in json.loads(report.read_text())] if report.exists() else []
+    done = {(row.source, row.tp) for row in rows}
+    wanted = [(source, tp) for tp in TENSOR_PARALLEL for source in ("hf", "dtensor")]
+    return rows + [ArchitectureRow(name, source, tp, False, reason) for source, tp in wanted if (source, tp) not in done]
 
 
 def _refit_all(name: str, root: Path) -> None:
-    """Writes `rows.json` in `root`, with a row for each source as soon as it is done."""
-    import torch
-
+    """Writes `rows.json` in `root`, with a row for each source and engine as soon as it is done."""
     from dagrl.workers.vllm.launch import import_vllm
-    from dagrl.workers.vllm.recording import record
 
     first, second = root / "first", root / "second"
     for seed, directory in enumerate((first, second)):
         tiny_model(name, seed).save_pretrained(directory)  # type: ignore[operator]
-    parts = {"hf": _tried(_whole, name), "dtensor": _tried(_shards, name, root)}  # before vLLM makes its process groups
+    sources = [source for source in SOURCES if source != "megatron" or megatron_trains(second)]
+    parts = {source: _tried(SOURCES[source], name, second) for source in sources}  # before vLLM makes its process groups
     import_vllm({"architectures": [name]})
-    model = build(first)
-    weights = _read(second)
-    model.load_weights(iter(weights.items()))  # type: ignore[operator]
-    wanted = {key: tensor.clone() for key, tensor in _tensors(model).items()}
+    do_without_kernels()
     rows: list[ArchitectureRow] = []
-    for source in SOURCES:
-        held = parts[source]
-        try:
-            if isinstance(held, Exception):
-                raise held
-            model.load_weights(iter(_read(first).items()))  # type: ignore[operator]
-            found = record(model, [(key, tuple(one.shape), one.dtype) for key, one in weights.items()], torch.bfloat16)
-            refit_into(model, found, held)
-            wrong = [key for key, tensor in _tensors(model).items() if not _equal(tensor, wanted[key])]
-            reason = f"tensors that differ from load_weights: {len(wrong)}, such as {', '.join(wrong[:3])}" if wrong else ""
-        except Exception as error:
-            reason = _reason(error)
-        rows.append(ArchitectureRow(name, source, not reason, reason))
-        (root / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
+    for tp in TENSOR_PARALLEL:
+        ranks = _tried(_engine, first, second, tp)
+        for source in sources:
+            rows.append(_row(name, source, tp, parts[source], ranks))
+            (root / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
 
 
-Part = tuple["list[WeightSlice]", "dict[str, torch.Tensor]"]
-"""What one rank of the source holds."""
+def _row(
+    name: str, source: str, tp: int, parts: list[Part] | Exception, ranks: list[EngineRank] | Exception
+) -> ArchitectureRow:
+    for failed in (parts, ranks):
+        if isinstance(failed, Exception):
+            return ArchitectureRow(name, source, tp, False, failed.args[0] if failed.args else str(failed))
+    assert not isinstance(parts, Exception) and not isinstance(ranks, Exception)
+    refitted = _tried(_refit, ranks, parts)
+    wrong = refitted if isinstance(refitted, list) else []
+    reason = f"tensors that differ from load_weights: {len(wrong)}, such as {', '.join(wrong[:3])}" if wrong else ""
+    return ArchitectureRow(name, source, tp, refitted == [], reason or ("" if refitted == [] else str(refitted)))
 
 
-def _tried(describe: Callable[..., list[Part]], *arguments: Any) -> list[Part] | Exception:
+def _tried(work: Callable[..., T], *arguments: Any) -> T | Exception:
+    """Returns what `work` returns, or an error with the reason why it failed."""
     try:
-        return describe(*arguments)
+        return work(*arguments)
     except Exception as error:
-        return error
+        return RuntimeError(str(error) if isinstance(error, NoTinyConfigError) else reason_of(error))
 
 
-def _whole(name: str) -> list[Part]:
-    from dagrl.refit.sources import slices_of, tensors_of
+@dataclass(frozen=True)
+class EngineRank:
+    """One rank of an engine: its model, the recording of its loader, and what that loader makes of the second checkpoint."""
 
-    model = tiny_model(name, seed=1)
-    return [(slices_of(model, dtype="bfloat16"), tensors_of(model, dtype="bfloat16"))]
+    model: torch.nn.Module
+    found: Recording
+    wanted: Mapping[str, torch.Tensor]
+    reset: Callable[[], object]
 
 
-def _shards(name: str, root: Path) -> list[Part]:
-    """Returns the FSDP2 shards, each made in a process that is one rank of a world without peers."""
+def _engine(first: Path, second: Path, tp: int) -> list[EngineRank]:
+    return [_engine_rank(first, second, tp, rank) for rank in range(tp)]
+
+
+def _engine_rank(first: Path, second: Path, tp: int, rank: int) -> EngineRank:
     import torch
 
-    parts = []
-    for rank in range(SHARDS):
-        path = root / f"shard{rank}.pt"
-        if reason := _forked(_write_shard, (name, path, rank)):
-            raise RuntimeError(f"FSDP2: {reason}")
-        parts.append(torch.load(path, weights_only=False))
-    return parts
-
-
-def _write_shard(name: str, path: Path, rank: int) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from dagrl.refit.sources import slices_of, tensors_of
-
-    dist.init_process_group("fake", rank=rank, world_size=SHARDS, store=FakeStore())
-    model = tiny_model(name, seed=1)
-    fully_shard(model, mesh=init_device_mesh("cpu", (SHARDS,)))
-    torch.save((slices_of(model, dtype="bfloat16"), tensors_of(model, dtype="bfloat16")), path)
-
-
-def build(directory: Path) -> torch.nn.Module:
-    """Returns vLLM's model for a checkpoint's configuration, without weights."""
-    import torch
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    plain = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True, "max_model_len": 64}
-    config = EngineArgs(model=str(directory), **plain).create_engine_config()
-    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-        parallel_state.init_distributed_environment(1, 0, f"file://{directory}/store{os.getpid()}", 0, "gloo")
-        parallel_state.initialize_model_parallel(1, 1)
-        model: torch.nn.Module = initialize_model(config)
-    return model
-
-
-def refit_into(model: torch.nn.Module, found: Recording, parts: Sequence[Part]) -> None:
-    """Refits `model` from `parts` over a Gloo channel, as recorded."""
-    import torch
-
-    from dagrl.refit import expand, plan_refit
     from dagrl.workers.vllm.destinations import check_complete
+    from dagrl.workers.vllm.recording import record
 
+    model = build(first, tp, rank, torch.bfloat16)
+    weights = _read(second)
+    loaded = model.load_weights(iter(weights.items()))  # type: ignore[operator]
+    wanted = {key: tensor.clone() for key, tensor in _tensors(model).items()}
+
+    def reset() -> None:
+        as_rank(tp, rank)
+        model.load_weights(iter(_read(first).items()))  # type: ignore[operator]
+
+    reset()
+    found = record(model, [(key, tuple(one.shape), one.dtype) for key, one in weights.items()], torch.bfloat16)
+    lacking = sorted(found.unwritten.keys() - loaded) if isinstance(loaded, set) else []
+    if lacking:
+        raise NoTinyConfigError(f"vLLM itself rejects this checkpoint: it does not fill {', '.join(lacking[:2])}")
     check_complete(type(model).__name__, found)
-    inputs = {
+    return EngineRank(model, found, wanted, reset)
+
+
+def _refit(ranks: Sequence[EngineRank], parts: Sequence[Part]) -> list[str]:
+    """Refits all ranks from `parts` over a Gloo channel, as recorded. Returns the tensors that differ from the loader's."""
+    from dagrl.refit import expand, plan_refit
+
+    for rank in ranks:
+        rank.reset()
+    inputs = [_inputs(rank.found) for rank in ranks]
+    live = []
+    for rank, own in zip(ranks, inputs, strict=True):
+        held = {**_tensors(rank.model), **own}
+        live.append(held | {name: arranged.of(held[arranged.tensor]) for name, arranged in rank.found.arranged.items()})
+    needed = {one.name for rank in ranks for one in expand(rank.found.slices)}
+    sources = [[one for one in slices if any(part.name in needed for part in expand([one]))] for slices, _ in parts]
+    plan = plan_refit(sources, [rank.found.slices for rank in ranks], dtype="bfloat16")
+    carry(plan, [*(tensors for _, tensors in parts), *live], len(parts))
+    wrong = []
+    for number, (rank, own) in enumerate(zip(ranks, inputs, strict=True)):
+        targets = _tensors(rank.model)
+        for one in rank.found.computations:
+            view = targets[one.parameter].as_strided(one.target.shape, one.target.strides, one.target.offset)
+            view.copy_(one.compute(own))
+        wrong += [f"{key} of rank {number}" for key, tensor in targets.items() if not _equal(tensor, rank.wanted[key])]
+    return wrong
+
+
+def _inputs(found: Recording) -> dict[str, torch.Tensor]:
+    import torch
+
+    return {
         name: torch.empty(0, dtype=dtype).new_empty_strided(where.shape, where.strides)
         for one in found.computations
         for name, (where, dtype) in one.inputs.items()
     }
-    live = {**_tensors(model), **inputs}
-    live |= {name: arranged.of(live[arranged.tensor]) for name, arranged in found.arranged.items()}
-    needed = {one.name for one in expand(found.slices)}
-    sources = [[one for one in slices if any(part.name in needed for part in expand([one]))] for slices, _ in parts]
-    plan = plan_refit(sources, [found.slices], dtype="bfloat16")
-    carry(plan, [*(tensors for _, tensors in parts), live])
-    targets = _tensors(model)
-    for one in found.computations:
-        view = targets[one.parameter].as_strided(one.target.shape, one.target.strides, one.target.offset)
-        view.copy_(one.compute(inputs))
 
 
-def carry(plan: RefitPlan, tensors: Sequence[dict[str, torch.Tensor]]) -> None:
-    """Runs a refit with all ranks in threads of this process; the last rank receives."""
+def carry(plan: RefitPlan, tensors: Sequence[Mapping[str, torch.Tensor]], senders: int) -> None:
+    """Runs a refit with all ranks in threads of this process; the first `senders` ranks send."""
     import torch
 
     from dagrl.channels import ChannelSpec, open_channel
@@ -267,13 +222,12 @@ def carry(plan: RefitPlan, tensors: Sequence[dict[str, torch.Tensor]]) -> None:
     from dagrl.runtime.worker_group import free_address
 
     address = free_address(None)
-    last = plan.size - 1
 
     def rank(number: int) -> None:
         channel = open_channel(ChannelSpec("gloo", address, number, plan.size, 60.0))
         mine = plan.for_rank(number, "off", "auto")
         with torch.inference_mode(False), torch.no_grad():
-            if number == last:
+            if number >= senders:
                 RefitReceiver(mine, tensors[number], channel).receive(1)
             else:
                 RefitSender(mine, tensors[number], channel).send(1)

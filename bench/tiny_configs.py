@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,8 @@ SIZES: Mapping[str, Any] = {
     "state_size": 16,
     "laurel_rank": 8,
     "dim_model_base": 64,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
     "altup_active_idx": 0,
     "num_kv_shared_layers": 0,
     "depth": 2,
@@ -90,15 +93,71 @@ SIZES: Mapping[str, Any] = {
 }
 """Values by key, for keys that the configuration has and that are not None."""
 EXTRA: Mapping[str, Mapping[str, Any]] = {
-    "afmoe": {"score_func": "sigmoid"},
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}, "max_seq_len": 128},
     "deepseek_v3": {"topk_method": "noaux_tc"},
+    "deepseek_v32": {"topk_method": "noaux_tc"},
+    "glm_moe_dsa": {"topk_method": "noaux_tc"},
+    "gemma4_text": {"global_head_dim": 32},
+    "falcon": {"ffn_hidden_size": 256},
     "glm4_moe": {"head_dim": 16},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True},
+    "kimi_linear": {
+        "linear_attn_config": {
+            "full_attn_layers": [4],
+            "kda_layers": [1, 2, 3],
+            "head_dim": 16,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "model_max_length": 128,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_dim": 64, "conv_dim": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "longcat_flash": {
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
+        "zero_expert_num": 0,
+    },
     "mamba2": {"num_heads": 8},
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1, 1, 1],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "layernorm_epsilon": 1e-6,
+        "sliding_window_size": 128,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 16,
+        "add_swa_attention_sink_bias": True,
+    },
+    "minimax_m2": {"rotary_dim": 16, "use_routing_bias": True, "scoring_func": "sigmoid"},
     "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "moe"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_lowrank": 32,
+        "output_gate_type": "silu",
+    },
+    "zamba2": {
+        "num_key_value_heads": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+    },
 }
 """Keys that vLLM reads and published configurations have, but the class's default configuration lacks; by model type."""
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
+
+
+KEPT = ("transformers_version", "architectures", "id2label", "label2id", "dtype")
+"""Declared fields that are not sizes of the model."""
 
 
 class NoTinyConfigError(Exception):
@@ -111,10 +170,9 @@ def tiny_model(architecture: str, seed: int) -> torch.nn.Module:
     Raises NoTinyConfigError if transformers has no such model or rejects the small sizes.
     """
     import torch
-    import transformers
 
-    built = getattr(transformers, architecture, None)
-    if built is None or built.__module__.endswith("dummy_pt_objects"):
+    built = _transformers_class(architecture)
+    if built is None:
         raise NoTinyConfigError("transformers has no model of this name, so there is no source")
     try:
         config = tiny_config(built.config_class)
@@ -130,23 +188,37 @@ def tiny_model(architecture: str, seed: int) -> torch.nn.Module:
     return model
 
 
+def _transformers_class(architecture: str) -> Any:
+    """Returns transformers' model for an architecture, or for another one that vLLM builds with the same class."""
+    import transformers
+    from vllm.model_executor.models import registry
+
+    classes = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
+    same = (name for name, built in classes.items() if built == classes.get(architecture))
+    found = (getattr(transformers, name, None) for name in (architecture, *same))
+    return next((one for one in found if one is not None and not one.__module__.endswith("dummy_pt_objects")), None)
+
+
 def tiny_config(config_class: type[Any]) -> Any:
     """Returns the class's default configuration with small sizes, in nested configurations too."""
-    return config_class(**_small(config_class().to_dict()))
+    return config_class(**_small(config_class()))
 
 
-def _small(values: Mapping[str, Any]) -> dict[str, Any]:
+def _small(config: Any) -> dict[str, Any]:
+    """Returns arguments for a small configuration of the same class. It derives itself what it derives from its sizes."""
     small: dict[str, Any] = {}
-    depth = next((values[key] for key in DEPTHS if isinstance(values.get(key), int)), None)
-    for key, value in values.items():
-        if key in DEPTHS and isinstance(value, int):
+    declared = {field.name: field.default for field in dataclasses.fields(config)}
+    depth = next((getattr(config, key) for key in DEPTHS if isinstance(getattr(config, key, None), int)), None)
+    for key, default in declared.items():
+        value = vars(config).get(key, default)
+        if hasattr(value, "to_dict"):
+            small[key] = {**_small(value), "model_type": value.model_type}
+        elif key in DEPTHS and isinstance(value, int):
             small[key] = min(value, LAYERS)
         elif key in SIZES and value is not None and not isinstance(value, dict | list):
             small[key] = SIZES[key]
-        elif isinstance(value, list) and depth is not None and len(value) == depth:
+        elif isinstance(value, list) and depth is not None and len(value) == depth and default is not None:
             small[key] = value[:LAYERS]
-        elif isinstance(value, dict) and key.endswith("_config"):
-            small[key] = _small(value)
-        elif key not in ("transformers_version", "architectures", "per_layer_config"):
+        elif default is not None and value != default and key not in KEPT:
             small[key] = value
-    return {**small, **EXTRA.get(str(values.get("model_type")), {})}
+    return {**small, **EXTRA.get(config.model_type, {})}

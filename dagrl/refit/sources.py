@@ -30,6 +30,7 @@ ToHf = Callable[[dict[str, "Tensor"]], Mapping[str, "Tensor"]]
 """Turns a module's state dict into that of its checkpoint, by views and copies of views."""
 
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.contiguous.default}
+_CAT = torch.ops.aten.cat.default
 
 
 def slices_of(module: torch.nn.Module, *, dtype: str, to_hf: ToHf | None = None) -> list[WeightSlice]:
@@ -102,11 +103,13 @@ def _transformers_conversion(module: torch.nn.Module) -> ToHf:
 
 @dataclass(frozen=True)
 class _Memory:
-    """What a storage is: the parameter `name`, or a dense copy of `original`, arranged as `copied`."""
+    """What a storage is: the parameter `name`, a dense copy of `original`, arranged as `copied`, or the tensors `joined`."""
 
     name: str = ""
     copied: Strided | None = None
     original: Tensor | None = None
+    joined: tuple[Tensor, ...] = ()
+    dim: int = 0
 
 
 class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -125,8 +128,21 @@ class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def of(self, tensor: Tensor) -> _Memory | None:
         return self._known.get(tensor.untyped_storage()._cdata)
 
+    def pieces(self, tensor: Tensor, place: Strided) -> Iterator[tuple[Tensor, Strided]]:
+        """Yields the tensors that were joined to `tensor`, each with its part of `place`; the tensor itself if none were."""
+        memory = self.of(tensor)
+        if memory is None or not memory.joined or Strided.of(tensor) != Strided.whole(tensor.shape):
+            yield tensor, place
+            return
+        offset = place.offset
+        for piece in memory.joined:
+            yield from self.pieces(piece, Strided(offset, tuple(piece.shape), place.strides))
+            offset += piece.shape[memory.dim] * place.strides[memory.dim]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        if func is _CAT:
+            self.add(made, _Memory(joined=tuple(args[0]), dim=(args[1] if len(args) > 1 else 0) % made.dim()))
         if func in _COPIES and self.of(args[0]) is not None and self.of(made) is None:
             self.add(made, _Memory(copied=Strided.of(made), original=args[0]))
         return made
@@ -142,18 +158,25 @@ def _converted(state: Mapping[str, Tensor], to_hf: ToHf) -> Iterator[tuple[Weigh
     with torch.no_grad(), views:
         checkpoint = to_hf(meta)
     for name, view in checkpoint.items():
-        memory, copy = views.of(view), StridedCopy.between(Strided.of(view), Strided.whole(view.shape))
-        while memory is not None and memory.original is not None and memory.copied is not None:
-            copy = copy.through(memory.copied, Strided.of(memory.original))
-            memory = views.of(memory.original)
-        if memory is None:
-            raise RefitPlanError(
-                f"{name!r} of the checkpoint is computed from the module's parameters; a refit sends views of them. Load "
-                "such a model under the names that the engine's loader takes unchanged"
-            )
-        swapped = StridedCopy(copy.target, copy.source, tuple((count, own, other) for count, other, own in copy.loops))
-        slices, arranged = copied_slices(name, view.shape, swapped, memory.name, Strided.whole(state[memory.name].shape))
-        yield from ((one, arranged) for one in slices)
+        for piece, place in views.pieces(view, Strided.whole(view.shape)):
+            yield from _taken(name, view.shape, StridedCopy.between(Strided.of(piece), place), views.of(piece), views, state)
+
+
+def _taken(
+    name: str, shape: Sequence[int], copy: StridedCopy, memory: _Memory | None, views: _Views, state: Mapping[str, Tensor]
+) -> Iterator[tuple[WeightSlice, Arranged | None]]:
+    """Yields the slices of a copy from `memory` into the parameter `name` of the checkpoint."""
+    while memory is not None and memory.original is not None and memory.copied is not None:
+        copy = copy.through(memory.copied, Strided.of(memory.original))
+        memory = views.of(memory.original)
+    if memory is None or not memory.name:
+        raise RefitPlanError(
+            f"{name!r} of the checkpoint is computed from the module's parameters; a refit sends views of them. Load "
+            "such a model under the names that the engine's loader takes unchanged"
+        )
+    swapped = StridedCopy(copy.target, copy.source, tuple((count, own, other) for count, other, own in copy.loops))
+    slices, arranged = copied_slices(name, shape, swapped, memory.name, Strided.whole(state[memory.name].shape))
+    yield from ((one, arranged) for one in slices)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -180,6 +180,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _CONSTANTS and self._base(args[0]).kind == "target":
             self._constants[self._base(args[0]).name] += args[0].numel()
             return args[0]
+        if func in _CONSTANTS and args[0].numel() * args[0].element_size() == args[0].untyped_storage().nbytes():
+            del self._bases[args[0].untyped_storage()._cdata]  # the loader puts a constant in place of the parameter
+            return args[0]
         if func._schema.is_mutable:
             raise self._refusal(func, tracked)
         if func in _COPIES:

@@ -135,6 +135,19 @@ def test_conversions_that_interleave_or_transpose() -> None:
         assert (held == 1).all()
 
 
+def test_joined_parameters_are_sent_from_where_they_are() -> None:
+    whole = Holder(query=torch.randn(6, 4), key=torch.randn(2, 4), bias=torch.randn(4, 3))
+
+    def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        both = torch.cat([state["query"], torch.cat([state["key"], state["key"][:1]])])
+        return {"qk": both, "wide": torch.cat([state["bias"].T, state["query"][1:4]], dim=-1), "bias": state["bias"]}
+
+    expected = {name: tensor.detach() for name, tensor in to_hf(dict(whole.named_parameters())).items()}
+    assert all((times == 1).all() for times in check_held(whole, expected, to_hf=to_hf).values())
+    with pytest.raises(RefitPlanError, match="'part' of the checkpoint is computed"):
+        slices_of(whole, dtype="float32", to_hf=lambda state: {"part": torch.cat([state["query"], state["key"]])[3:]})
+
+
 def test_tied_parameters_once_and_other_dtypes_by_name() -> None:
     module = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
     module["head"].weight = module["embed"].weight

@@ -1,0 +1,113 @@
+"""What trainers hold of a tiny model, for `bench/refit_architectures.py`: a plain module, FSDP2 shards, Megatron's modules.
+
+Shards are made in forked processes, each of which is one rank of a world without peers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dagrl.bench.forked import run_forked
+from dagrl.bench.tiny_configs import tiny_model
+
+if TYPE_CHECKING:
+    import torch
+
+    from dagrl.refit import WeightSlice
+
+SHARDS = 2
+
+Part = tuple["list[WeightSlice]", "dict[str, torch.Tensor]"]
+"""What one rank of the source holds."""
+
+
+def megatron_trains(directory: Path) -> bool:
+    """Whether dagrl's Megatron worker trains models with the checkpoint's configuration."""
+    from dagrl.workers.megatron.architecture import MODEL_TYPES
+
+    return json.loads((directory / "config.json").read_text())["model_type"] in MODEL_TYPES
+
+
+def whole(name: str, directory: Path) -> list[Part]:
+    """Returns the parts of a plain module."""
+    from dagrl.refit.sources import slices_of, tensors_of
+
+    model = tiny_model(name, seed=1)
+    return [(slices_of(model, dtype="bfloat16"), tensors_of(model, dtype="bfloat16"))]
+
+
+def fsdp_shards(name: str, directory: Path) -> list[Part]:
+    """Returns the FSDP2 shards of a module."""
+    return _sharded(_write_fsdp_shard, name, directory)
+
+
+def megatron_shards(name: str, directory: Path) -> list[Part]:
+    """Returns Megatron's modules at TP2, with the weights of the checkpoint in `directory`."""
+    return _sharded(_write_megatron_shard, name, directory)
+
+
+SOURCES: Mapping[str, Callable[[str, Path], list[Part]]] = {
+    "hf": whole,
+    "dtensor": fsdp_shards,
+    "megatron": megatron_shards,
+}
+
+
+def _sharded(write: Callable[..., None], name: str, directory: Path) -> list[Part]:
+    import torch
+
+    parts = []
+    for rank in range(SHARDS):
+        path = directory / f"{write.__name__}{rank}.pt"
+        if reason := run_forked(write, (name, directory, path, rank)):
+            raise RuntimeError(reason)
+        parts.append(torch.load(path, weights_only=False))
+    return parts
+
+
+def _join_world(rank: int) -> None:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=SHARDS, store=FakeStore())
+
+
+def _write_fsdp_shard(name: str, directory: Path, path: Path, rank: int) -> None:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from dagrl.refit.sources import slices_of, tensors_of
+
+    _join_world(rank)
+    model = tiny_model(name, seed=1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (SHARDS,)))
+    torch.save((slices_of(model, dtype="bfloat16"), tensors_of(model, dtype="bfloat16")), path)
+
+
+def _write_megatron_shard(name: str, directory: Path, path: Path, rank: int) -> None:
+    import torch
+    from megatron.core import parallel_state
+
+    from dagrl.config import PolicyConfig
+    from dagrl.runtime.layout import ParallelLayout
+    from dagrl.workers.megatron import cpu
+    from dagrl.workers.megatron.architecture import read_architecture
+    from dagrl.workers.megatron.groups import parallel_sizes
+    from dagrl.workers.megatron.hf_load import load_hf, read_hf_config
+    from dagrl.workers.megatron.model import build_model
+    from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
+
+    cpu.adapt()
+    _join_world(rank)
+    layout = ParallelLayout(tp=SHARDS)
+    parallel_state.initialize_model_parallel(**parallel_sizes(layout), create_gloo_process_groups=False)
+    config: dict[str, Any] = read_hf_config(directory)
+    policy = PolicyConfig(model_name=name, precision="bfloat16")
+    tensors = build_model(read_architecture(config), policy, layout, torch.device("cpu")).tensors()
+    slices = megatron_weight_slices(config, layout, rank)
+    load_hf(directory, slices, parameter_shapes(config), tensors)
+    torch.save((slices, {key: tensor.clone() for key, tensor in tensors.items()}), path)

@@ -1,0 +1,56 @@
+"""Runs a function in a forked process, and tells why it failed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def run_forked(target: Callable[..., None], arguments: tuple[Any, ...], seconds: float | None = None) -> str:
+    """Runs `target` in a forked process. Returns why it failed; empty after success.
+
+    With a deadline it is the first of a group of processes, which all end with it.
+    """
+    context = multiprocessing.get_context("fork")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_told, args=(target, arguments, writer, seconds is not None))
+    process.start()
+    writer.close()
+    process.join(seconds)
+    if process.is_alive() and process.pid:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return f"not done after {seconds:.0f} s"
+    try:
+        return str(reader.recv())
+    except EOFError:
+        return f"the process ended with {process.exitcode}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns the error's class, message, and place in the code."""
+    message = " ".join(str(error).split())[:300]
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    at = "" if where is None else f" ({Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno})"
+    return f"{type(error).__name__}: {message}{at}"
+
+
+def _told(target: Callable[..., None], arguments: tuple[Any, ...], writer: Any, leads: bool) -> None:
+    if leads:
+        os.setpgrp()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    reason = ""
+    try:
+        target(*arguments)
+    except Exception as error:
+        reason = reason_of(error)
+    writer.send(reason)
+    os._exit(0)  # without the exit handlers of the parent
