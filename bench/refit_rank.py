@@ -32,6 +32,7 @@ from dagrl.bench.refit_rivals import (
 )
 from dagrl.bench.refit_sides import Side, described_side, leave_vllm, megatron_side, vllm_side
 from dagrl.bench.refit_truth import clear, fill, wrong
+from dagrl.bench.refit_vllm_engines import VllmEngine
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.channels.base import MAILBOX_SLOTS, ChannelKind
 from dagrl.refit import RecordMode, RefitReceiver, RefitSender, Verify, commit_together, plan_refit
@@ -211,6 +212,27 @@ class Rank:
                 continue
             with self._together(case, method):
                 self._broadcast(case, side, method, size, load, facts)
+        if has_loader and self.size == 2:
+            self._measure_vllm_engines(case, side, facts)
+
+    def _measure_vllm_engines(self, case: RefitCase, side: Side, facts: Mapping[str, Any]) -> None:
+        """Runs vLLM's own weight transfers, from modules and from weights that were exported before."""
+        backend = "ipc" if case.colocated else "nccl"
+        for name, packed, ready in (
+            ("", False, False),
+            (" packed", True, False),
+            (", weights exported before", False, True),
+        ):
+            method = f"vLLM {backend}{name}"
+            if self._is_late(case, method):
+                continue
+            with self._together(case, method):
+                engine = VllmEngine(case, side, self.control, self.device, backend, self._group_addresses[2], packed, ready)
+                try:
+                    more = {**facts, "staging_bytes": max(self.control.gather(engine.buffer_bytes))}
+                    self._time(case, method, side, engine.run, more, few=True)
+                finally:
+                    engine.close()
 
     def _raw(self, case: RefitCase, channel: Channel) -> dict[str, Any]:
         """Measures the channel's raw bandwidth between the busiest pairs; on one GPU, the bandwidth of copies."""

@@ -28,12 +28,13 @@ _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "w
 
 @dataclass
 class Side:
-    """One rank's tensors, by the names in `slices`, who holds them, and the model if it is vLLM's."""
+    """One rank's tensors, by the names in `slices`, who holds them, and model and configuration if they are vLLM's."""
 
     slices: Sequence[WeightSlice]
     tensors: Mapping[str, torch.Tensor]
     holder: str
     model: Any = None
+    config: Any = None
 
 
 def described_side(slices: Sequence[WeightSlice], device: torch.device, holder: str) -> Side:
@@ -71,16 +72,19 @@ def vllm_side(case: RefitCase, rank: int, device: torch.device) -> Side:
     """Returns this generation rank's vLLM modules, with the parameters that vLLM's own loader fills."""
     slices = case.destinations()[rank]
     try:
-        model = _vllm_model(case, rank, device)
+        model, config = _vllm_model(case, rank, device)
         parameters = {local_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
-        return Side(slices, named_tensors(slices, parameters), "vLLM modules", model)
+        return Side(slices, named_tensors(slices, parameters), "vLLM modules", model, config)
     except Exception:
         reason = traceback.format_exc().strip().splitlines()[-1]
         return described_side(slices, device, f"tensors of vLLM's shapes (its modules: {reason})")
 
 
-def _vllm_model(case: RefitCase, rank: int, device: torch.device) -> Any:
-    """Builds one rank's model alone: sets size and rank on vLLM's groups, which nothing uses during construction."""
+def _vllm_model(case: RefitCase, rank: int, device: torch.device) -> tuple[Any, Any]:
+    """Builds one rank's model alone, and returns it with its configuration.
+
+    Sets size and rank on vLLM's groups, which nothing uses during construction.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -106,7 +110,7 @@ def _vllm_model(case: RefitCase, rank: int, device: torch.device) -> Any:
             group.world_size, group.rank_in_group, group.ranks = case.tp, rank, list(range(case.tp))
         config.parallel_config.tensor_parallel_size = case.tp
         with set_default_torch_dtype(torch.bfloat16), device:
-            return initialize_model(config)
+            return initialize_model(config), config
 
 
 def leave_vllm() -> None:

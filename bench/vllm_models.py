@@ -34,6 +34,7 @@ def build(directory: Path, tp: int, rank: int, dtype: torch.dtype, *, expert_par
         "dtype": str(dtype).removeprefix("torch."),
         "enforce_eager": True,
         "max_model_len": 64,
+        "enable_prefix_caching": False,
         "enable_expert_parallel": expert_parallel,
     }
     config = EngineArgs(model=str(directory), **arguments).create_engine_config()

@@ -11,6 +11,7 @@ or by `to_hf`. The conversion runs once over meta tensors, so that a fused or tr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,8 @@ def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple
     state = _distinct(module.state_dict(keep_vars=True))
     found: list[WeightSlice] = []
     tensors: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        check_plain(name, _local(tensor))
     parts = {name: list(_held(name, tensor)) for name, tensor in state.items()}
     for whole, arranged in _converted(state, to_hf or _transformers_conversion(module)):
         name = arranged.tensor if arranged else whole.tensor
@@ -70,6 +73,16 @@ def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple
                 found.append(part)
                 tensors[part.tensor] = place.of(local.detach())
     return stack_experts(_quantized(found)), tensors
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    """Raises RefitPlanError for a tensor class with a form of its own, such as Transformer Engine's FP8."""
+    kind = type(tensor)
+    if kind.__module__.startswith(("transformer_engine", "torchao")):
+        raise RefitPlanError(
+            f"parameter {name!r} is a {kind.__module__}.{kind.__name__}, but a refit sends plain tensors. Send the master "
+            "weights; what the engine holds in FP8 is quantized on the way"
+        )
 
 
 def _quantized(slices: Sequence[WeightSlice]) -> list[WeightSlice]:
@@ -98,7 +111,28 @@ def _transformers_conversion(module: torch.nn.Module) -> ToHf:
         return dict
     from transformers.core_model_loading import revert_weight_conversion
 
-    return lambda state: revert_weight_conversion(module, state)
+    def to_hf(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        with _names_of_wrapped(module):
+            found: dict[str, Tensor] = revert_weight_conversion(module, state)
+        return found
+
+    return to_hf
+
+
+@contextmanager
+def _names_of_wrapped(module: torch.nn.Module) -> Iterator[None]:
+    """Gives FSDP2's classes names and modules of the classes that they wrap, by which transformers finds its conversions."""
+    from torch.distributed.fsdp import FSDPModule
+
+    names = {kind: (kind.__name__, kind.__module__) for kind in map(type, module.modules()) if issubclass(kind, FSDPModule)}
+    for kind in names:
+        wrapped = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+        kind.__name__, kind.__module__ = wrapped.__name__, wrapped.__module__
+    try:
+        yield
+    finally:
+        for kind, (name, place) in names.items():
+            kind.__name__, kind.__module__ = name, place
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dagrl.bench.vllm_models import build, do_without_kernels
 from dagrl.errors import ConfigError
 from dagrl.refit import plan_refit
 from dagrl.refit.fp8 import in_blocks, quantize_blocks
@@ -81,26 +82,8 @@ FP8_CASES = [
 ]
 
 
-def build(directory: Path, case: Case, rank: int, dtype: str = "float32") -> torch.nn.Module:
-    """Builds the model of one rank without loading weights."""
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    arguments = {"skip_tokenizer_init": True, "dtype": dtype, "enforce_eager": True, "max_model_len": 64}
-    config = EngineArgs(model=str(directory), enable_expert_parallel=case.ep, **arguments).create_engine_config()
-    with set_current_vllm_config(config):
-        if not torch.distributed.is_initialized():
-            store = Path(tempfile.mkdtemp()) / "store"
-            parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-            parallel_state.initialize_model_parallel(1, 1)
-        for group in (parallel_state.get_tp_group(), parallel_state.get_ep_group()):
-            group.world_size, group.rank_in_group, group.ranks = case.tp, rank, list(range(case.tp))
-        config.parallel_config.tensor_parallel_size = case.tp
-        with set_default_torch_dtype(getattr(torch, dtype)):
-            return initialize_model(config)
+def build_rank(directory: Path, case: Case, rank: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return build(directory, case.tp, rank, dtype, expert_parallel=case.ep)
 
 
 def quantized(checkpoint: Weights, directory: Path) -> Weights:
@@ -169,7 +152,7 @@ def check(case: Case, root: Path) -> None:
     ranks = [VllmRank(case.tp, rank, expert_parallel=case.ep, fp8=case.fp8) for rank in range(case.tp)]
     held = []
     for rank in ranks:
-        model = build(directory, case, rank.tp_rank, "bfloat16" if case.fp8 else "float32")
+        model = build_rank(directory, case, rank.tp_rank, torch.bfloat16 if case.fp8 else torch.float32)
         model.load_weights(iter(checkpoint.items()))
         held.append(named_tensors(model))
         check_rank(checkpoint, held[-1], vllm_weight_slices(config, rank))
@@ -322,7 +305,7 @@ def check_unmapped(root: Path) -> None:
     settings = SimpleNamespace(
         quant_config=None, parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32), compilation_config=None
     )
-    built = [build(directory, case, rank) for rank in range(2)]
+    built = [build_rank(directory, case, rank) for rank in range(2)]
     found = []
     for model in built:
         model.load_weights((name, torch.zeros_like(tensor)) for name, tensor in checkpoint.items())
@@ -346,29 +329,21 @@ def check_unmapped(root: Path) -> None:
     for rank, (model, one) in enumerate(zip(built, found, strict=True)):
         for hook in one.hooks:
             hook.run()
-        expected = build(directory, case, rank)
+        expected = build_rank(directory, case, rank)
         expected.load_weights(iter(checkpoint.items()))
         theirs = named_tensors(expected)
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in named_tensors(model).items())
     print("loads what is unmapped", flush=True)
 
 
-def _do_without_kernels() -> None:
-    """Skips vLLM's check for CPU kernels; the weight layout is unaffected."""
-    from vllm.model_executor.layers.fused_moe import config, unquantized_fused_moe_method
-    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+def _do_without_fp8_kernels() -> None:
+    """Skips vLLM's choice of FP8 kernels, which CPUs lack; the weight layout is unaffected."""
     from vllm.model_executor.layers.quantization import fp8
+    from vllm.platforms import current_platform
 
-    class Platform:
-        def __getattr__(self, name: str) -> Any:
-            return (lambda: True) if name == "is_xpu" else getattr(real, name)
-
-    real = config.current_platform
-    config.current_platform = Platform()
-    type(real).supported_quantization = ["fp8"]
+    type(current_platform).supported_quantization = ["fp8"]
     fp8.init_fp8_linear_kernel = MagicMock()
     fp8.select_fp8_moe_backend = lambda *args, **options: (MagicMock(), None)
-    unquantized_fused_moe_method.select_unquantized_moe_backend = lambda moe_config: (UnquantizedMoeBackend.CPU, None)
 
 
 def begin() -> None:
@@ -377,7 +352,8 @@ def begin() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     import_vllm({"architectures": [name for config in FAMILIES.values() for name in config["architectures"]]})
-    _do_without_kernels()
+    do_without_kernels()
+    _do_without_fp8_kernels()
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from dagrl.workers.megatron.adapter_slices import adapter_names, stacked_shapes,
 from dagrl.workers.vllm.lora import describe_slots, find_slots
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import Hf, random_model
-from tests.integration.vllm_loads import CASES, begin, build
+from tests.integration.vllm_loads import CASES, begin, build_rank
 
 PEFT = PeftConfig(enabled=True, refit="adapters", dim=4)
 
@@ -100,7 +100,7 @@ def main() -> None:
             config = json.loads((directory / "config.json").read_text())
             for rank in range(case.tp):
                 place = VllmRank(case.tp, rank, expert_parallel=case.ep)
-                slots = check_slots(build(directory, case, rank), config, place)
+                slots = check_slots(build_rank(directory, case, rank), config, place)
             print("agrees:", case.family, case.tp, case.ep, slots, flush=True)
 
 

@@ -25,11 +25,13 @@ class MegatronModules:
     """Choices of Megatron modules that change names or sharding.
 
     `transformer_engine` fuses norms into the linear layer that follows, and replicates MLA's down-projections over the
-    tensor-parallel ranks. With `grouped_experts` the experts of a rank share a module (`TEGroupedMLP`).
+    tensor-parallel ranks. With `grouped_experts` the experts of a rank share a module (`TEGroupedMLP`). `vocabulary_rows`
+    are the rows of a rank's embedding if they are padded otherwise than by `padded_vocabulary`.
     """
 
     transformer_engine: bool = False
     grouped_experts: bool = False
+    vocabulary_rows: int | None = None
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def _stage(family: Family, model: ModelConfig, rank: MegatronRank, stage: int) -
 
 def _vocabulary(model: ModelConfig, rank: MegatronRank, name: str, tensor: str) -> Iterator[WeightSlice]:
     """Yields the vocabulary rows of a rank. Padding rows have no slice."""
-    rows = padded_vocabulary(model.vocabulary, rank.layout.tp) // rank.layout.tp
+    rows = rank.modules.vocabulary_rows or padded_vocabulary(model.vocabulary, rank.layout.tp) // rank.layout.tp
     start = rank.at.tp * rows
     held = min(rows, model.vocabulary - start)
     if held > 0:

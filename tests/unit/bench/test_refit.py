@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,15 @@ import pytest
 
 from dagrl.bench import refit_rank
 from dagrl.bench.deadline import TIME_IS_UP
-from dagrl.bench.refit import check
+from dagrl.bench.refit import _free_ports, check
 from dagrl.bench.refit_cases import CASES, TRIALS, largest_that_fit, trials
+from dagrl.bench.refit_control import Control
 from dagrl.bench.refit_mappings import TABLE, RefitMapping
 from dagrl.bench.refit_plan import configuration
 from dagrl.bench.refit_rank import Rank, Settings
 from dagrl.bench.refit_report import report
 from dagrl.bench.refit_resharding import _along
+from dagrl.bench.refit_vllm_engines import Calls, answer_calls
 from dagrl.bench.report import BenchReport
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
@@ -97,3 +100,45 @@ def test_methods_without_time_are_left_out_on_all_ranks(monkeypatch: pytest.Monk
     settings = Settings(TRIALS[:1], on_gpus=False, real=False, rounds=1, control_port=0, ports=range(9), until=until)
     Rank(settings, 0, said.append).run()
     assert said == [{"name": TRIALS[0].name, "dtype": TRIALS[0].dtype, "method": "all methods", "left_out": TIME_IS_UP}]
+
+
+class _Engine:
+    """A worker that keeps its calls, and rejects one update."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def start_weight_update(self) -> None:
+        self.seen.append("start")
+
+    def update_weights(self, update_info: Any) -> None:
+        self.seen.append(update_info)
+        if update_info == "bad":
+            raise ValueError("no such parameter")
+
+    def finish_weight_update(self) -> None:
+        self.seen.append("finish")
+
+
+def test_calls_of_vllms_trainer_run_on_the_generation_rank() -> None:
+    (port,) = _free_ports(1)
+    engine = _Engine()
+
+    def generation() -> None:
+        control = Control(port, 1, 2, 20)
+        answer_calls(control, engine)
+        control.leave()
+
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(generation)
+        control = Control(port, 0, 2, 20)
+        calls = Calls(control)
+        calls.start_weight_update()
+        with pytest.raises(RunError, match="no such parameter"):
+            calls.update_weights("bad")
+        calls.update_weights({"names": ["a"]})
+        calls.finish_weight_update()
+        calls.call("done")
+        control.leave()
+        answered.result(20)
+    assert engine.seen == ["start", "bad", {"names": ["a"]}, "finish"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit import plan_refit
@@ -108,7 +109,7 @@ def test_dtensors_on_real_meshes(tmp_path: Path) -> None:
     mp.spawn(run_rank, args=(str(tmp_path / "store"),), nprocs=RANKS)  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "nemotron_h"])
 def test_transformers_models_are_described_as_they_are_saved(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -121,6 +122,22 @@ def test_transformers_models_are_described_as_they_are_saved(family: str, tmp_pa
     saved = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
     for name, held in check_held(model, saved).items():
         assert (held == 1).all(), name
+    model.__class__ = type(f"FSDP{type(model).__name__}", (FSDPModule, type(model)), {})  # as `fully_shard` does
+    check_held(model, saved)
+
+
+class Float8Tensor(Tensor):
+    """A test double of Transformer Engine's FP8 tensor, in which only the class matters."""
+
+
+Float8Tensor.__module__ = "transformer_engine.pytorch.tensor.float8_tensor"
+
+
+def test_tensors_in_a_form_of_their_own_are_refused() -> None:
+    module = nn.Module()
+    module.register_buffer("weight", torch.zeros(2, 2).as_subclass(Float8Tensor))
+    with pytest.raises(RefitPlanError, match=r"'weight' is a transformer_engine.* master weights"):
+        slices_of(module, dtype="float32")
 
 
 def test_conversions_that_interleave_or_transpose() -> None:

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+from dagrl.errors import RefitPlanError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
+from dagrl.workers.megatron.source import megatron_source
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from tests.unit.refit.weight_reference import Config, Weights, filled, hf_weights, megatron_tensors
 from tests.unit.workers.megatron_models import build_chunks, rank_of, tensors_of
@@ -80,12 +84,37 @@ def check(config: Config, layout: ParallelLayout, modules: MegatronModules) -> N
             chunks = build_chunks(config, layout, modules)
             fill(chunks, filled(weights, megatron_weight_slices(config, layout, rank, modules), like))
             boxes = [box for chunk in chunks.values() for box in boxes_of(chunk)]
+            check_source(config, layout, rank, modules, chunks)
         assert sum(box.data.numel() for box in boxes) == sum(tensor.numel() for tensor in like.values())
         for box in boxes:
             assert torch.equal(box.data, part_of(whole, box)), (rank, box.key, box.global_offset)
             replicas[box.key, box.global_offset, box.local_shape].append(box.replica_id)
     for place, ids in replicas.items():
         assert len(set(ids)) == len(ids) and sum(not any(one) for one in ids) == 1, (place, ids)
+
+
+class Wrapper(torch.nn.Module):
+    """A test double of Megatron's DDP, which holds a model as `module`."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def check_source(
+    config: Config, layout: ParallelLayout, rank: int, modules: MegatronModules, chunks: Mapping[str, torch.nn.Module]
+) -> None:
+    """Wrapped modules and Megatron's groups say the same as the layout: slices and the live tensors."""
+    found = megatron_source([Wrapper(Wrapper(chunk)) for chunk in chunks.values()], config, dtype="float32")
+    wanted = [replace(one, dtype="") for one in megatron_weight_slices(config, layout, rank, modules)]
+    assert list(found.slices) == wanted
+    live = {f"{prefix}{name}": tensor for prefix, chunk in chunks.items() for name, tensor in tensors_of(chunk).items()}
+    assert {name: one.data_ptr() for name, one in found.tensors.items()} == {n: one.data_ptr() for n, one in live.items()}
+    first = next(iter(chunks.values()))
+    first.adapter = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(RefitPlanError, match=r"do not describe '.*adapter'"):
+        megatron_source(list(chunks.values()), config, dtype="float32")
+    del first.adapter
 
 
 class NotInstalled:
