@@ -63,6 +63,8 @@ class Session:
 
     def record_initial_validation(self, stage: str, metrics: dict[str, float]) -> None:
         """Records a validation that precedes the first step of a stage."""
+        if not metrics:  # a stop request ended it
+            return
         self.recorder.record.log(self.step, stage, metrics)
         ranking_metric(self.config, stage, metrics)
 

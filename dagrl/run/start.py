@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -76,7 +77,9 @@ def run_session(
             session.finish()
         except StopRequestedError:
             if session.config.checkpointing.enabled:
+                start = time.monotonic()
                 session.checkpoints.save_last()
+                logger.info("step %d is saved, in %.1f s", session.step, time.monotonic() - start)
             raise
         finally:
             session.recorder.summarize(session.config, session.step)
@@ -150,6 +153,7 @@ def open_session(
         fleet.settle()
         clock.restart()
         stack.callback(session.recorder.write_trace)
+        stack.callback(progress.stage, "Ending the workers and Ray", "shutdown")
         yield session
 
 

@@ -94,6 +94,14 @@ def ignoring_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def given_up(stop: StopSignal, may_stop: bool) -> dict[str, float]:
+    """Returns the metrics of a validation that a stop has ended: none. With `may_stop` it raises StopRequestedError."""
+    if may_stop:
+        stop.check()
+    logger.warning("a validation was given up, as the run stops; its step has no validation metrics")
+    return {}
+
+
 @contextmanager
 def no_restart_after_stop(stop: StopSignal) -> Iterator[None]:
     """Turns a failure during a requested stop into RunError, after which nothing restarts."""

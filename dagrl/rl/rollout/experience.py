@@ -224,8 +224,9 @@ class Experience:
     def validate(self, *, may_stop: bool = False) -> dict[str, float]:
         """Returns the mean reward on held-out prompts, one completion each, sampled as in training.
 
-        With `may_stop` a stop request ends it. Pass it only where every step taken is recorded. Raises RunError if the
-        reward function or the environment failed for too large a share.
+        A stop request ends it: it then returns nothing, so that the step can be recorded without it. With `may_stop` it
+        raises StopRequestedError instead; pass it only where every step taken is recorded. Raises RunError if the reward
+        function or the environment failed for too large a share.
         """
         prompts = self._prompts.validation
         if not prompts:
@@ -237,9 +238,11 @@ class Experience:
         ]
         self.rollouts.start(*groups)
         while len(self._validated) < len(prompts) or not all(item.answers.done() for item in self._validated):
-            if may_stop and self._stop.requested:
+            if self._stop.requested:
                 self._give_up_validation()
-                self._stop.check()
+                if may_stop:
+                    self._stop.check()
+                return {}
             self.work()
         scored, self._validated = sorted(self._validated, key=lambda item: item.group.number), []
         judged = [scored_group(self._config, item.group, item.samples, self._rewards(item)) for item in scored]
@@ -263,6 +266,7 @@ class Experience:
 
     def _give_up_validation(self) -> None:
         """Drops the validation groups, which checkpoints do not hold."""
+        logger.warning("a validation was given up, as the run stops; its step has no validation metrics")
         self.rest()
         self.rollouts.abort({number for number in self.rollouts.numbers if number >= VALIDATION_STREAM})
         self._validated = []

@@ -25,6 +25,7 @@ from dagrl.run.plans import preference_plans
 from dagrl.run.replays import Replays
 from dagrl.run.session import LastStep, Session
 from dagrl.run.start import REFERENCE, run_session
+from dagrl.run.stop import given_up
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import VALIDATION
 
@@ -99,13 +100,14 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns the mean metrics of held-out pairs.
 
-    With `may_stop` a stop request ends it. Pass it only where every step taken is recorded.
+    A stop request ends it: it then returns nothing. With `may_stop` it raises StopRequestedError instead; pass it only where
+    every step taken is recorded.
     """
     session.recorder.progress.status("validating")
     size, totals = session.config.policy.train_global_batch_size, dict[str, float]()
     for start in range(0, len(validation), size):
-        if may_stop:
-            session.stop.check()
+        if session.stop.requested:
+            return given_up(session.stop, may_stop)
         pairs = validation[start : start + size]
         for name, value in comparison.losses(collate_pairs(pairs)).metrics.items():
             totals[name] = totals.get(name, 0.0) + value * len(pairs) / len(validation)

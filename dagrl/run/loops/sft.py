@@ -19,6 +19,7 @@ from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.plans import sft_plans
 from dagrl.run.session import LastStep, Session
 from dagrl.run.start import run_session
+from dagrl.run.stop import given_up
 from dagrl.telemetry.metrics import VALIDATION
 
 
@@ -57,14 +58,15 @@ def train_sft(session: Session) -> None:
 def evaluate(session: Session, validation: list[Demonstration], *, may_stop: bool = False) -> dict[str, float]:
     """Returns the mean negative log-likelihood of the response tokens of held-out demonstrations.
 
-    With `may_stop` a stop request ends it. Pass it only where every step taken is recorded.
+    A stop request ends it: it then returns nothing. With `may_stop` it raises StopRequestedError instead; pass it only where
+    every step taken is recorded.
     """
     session.recorder.progress.status("validating")
     size = session.config.policy.train_global_batch_size
     loss = tokens = 0.0
     for start in range(0, len(validation), size):
-        if may_stop:
-            session.stop.check()
+        if session.stop.requested:
+            return given_up(session.stop, may_stop)
         batch = collate(validation[start : start + size])
         part = replay_batch(session.replays, "evaluate", batch, step=session.step).flat()
         loss += part["loss"] * part["valid_tokens"]

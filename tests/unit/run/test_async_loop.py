@@ -406,6 +406,28 @@ def test_a_stop_in_the_validation_before_the_first_step_does_not_wait_for_it(
     assert saved is not None and not saved.groups, "validation prompts are not in training groups"
 
 
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_a_stop_in_a_validation_records_the_step_without_it(
+    loop: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = slow(configuration(loop, room=80))
+    config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"val_period": 1})})
+    run, begun, found = Run(config, 0), [], []
+    run.inputs.validation_prompts = run.inputs.prompts * 4
+    validate = Experience.validate
+
+    def validated(experience: Experience, **options: bool) -> dict[str, float]:
+        begun.append(len(run.replays))
+        found.append(validate(experience, **options))
+        return found[-1]
+
+    monkeypatch.setattr(Experience, "validate", validated)
+    run.look = lambda: bool(begun) and len(run.replays) > begun[0]  # type: ignore[method-assign]
+    state = run.train()
+    assert state is not None and state.step == max(run.trained) == 1 and found == [{}] and state.metric is None
+    assert run.replays[begun[0] :].count(("generate", True)) <= IN_FLIGHT + 1
+
+
 def test_a_run_stopped_in_the_first_step_after_sft_resumes_with_its_groups(tmp_path: Path) -> None:
     """The saved state says that the optimizer was reset and the reference policy taken."""
     config = slow(configuration(asynchronous(2, True), room=80))

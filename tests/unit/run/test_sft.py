@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ import pytest
 from dagrl.config import Config
 from dagrl.data import Sampler
 from dagrl.data.tokenization import Demonstration, digest_of
-from dagrl.errors import CheckpointError
+from dagrl.errors import CheckpointError, StopRequestedError
 from dagrl.run.checkpoints import TrainState
-from dagrl.run.loops.sft import learning_rate, train_sft
+from dagrl.run.loops.sft import evaluate, learning_rate, train_sft
 from dagrl.run.plans import train_buckets
+from dagrl.run.stop import StopSignal
 from dagrl.runtime.shapes import Bucket
 
 
@@ -45,6 +48,18 @@ def test_sft_before_grpo_has_its_own_rate(algorithm: str, sft: dict[str, Any], e
 def test_buckets_have_no_more_rows_than_needed(rows: int, dp: int, per_shard: int) -> None:
     """They may have fewer rows than a microbatch holds."""
     assert train_buckets(config("sft", {}, dp), rows) == (Bucket(per_shard, 16), Bucket(per_shard, 32))
+
+
+@pytest.mark.parametrize("may_stop", [False, True])
+def test_a_stop_ends_a_validation(may_stop: bool) -> None:
+    """After a step it returns nothing, so that the step is recorded; before the first step it ends the run."""
+    rows = [Demonstration(np.array([1, 2]), np.ones(2, np.float32), "")] * 99
+    stop = StopSignal()
+    session: Any = MagicMock(config=config("sft", {}), stop=stop)
+    stop.requested = True
+    with pytest.raises(StopRequestedError) if may_stop else nullcontext():
+        assert evaluate(session, rows, may_stop=may_stop) == {}
+    assert not session.replays.mock_calls
 
 
 def test_a_position_in_other_demonstrations_is_an_error() -> None:
