@@ -7,13 +7,12 @@ import re
 from typing import Literal
 
 from dagrl.config import Config, GenerationConfig, PolicyConfig, ProcessConfig
-from dagrl.config.roles import CRITIC, own_section, role_config
+from dagrl.config.roles import CRITIC, role_config
 from dagrl.config.settings import (
     bucket_widths,
     compares,
     generates,
     generation_config,
-    is_colocated,
     layouts,
     model_roles,
     rows_per_sample,
@@ -331,12 +330,7 @@ def _check_models(config: Config) -> None:
 
 
 def _check_role(config: Config, role: str) -> None:
-    section, own = own_section(config, role), role_config(config, role)
-    if section is not None and section.colocated and is_colocated(config):
-        raise ConfigError(
-            f"{role}.colocated and policy.generation.colocated.enabled are both true, but only two groups can share GPUs; "
-            "set one to false"
-        )
+    own = role_config(config, role)
     try:
         _check_microbatches(own.policy, bucket_widths(own.policy)[-1])
         check_communication(own)

@@ -79,8 +79,8 @@ class CriticConfig(Section):
     """Steps of the run in which only the critic learns."""
 
     colocated: bool = False
-    """Place its workers on the GPUs of the train workers, next to their memory. false: on GPUs of its own. Not with
-    `policy.generation.colocated`."""
+    """Place its workers on the GPUs of the train workers, next to their memory; with `policy.generation.colocated` it takes
+    turns with them and generation. false: on GPUs of its own."""
 
     megatron_cfg: OwnMegatronConfig = OwnMegatronConfig()
     """Its Megatron workers."""
@@ -108,8 +108,8 @@ class TeacherConfig(Section):
     """Several sequences per row. null: `policy.sequence_packing`."""
 
     colocated: bool = False
-    """Place its workers on the GPUs of the train workers, next to their memory. false: on GPUs of its own. Not with
-    `policy.generation.colocated`."""
+    """Place its workers on the GPUs of the train workers, next to their memory; with `policy.generation.colocated` it takes
+    turns with them and generation. false: on GPUs of its own."""
 
     megatron_cfg: OwnMegatronConfig = OwnMegatronConfig()
     """Its Megatron workers."""

@@ -322,7 +322,8 @@ class ColocatedConfig(Section):
     """Place both groups on the same GPUs."""
 
     train_share: float = Field(default=0.5, gt=0, lt=1)
-    """Fraction of a GPU that Ray accounts to the train worker; the generation worker gets the rest."""
+    """Fraction of a GPU that Ray accounts to the train worker, together with a critic and a teacher there; the generation
+    worker gets the rest."""
 
     exchange: Literal["auto", "always", "never"] = "auto"
     """What leaves the GPU while the other role works. auto: only what does not fit, by the memory that is free during

@@ -25,11 +25,15 @@ DriverPart = Callable[[Path], None]
 
 @dataclass
 class CheckpointSaver:
-    """Saves one checkpoint at a time into `store`: the state of each of `groups` in a directory of its role's name."""
+    """Saves one checkpoint at a time into `store`: the state of each of `groups` in a directory of its role's name.
+
+    `hold(role)` gives the role its memory, where groups share GPUs.
+    """
 
     config: Config
     store: CheckpointStore
     groups: Mapping[str, WorkerGroup]
+    hold: Callable[[str], None] = lambda role: None
     _pending: tuple[TrainState, Path] | None = field(default=None, init=False)
 
     def save(self, state: TrainState, parts: Sequence[DriverPart]) -> None:
@@ -38,6 +42,7 @@ class CheckpointSaver:
         background = self.config.checkpointing.async_save
         with self.store.writing(state) as directory:
             for role, group in self.groups.items():
+                self.hold(role)
                 self._call(group, "save_checkpoint", str(directory / role), {}, *([True] if background else []))
             for write in parts:
                 write(directory)
@@ -69,6 +74,7 @@ class CheckpointSaver:
                     f"{directory} has no state of the {role} workers: it was saved by a run without them. Start a new run, "
                     "or resume with the algorithm that saved it"
                 )
+            self.hold(role)
             self._call(group, "load_checkpoint", str(directory / role))
 
     def _call(self, group: WorkerGroup, method: str, *arguments: object) -> list[object]:
@@ -100,7 +106,6 @@ class Checkpoints:
         """Loads the checkpoint that the run resumes from, if any, into the train workers."""
         if self.resumed is None:
             return
-        self.replays.hold("train", keep_generation_weights=True)
         self.saver.load(self.resumed.directory)
         self.state = self.resumed.state
         self.saved_step = self.state.step

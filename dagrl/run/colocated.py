@@ -1,12 +1,13 @@
-"""Exchanges GPU memory between train and generation workers that share GPUs (`policy.generation.colocated.enabled`).
+"""Exchanges GPU memory between the groups that share GPUs with generation (`policy.generation.colocated.enabled`).
 
     shared.give_to(("train",))                # before a training phase: generation sleeps, the train state comes back
     shared.give_to(("train", "generation"))   # before a refit: both hold weights, and what stays resident
     shared.give_to(("generation",))           # before a quantum: the train state goes to the host, the KV cache comes back
+    shared.give_to(("critic",))               # a third group: the train state goes to the host, the critic's comes back
 
-`Replays` calls this before each replay with the roles of its phase, so loops do not. One role releases its memory before the
-other acquires any. What fits next to the other role stays where it is: `SharedDevices.settle` decides that from the memory
-that was free while each phase was warmed up. Without a GPU vLLM cannot sleep, and nothing moves.
+`Replays` calls this before each replay with the roles of its phase, so loops do not. Roles release their memory before
+another acquires any. What fits next to the other roles stays where it is: `SharedDevices.settle` decides that from the
+memory that was free while each phase was warmed up. Without a GPU vLLM cannot sleep, and nothing moves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dagrl.machine import DeviceMemory
@@ -23,9 +24,10 @@ from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
+GENERATION = "generation"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TRAIN_PARTS = (WEIGHTS, "optimizer", "gradients")
-"""In the order in which they stay resident. Gradients are last: they come back as zeros, without a copy."""
+"""The parts of a train state, in the order in which they stay resident. Gradients come back as zeros, without a copy."""
 
 GENERATION_PARTS = (WEIGHTS, KV_CACHE)
 
@@ -37,104 +39,152 @@ MARGIN = 0.03
 
 Measure = Callable[[str], AbstractContextManager[None]]
 Exchange = Literal["auto", "always", "never"]
-Held = tuple[tuple[str, ...], tuple[str, ...]]
-"""The parts that train and generation workers hold."""
+Parts = tuple[str, ...]
+Held = Mapping[str, Parts]
+"""The parts that each role holds."""
 
 
 @dataclass(frozen=True)
 class Residency:
-    """What stays on the GPUs while the other role works: parts of the train state, and generation's memory as a whole."""
+    """What stays on the GPUs while other roles work. `roles` are those with a train state: all but generation.
 
-    train: tuple[str, ...] = ()
-    generation: bool = False
+    `generating` has the parts of each role that stay while generation works, `training` those that stay while another role
+    works and generation sleeps. With `everything` nothing moves.
+    """
 
-    def held(self, roles: Sequence[str]) -> Held:
-        """The parts that both sides hold while a phase of `roles` runs."""
-        if self.generation:
-            return TRAIN_PARTS, GENERATION_PARTS
-        return {
-            frozenset({"train"}): (TRAIN_PARTS, ()),
-            frozenset({"train", "generation"}): (self.train or (WEIGHTS,), (WEIGHTS,)),
-            frozenset({"generation"}): (self.train, GENERATION_PARTS),
-        }[frozenset(roles)]
+    roles: Parts
+    generating: Held = field(default_factory=dict)
+    training: Held = field(default_factory=dict)
+    everything: bool = False
+
+    def held(self, working: Sequence[str]) -> Held:
+        """The parts that each role holds while a phase of the roles `working` runs."""
+        if self.everything:
+            return {**dict.fromkeys(self.roles, TRAIN_PARTS), GENERATION: GENERATION_PARTS}
+        stays, others = self.generating if GENERATION in working else self.training, set(working) - {GENERATION}
+        found = {role: stays.get(role, ()) for role in self.roles}
+        if GENERATION not in working:
+            return {**found, **dict.fromkeys(others, TRAIN_PARTS), GENERATION: ()}
+        senders = {role: found[role] or (WEIGHTS,) for role in others}
+        return {**found, **senders, GENERATION: (WEIGHTS,) if senders else GENERATION_PARTS}
 
     def __str__(self) -> str:
-        if self.generation:
+        if self.everything:
             return "all of it stays on the GPUs"
-        kept = " and ".join(self.train) or "nothing"
-        return f"{kept} of the train state stays on the GPUs, generation sleeps during training"
+        return f"{_text(self.generating)} during generation, {_text(self.training)} while another role trains"
 
 
-NONE, ALL = Residency(), Residency(TRAIN_PARTS, generation=True)
+def _text(stays: Held) -> str:
+    kept = [f"{' and '.join(parts)} of {role}" for role, parts in stays.items() if parts]
+    return f"{', '.join(kept) or 'nothing'} stays"
 
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Free bytes of one GPU after training phases and after generation, each without the other role's memory.
+    """Free bytes of one GPU after the phases of each role (`free`), each without the other roles' memory.
 
-    `generation` is what generation gives up when it sleeps, `parts` what each part of the train state takes.
+    `generation` is what generation gives up when it sleeps, `parts` what each part of each train state takes.
     """
 
     total: int
-    parts: Mapping[str, int]
+    parts: Mapping[str, Mapping[str, int]]
     generation: int
-    free_in_training: int
-    free_in_generation: int
+    free: Mapping[str, int]
 
     def residency(self) -> Residency:
-        """What fits: everything, or as many parts of the train state as fit next to generation."""
-        margin = int(MARGIN * self.total)
-        if self.generation + margin <= self.free_in_training:
-            return ALL
-        kept, left = list[str](), self.free_in_generation - margin
+        """What fits: everything, or as many parts of the train states as fit next to each role that works."""
+        roles, margin = tuple(self.parts), int(MARGIN * self.total)
+        room = {role: free - margin for role, free in self.free.items()}
+        states = {role: sum(parts.values()) for role, parts in self.parts.items()}
+        others = self.generation + sum(states.values())
+        if all(others - states[role] <= room[role] for role in roles):
+            return Residency(roles, everything=True)
+        generating = self._kept({GENERATION: room.pop(GENERATION)})
+        return Residency(roles, generating, self._kept(room))
+
+    def _kept(self, room: dict[str, int]) -> Held:
+        """The parts that fit next to every other role of `room`, which has the bytes next to each. Weights are first."""
+        kept: dict[str, Parts] = dict.fromkeys(self.parts, ())
+        full = set[str]()
         for part in TRAIN_PARTS:
-            left -= self.parts[part]
-            if left < 0:
-                break
-            kept.append(part)
-        return Residency(tuple(kept))
+            for role in kept:
+                size, beside = self.parts[role][part], [other for other in room if other != role]
+                if role in full or any(room[other] < size for other in beside):
+                    full.add(role)
+                    continue
+                kept[role] += (part,)
+                room.update({other: room[other] - size for other in beside})
+        return kept
 
 
 class SharedDevices:
     """See the module's docstring. `measure(name)` counts the time of exchanges; `deadline` limits each call.
 
-    The callbacks of `before_sleep` run while generation still has its memory, so that work in flight can end. Generation
-    starts last: at first it holds all its parts, and the train state is on the host.
+    `states` are the groups with a train state, by role: `train`, and a critic or a teacher on the same GPUs. The callbacks
+    of `before_sleep` run while generation still has its memory, so that work in flight can end; `finish(role)` waits for
+    the replays in flight of a role with a train state. Generation starts last: at first it holds all its parts, and the
+    train states are on the host.
     """
 
     def __init__(
         self,
-        train: WorkerGroup,
+        states: Mapping[str, WorkerGroup],
         generation: WorkerGroup,
         sleep_level: int,
         measure: Measure,
         deadline: Deadline,
         exchange: Exchange = "auto",
     ) -> None:
-        self._train, self._generation = train, generation
+        self._states, self._generation = states, generation
         self._level, self._measure, self._deadline = sleep_level, measure, deadline
         self.before_sleep: list[Callable[[], None]] = []
-        self._held: Held = ((), GENERATION_PARTS)
-        self._settled = exchange != "auto"
-        self._residency = ALL if exchange == "never" else NONE
-        self._free: dict[Held, list[DeviceMemory]] = {}
+        self.finish: Callable[[str], None] = lambda role: None
+        self._none = Residency(tuple(states))
+        self._held: dict[str, Parts] = {**dict.fromkeys(states, ()), GENERATION: GENERATION_PARTS}
+        self._settled, self._still = exchange != "auto", exchange == "never"
+        self._residency = self._everything if self._still else self._none
+        self._caching = set[str]()  # roles that have computed, and not released the memory that no tensor uses
+        self._free: dict[str, list[DeviceMemory]] = {}
         self._freed_by_sleep: list[int] = []
 
     def give_to(self, roles: Sequence[str], *, keep_generation_weights: bool = False) -> None:
-        """Gives `roles` the parts that a phase of theirs needs.
+        """Gives `roles` the parts that a phase of theirs needs. Roles on other GPUs are ignored.
 
         Pass `keep_generation_weights` if no refit follows: generation then continues with the weights it has.
         """
-        wanted = self._residency.held(roles)
-        if wanted == self._held:
+        working = [role for role in roles if role in self._held]
+        if not working:
             return
-        if self._held[1] == (WEIGHTS,) and not wanted[1]:
-            self.give_to(("generation",))  # vLLM falls asleep only from wide awake
-        self._note()
-        with self._measure("exchange"):
-            dropped = not keep_generation_weights and "generation" not in roles
-            self._release(wanted, self._level if dropped else KEEP_WEIGHTS)
-            self._acquire(wanted)
+        wanted = self._residency.held(working)
+        if self._held[GENERATION] == (WEIGHTS,) and not wanted[GENERATION]:
+            self.give_to((GENERATION,))  # vLLM falls asleep only from wide awake
+        leaving = self._leaving(wanted, working)
+        if leaving or wanted != self._held:
+            for role in leaving:
+                self.finish(role)
+            self._note()
+            with self._measure("exchange"):
+                dropped = not keep_generation_weights and GENERATION not in working
+                self._release(wanted, leaving, self._level if dropped else KEEP_WEIGHTS)
+                self._acquire(wanted)
+        if GENERATION not in working:
+            self._caching.update(working)
+
+    @property
+    def roles(self) -> Parts:
+        """The roles that take turns."""
+        return tuple(self._held)
+
+    @property
+    def _everything(self) -> Residency:
+        return Residency(tuple(self._states), everything=True)
+
+    def _leaving(self, wanted: Held, working: Sequence[str]) -> dict[str, Parts]:
+        """The parts that roles with a train state release; none at all: only what they have cached."""
+        gone = {role: tuple(part for part in self._held[role] if part not in wanted[role]) for role in self._states}
+        wakes = set(wanted[GENERATION]) > set(self._held[GENERATION])
+        caching = {role for role in self._caching if wakes or (GENERATION not in working and role not in working)}
+        return {role: parts for role, parts in gone.items() if parts or (role in caching and not self._still)}
 
     def settle(self) -> None:
         """Decides what stays resident from now on, after each phase has run once at its largest shape."""
@@ -142,46 +192,42 @@ class SharedDevices:
             return
         self._note()
         self._settled = True
-        training, generating = (self._free.get(NONE.held((role,)), []) for role in ("train", "generation"))
-        if not training or not generating:  # no GPU: there is nothing to exchange
-            self._residency = ALL
+        if not all(self._free.get(role) for role in self._held):  # no GPU: there is nothing to exchange
+            self._residency, self._still = self._everything, True
             return
-        measured = MeasuredMemory(
-            total=min(memory.total for memory in training),
-            parts={part: max(memory.parts[part] for memory in training) for part in TRAIN_PARTS},
-            generation=max(self._freed_by_sleep),
-            free_in_training=min(memory.free for memory in training),
-            free_in_generation=min(memory.free for memory in generating),
-        )
+        free = {role: min(memory.free for memory in found) for role, found in self._free.items()}
+        parts = {
+            role: {part: max(memory.parts[part] for memory in self._free[role]) for part in TRAIN_PARTS}
+            for role in self._states
+        }
+        total = min(memory.total for found in self._free.values() for memory in found)
+        measured = MeasuredMemory(total, parts, max(self._freed_by_sleep), free)
         self._residency = measured.residency()
         logger.info("memory of colocated workers: %s (%s)", self._residency, measured)
 
     def _note(self) -> None:
-        """Notes how much memory is free, until `settle`."""
-        if self._settled or self._held not in (NONE.held(("train",)), NONE.held(("generation",))):
-            return
-        found = self._train.call("device_memory", deadline=self._deadline)
-        self._free.setdefault(self._held, []).extend(memory for memory in found if memory is not None)
+        """Notes how much memory is free next to a role that is alone, until `settle`."""
+        alone = [role for role in self._held if self._held == self._none.held((role,))]
+        for role in () if self._settled else alone:
+            group = self._states.get(role) or next(iter(self._states.values()))
+            found = group.call("device_memory", deadline=self._deadline)
+            self._free.setdefault(role, []).extend(memory for memory in found if memory is not None)
 
-    def _release(self, wanted: Held, level: int) -> None:
-        train, generation = self._held
-        gone = tuple(part for part in train if part not in wanted[0])
-        if gone or (wanted[1] and not generation):  # with no part, it frees what training has cached
-            self._train.call("offload", gone, deadline=self._deadline)
-            train = tuple(part for part in train if part in wanted[0])
-        if set(generation) - set(wanted[1]):  # vLLM sleeps as a whole
+    def _release(self, wanted: Held, leaving: Mapping[str, Parts], level: int) -> None:
+        for role, gone in leaving.items():
+            self._states[role].call("offload", gone, deadline=self._deadline)
+            self._held[role] = tuple(part for part in self._held[role] if part not in gone)
+        self._caching -= leaving.keys()
+        if set(self._held[GENERATION]) - set(wanted[GENERATION]):  # vLLM sleeps as a whole
             for ended in self.before_sleep:
                 ended()
             freed = self._generation.call("sleep", level, deadline=self._deadline)
             logger.debug("generation sleeps at level %d; bytes freed by rank: %s", level, freed)
             self._freed_by_sleep = freed
-            generation = ()
-        self._held = (train, generation)
+            self._held[GENERATION] = ()
 
     def _acquire(self, wanted: Held) -> None:
-        train, generation = self._held
-        if missing := tuple(part for part in wanted[0] if part not in train):
-            self._train.call("reload", missing, deadline=self._deadline)
-        if missing := tuple(part for part in wanted[1] if part not in generation):
-            self._generation.call("wake_up", missing, deadline=self._deadline)
-        self._held = wanted
+        for role, group in {**self._states, GENERATION: self._generation}.items():
+            if missing := tuple(part for part in wanted[role] if part not in self._held[role]):
+                group.call("wake_up" if role == GENERATION else "reload", missing, deadline=self._deadline)
+            self._held[role] = wanted[role]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -27,7 +27,7 @@ from dagrl.config.roles import role_config
 from dagrl.config.settings import generation_config, is_colocated, layouts, sharing_roles
 from dagrl.errors import DeadlineError, WorkerError
 from dagrl.run.cluster import gpus_per_worker, ray_cluster
-from dagrl.run.colocated import TRAIN_PARTS
+from dagrl.run.colocated import GENERATION, TRAIN_PARTS
 from dagrl.run.preflight import worker_classes
 from dagrl.run.stop import StopSignal
 from dagrl.run.worker_protocols import required_protocols
@@ -106,8 +106,8 @@ class Fleet:
 def start_groups(config: Config, roles: Set[str], stack: ExitStack, stop: StopSignal) -> list[WorkerGroup]:
     """Starts the groups of `roles`, which phases use.
 
-    They spend long on imports, so they start in parallel. On GPUs shared with training, generation takes no memory before
-    the train state is offloaded.
+    They spend long on imports, so they start in parallel. On GPUs shared with generation, each group takes memory only after
+    the one before it has moved its train state to the host.
     """
     resources = shared_resources(config, stack)
     groups: list[WorkerGroup] = []
@@ -138,18 +138,21 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, stop: StopSi
         logger.info("%s workers started in %s", role, parts_text(time.monotonic() - begin, parts))
         return group
 
-    def start_away() -> WorkerGroup:
-        group = start("train")
+    def start_away(role: str, before_setup: Callable[[], object] | None) -> WorkerGroup:
+        group = start(role, before_setup)
         group.call("offload", TRAIN_PARTS)
         return group
 
-    with ThreadPoolExecutor() as pool:
-        if is_colocated(config) and "generation" in roles:
-            train = pool.submit(start_away)
-            others = [role for role in layouts(config) if role in roles - {"train"}]
-            starting = [train, *(pool.submit(start, role, train.result) for role in others)]
-        else:
-            starting = [pool.submit(start, role) for role in layouts(config) if role in roles]
+    turns = sharing_roles(config) if is_colocated(config) and GENERATION in roles else ()
+    with ThreadPoolExecutor(len(layouts(config))) as pool:
+        before: Callable[[], object] | None = None
+        starting = list[Future[WorkerGroup]]()
+        for role in sorted(layouts(config), key=GENERATION.__eq__):  # generation last
+            if role in roles and role in turns and role != GENERATION:
+                starting.append(pool.submit(start_away, role, before))
+                before = starting[-1].result
+            elif role in roles:
+                starting.append(pool.submit(start, role, before if role in turns else None))
     groups += [future.result() for future in starting if future.exception() is None]
     for future in starting:
         future.result()  # raises the error of a group that did not start
@@ -173,7 +176,7 @@ def shared_resources(config: Config, stack: ExitStack) -> dict[str, Resources]:
         shares = dict.fromkeys(roles, 1 / len(roles))
         if is_colocated(config):
             train = generation_config(config).colocated.train_share
-            shares = {"train": train, "generation": 1 - train}
+            shares = {**dict.fromkeys(roles, train / (len(roles) - 1)), GENERATION: 1 - train}
         found = {role: Resources(num_gpus=share, bundles=bundles) for role, share in shares.items()}
     for role, layout in layouts(config).items():
         if getattr(config.spares, role, 0) and role not in found:

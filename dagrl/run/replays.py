@@ -36,6 +36,15 @@ class Replays:
     devices: int
     shared: SharedDevices | None = None  # only where train and generation workers share GPUs
     times: ReplayTimes = field(default_factory=ReplayTimes)
+    _running: list[tuple[Phase, Replay]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        if self.shared is not None:
+            self.shared.finish = self._finish
+
+    def takes_turns(self, role: str) -> bool:
+        """Whether the role cannot work at the same time as the train workers."""
+        return self.shared is not None and role in self.shared.roles
 
     def hold(self, *roles: str, keep_generation_weights: bool = False) -> None:
         """Gives `roles` the memory they compute with. Call it before plain worker calls; replays do it themselves."""
@@ -52,7 +61,16 @@ class Replays:
         """Starts a replay that `collect` reads; `rows` as in `replay`."""
         phase = self.phases[name]
         self.hold(*phase.roles)
-        return self.scheduler.replay(phase, value, rows=rows)
+        replay = self.scheduler.replay(phase, value, rows=rows)
+        if self.shared is not None:
+            self._running = [(one, running) for one, running in self._running if not running.done] + [(phase, replay)]
+        return replay
+
+    def _finish(self, role: str) -> None:
+        """Waits for the replays of `role`, whose memory another role is about to get; `collect` reads them later."""
+        for phase, replay in self._running:
+            if role in phase.roles:
+                replay.result()
 
     def collect(
         self, name: str, replay: Replay, busy_s: Callable[[Any], float | None] | None = None

@@ -26,12 +26,13 @@ from dagrl.config.settings import (
     is_colocated,
     layouts,
     model_roles,
+    sharing_roles,
 )
 from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
 from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
 from dagrl.run.checkpoints import Checkpoint, CheckpointStore
-from dagrl.run.colocated import SharedDevices
+from dagrl.run.colocated import GENERATION, SharedDevices
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.run.model import prepare_model
@@ -127,7 +128,8 @@ def open_session(
         clock = PhaseClock(trace)
         shared = _shared_devices(config, by_role, clock)
         replays = Replays(phases, scheduler, clock, device_count(config), shared)
-        saver = CheckpointSaver(config, store, {role: by_role[role] for role in ("train", CRITIC) if role in by_role})
+        saved = {role: by_role[role] for role in ("train", CRITIC) if role in by_role}
+        saver = CheckpointSaver(config, store, saved, lambda role: replays.hold(role, keep_generation_weights=True))
         rollouts = _rollout_log(config, inputs, paths, train, resumed)
         if rollouts is not None:
             stack.enter_context(rollouts)
@@ -245,12 +247,12 @@ def check_reference(config: Config, resumed: Checkpoint) -> None:
 
 
 def _shared_devices(config: Config, groups: Mapping[str, WorkerGroup], clock: PhaseClock) -> SharedDevices | None:
-    """The memory exchange between train and generation workers, if they share GPUs."""
-    if not is_colocated(config) or "generation" not in groups:
+    """The memory exchange between the groups that share GPUs with generation, if there are any."""
+    if not is_colocated(config) or GENERATION not in groups:
         return None
-    train, generation = groups["train"], groups["generation"]
-    colocated = generation_config(config).colocated
-    return SharedDevices(train, generation, colocated.sleep_level, clock.measure, config.timeouts.replay, colocated.exchange)
+    states = {role: groups[role] for role in sharing_roles(config) if role in groups and role != GENERATION}
+    level, exchange = (colocated := generation_config(config).colocated).sleep_level, colocated.exchange
+    return SharedDevices(states, groups[GENERATION], level, clock.measure, config.timeouts.replay, exchange)
 
 
 def _replacement(

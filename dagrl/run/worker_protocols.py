@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dagrl.config import Config, Json
 from dagrl.config.roles import CRITIC, TEACHER
-from dagrl.config.settings import generates, holds_reference, is_colocated
+from dagrl.config.settings import generates, holds_reference, is_colocated, sharing_roles
 from dagrl.machine import DeviceMemory
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.worker import RefitWorker
@@ -104,7 +104,7 @@ class AnswerScorer(Protocol):
 
 
 class StateOffloader(Protocol):
-    """A train worker that shares its GPU with generation (`policy.generation.colocated`)."""
+    """A train worker, critic or teacher that shares its GPU with generation (`policy.generation.colocated`)."""
 
     def offload(self, parts: tuple[str, ...], /) -> None:
         """Moves `weights`, `gradients` or `optimizer` to host memory, and frees memory that no tensor uses."""
@@ -173,9 +173,13 @@ def required_protocols(config: Config) -> dict[str, tuple[type, ...]]:
         StateOffloader: is_colocated(config),
     }
     generation = (GenerationWorker, *((SleepingEngine,) if is_colocated(config) else ()))
+    turns = {
+        role: (StateOffloader,) if is_colocated(config) and role in sharing_roles(config) else ()
+        for role in (CRITIC, TEACHER)
+    }
     return {
         "train": tuple(protocol for protocol, needed in chosen.items() if needed),
         "generation": generation,
-        CRITIC: (TrainWorker, *((BackgroundSaver,) if chosen[BackgroundSaver] else ())),
-        TEACHER: (),
+        CRITIC: (TrainWorker, *((BackgroundSaver,) if chosen[BackgroundSaver] else ()), *turns[CRITIC]),
+        TEACHER: turns[TEACHER],
     }

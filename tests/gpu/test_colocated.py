@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dagrl.config.file import load_config
 from dagrl.rl.rewards import RewardRunner
 from dagrl.run.loops.grpo import train_grpo
 from dagrl.run.loops.sft import train_sft
+from dagrl.run.model import load_tokenizer, write_random_model
 from dagrl.run.plans import grpo_plans
 from dagrl.run.session import Session
 from dagrl.run.start import open_session
@@ -56,6 +58,34 @@ def test_what_fits_stays_where_it_is(tmp_path: Path) -> None:
     for line in lines:
         assert float(line["gen_kl_error"]) < 3e-3  # type: ignore[arg-type]
         assert "timing_s/exchange" not in line
+
+
+PPO = ("algorithm=ppo", "critic.colocated=true", "critic.megatron_cfg.optimizer.lr=1e-3")
+DISTILL = ("loss_fn={name: distill, reference_policy_kl_penalty: 0}", "teacher.colocated=true")
+
+
+@pytest.mark.parametrize("exchange", ["always", "auto"])
+@pytest.mark.parametrize("third", [PPO, DISTILL], ids=["critic", "teacher"])
+def test_a_third_role_takes_turns_on_the_same_gpu(third: tuple[str, ...], exchange: str, tmp_path: Path) -> None:
+    more = (*third, f"policy.generation.colocated.exchange={exchange}", f"output_dir={tmp_path}")
+    example = ROOT / "examples" / "grpo_quickstart.yaml"
+    if third is DISTILL:
+        policy = load_config(example).policy
+        assert policy.random_init is not None
+        other = policy.random_init.model_copy(update={"seed": 7})
+        write_random_model(other, load_tokenizer(policy), tmp_path / "teacher")
+        more += (f"teacher.model_name={tmp_path / 'teacher'}",)
+    config = load_config(example, [*OVERRIDES, *more])
+    with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
+        train_sft(session)
+        train_grpo(session, reward)
+        lines = [line for line in read_metrics(session.recorder.paths.metrics) if "gen_kl_error" in line and "loss" in line]
+    assert len(lines) == 5
+    for line in lines:
+        assert float(line["gen_kl_error"]) < 3e-3  # type: ignore[arg-type]
+        found = line["critic/loss" if third is PPO else "policy/reverse_kl"]
+        assert math.isfinite(float(found))  # type: ignore[arg-type]
+        assert exchange == "auto" or float(line["timing_s/exchange"]) > 0  # type: ignore[arg-type]
 
 
 WAYS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,10 @@ from dagrl.rl.rollout.trajectory_file import read_trajectories
 from dagrl.run.loops.grpo import run_grpo
 from dagrl.run.preflight import preflight
 from tests.integration.test_async_grpo import configuration, one_cluster, steps_of
+from tests.integration.test_ppo import CRITIC, TEACHER, ppo, write_teacher
 from tests.integration.unigram_workers import EXCHANGES
 
-TO_TRAIN = [("generation", "sleep"), ("train", "reload")]
-TO_REFIT = [("train", "offload"), ("generation", "wake_up")]
-TO_GENERATE = [("train", "offload"), ("generation", "wake_up")]
+STATES = ("train", "critic", "teacher")
 COLOCATED = {"generation": {"colocated": {"enabled": True, "exchange": "always"}}}
 
 
@@ -30,11 +30,15 @@ def exchanges(config: Config) -> list[tuple[str, str, list[str], list[str]]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> dict[str, Config]:
-    """The same synchronous run on separate devices, colocated, and colocated with a resume in between."""
+    """The same run of PPO, with a critic and a teacher, on separate devices and colocated."""
     output = tmp_path_factory.mktemp("colocated")
+    write_teacher(output / "teacher")
+    sections: dict[str, Any] = {"critic": CRITIC, "teacher": {**TEACHER, "model_name": str(output / "teacher")}}
+    sections["loss_fn"] = {"reference_policy_kl_penalty": 0.1}
+    shared = {role: {**sections[role], "colocated": True} for role in ("critic", "teacher")}
     configs = {
-        "apart": configuration(output, "apart"),
-        "together": configuration(output, "together", policy=COLOCATED),
+        "apart": ppo(output, "apart", **sections),
+        "together": ppo(output, "together", **sections | shared, policy=COLOCATED),
     }
     with pytest.MonkeyPatch.context() as patch:
         one_cluster.__wrapped__(cluster, patch)
@@ -44,27 +48,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> dict[str, C
 
 
 def test_losses_equal_those_on_separate_devices(runs: dict[str, Config]) -> None:
+    """Each worker also checks that it holds what it computes with."""
     names = ("step", "loss", "policy/kl", "reward/mean", "completion_tokens", "validation/reward")
+    names += ("critic/loss", "critic/explained_variance")
     apart, together = ([[line.get(name) for name in names] for line in steps_of(config)] for config in runs.values())
     assert apart == together and len(apart) == 5
     assert all(line["timing_s/exchange"] > 0 for line in steps_of(runs["together"]))
 
 
-def test_one_role_releases_before_the_other_acquires_and_a_refit_holds_only_weights(runs: dict[str, Config]) -> None:
-    held = {"train": {"weights", "gradients", "optimizer"}, "generation": set()}  # generation is started when train is away
+def test_one_role_releases_before_another_acquires_and_a_refit_holds_only_weights(runs: dict[str, Config]) -> None:
+    held: dict[str, set[str]] = {"generation": {"weights", "kv_cache"}}
     lines = exchanges(runs["together"])
-    held["train"] = set()
-    held["generation"] = {"weights", "kv_cache"}
-    for role, _, _, now in lines[1:]:  # the first line: train leaves before generation starts
+    assert {(role, what, *now) for role, what, _, now in lines[:3]} == {(role, "offload") for role in STATES}
+    for role, _, _, now in lines[3:]:  # before these, each state leaves before the next group starts
         held[role] = set(now)
-        alone = not held["train"] or not held["generation"]
-        assert alone or held["train"] | held["generation"] == {"weights"}, lines
+        assert sum(map(bool, held.values())) <= 1 or set.union(*held.values()) == {"weights"}, lines
 
 
 def test_order_of_a_step(runs: dict[str, Config]) -> None:
-    """Between two steps: to train, to the refit, to generation. Weights are dropped, because the refit sends them."""
+    """From generation to the teacher, to training, to the critic, to training, to the refit, to generation. Weights are
+    dropped, because the refit sends them."""
     order = [(role, what) for role, what, _, _ in exchanges(runs["together"])]
-    step = [*TO_TRAIN, *TO_REFIT, *TO_GENERATE]
+    states = [turn for role in ("teacher", "train", "critic", "train") for turn in ((role, "reload"), (role, "offload"))]
+    step = [("generation", "sleep"), *states, ("generation", "wake_up"), ("train", "offload"), ("generation", "wake_up")]
     places = [start for start in range(len(order)) if order[start : start + len(step)] == step]
     assert len(places) >= 5, order
     levels = [parts for role, what, parts, _ in exchanges(runs["together"]) if what == "sleep"]

@@ -141,6 +141,12 @@ def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> No
         run_grpo(resumed)
 
 
+def write_teacher(directory: Path) -> None:
+    """Writes the configuration of a teacher's model."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": SIZE}))
+
+
 @pytest.mark.parametrize(
     "grpo",
     [
@@ -150,8 +156,7 @@ def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> No
 )
 def test_a_teacher_on_workers_of_its_own_is_learned(grpo: dict[str, Any], tmp_path: Path) -> None:
     """The reverse KL of the metrics is that of the teacher's distribution, and falls."""
-    (tmp_path / "teacher").mkdir()
-    (tmp_path / "teacher" / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": SIZE}))
+    write_teacher(tmp_path / "teacher")
     teacher = {**TEACHER, "model_name": str(tmp_path / "teacher")}
     loss_fn = {"name": "distill", "reference_policy_kl_penalty": 0}
     config = configuration(tmp_path, "taught", teacher=teacher, loss_fn=loss_fn, grpo={"max_num_steps": 8, **grpo})

@@ -71,14 +71,8 @@ class UnigramWorker:
         self.end = end(plan, {"logits": self.logits}, open_channel(channel))
 
 
-class UnigramTrainer(UnigramWorker):
-    """One optimizer step is one step of plain gradient descent on `dagrl.rl.losses`."""
-
-    parts: list[tuple[Any, StepMetrics]] = []  # noqa: RUF012  # replaced, never changed
-
-    def setup(self, address: str) -> None:
-        super().setup(address)
-        self.kept, self.reference = KeptLogprobs(), self.logits.clone()
+class UnigramState(UnigramWorker):
+    """A worker with a train state, which it gives up and takes back."""
 
     def offload(self, parts: tuple[str, ...]) -> None:
         self.need(*parts)
@@ -92,6 +86,16 @@ class UnigramTrainer(UnigramWorker):
 
     def device_memory(self) -> None:
         """It has no GPU."""
+
+
+class UnigramTrainer(UnigramState):
+    """One optimizer step is one step of plain gradient descent on `dagrl.rl.losses`."""
+
+    parts: list[tuple[Any, StepMetrics]] = []  # noqa: RUF012  # replaced, never changed
+
+    def setup(self, address: str) -> None:
+        super().setup(address)
+        self.kept, self.reference = KeptLogprobs(), self.logits.clone()
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
         from dagrl.rl.algorithm import algorithm_for
@@ -214,7 +218,7 @@ class UnigramTrainer(UnigramWorker):
         return {}
 
 
-class UnigramCritic(UnigramWorker):
+class UnigramCritic(UnigramState):
     """The value of a state depends on its last token alone: `values` [SIZE], learned by plain gradient descent."""
 
     def setup(self, address: str) -> None:
@@ -224,6 +228,7 @@ class UnigramCritic(UnigramWorker):
         self.table = torch.zeros(SIZE)
 
     def values(self, batch: Batch) -> Batch:
+        self.need("weights")
         return Batch({"lengths": batch["lengths"], "values": self._values(self.table, batch).numpy()}, batch.scalars)
 
     def _values(self, table: Any, batch: Batch) -> Any:
@@ -241,6 +246,7 @@ class UnigramCritic(UnigramWorker):
         from dagrl.rl.algorithm import algorithm_for
         from dagrl.rl.losses import Denominators, batch_loss, row_sums
 
+        self.need("weights", "gradients", "optimizer")
         counts = Denominators(*(batch.number(f"global_valid_{unit}") for unit in ("tokens", "sequences")))
         data = {name: torch.tensor(array) for name, array in batch.fields.items()}
         data |= row_sums({name: field for name, field in data.items() if field.ndim == 2})
@@ -255,17 +261,19 @@ class UnigramCritic(UnigramWorker):
         return merge_step_metrics(parts)
 
     def save_checkpoint(self, directory: str, state: dict[str, Json]) -> None:
+        self.need("weights", "optimizer")
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / "values.json").write_text(json.dumps(self.table.tolist()))
 
     def load_checkpoint(self, directory: str) -> dict[str, Json]:
         import torch
 
+        self.need("weights", "optimizer")
         self.table.copy_(torch.tensor(json.loads((Path(directory) / "values.json").read_text())))
         return {}
 
 
-class UnigramTeacher(UnigramWorker):
+class UnigramTeacher(UnigramState):
     """It prefers sevens (token 11), whatever the policy learns."""
 
     def setup(self, address: str) -> None:
@@ -275,6 +283,7 @@ class UnigramTeacher(UnigramWorker):
     def logprobs(self, batch: Batch) -> Batch:
         import torch
 
+        self.need("weights")
         values = torch.log_softmax(self.logits, 0).numpy()[np.array(batch["tokens"]) % SIZE]
         return Batch({"lengths": batch["lengths"], "logprobs": values, "entropy": np.zeros_like(values)}, batch.scalars)
 

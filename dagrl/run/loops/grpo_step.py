@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 from dagrl.config import Config, Json
+from dagrl.config.roles import CRITIC
 from dagrl.config.settings import algorithm_name, holds_reference, rows_per_sample, uses_critic
 from dagrl.errors import WorkerError
 from dagrl.refit import RefitReport
@@ -100,8 +101,10 @@ def learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Ear
     config, replays = session.config, session.replays
     keys, batch = row_keys(config, groups), scored_batch(config, groups, step)
     splits = split_minibatches(config, batch)
-    critic = CriticStep(session, batch) if uses_critic(config) else None
+    at_once = not replays.takes_turns(CRITIC)  # otherwise its steps follow its values, without a turn in between
+    critic = CriticStep(session, batch) if uses_critic(config) and at_once else None
     compute_logprobs(config, replays, batch, splits, [key in early.known for key in keys], step)
+    critic = CriticStep(session, batch) if uses_critic(config) and not at_once else critic
     batch = batch if critic is None else critic.judged_batch()
     session.stop.check()  # the last point at which the weights are those of the last finished step
     assert early.accumulated <= {group for group, _ in keys}, "gradients of a group that is not in the batch"

@@ -616,11 +616,6 @@ TABLE = [
         ("algorithm=ppo", "critic.megatron_cfg.peft.enabled=true"),
     ),
     Row(
-        "three groups on the same GPUs",
-        ("critic.colocated and policy.generation.colocated.enabled are both true",),
-        ("algorithm=ppo", "critic.colocated=true", "policy.generation.colocated.enabled=true"),
-    ),
-    Row(
         "gradients before the critic's values",
         ("grpo.overlap_training trains on groups before the batch is complete", "of algorithm ppo may need the whole batch"),
         ("algorithm=ppo", "grpo.overlap_training=true", "grpo.overlap_logprobs=true"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dagrl.machine import DeviceMemory
-from dagrl.run.colocated import ALL, GENERATION_PARTS, MARGIN, NONE, TRAIN_PARTS, Exchange, Residency, SharedDevices
+from dagrl.run.colocated import GENERATION_PARTS, MARGIN, TRAIN_PARTS, Exchange, MeasuredMemory, Residency, SharedDevices
 from dagrl.runtime.deadline import Deadline
 
 PARTS = {"weights": 10, "optimizer": 60, "gradients": 20}
@@ -85,7 +85,7 @@ def unmeasured(name: str) -> Iterator[None]:
 
 def calls_of_a_step(gpu: SimulatedGpu, exchange: Exchange) -> list[str]:
     """Warms up, settles, and returns the calls of the third step after it."""
-    shared = SharedDevices(gpu, gpu, 2, unmeasured, Deadline(1, "timeouts.replay_s"), exchange)  # type: ignore[arg-type]
+    shared = SharedDevices({"train": gpu}, gpu, 2, unmeasured, Deadline(1, "timeouts.replay_s"), exchange)  # type: ignore[arg-type, dict-item]
     for roles in (("train", "generation"), ("generation",), ("train",)):
         shared.give_to(roles, keep_generation_weights=True)
         gpu.work(roles)
@@ -139,11 +139,160 @@ def test_auto_without_a_gpu_moves_nothing() -> None:
 
 
 def test_what_is_held() -> None:
-    weights = Residency(("weights",))
+    weights = Residency(("train",), {"train": ("weights",)})
     assert [weights.held(roles) for roles in ROLES] == [
-        (TRAIN_PARTS, ()),
-        (("weights",), ("weights",)),
-        (("weights",), GENERATION_PARTS),
+        {"train": TRAIN_PARTS, "generation": ()},
+        {"train": ("weights",), "generation": ("weights",)},
+        {"train": ("weights",), "generation": GENERATION_PARTS},
     ]
-    assert {ALL.held(roles) for roles in ROLES} == {(TRAIN_PARTS, GENERATION_PARTS)}
-    assert NONE.held(("generation",)) == ((), GENERATION_PARTS)
+    both = {"train": TRAIN_PARTS, "generation": GENERATION_PARTS}
+    assert all(Residency(("train",), everything=True).held(roles) == both for roles in ROLES)
+    assert Residency(("train",)).held(("generation",)) == {"train": (), "generation": GENERATION_PARTS}
+
+
+def test_a_third_role_holds_its_state_alone() -> None:
+    none = Residency(("train", "critic"))
+    assert none.held(("critic",)) == {"train": (), "critic": TRAIN_PARTS, "generation": ()}
+    assert none.held(("train", "generation")) == {"train": ("weights",), "critic": (), "generation": ("weights",)}
+    kept = Residency(("train", "critic"), {"critic": ("weights",)}, {"train": ("weights", "optimizer")})
+    assert kept.held(("critic",)) == {"train": ("weights", "optimizer"), "critic": TRAIN_PARTS, "generation": ()}
+    assert kept.held(("generation",)) == {"train": (), "critic": ("weights",), "generation": GENERATION_PARTS}
+
+
+class Group:
+    """A group of one worker on the simulated GPU of `States`."""
+
+    def __init__(self, gpu: States, role: str) -> None:
+        self.gpu, self.role = gpu, role
+
+    def call(self, method: str, *args: Any, deadline: Deadline) -> list[Any]:
+        return [self.gpu.called(self.role, method, *args)]
+
+
+SIZES = {
+    "train": {"weights": 10, "optimizer": 60, "gradients": 20},
+    "critic": {"weights": 8, "optimizer": 30, "gradients": 10},
+    "teacher": {"weights": 40, "optimizer": 0, "gradients": 0},
+    "generation": GENERATION,
+}
+STATES = ("train", "critic", "teacher")
+STEP = (("critic",), ("train",), ("teacher",), ("critic",), ("train",), ("train", "generation"), ("generation",))
+
+
+class States:
+    """A simulated GPU with four groups. Every phase of a train state caches `ACTIVATIONS` until an offload."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.held: dict[str, set[str]] = {**{role: set() for role in STATES}, "generation": set(GENERATION)}
+        self.cached = dict.fromkeys(STATES, 0)
+        self.running = set[str]()
+        self.moved = list[tuple[str, str]]()
+
+    @property
+    def free(self) -> int:
+        used = sum(SIZES[role][part] for role, parts in self.held.items() for part in parts)
+        return self.total - used - sum(self.cached.values())
+
+    def called(self, role: str, method: str, *args: Any) -> Any:
+        if method == "device_memory":
+            return DeviceMemory(self.free, self.total, SIZES[role])
+        assert role not in self.running, f"{method} of {role} while its replay runs"
+        self.moved.append((role, method))
+        if method in ("offload", "sleep"):
+            gone = set(args[0]) if method == "offload" else set(GENERATION)
+            assert self.held[role] >= gone
+            self.held[role] -= gone
+            self.cached[role] = 0
+            return sum(GENERATION.values())
+        assert not self.held[role] & set(args[0])
+        self.held[role] |= set(args[0])
+        assert self.free >= 0, f"out of memory after {self.moved}"
+        return None
+
+    def work(self, roles: tuple[str, ...]) -> None:
+        """Begins a phase of `roles`, which runs until `finish`."""
+        if len(roles) == 2:
+            assert all("weights" in self.held[role] for role in roles)
+        else:
+            assert self.held[roles[0]] == set(SIZES[roles[0]]), roles
+            if roles[0] in STATES:
+                self.cached[roles[0]] = ACTIVATIONS
+                self.running.add(roles[0])
+        assert self.free >= 0, f"out of memory in {roles} after {self.moved}"
+
+
+def turns_of_a_step(total: int, exchange: Exchange) -> list[tuple[str, str]]:
+    """Returns what moves in the third step of PPO with a teacher, after the warm-up."""
+    gpu = States(total)
+    groups: dict[str, Any] = {role: Group(gpu, role) for role in SIZES}
+    generation = groups.pop("generation")
+    shared = SharedDevices(groups, generation, 2, unmeasured, Deadline(1, "timeouts.replay_s"), exchange)
+    shared.finish = gpu.running.discard
+    for roles in (("train", "generation"), ("generation",), ("train",), ("critic",), ("teacher",)):
+        shared.give_to((*roles, "judge"), keep_generation_weights=True)  # a judge on other GPUs
+        gpu.work(roles)
+    shared.settle()
+    for _ in range(3):
+        gpu.moved.clear()
+        for roles in STEP:
+            shared.give_to(roles)
+            gpu.work(roles)
+    return gpu.moved
+
+
+ALL_STATES = sum(sum(SIZES[role].values()) for role in STATES)
+
+
+def test_three_states_and_generation_take_turns_on_one_gpu() -> None:
+    """Never more than the GPU has, never two states at once, and a running replay ends before its memory leaves."""
+    smallest = total_for(90 + ACTIVATIONS)
+    with pytest.raises(AssertionError, match="out of memory"):
+        turns_of_a_step(sum(GENERATION.values()) - 1, "always")
+    always = turns_of_a_step(max(smallest, sum(GENERATION.values())), "always")
+    assert always == [
+        *[("generation", "sleep"), ("critic", "reload"), ("critic", "offload"), ("train", "reload")],
+        *[("train", "offload"), ("teacher", "reload"), ("teacher", "offload"), ("critic", "reload")],
+        *[("critic", "offload"), ("train", "reload"), ("train", "offload"), ("generation", "wake_up")],
+        *[("train", "offload"), ("generation", "wake_up")],
+    ]
+
+
+@pytest.mark.parametrize("total", [200, 210, 260, 300, 350, 400, 450, 500])
+def test_three_states_keep_what_fits(total: int) -> None:
+    """More memory never moves more, and with enough of it only caches are dropped."""
+    moved = turns_of_a_step(total, "auto")
+    reloaded = [role for role, what in moved if what in ("reload", "wake_up")]
+    assert len(reloaded) <= len([one for one in turns_of_a_step(200, "auto") if one[1] in ("reload", "wake_up")])
+    if total >= total_for(ALL_STATES + sum(GENERATION.values()) + ACTIVATIONS):
+        assert {what for _, what in moved} == {"offload"}
+
+
+def test_states_stay_next_to_each_other_while_generation_sleeps() -> None:
+    """With room for all states but not for generation, too, turns between the states move nothing back."""
+    moved = turns_of_a_step(total_for(ALL_STATES + ACTIVATIONS), "auto")
+    training = moved[moved.index(("critic", "offload")) : moved.index(("generation", "wake_up"))]
+    assert {what for _, what in training} == {"offload"}
+
+
+def test_no_moves_without_exchange() -> None:
+    everything = ALL_STATES + sum(GENERATION.values()) + 3 * ACTIVATIONS
+    gpu = States(everything)
+    groups: dict[str, Any] = {role: Group(gpu, role) for role in SIZES}
+    generation = groups.pop("generation")
+    shared = SharedDevices(groups, generation, 2, unmeasured, Deadline(1, "timeouts.replay_s"), "never")
+    for roles in STEP:
+        shared.give_to(roles)
+    gpu.moved.clear()
+    for roles in STEP:
+        shared.give_to(roles)
+    assert gpu.moved == []
+
+
+def test_weights_stay_first() -> None:
+    """A teacher's weights may stay where an optimizer does not fit."""
+    parts = {role: SIZES[role] for role in STATES}
+    measured = MeasuredMemory(1000, parts, 500, {"generation": 30 + 60, "train": 60 + 30, "critic": 30, "teacher": 30})
+    found = measured.residency()
+    assert not found.everything
+    assert found.generating == {"train": ("weights",), "critic": ("weights",), "teacher": TRAIN_PARTS}  # the rest is empty

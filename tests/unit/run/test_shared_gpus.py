@@ -65,3 +65,8 @@ def test_generation_shares_as_configured() -> None:
     with ExitStack() as stack:
         found = fleet.shared_resources(config, stack)
         assert {role: resources.num_gpus for role, resources in found.items()} == {"train": 0.3, "generation": 0.7}
+    config = config.model_copy(update={"critic": config.critic.model_copy(update={"colocated": True})})
+    assert sharing_roles(config) == ("train", "critic", "generation") and device_count(config) == 3
+    with ExitStack() as stack:
+        shares = {role: resources.num_gpus for role, resources in fleet.shared_resources(config, stack).items()}
+        assert shares == {"train": 0.15, "critic": 0.15, "generation": 0.7}
