@@ -71,17 +71,17 @@ class SleepingWorker:
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
         """Returns as many metrics as a GRPO step reports."""
-        _compute("demonstration_step" if loss == "likelihood" else "train_step")
+        self.compute("demonstration_step" if loss == "likelihood" else "train_step")
         names = [f"metric {number}" for number in range(12)]
         return StepMetrics(dict.fromkeys(names, 1.0), {"largest": 1.0}, {"lr": 1.0}) if self._reports else StepMetrics()
 
     def keep_logprobs(self, batch: Batch, model: str) -> None:
         """Computes the log-probabilities of the shard's rows, which stay with the workers."""
-        _compute("logprobs" if model == "policy" else "reference_logprobs")
+        self.compute("logprobs" if model == "policy" else "reference_logprobs")
 
     def generate(self, batch: Batch) -> Generated:
         """Returns every request of the batch, finished."""
-        _compute("generate")
+        self.compute("generate")
         rows = [row for row, length in enumerate(batch["lengths"].tolist()) if length]
         made = [
             FinishedRequest(int(batch["request_ids"][row]), [7] * NEW_TOKENS, [-1.0] * NEW_TOKENS, [0] * NEW_TOKENS, "stop")
@@ -91,7 +91,7 @@ class SleepingWorker:
 
     def send_weights(self, version: int) -> RefitReport:
         """Stands in for the sending side of a refit."""
-        _compute("refit")
+        self.compute("refit")
         return RefitReport(version, 1, 0, SECONDS["refit"], SECONDS["refit"])
 
     def receive_weights(self, version: int) -> RefitReport:
@@ -110,10 +110,17 @@ class SleepingWorker:
         """Merges like both workers."""
         return merge_reports(parts)
 
+    def compute(self, phase: str) -> None:
+        """Takes as long as a GPU might."""
+        if not in_warmup():
+            time.sleep(SECONDS[phase])
 
-def _compute(phase: str) -> None:
-    if not in_warmup():
-        time.sleep(SECONDS[phase])
+
+class IdleWorker(SleepingWorker):
+    """A worker that computes nothing, so that a step is all overhead."""
+
+    def compute(self, phase: str) -> None:
+        """Takes no time."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +192,9 @@ def measure(kind: str, layout: ParallelLayout, steps: int) -> list[StepOverheadR
 
 
 @contextmanager
-def groups(kind: str, layout: ParallelLayout) -> Iterator[list[WorkerGroup]]:
+def groups(kind: str, layout: ParallelLayout, *, idle: bool = False) -> Iterator[list[WorkerGroup]]:
     """Yields the workers of each role, on a Ray cluster of their own."""
+    worker = IdleWorker if idle else SleepingWorker
     from dagrl.config import ClusterConfig
     from dagrl.run.cluster import ray_cluster
 
@@ -195,7 +203,7 @@ def groups(kind: str, layout: ParallelLayout) -> Iterator[list[WorkerGroup]]:
         stack.enter_context(ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), num_gpus=0), {"OMP_NUM_THREADS": "1"}))
         made = []
         for role in ROLES[kind]:
-            made.append(WorkerGroup.create(role, SleepingWorker, layout, None, start_timeout_s=DEADLINE_S))
+            made.append(WorkerGroup.create(role, worker, layout, None, start_timeout_s=DEADLINE_S))
             stack.callback(made[-1].shutdown, 2.0)
         yield made
 
