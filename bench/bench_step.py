@@ -56,4 +56,6 @@ def test_step(benchmark: Any, workers: tuple[str, Any], executor: str) -> None:
 def test_refit_plan(benchmark: Any, case: RefitCase) -> None:
     benchmark.group = "refit plan"
     sources, destinations = case.sources(), case.destinations()
-    benchmark.pedantic(plan_refit, (sources, destinations), {"dtype": "bfloat16", "aliases": case.aliases}, rounds=5, warmup_rounds=1)
+    benchmark.pedantic(
+        plan_refit, (sources, destinations), {"dtype": "bfloat16", "aliases": case.aliases}, rounds=5, warmup_rounds=1
+    )

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from dagrl.config import Config
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.generation import FinishedRequest, pack_generated
+from dagrl.rl.generation import FinishedRequest, Generated, pack_generated
 from dagrl.rl.rewards import Rewards
 from dagrl.rl.rollout.batches import scored_batch
 from dagrl.rl.rollout.engines import QuantumResult
@@ -48,18 +48,27 @@ class _Done:
 
 
 class ReadyEngines:
-    """Engines that hold the answers to all requests: `completions` [samples, tokens] and their log-probabilities."""
+    """Engines that hold the answers to all requests: `completions` [samples, tokens] and their log-probabilities.
+
+    An answer is packed once, because in a run the workers pack it.
+    """
 
     def __init__(self, completions: npt.NDArray[np.int64]) -> None:
         self._tokens = completions.tolist()
         self._logprobs = np.full(completions.shape, -0.5).tolist()
+        self._packed: dict[tuple[int, ...], Generated] = {}
 
     def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> _Done:
         """Answers the requests of one shard."""
-        ids = requests["request_ids"].tolist()
+        ids = tuple(requests["request_ids"].tolist())
+        if ids not in self._packed:
+            self._packed[ids] = self._pack(ids)
+        return _Done(QuantumResult([self._packed[ids]], [1.0], 0.0))
+
+    def _pack(self, ids: Sequence[int]) -> Generated:
         length = len(self._tokens[0])
         made = [FinishedRequest(one, self._tokens[one], self._logprobs[one], [0] * length, "length") for one in ids]
-        return _Done(QuantumResult([pack_generated(made, [], length)], [1.0], 0.0))
+        return pack_generated(made, [], length)
 
     def abort(self, requests: Sequence[int]) -> None:
         """Nothing runs."""
