@@ -10,8 +10,8 @@ of its own. Both start at the same time and take turns of `--steps` steps, up to
 counted. Between turns they give the memory that no tensor uses back. `--apart` starts each side for its turn alone, for
 models of which two do not fit on the GPU. Cases of `generate` in a row share engines.
 
-With `--deadline S`, every comparison gets an equal share of the time that is left, and at least one pair of turns. The rows
-so far are written after every pair.
+With `--deadline S`, every comparison gets a share of the time that is left, and at least one pair of turns. The rows so far
+are written after every pair.
 
 A row's ratio is the peer's time over dagrl's: the median over pairs, with the lowest and the highest pair. `tokens` are the
 completion tokens of a step (`sft`: all tokens). Peers whose package is not installed are left out and reported.

@@ -51,6 +51,9 @@ OURS = {kind: f"dagrl.bench.peers.dagrl_{kind}" for kind in ("grpo", "generate",
 START_S = 400.0
 """How long a side may take to start, and to take a turn."""
 
+WEIGHTS = {"grpo": 3.0, "sft": 1.0, "generate": 2.0}
+"""Shares of the time that is left, by kind: engines start slowly, and whole steps take longest."""
+
 Pair = tuple[list[float], list[float]]
 """The seconds of dagrl's and of the peer's steps in a pair of turns."""
 
@@ -143,12 +146,13 @@ def run(options: argparse.Namespace) -> None:
     deadline, found = BenchDeadline(options.deadline), Findings(options.json, missing)
     with tempfile.TemporaryDirectory() as directory:
         for number, comparison in enumerate(comparisons):
-            share = deadline.left() / (len(comparisons) - number)
-            if share <= 0:
+            left, later = deadline.left(), sum(WEIGHTS[other.cases[0].kind] for other in comparisons[number:])
+            if left <= 0:
                 found.leave_out(comparison, TIME_IS_UP)
                 continue
+            until = time.monotonic() + left * WEIGHTS[comparison.cases[0].kind] / later
             try:
-                for row in compare(comparison, options, Path(directory), share):
+                for row in compare(comparison, options, Path(directory), until, min(START_S, left)):
                     found.keep(row)
             except RunError as error:  # reported; others may still run
                 found.leave_out(comparison, str(error))
@@ -173,11 +177,11 @@ def comparisons_of(cases: Sequence[PeerCase], peers: Sequence[Peer]) -> list[Com
     return [Comparison(group, peer) for group in groups for peer in peers if group[0].kind in peer.modules]
 
 
-def compare(comparison: Comparison, options: argparse.Namespace, directory: Path, share_s: float) -> Iterator[PeerRow]:
-    """Lets dagrl and a peer take turns for about `share_s`. Yields the row of a case after every pair."""
-    until = time.monotonic() + share_s
+def compare(
+    comparison: Comparison, options: argparse.Namespace, directory: Path, until: float, start_s: float
+) -> Iterator[PeerRow]:
+    """Lets dagrl and a peer take turns until about `until`, at least one each. Yields the row of a case after every pair."""
     sides = sides_of(comparison, options.logs or directory, directory)
-    start_s = min(START_S, max(share_s, 60.0))
     with ExitStack() as stack:
         if not options.apart:
             started(sides, stack, start_s)
