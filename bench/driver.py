@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from dagrl.config import Config
 from dagrl.data.tokenization import Prompt
+from dagrl.errors import WorkerError
 from dagrl.rl.generation import FinishedRequest, Generated, pack_generated
 from dagrl.rl.rewards import Rewards
 from dagrl.rl.rollout.batches import scored_batch
@@ -45,6 +46,9 @@ class _Done:
 
     def result(self) -> QuantumResult:
         return self.found
+
+    def partial(self) -> Mapping[int, Generated]:
+        return {}
 
 
 class ReadyEngines:
@@ -79,6 +83,13 @@ class ReadyEngines:
 
     def exclude_wait(self) -> None:
         """Engines never wait."""
+
+    def replace(self, error: WorkerError) -> set[int] | None:
+        """No engine fails."""
+        raise error
+
+    def refill(self, version: int) -> None:
+        """No engine is new."""
 
 
 class DriverStep:
