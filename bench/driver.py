@@ -91,6 +91,9 @@ class ReadyEngines:
     def refill(self, version: int) -> None:
         """No engine is new."""
 
+    def connect(self) -> None:
+        """No engine is new."""
+
 
 class DriverStep:
     """See the module's docstring."""
