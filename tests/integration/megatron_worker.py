@@ -30,6 +30,23 @@ class TestedWorker(MegatronWorker):
         held = self._adapters.held.items()
         return {name: [part.main_grad.float().cpu().clone().numpy() for part in adapter] for name, adapter in held}  # type: ignore[attr-defined]
 
+    def products(self, batch: Batch) -> list[tuple[int, ...]]:
+        """Returns the shapes of the matrix products of a step, without those that add to a matrix."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        shapes: list[tuple[int, ...]] = []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = function(*args, **(kwargs or {}))
+                if str(function) == "aten.mm.default":
+                    shapes.append(tuple(result.shape))
+                return result
+
+        with Watch():
+            self.train_step(batch, "likelihood")
+        return shapes
+
     def trained_elements(self) -> tuple[int, int]:
         """Returns the elements that have gradients, and those of Adam's first moments."""
         trainer = self._ready()

@@ -338,3 +338,18 @@ def test_a_run_resumes_in_another_layout(
         pytest.raises(WorkerError, match="LoRA adapters"),
     ):
         group.call("load_checkpoint", str(directory))
+
+
+def test_frozen_weights_have_no_gradient_products(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    """A step of full fine-tuning has a product of the shape of each weight; one with LoRA has none, and no buffers."""
+    found = []
+    for peft in (False, True):
+        config = config_of(tiny_models["llama"], None, DENSE, {}, peft={"enabled": peft})
+        with megatron_pool.group(ParallelLayout(), config) as group:
+            (products,) = group.call("products", reference.make_batch())
+            ((trained, _),) = group.call("trained_elements")
+            (resident,) = group.call("resident_bytes")
+        found.append(({(256, 64), (64, 128), (64, 256)} & set(products), resident["gradients"] / trained))
+    (full, _), (lora, bytes_per_element) = found
+    assert len(full) >= 2 and not lora
+    assert bytes_per_element < 5  # float32, with little padding

@@ -5,8 +5,9 @@ the scale is alpha / sqrt(dim), arXiv:2312.03732). With `use_dora` each row of t
 gradient, and multiplied by a trained magnitude (Liu et al. 2024, arXiv:2402.09353, section 4.3). The weight layout says
 which box of which Hugging Face parameter is where in a local tensor, so one rule covers column, row, QKV, gate-up and
 expert layers. Adapters are those of Hugging Face's parameters, as in PEFT. Each rank holds the whole adapter of the
-parameters that it has a part of, and gradients are summed over the tensor-parallel ranks. A merged refit sends the weights
-that training computes with, bit by bit. Imported only where Megatron is.
+parameters that it has a part of, and gradients are summed over the tensor-parallel ranks. The whole weight gets no gradient
+(`adapter_gradients.py`), except with DoRA and in experts. A merged refit sends the weights that training computes with, bit
+by bit. Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import Tensor
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import Box, WeightSlice, expand
 from dagrl.workers.megatron.adapter_files import AdapterShapes, is_target
+from dagrl.workers.megatron.adapter_gradients import is_linear, leave_weight_out
 from dagrl.workers.megatron.adapter_slices import adapter_names
 from dagrl.workers.megatron.model import ADAPTERS, ModelChunks
 
@@ -101,14 +103,33 @@ class AdaptedWeight:
     parts: tuple[WeightPart, ...]
     scale: float
     group: dist.ProcessGroup | None
+    whole_gradient: bool  # whether the layer computes the gradient of the merged weight
+
+    def merge(self) -> None:
+        """Gives the module the merged weight for the running pass."""
+        # An entry of the module's own dictionary hides its parameter, which stays registered.
+        with torch.set_grad_enabled(self.whole_gradient and torch.is_grad_enabled()):
+            self.module.__dict__["weight"] = self.merged()
+
+    def forget(self) -> None:
+        """Gives the module its base weight."""
+        self.module.__dict__.pop("weight", None)
 
     def merged(self) -> Tensor:
         """Returns the weight with its adapters, differentiable in them. With DoRA the ranks of `group` call it together."""
+        wide, narrow = self.factors()
+        merged = torch.addmm(self.base, wide, narrow, alpha=self.scale)
+        return merged * self._factors(self.norms(merged))[:, None] if len(self._stack.adapters[0]) > 2 else merged
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Returns all B and all A as one product: [rows, adapters * dim] and [adapters * dim, columns]."""
         stack = self._stack
         wide = torch.cat([adapter[1] for adapter in stack.adapters])[stack.sources, None] * stack.places
-        narrow = torch.cat([adapter[0][:, stack.columns] for adapter in stack.adapters])
-        merged = torch.addmm(self.base, wide.flatten(1), narrow, alpha=self.scale)
-        return merged * self._factors(self.norms(merged))[:, None] if len(stack.adapters[0]) > 2 else merged
+        return wide.flatten(1), torch.cat([adapter[0][:, stack.columns] for adapter in stack.adapters])
+
+    def running_factors(self) -> tuple[Tensor, Tensor] | None:
+        """Returns `factors()` while the module has the merged weight."""
+        return self.factors() if "weight" in self.module.__dict__ else None
 
     @cached_property
     def _stack(self) -> AdapterStack:
@@ -202,14 +223,13 @@ class Adapters:
                 weight.base.data = data
 
     def _merge(self, weights: Sequence[AdaptedWeight]) -> None:
-        # An entry of the module's own dictionary hides its parameter, which stays registered.
         for weight in () if self._disabled else weights:
-            weight.module.__dict__["weight"] = weight.merged()
+            weight.merge()
 
 
 def _forget(weights: Sequence[AdaptedWeight]) -> None:
     for weight in weights:
-        weight.module.__dict__.pop("weight", None)
+        weight.forget()
 
 
 def add_adapters(
@@ -247,9 +267,12 @@ def add_adapters(
         for name, adapter in held.items():
             layer.get_submodule(ADAPTERS).add(name, adapter)  # type: ignore[operator]
         group = _split_over(pieces, shapes, base)
-        weight = AdaptedWeight(module, base, _parts(pieces, held, shapes), scale, group)
+        whole = settings.use_dora or "local_experts" in match[2] or not is_linear(module)
+        weight = AdaptedWeight(module, base, _parts(pieces, held, shapes), scale, group, whole)
         if settings.use_dora:
             _set_magnitudes(weight, held)
+        if not whole:
+            leave_weight_out(module, weight.running_factors, scale)
         layers.setdefault(layer, []).append(weight)
     return Adapters(layers, scale)
 
