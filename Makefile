@@ -1,4 +1,4 @@
-# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | chaos | lint | docs | gpu. Installs into .venv, once per change of the lock files.
+# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | chaos | lint | docs | audit | gpu. Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps
@@ -16,7 +16,7 @@ AGENTS := .venv-agents
 AGENTS_SETUP := $(AGENTS)/.setup-$(call content,requirements/agents.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
 
-.PHONY: setup quickstart test test-versions peers test-peers test-agents chaos lint docs gpu
+.PHONY: setup quickstart test test-versions peers test-peers test-agents chaos lint docs audit gpu
 
 setup: $(SETUP)
 
@@ -52,10 +52,17 @@ lint: $(TOOLS) docs
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python requirements/audit.py
 
 # Builds the documentation into site/. Strict: a broken link or anchor is an error.
 docs: $(TOOLS)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet --clean
+
+# Asks PyPI's advisory database about every locked version, which needs a network; `lint` has the part that does not.
+audit:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit packaging
+	.venv-audit/bin/python requirements/audit.py --online
 
 # On a host with GPUs, in an environment with dagrl[megatron,vllm,cu13,tracking,bench,dev]; PARTS=refit,step runs these alone, LIMIT=200 each for so many seconds.
 gpu:

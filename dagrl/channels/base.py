@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from dagrl.errors import ChannelError
+from dagrl.runtime.store import open_tcp_store
 
 if TYPE_CHECKING:
     import torch
@@ -152,10 +153,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def open_store(spec: ChannelSpec) -> Store:
     """Opens the channel's store, which rank 0 serves; returns when all ranks are connected. Raises ChannelError."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     try:
-        return TCPStore(spec.host, spec.port, spec.size, spec.rank == 0, timeout=spec.timeout)
+        return open_tcp_store(spec.host, spec.port, spec.size, serves=spec.rank == 0, timeout=spec.timeout)
     except RuntimeError as error:  # torch's DistError is one
         raise cannot_join(spec, error) from error
 

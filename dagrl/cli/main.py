@@ -47,6 +47,8 @@ BENCHES = {
     "refit_plan": "time and memory of planning refits of full-size models, without weights",
     "refit_delta": "whole and delta refits over a slow link between network namespaces",
     "refit_architectures": "tiny models of every architecture that vLLM builds, refitted and compared with its own loader",
+    "deterministic": "steps with and without `policy.deterministic`: time, agreement of both engines, replays",
+    "links": "edges between hosts, plain and encrypted",
     "train": "training steps compared with a plain Megatron loop: time, MFU, losses",
     "peers": "GRPO and SFT steps and generation, compared with TRL and vLLM's own engines",
     "embed": "calls and training steps of verl's worker groups, its own and accelerated ones",

@@ -460,6 +460,11 @@ class PolicyConfig(Section):
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
     """Microbatches by token count."""
 
+    deterministic: bool = False
+    """Kernels whose results depend neither on which sequences run together nor on timing: vLLM's batch-invariant ones (on
+    GPUs of compute capability 9.0 or more; those on CPUs are) and torch's deterministic ones in the train workers.
+    Generation and training still round differently."""
+
     router_replay: bool = False
     """Train a mixture of experts with the experts that generation chose for each token (rollout routing replay), which
     brings both sides' log-probabilities closer."""

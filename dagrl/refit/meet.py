@@ -24,6 +24,7 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.refit.told import read_told, write_told
 from dagrl.refit.transfers import DeltaMode, RankPlan, Verify
 from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import open_tcp_store
 
 if TYPE_CHECKING:
     import torch
@@ -92,12 +93,10 @@ def meet(
 
 
 def _open(meeting: Meeting) -> TCPStore:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     host, _, port = meeting.address.rpartition(":")
     limit = timedelta(seconds=meeting.timeout_s)
     try:
-        return TCPStore(host, int(port), is_master=meeting.leads, timeout=limit, wait_for_workers=False)
+        return open_tcp_store(host, int(port), None, serves=meeting.leads, timeout=limit, waits=False)
     except (RuntimeError, ValueError, TimeoutError) as error:
         raise ChannelError(
             f"{meeting.side} rank {meeting.rank} cannot reach {meeting.address!r} ({error}); expected host:port of train "

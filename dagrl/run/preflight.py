@@ -50,6 +50,7 @@ from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
+from dagrl.run.encryption import check_encryption
 from dagrl.run.hub import with_local_models
 from dagrl.run.model import (
     check_other_tokenizers,
@@ -110,6 +111,7 @@ def preflight(config: Config) -> Inputs:
     workers = worker_classes(config)
     _check_machine(config)
     _check_outputs(config)
+    check_encryption(config)
     trace_phases(config, workers)
     if generates(config):
         for item in reward_functions(config.reward):

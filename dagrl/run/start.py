@@ -33,6 +33,7 @@ from dagrl.refit import LinkSpeeds, Refit
 from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
 from dagrl.run.checkpoints import Checkpoint, CheckpointStore
 from dagrl.run.colocated import GENERATION, SharedDevices
+from dagrl.run.encryption import tls_files
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.run.model import prepare_model
@@ -322,6 +323,7 @@ def scheduler_options(config: Config) -> SchedulerOptions:
         fuse_shards=config.executor_cfg.fuse_shards,
         max_in_flight=config.executor_cfg.max_in_flight,
         overlap_communication=config.executor_cfg.overlap_communication,
+        tls=tls_files(config.cluster),
         arity=config.executor_cfg.arity,
         result_bytes=config.executor_cfg.result_bytes,
         compile_s=config.timeouts.compile_s,

@@ -34,6 +34,7 @@ from dagrl.runtime.compile import Compiled, Engine, GraphWorkers, compile_phase,
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.encoded import Encoded, Shares
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet, encoded, payload_bytes
+from dagrl.runtime.edges.tls import TlsFiles
 from dagrl.runtime.executors.base import Executor, GraphLimits, accelerated
 from dagrl.runtime.executors.node import DIED
 from dagrl.runtime.failures import PendingReplay
@@ -84,7 +85,7 @@ class SchedulerOptions:
     `engine`: compiled graphs run on dagrl's loop and channels, or on Ray's own. `fuse_shards`: data-parallel shards on the
     same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once; a mapping
     gives the number by phase name, with `default` for all others. `overlap_communication`: graphs with accelerator edges
-    overlap their transfers with computation.
+    overlap their transfers with computation. `tls`: files with which edges between hosts are encrypted, by this engine.
     """
 
     executor: Literal["compiled", "eager"] = "compiled"
@@ -93,6 +94,7 @@ class SchedulerOptions:
     fuse_shards: bool = False
     max_in_flight: int | Mapping[str, int] = 2
     overlap_communication: bool = False
+    tls: TlsFiles | None = None
     arity: int = 8
     result_bytes: int = 1 << 20
     compile_s: float = 60.0
@@ -188,6 +190,7 @@ class Scheduler:
             replay_s=self.options.replay_s,
             teardown_s=self.options.teardown_s,
             overlap_communication=self.options.overlap_communication,
+            tls=self.options.tls,
             input_key=room_key or f"input_bytes of Scheduler.add({phase.name}), or add a larger bucket",
             result_key=room_key
             or (f"result_bytes of Scheduler.add({phase.name})" if result_bytes else GraphLimits.result_key),

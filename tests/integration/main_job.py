@@ -16,7 +16,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 COMPLETIONS = "DAGRL_TEST_COMPLETIONS"
+SECRETS = {"WANDB_API_KEY": "a-secret-key-of-a-tracker"}
 OF_REPLAYS = {"replays": 0, "padding_share": 0}
 """Metrics that differ in a resumed run: it refits once more, and does not repeat generation."""
 
@@ -90,11 +91,12 @@ class Run:
         self.directory = output / name
         self.completions = output / f"{name}.completions"
         self.seen: set[Process] = set()
+        self.commands: set[bytes] = set()
         self._before = set(os.listdir(SHARED_MEMORY))
         self._terminal, inside = os.openpty()
         termios.tcsetwinsize(inside, (50, 160))
         command = [str(Path(sys.executable).with_name("dagrl")), "train", config, f"output_dir={output}", f"name={name}"]
-        usual = {"OMP_NUM_THREADS": "1", "TERM": "xterm", COMPLETIONS: str(self.completions)}
+        usual = {"OMP_NUM_THREADS": "1", "TERM": "xterm", **SECRETS, COMPLETIONS: str(self.completions)}
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-c", TAKE_TERMINAL, os.ttyname(inside), *command, *overrides],
             stdin=inside,
@@ -166,7 +168,11 @@ class Run:
 
     def notice(self) -> None:
         """Remember the processes that stand now."""
-        self.seen |= set(descendants(self.process.pid))
+        new = set(descendants(self.process.pid)) - self.seen
+        self.seen |= new
+        for process in new:
+            with suppress(OSError):
+                self.commands.add(Path(f"/proc/{process.pid}/cmdline").read_bytes())
 
     def left_processes(self) -> list[Process]:
         """Processes of this command that are still there."""

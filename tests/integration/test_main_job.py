@@ -27,6 +27,7 @@ from tests.integration.main_job import (
     GRPO_STEPS,
     LEARNING,
     ROOT,
+    SECRETS,
     SFT,
     SFT_STEPS,
     SMALL,
@@ -237,6 +238,14 @@ def replays_before_first_steps(run: Run, events: list[Metrics]) -> set[tuple[str
         found |= {replay for replay, end in ends.items() if ended < end < begun}
         ended = mine[-1]["time"]
     return found
+
+
+def test_secrets_of_the_environment_are_written_nowhere(learned: Run) -> None:
+    (secret,) = SECRETS.values()
+    files = [path for path in learned.directory.rglob("*") if path.is_file()]
+    assert secret not in learned.drawn and len(learned.commands) > 5 and len(files) > 20
+    written = [str(path) for path in files if secret.encode() in path.read_bytes()]
+    assert written == [] and not any(secret.encode() in command for command in learned.commands)
 
 
 def test_the_first_step_is_timed_from_the_end_of_the_warm_up(learned: Run) -> None:

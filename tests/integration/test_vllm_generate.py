@@ -56,10 +56,10 @@ def test_an_engine_of_one_rank_ends_a_quantum_by_the_clock(engine: Engine) -> No
     assert engine.run(requests([], [])) == together, "they continue unchanged"
 
 
-def test_a_seed_determines_tokens_in_any_batch(engine: Engine) -> None:
+def test_a_seed_determines_tokens_in_any_batch_and_their_logprobs_bit_for_bit(engine: Engine) -> None:
     [alone] = engine.run(requests([7], [PROMPTS[0]]))
     company = engine.run(requests([5, 6, 7, 8], [PROMPTS[1], PROMPTS[0], PROMPTS[0], PROMPTS[2]]))
-    assert company[2].tokens == alone.tokens
+    assert company[2].tokens == alone.tokens and company[2].logprobs == alone.logprobs
     assert company[1].tokens != alone.tokens
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dagrl.errors import CheckpointError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.process_groups import break_groups, reset_group_names
+from dagrl.runtime.store import open_tcp_store
 from dagrl.runtime.worker import WorkerContext
 
 if TYPE_CHECKING:
@@ -30,9 +31,11 @@ def start_groups(context: WorkerContext, address: str, seed: int) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     layout, timeout = context.layout, timedelta(seconds=context.collective_timeout_s)
+    host, _, port = address.rpartition(":")
+    store = open_tcp_store(host, int(port), layout.world_size, serves=context.rank == 0, timeout=timeout)
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"tcp://{address}",
+        store=store,
         rank=context.rank,
         world_size=layout.world_size,
         timeout=timeout,

@@ -134,7 +134,8 @@ class MegatronWorkerBase:
     def environment(config: Config) -> dict[str, str]:
         """Returns environment variables that must be set before torch is imported."""
         threads = os.environ.get("OMP_NUM_THREADS", "1")  # workers share the cores of a host
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": threads, **nccl_environment()}
+        cublas = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.policy.deterministic else {}  # as torch requires
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": threads, **cublas, **nccl_environment()}
 
     def prepare(self) -> None:
         """Imports Megatron-Core."""
@@ -166,6 +167,8 @@ class MegatronWorkerBase:
                 raise
 
     def _build(self, address: str) -> Trainer:
+        import torch
+
         from dagrl.workers.megatron import cpu
 
         cpu.adapt()
@@ -175,6 +178,8 @@ class MegatronWorkerBase:
         from dagrl.workers.megatron.optimizer import frozen_trainer, make_trainer
         from dagrl.workers.megatron.weights import parameter_shapes
 
+        torch.use_deterministic_algorithms(self.config.policy.deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
         gc.freeze()  # full collections skip all imports; they run at different times on each worker
         with self._running():
             with self.start_parts.part("process groups"):

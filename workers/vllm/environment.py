@@ -10,6 +10,7 @@ from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, GenerationConfig, Json
 from dagrl.errors import ConfigError
 from dagrl.machine import VISIBLE, gpu_count
+from dagrl.run.cluster import gpus_per_worker
 
 OWN_ARGUMENTS = frozenset(
     {
@@ -63,6 +64,9 @@ def vllm_environment(config: Config) -> dict[str, str]:
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         **nccl_environment(),
     }
+    if config.policy.deterministic:
+        # Attention on CPUs splits a sequence over threads by what else is in the batch.
+        variables |= {"VLLM_BATCH_INVARIANT": "1"} if gpus_per_worker(config.cluster) else {"OMP_NUM_THREADS": "1"}
     if generation.vllm_cfg.enforce_eager:
         variables["TORCHDYNAMO_DISABLE"] = "1"
     if Path(model_path(config)).is_dir():

@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dagrl.errors import MissingDependencyError
+from dagrl.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -49,6 +49,24 @@ def only_known(arguments: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import EngineArgs
 
     return {name: value for name, value in arguments.items() if name in {one.name for one in dataclasses.fields(EngineArgs)}}
+
+
+def require_batch_invariance() -> None:
+    """Raises ConfigError if this GPU or this vLLM lacks batch-invariant kernels. Those on CPUs are."""
+    import torch
+    from vllm import __version__, envs
+
+    if not torch.cuda.is_available():
+        return
+    if not hasattr(envs, "VLLM_BATCH_INVARIANT"):
+        raise ConfigError(f"policy.deterministic is true, and vLLM {__version__} has no batch-invariant kernels; upgrade it")
+    capability = torch.cuda.get_device_capability()
+    if capability < (9, 0):
+        found = f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}"
+        raise ConfigError(
+            f"policy.deterministic is true, and vLLM's batch-invariant kernels need compute capability 9.0; {found}. "
+            "Set it to false, or use other GPUs"
+        )
 
 
 def can_sleep() -> bool:

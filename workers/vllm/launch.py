@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlparse
 
 from dagrl.config import Config
 from dagrl.errors import DeadlineError, MissingDependencyError
@@ -29,6 +30,7 @@ from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.process_groups import break_groups, reset_group_names
 from dagrl.runtime.spares import assigned_gpus
 from dagrl.runtime.start_parts import StartParts
+from dagrl.runtime.store import open_tcp_store
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.environment import OWN_ARGUMENTS, model_path, require_generation
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
 
 ALONE = "dagrl-alone"
 """URL scheme of the init method of a single-rank engine."""
+
+TOGETHER = "dagrl-tcp"
+"""URL scheme of the init method of several ranks."""
 
 SOCKET = "ipc://"
 """URL scheme of a socket file."""
@@ -86,13 +91,12 @@ def meet(context: WorkerContext, address: str) -> Rendezvous:
     if context.layout.tp == 1:
         _register_alone()
         return Rendezvous(f"{ALONE}://rank:{uuid.uuid4().hex}", 0, _local_rank(0))
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     host, port = address.rsplit(":", 1)
     timeout = timedelta(seconds=context.collective_timeout_s)
-    store = TCPStore(host, int(port), context.layout.tp, tp_rank == 0, timeout)
+    store = open_tcp_store(host, int(port), context.layout.tp, serves=tp_rank == 0, timeout=timeout)
+    _register_store()
     if tp_rank == 0:
-        store.set("vllm", f"tcp://{host}:{reserve_port()}?run={uuid.uuid4().hex}")
+        store.set("vllm", f"{TOGETHER}://{host}:{reserve_port()}?run={uuid.uuid4().hex}")
     init_method = store.get("vllm").decode()
     store.add("vllm/met", 1)
     if tp_rank == 0:  # this process hosts the store: wait until all ranks have read
@@ -112,6 +116,22 @@ def _register_alone() -> None:
     register_rendezvous_handler(ALONE, alone)  # type: ignore[no-untyped-call]
 
 
+@functools.cache
+def _register_store() -> None:
+    """Registers init methods `dagrl-tcp://` with torch, once per process: as `tcp://`, at one address alone."""
+    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    def together(url: str, timeout: timedelta, **options: object) -> Iterator[tuple[Store, int, int]]:
+        found = urlparse(url)
+        query = {name: int(values[0]) for name, values in parse_qs(found.query).items() if name in ("rank", "world_size")}
+        rank, size = query["rank"], query["world_size"]
+        assert found.hostname is not None and found.port is not None
+        yield open_tcp_store(found.hostname, found.port, size, serves=rank == 0, timeout=timeout), rank, size
+
+    register_rendezvous_handler(TOGETHER, together)  # type: ignore[no-untyped-call]
+
+
 def start_engine(
     config: Config,
     context: WorkerContext,
@@ -126,6 +146,8 @@ def start_engine(
     parts = parts or StartParts()
     hf_config = read_hf_config(config)
     import_vllm(hf_config)
+    if config.policy.deterministic:
+        features.require_batch_invariance()
     from vllm import LLMEngine
 
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)

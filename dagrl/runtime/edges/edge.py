@@ -29,6 +29,7 @@ from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeo
 from dagrl.runtime.edges.packet import PLAIN_TYPES, Packet, wire_body
 from dagrl.runtime.edges.pickling import dump
 from dagrl.runtime.edges.ring import Ring, RingAddress
+from dagrl.runtime.edges.tls import TlsFiles
 
 _rings: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
 """The rings that this process has open, by the name of their edge."""
@@ -55,11 +56,17 @@ class MailboxSlot:
 
 
 class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
-    """The type hint of a node whose result is sent over edges with `in_flight` messages of up to `slot_bytes` bytes."""
+    """The type hint of a node whose result is sent over edges with `in_flight` messages of up to `slot_bytes` bytes.
 
-    def __init__(self, slot_bytes: int, in_flight: int, mailbox_slot: MailboxSlot | None = None) -> None:
+    Between hosts they are encrypted with the files of `tls`, if there are any.
+    """
+
+    def __init__(
+        self, slot_bytes: int, in_flight: int, mailbox_slot: MailboxSlot | None = None, tls: TlsFiles | None = None
+    ) -> None:
         self.slot_bytes = slot_bytes
         self.in_flight = in_flight
+        self.tls = tls
         self.mailbox_slot = mailbox_slot  # slot in the driver's mailbox, for a node that only the driver reads
 
     def create_channel(
@@ -74,7 +81,8 @@ class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
         if near:
             _written[name] = _rings[name] = Ring.create(self.in_flight, self.slot_bytes, len(near))
         if far:
-            _links[name] = [LinkWriter(ray.util.get_node_ip_address(), self.slot_bytes, self.in_flight) for _ in far]
+            here_ip = ray.util.get_node_ip_address()
+            _links[name] = [LinkWriter(here_ip, self.slot_bytes, self.in_flight, self.tls) for _ in far]
         description = EdgeDescription(
             name=name,
             address=_rings[name].address if near else None,

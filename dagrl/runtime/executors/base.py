@@ -14,6 +14,7 @@ from ray.actor import ActorHandle
 
 from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Packet
+from dagrl.runtime.edges.tls import TlsFiles
 from dagrl.runtime.executors.node import NodeCall, Take
 from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.passes.hosts import RELAY, relays_input
@@ -29,7 +30,8 @@ class GraphLimits:
     """Sizes and deadlines of one compiled phase. Bytes are those of one input or one result; times are in seconds.
 
     `may_kill`: dagrl created its workers, and a teardown kills those that do not stop. `input_key` and `result_key`: the
-    settings of `input_bytes` and `result_bytes`, for the errors of larger values.
+    settings of `input_bytes` and `result_bytes`, for the errors of larger values. `tls`: files that encrypt edges between
+    hosts.
     """
 
     input_bytes: int
@@ -40,6 +42,7 @@ class GraphLimits:
     teardown_s: float
     may_kill: bool = True
     overlap_communication: bool = False
+    tls: TlsFiles | None = None
     input_key: str = "input_bytes of Scheduler.add"
     result_key: str = "executor_cfg.result_bytes"
 

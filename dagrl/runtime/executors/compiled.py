@@ -163,7 +163,7 @@ class CompiledExecutor:
         mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
         slots = {number: MailboxSlot(mailbox.address, slot) for slot, number in enumerate(near)} if mailbox else {}
         hints = _edge_types(graph, limits, slots)
-        inputs = EdgeType(limits.input_bytes, limits.max_in_flight)
+        inputs = EdgeType(limits.input_bytes, limits.max_in_flight, tls=limits.tls)
         name = f"{graph.phase}-{uuid.uuid4().hex}"
         with ray_dag.driver_settings(limits), ray_dag.replaced_parts(name, accelerator):
             bound = ray_dag.bind_graph(graph, actors, run_node, node_calls(graph, limits), hints, inputs)
@@ -187,7 +187,7 @@ def _prepare(actors: Actors, limits: GraphLimits, accelerator: bool) -> dict[Act
 
 def _edge_types(graph: PhaseGraph, limits: GraphLimits, slots: Mapping[int, MailboxSlot]) -> list[EdgeType]:
     rooms = result_rooms(graph, limits)
-    return [EdgeType(rooms[node.number], limits.max_in_flight, slots.get(node.number)) for node in graph.nodes]
+    return [EdgeType(rooms[node.number], limits.max_in_flight, slots.get(node.number), limits.tls) for node in graph.nodes]
 
 
 def _hosts(actors: Actors, nodes: Mapping[ActorHandle, str]) -> Hosts:

@@ -284,6 +284,16 @@ TABLE = [
         ("17 workers, 16 train (dp16) + 1 generation (single)", "2 CPU cores hold 16"),
         (f"{MEGATRON}.data_parallel_size=16",),
     ),
+    Row(
+        "certificate that is not there",
+        ("cluster.tls", "no/such.pem", "no such file", "Expected: PEM files"),
+        ("cluster.tls={certificate: no/such.pem, private_key: no/such.pem, authority: no/such.pem}",),
+    ),
+    Row(
+        "encryption of edges that Ray carries",
+        ("cluster.tls", "executor=eager sends through Ray", "RAY_USE_TLS=1"),
+        ("cluster.tls={certificate: a.pem, private_key: a.pem, authority: a.pem}", "executor=eager"),
+    ),
     Row("worker limit", ("2 workers", "cluster.max_workers is 1"), ("cluster.max_workers=1",)),
     Row("missing data file", ("cannot read the data file 'no/such.jsonl'"), ("data.path=no/such.jsonl",)),
     Row("missing model", ("policy.model_name", "'no/model'"), ("policy.random_init=null", "policy.model_name=no/model")),

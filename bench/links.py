@@ -1,0 +1,119 @@
+"""Edges between hosts, plain and with TLS: time of a small message there and back, and throughput of large ones.
+
+    dagrl bench links --json links.json
+
+Writer and reader are two processes of this machine, so the numbers are the cost of the processor, not of a network.
+Certificates are made for the measurement by the `openssl` command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import pickle
+import statistics
+import subprocess
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.runtime.edges.link import LinkReader, LinkWriter
+from dagrl.runtime.edges.tls import TlsFiles
+
+LIMIT, TIMEOUT_S = 256 << 20, 60.0
+LARGE = 16 << 20  # bytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind, in turns (default: 5)")
+    parser.add_argument("--messages", type=int, default=2000, help="small messages of a measurement (default: 2000)")
+    parser.add_argument("--json", metavar="F", type=Path, help="write the results to F")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measures and prints."""
+    with tempfile.TemporaryDirectory() as directory:
+        files = {"plain": None, "tls": make_certificates(Path(directory))}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in files}
+        for _ in range(options.rounds):
+            for name, tls in files.items():
+                found[name].append(measure(tls, options.messages))
+    result = {
+        name: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]} for name, rounds in found.items()
+    }
+    if options.json:
+        options.json.write_text(json.dumps({"rounds": options.rounds, "large_bytes": LARGE, **result}, indent=1) + "\n")
+    for name, values in result.items():
+        print(f"{name}: {values['round_trip_us']:.0f} us there and back, {values['gb_per_s']:.2f} GB/s")
+
+
+def make_certificates(directory: Path) -> TlsFiles:
+    """Makes an authority and a certificate of it with `openssl`, valid for a day."""
+    certificate, key, authority = (str(directory / f"{name}.pem") for name in ("certificate", "key", "authority"))
+    own = str(directory / "authority-key.pem")
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"]
+    for command in (
+        [*make, "-subj", "/CN=authority", "-keyout", own, "-out", authority],
+        [*make, "-subj", "/CN=host", "-CA", authority, "-CAkey", own, "-keyout", key, "-out", certificate],
+    ):
+        subprocess.run(command, check=True, capture_output=True, timeout=60)  # noqa: S603
+    return TlsFiles(certificate, key, authority)
+
+
+def measure(tls: TlsFiles | None, messages: int) -> dict[str, float]:
+    """Returns medians of one pair of links, one in each direction."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    other = multiprocessing.get_context("spawn").Process(target=_echo, args=(there, tls, messages))
+    other.start()
+    out = LinkWriter("127.0.0.1", LIMIT, 2, tls)
+    here.send(out.address)
+    back = LinkReader(here.recv())
+    try:
+        return {"round_trip_us": _round_trips(out, back, messages), "gb_per_s": _throughput(out, back)}
+    finally:
+        other.join(TIMEOUT_S)
+        out.close()
+        back.close()
+
+
+def _echo(connection: Connection, tls: TlsFiles | None, messages: int) -> None:
+    """The other process: returns small messages, and only the size of large ones."""
+    out, back = LinkWriter("127.0.0.1", LIMIT, 2, tls), LinkReader(connection.recv())
+    connection.send(out.address)
+    for _ in range(messages + 1):
+        out.write([pickle.dumps(back.read(TIMEOUT_S))], TIMEOUT_S)
+    for _ in range(_LARGE_MESSAGES):
+        found: npt.NDArray[np.uint8] = back.read(TIMEOUT_S)  # type: ignore[assignment]
+    out.write([pickle.dumps(found.nbytes)], TIMEOUT_S)
+    back.read(TIMEOUT_S)
+
+
+_LARGE_MESSAGES = 32
+
+
+def _round_trips(out: LinkWriter, back: LinkReader, messages: int) -> float:
+    times = []
+    for _ in range(messages + 1):
+        start = time.perf_counter()
+        out.write([pickle.dumps(start)], TIMEOUT_S)
+        back.read(TIMEOUT_S)
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times[1:])  # without the handshake
+
+
+def _throughput(out: LinkWriter, back: LinkReader) -> float:
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(np.ones(LARGE, np.uint8), protocol=5, buffer_callback=buffers.append)
+    start = time.perf_counter()
+    for _ in range(_LARGE_MESSAGES):
+        out.write([head, *(buffer.raw() for buffer in buffers)], TIMEOUT_S)
+    assert back.read(TIMEOUT_S) == LARGE
+    seconds = time.perf_counter() - start
+    out.write([pickle.dumps("end")], TIMEOUT_S)
+    return _LARGE_MESSAGES * LARGE / seconds / 1e9
