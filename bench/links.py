@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(json.dumps({"rounds": options.rounds, "large_bytes": LARGE, **result}, indent=1) + "\n")
     for name, values in result.items():
-        print(f"{name}: {values['round_trip_us']:.0f} us there and back, {values['gb_per_s']:.2f} GB/s")
+        print(f"{name}: {', '.join(f'{key} {value:.4g}' for key, value in values.items())}")
 
 
 def make_certificates(directory: Path) -> TlsFiles:
@@ -75,7 +75,7 @@ def measure(tls: TlsFiles | None, messages: int) -> dict[str, float]:
     here.send(out.address)
     back = LinkReader(here.recv())
     try:
-        return {"round_trip_us": _round_trips(out, back, messages), "gb_per_s": _throughput(out, back)}
+        return {"round_trip_us": _round_trips(out, back, messages), **_throughput(out, back)}
     finally:
         other.join(TIMEOUT_S)
         out.close()
@@ -88,9 +88,11 @@ def _echo(connection: Connection, tls: TlsFiles | None, messages: int) -> None:
     connection.send(out.address)
     for _ in range(messages + 1):
         out.write([pickle.dumps(back.read(TIMEOUT_S))], TIMEOUT_S)
+    before = time.process_time()
     for _ in range(_LARGE_MESSAGES):
         found: npt.NDArray[np.uint8] = back.read(TIMEOUT_S)  # type: ignore[assignment]
-    out.write([pickle.dumps(found.nbytes)], TIMEOUT_S)
+        assert found.nbytes == LARGE
+    out.write([pickle.dumps(time.process_time() - before)], TIMEOUT_S)
     back.read(TIMEOUT_S)
 
 
@@ -107,13 +109,14 @@ def _round_trips(out: LinkWriter, back: LinkReader, messages: int) -> float:
     return 1e6 * statistics.median(times[1:])  # without the handshake
 
 
-def _throughput(out: LinkWriter, back: LinkReader) -> float:
+def _throughput(out: LinkWriter, back: LinkReader) -> dict[str, float]:
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(np.ones(LARGE, np.uint8), protocol=5, buffer_callback=buffers.append)
-    start = time.perf_counter()
+    start, before = time.perf_counter(), time.process_time()
     for _ in range(_LARGE_MESSAGES):
         out.write([head, *(buffer.raw() for buffer in buffers)], TIMEOUT_S)
-    assert back.read(TIMEOUT_S) == LARGE
-    seconds = time.perf_counter() - start
+    there: float = back.read(TIMEOUT_S)  # type: ignore[assignment]
+    seconds, gigabytes = time.perf_counter() - start, _LARGE_MESSAGES * LARGE / 1e9
+    processor = time.process_time() - before + there
     out.write([pickle.dumps("end")], TIMEOUT_S)
-    return _LARGE_MESSAGES * LARGE / seconds / 1e9
+    return {"gb_per_s": gigabytes / seconds, "processor_s_per_gb": processor / gigabytes}

@@ -1,0 +1,41 @@
+"""`policy.deterministic` in the environment of both kinds of workers, and on GPUs that lack the kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dagrl.config import Config
+from dagrl.errors import ConfigError
+from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.vllm.environment import vllm_environment
+from tests.integration.vllm_models import make_config
+
+
+def config(tmp_path: Path, deterministic: bool, gpus: int) -> Config:
+    made = make_config(tmp_path)
+    policy = made.policy.model_copy(update={"deterministic": deterministic})
+    return made.model_copy(update={"policy": policy, "cluster": made.cluster.model_copy(update={"gpus_per_worker": gpus})})
+
+
+@pytest.mark.parametrize(("on", "gpus"), [(False, 1), (True, 1), (False, 0), (True, 0)])
+def test_environments(on: bool, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of a CPU share a sequence by what else is in the batch, so there is one."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    made = config(tmp_path, on, gpus)
+    generation, train = vllm_environment(made), MegatronWorker.environment(made)
+    assert ("VLLM_BATCH_INVARIANT" in generation) == bool(on and gpus)
+    assert generation["OMP_NUM_THREADS"] == ("1" if on and not gpus else "4")
+    assert ("CUBLAS_WORKSPACE_CONFIG" in train) == on
+
+
+def test_a_gpu_without_the_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch, features = pytest.importorskip("torch"), pytest.importorskip("dagrl.workers.vllm.features")
+    pytest.importorskip("vllm")
+    features.require_batch_invariance()  # nothing to require of a CPU
+    found = {"is_available": lambda: True, "get_device_capability": lambda: (8, 0), "get_device_name": lambda: "A100"}
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**found))
+    with pytest.raises(ConfigError, match=r"policy\.deterministic is true.*9\.0; A100 has compute capability 8\.0"):
+        features.require_batch_invariance()
