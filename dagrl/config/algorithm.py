@@ -59,6 +59,10 @@ class LossConfig(Section):
     log_ratio_clamp: PositiveFloat | None = 20.0
     """Clamps the logarithm of probability ratios, as verl does, so that one token cannot overflow. null: no clamp."""
 
+    sequence_log_ratio_clamp: PositiveFloat | None = None
+    """With `gspo`: upper bound of the logarithm of a sequence's ratio; verl has 10, and no `log_ratio_clamp` of tokens then.
+    null: no bound."""
+
     kl_input_clamp_value: PositiveFloat | None = 20.0
     """Clamps log-probability differences in the KL penalty. null: no clamp."""
 
@@ -112,6 +116,9 @@ class AdvantageConfig(Section):
 
     group_baseline: bool = True
     """With `batch`: subtract the mean of each prompt's completions first (REINFORCE++-baseline)."""
+
+    whiten_over: Literal["responses", "tokens"] = "responses"
+    """With `batch`: what counts once in mean and deviation. `tokens`, as in verl: long responses count more."""
 
 
 class AsyncGrpoConfig(Section):

@@ -25,6 +25,7 @@ Sources:
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -142,7 +143,7 @@ def gspo(batch: TokenBatch) -> TokenResult:
     """
     mean = batch.sequence_mean(batch.log_ratio)
     own = torch.where(batch.mask > 0, batch.logprobs - batch.logprobs.detach(), 0.0)
-    return _surrogate(batch, torch.exp(mean + own))
+    return _surrogate(batch, torch.exp((mean + own).clamp(max=batch.config.sequence_log_ratio_clamp or math.inf)))
 
 
 def cispo(batch: TokenBatch) -> TokenResult:

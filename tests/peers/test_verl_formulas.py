@@ -34,6 +34,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any], float]] = {
     "grpo": ("vanilla", {"name": "grpo"}, UNBOUNDED),
     "dual clip": ("vanilla", {"name": "grpo", "ratio_clip_c": 2.0}, 2.0),
     "gspo": ("gspo", {"name": "gspo"}, UNBOUNDED),
+    "gspo clamped": ("gspo", {"name": "gspo", "log_ratio_clamp": None, "sequence_log_ratio_clamp": 10.0}, UNBOUNDED),
     "cispo": ("cispo", {"name": "cispo"}, UNBOUNDED),
 }
 MEANS: dict[str, dict[str, Any]] = {
@@ -203,7 +204,10 @@ def test_rloo_advantages() -> None:
 
 @pytest.mark.parametrize("baseline", [True, False])
 def test_reinforce_plus_plus_advantages(baseline: bool) -> None:
-    """verl whitens over tokens, so long responses count more; here each response counts once. Equal lengths agree."""
+    """verl whitens over tokens, so long responses count more; here each response counts once unless it is whitened again.
+
+    Equal lengths agree.
+    """
     table, rewards, mask, index = outcome(2)
     ours = batch_advantages(table, baseline=baseline, valid=np.ones_like(table), epsilon=0)
 
@@ -214,6 +218,8 @@ def test_reinforce_plus_plus_advantages(baseline: bool) -> None:
         return core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)[0]
 
     assert np.abs(ours - of_rows(theirs(rewards, mask), mask)).max() > 0.01
+    again = whitened(ours.reshape(-1, 1) * mask.numpy(), mask.numpy())  # `advantage.whiten_over: tokens`
+    np.testing.assert_allclose(again, theirs(rewards, mask) * mask, atol=2e-6)
     full = torch.ones(ROWS, WIDTH)
     same = torch.tensor(rewards_at_end(table.reshape(-1), full.numpy()), dtype=torch.float32)
     freedom = np.sqrt((ROWS * WIDTH - 1) / (ROWS * WIDTH) * ROWS / (ROWS - 1))  # tokens, or responses, less one

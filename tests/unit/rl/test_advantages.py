@@ -7,11 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagrl.config import Config
+from dagrl.config import Config, GrpoConfig
+from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError, DataError
 from dagrl.rl.advantages import batch_advantages, group_advantages, zero_variance_groups
 from dagrl.rl.algorithm import advantages_of, algorithm_of
+from dagrl.rl.rewards import Rewards
+from dagrl.rl.rollout.batches import scored_batch
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
+from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.trial import try_advantages
+
+PROMPT = Prompt("1", np.array([4, 5]), "", "row 0")
 
 
 def test_group_mean_baseline() -> None:
@@ -114,6 +121,25 @@ def test_advantages_of_the_batch_are_whitened_rewards() -> None:
 
 def config_of(**keys: object) -> Config:
     return Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": {}, "advantage": keys})
+
+
+@pytest.mark.parametrize("baseline", [True, False])
+def test_advantages_of_the_batch_may_be_whitened_over_tokens(baseline: bool) -> None:
+    """As verl's `masked_whiten` of a table with a response's value at each of its tokens."""
+    values, lengths = np.array([[1.0, 0, 0.5], [5, 4, 9]]), [3, 1, 7, 2, 2, 5]
+    groups = []
+    for number, row in enumerate(values):
+        made = [Episode(PROMPT, 0, 9, [5] * length, [-1.0] * length) for length in lengths[3 * number : 3 * number + 3]]
+        samples = [Sample(PROMPT, episode, "") for episode in made]
+        rewards = Rewards(row, np.ones(3, np.bool_))
+        groups.append(ScoredGroup(RolloutGroup(number, number, made), samples, rewards, row, np.ones(3, np.bool_)))
+    keys = {"name": "batch", "group_baseline": baseline, "whiten_over": "tokens"}
+    config = config_of(**keys).model_copy(update={"grpo": GrpoConfig(num_prompts_per_step=2, num_generations_per_prompt=3)})
+    found = scored_batch(config, groups, 1)
+    tokens = np.repeat((values - values.mean(1, keepdims=True) * baseline).reshape(-1), lengths)
+    expected = (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(found["advantages"][found["loss_mask"] > 0], expected, atol=1e-6)
+    assert not found["advantages"][found["loss_mask"] == 0].any()
 
 
 def scaled(rewards: np.ndarray, valid: np.ndarray, *, factor: float = 1.0) -> np.ndarray:

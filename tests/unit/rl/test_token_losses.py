@@ -40,6 +40,9 @@ def random_data(seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     return logprobs, data | row_sums(data)
 
 
+BOUND = 0.01  # of a log-ratio: some sequences are above, some below
+
+
 def ppo_clip(logprobs: Tensor, data: dict[str, Tensor]) -> Tensor:
     """Schulman et al. 2017, equation 7, as an objective to maximise."""
     ratio, advantage = (logprobs - data["prev_logprobs"]).exp(), data["advantages"]
@@ -78,10 +81,22 @@ def reverse_kl(logprobs: Tensor, data: dict[str, Tensor]) -> Tensor:
     return -advantage * (logprobs - data["prev_logprobs"]).exp()
 
 
+def gspo_bounded(logprobs: Tensor, data: dict[str, Tensor]) -> Tensor:
+    """verl's GSPO: the sequence's log-ratio has an upper bound, and no gradient above it."""
+    mask = data["loss_mask"]
+    length = mask.sum(1, keepdim=True)
+    log_ratio = ((logprobs - data["prev_logprobs"]) * mask).sum(1, keepdim=True) / length
+    ratio = log_ratio.clamp(max=BOUND).exp()
+    advantage = (data["advantages"] * mask).sum(1, keepdim=True) / length
+    cost = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    return cost.expand(mask.shape)
+
+
 FORMULAS: dict[str, tuple[dict[str, Any], Callable[[Tensor, dict[str, Tensor]], Tensor]]] = {
     "grpo": ({"name": "grpo"}, ppo_clip),
     "dual clip": ({"name": "grpo", "ratio_clip_c": 2.0}, dual_clip),
     "gspo": ({"name": "gspo"}, gspo_sequence),
+    "gspo bounded": ({"name": "gspo", "sequence_log_ratio_clamp": BOUND}, gspo_bounded),
     "cispo": ({"name": "cispo"}, cispo_weighted),
     "reinforce": ({"name": "reinforce"}, reinforce_plain),
     "distill": ({"name": "distill"}, reverse_kl),
