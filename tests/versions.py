@@ -75,10 +75,10 @@ def run_tests(combination: str) -> bool:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         subprocess.run([python, "-c", FOUND], cwd=ROOT, env=environment, check=True, timeout=120)
         chosen = TESTS + (VLLM_TESTS if any(package.startswith("vllm") for package in packages) else [])
-        tests = [python, "-m", "pytest", "--quiet", "-p", "no:xdist", *chosen]
-        passed = subprocess.run(tests, cwd=ROOT, env=environment, timeout=3600).returncode == 0
-        print(f"{combination}: {'passed' if passed else 'FAILED'}", flush=True)
-    return passed
+        tests = [python, "-m", "pytest", "--verbose", "-p", "no:xdist", *chosen]
+        code = subprocess.run(tests, cwd=ROOT, env=environment, timeout=3600).returncode
+        print(f"{combination}: {'passed' if code == 0 else f'FAILED, exit code {code}'}", flush=True)
+    return code == 0
 
 
 if __name__ == "__main__":

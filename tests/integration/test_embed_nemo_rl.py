@@ -187,7 +187,7 @@ def test_replays_and_plain_calls_keep_the_order_in_which_they_are_made(
 ) -> None:
     actors = [ray.remote(num_cpus=0)(worker).options(**options).remote(seed=rank) for rank in range(2)]
     sharding = nemo_rl_group.NamedSharding([[[[0]], [[1]]]], AXES)
-    mine = accelerate(nemo_rl_group.RayWorkerGroup(actors, sharding), phases=["note"], max_bytes=1 << 16, deadline_s=30.0)
+    mine = accelerate(nemo_rl_group.RayWorkerGroup(actors, sharding), phases=["note"], max_bytes=1 << 16, deadline_s=240.0)
     made: list[Any] = []
     plain, argument = ("prepare_for_generation", "tags") if worker is AsyncPolicyWorker else ("later", "text")
     for number in range(4):  # nobody waits for a result before the next call
