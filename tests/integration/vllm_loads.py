@@ -67,6 +67,7 @@ CASES = [
     Case("nemotron_h", 2, changes=(("moe_latent_size", 16),)),
     Case("deepseek_v3", 2, changes=(("q_lora_rank", None),)),
     Case("deepseek_v2", 2, changes=(("q_lora_rank", None), ("topk_method", "group_limited_greedy"), ("n_group", 2))),  # Lite
+    Case("llama", 2, changes=(("attention_bias", True), ("mlp_bias", True))),
 ]
 
 _WIDE = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4}

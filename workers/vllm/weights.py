@@ -70,6 +70,7 @@ def vllm_weight_slices(hf_config: Mapping[str, Json], rank: VllmRank) -> list[We
     for one in whole:
         ends = [stop for _, stop in one.box]
         shapes[one.name] = [max(pair) for pair in zip(shapes.get(one.name, ends), ends, strict=True)]
+    shapes |= _llama_biases(ModelConfig(hf_config))
     return list(_Placement(hf_config, rank, shapes).slices())
 
 
@@ -218,6 +219,16 @@ class _Placement:
             return names.vllm_embedding
         prefix = f"{names.layer}."
         return f"{names.vllm_layer}.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
+
+
+def _llama_biases(model: ModelConfig) -> Iterator[tuple[str, list[int]]]:
+    """Yields biases that Megatron's Llama does not have."""
+    for layer in range(model.layers if model.type == "llama" else 0):
+        if model.qkv_bias:
+            yield f"model.layers.{layer}.self_attn.o_proj.bias", [model.hidden]
+        if model.flag("mlp_bias"):
+            for projection, size in (("gate_proj", model.ffn), ("up_proj", model.ffn), ("down_proj", model.hidden)):
+                yield f"model.layers.{layer}.mlp.{projection}.bias", [size]
 
 
 def _width_of(path: str) -> str:
