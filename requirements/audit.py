@@ -13,6 +13,7 @@ import argparse
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -72,9 +73,15 @@ def problems(lock: Path) -> Iterator[str]:
 
 
 def audit_online(lock: Path) -> bool:
-    """Runs pip-audit on a lock file; whether it found nothing."""
-    command = [sys.executable, "-m", "pip_audit", "--no-deps", "--disable-pip", "--progress-spinner=off", "-r", str(lock)]
-    return subprocess.run(command, check=False).returncode == 0  # noqa: S603
+    """Runs pip-audit on a lock file; whether it knows every package, and found nothing.
+
+    Builds such as `2.13.0+cpu` are not on PyPI, but their version is.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        public = Path(directory) / lock.name
+        public.write_text(re.sub(r"\+\S+", "", lock.read_text(encoding="utf-8")), encoding="utf-8")
+        command = [sys.executable, "-m", "pip_audit", "--strict", "--no-deps", "--disable-pip", "--progress-spinner=off"]
+        return subprocess.run([*command, "-r", str(public)], check=False).returncode == 0  # noqa: S603
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
