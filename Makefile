@@ -1,4 +1,4 @@
-# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | chaos | lint | docs | audit | gpu. Installs into .venv, once per change of the lock files.
+# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | test-trackers | chaos | lint | docs | audit | gpu. Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps
@@ -14,9 +14,11 @@ TRL := trl==1.16.0
 PEERS_SETUP := $(PEERS)/.setup-$(call content,requirements/peers.lock pyproject.toml)
 AGENTS := .venv-agents
 AGENTS_SETUP := $(AGENTS)/.setup-$(call content,requirements/agents.lock pyproject.toml)
+TRACKERS := .venv-trackers
+TRACKERS_SETUP := $(TRACKERS)/.setup-$(call content,requirements/trackers.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
 
-.PHONY: setup quickstart test test-versions peers test-peers test-agents chaos lint docs audit gpu
+.PHONY: setup quickstart test test-versions peers test-peers test-agents test-trackers chaos lint docs audit gpu
 
 setup: $(SETUP)
 
@@ -46,6 +48,10 @@ test-agents: $(AGENTS_SETUP)
 # Faults against real runs for an hour, or for LIMIT seconds: make chaos LIMIT=600 SEED=3. As root it can try more of them.
 chaos: $(TOOLS)
 	$(VENV)/bin/python -m tests.chaos.campaign --limit $(or $(LIMIT),3600) --seed $(or $(SEED),0) --json build/chaos.json
+
+# Tests with real Weights & Biases, MLflow and trackio, offline, in an environment over .venv.
+test-trackers: $(TRACKERS_SETUP)
+	$(TRACKERS)/bin/python -m pytest tests/unit/telemetry/test_trackers.py
 
 lint: $(TOOLS) docs
 	$(VENV)/bin/ruff check .
@@ -93,10 +99,18 @@ $(PEERS_SETUP):
 	@rm -f $(PEERS)/.setup-*
 	@touch $@
 
+# $(call over_venv,environment,lock file): an environment that also sees .venv.
+define over_venv
+@echo "Installing $(2) into $(1), which takes a few minutes"
+$(PYTHON) -m venv $(1)
+$(1)/bin/python $(PIP_INSTALL) --requirement $(2)
+$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $(1)/lib/python3.11/site-packages/zz_dagrl.pth
+@rm -f $(1)/.setup-*
+@touch $@
+endef
+
 $(AGENTS_SETUP): $(TOOLS)
-	@echo "Installing requirements/agents.lock into $(AGENTS), which takes a few minutes"
-	$(PYTHON) -m venv $(AGENTS)
-	$(AGENTS)/bin/python $(PIP_INSTALL) --requirement requirements/agents.lock
-	$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $(AGENTS)/lib/python3.11/site-packages/zz_dagrl.pth
-	@rm -f $(AGENTS)/.setup-*
-	@touch $@
+	$(call over_venv,$(AGENTS),requirements/agents.lock)
+
+$(TRACKERS_SETUP): $(TOOLS)
+	$(call over_venv,$(TRACKERS),requirements/trackers.lock)
