@@ -1,7 +1,7 @@
 """Replaces generation engines that fail during a run, while training and the other engines go on.
 
-    lost = replacement.replace(error)      # spares or new processes, and the graphs of their shards alone
-    replacement.connect()                  # once training rests: a plan and a channel for the next refit, which fills them
+    shards = replacement.replace(error)    # in the background: spares or new processes. Other shards go on without them
+    replacement.connect()                  # once training rests: their graphs, a plan and a channel for the next refit
 
 The train workers hold the weights, so nothing is read from a checkpoint, and no step is lost.
 """
@@ -9,15 +9,18 @@ The train workers hold the weights, so nothing is read from a checkpoint, and no
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from dagrl.config import Config
 from dagrl.errors import WorkerError, WorkerFailure
 from dagrl.run.fleet import Fleet
 from dagrl.run.replays import Replays
-from dagrl.runtime.revive import idle_ranks, revive_shards
+from dagrl.runtime.revive import Revival, idle_ranks, revive_shards
 from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -34,39 +37,75 @@ class EngineReplacement:
     group: WorkerGroup
     replays: Replays
     plan: Callable[[], object]
-    unconnected: bool = field(default=False, init=False)  # engines were replaced since the groups were connected
+    absent: set[int] = field(default_factory=set, init=False)
+    """Ranks of engines that were replaced and have no graphs yet."""
+    _starting: Future[Revival] | None = field(default=None, init=False)
+
+    @property
+    def unconnected(self) -> bool:
+        """Whether engines were replaced since the groups were connected."""
+        return bool(self.absent)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the new engines have started."""
+        return self._starting is None or self._starting.done()
 
     def replace(self, error: WorkerError) -> set[int] | None:
-        """Replaces the engines that failed; returns their shards. None if the run has to restart."""
+        """Begins to replace the engines that failed; returns their shards. None if the run has to restart.
+
+        New engines start in the background. Meanwhile the others run quanta without them.
+        """
         if not self.fleet.restarts or not self._replaceable(error.failures):
             return None
-        begin, limits = time.monotonic(), self.config.timeouts
-        failed = {failure.rank for failure in error.failures if failure.role == ROLE}
-        lost = failed | (set(range(len(self.group.actors))) - set(idle_ranks(self.group, limits.grace_s)))
-        shards = {self.group.layout.coordinates(rank).dp for rank in lost}
         self.fleet.restarts -= 1
+        self._started()
+        failed = {failure.rank for failure in error.failures if failure.role == ROLE}
+        resting = set(idle_ranks(self.group, self.config.timeouts.grace_s))
+        lost = failed | (set(range(len(self.group.actors))) - resting)
+        shards = {self.group.layout.coordinates(rank).dp for rank in lost}
         logger.warning(
             "replacing the engines of generation shards %s (%d restarts left), training goes on, after: %s",
             sorted(shards),
             self.fleet.restarts,
             error,
         )
-        revival = revive_shards(self.group, lost, rest_s=limits.teardown_s, start_s=limits.start_s)
-        self.replays.scheduler.recover([ROLE])
-        self.unconnected = True
-        self.fleet.settle()
-        logger.info("%s; replaced after %.1f s", revival, time.monotonic() - begin)
+        self.absent |= {rank for shard in shards for rank in self.group.layout.shard(shard)}
+        self.replays.scheduler.recover([ROLE], {ROLE: self.absent})
+        self._starting = in_background(partial(self._revive, lost))
         return shards
 
     def connect(self) -> None:
-        """Connects new engines for refits, if there are any. Waits until the workers have ended what they run."""
+        """Connects new engines for refits, if there are any. Waits until they have started and all workers rest."""
         if not self.unconnected:
             return
+        self._started()
         scheduler, refit = self.replays.scheduler, self.replays.phases["refit"]
         with scheduler.at_rest(self.config.timeouts.replay_s):
+            scheduler.recover([ROLE])
             self.plan()
             scheduler.warmup(only=[refit.name])
-        self.unconnected = False
+        self.absent.clear()
+
+    def end(self) -> None:
+        """Waits for engines that are starting, at the end of a session: the next one may use the group."""
+        try:
+            self._started()
+        except Exception as error:
+            logger.debug("an engine did not start: %s", error)
+
+    def _revive(self, lost: set[int]) -> Revival:
+        begin, limits = time.monotonic(), self.config.timeouts
+        revival = revive_shards(self.group, lost, rest_s=limits.teardown_s, start_s=limits.start_s)
+        logger.info("%s; the engines started in %.1f s", revival, time.monotonic() - begin)
+        self.fleet.settle()
+        return revival
+
+    def _started(self) -> None:
+        """Waits for the new engines. Raises what kept them from starting."""
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.result()
 
     def _replaceable(self, failures: tuple[WorkerFailure, ...]) -> bool:
         """Whether engines can be replaced after these failures, while training goes on.
@@ -81,3 +120,17 @@ class EngineReplacement:
         if any(failure.phase == phases["refit"].name for failure in failures):
             return bool(gone) and all(failure.role == ROLE for failure in gone)
         return bool(failures) and all((one.role, one.phase) == (ROLE, phases["generate"].name) for one in failures)
+
+
+def in_background(work: Callable[[], Revival]) -> Future[Revival]:
+    """Runs `work` in a thread that does not keep the process alive."""
+    future: Future[Revival] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="replace-engines", daemon=True).start()
+    return future

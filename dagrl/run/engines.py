@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from dagrl.errors import WorkerError
-from dagrl.rl.generation import FinishedRequest, Generated
+from dagrl.rl.generation import FinishedRequest, Generated, pack_generated
 from dagrl.rl.rollout.engines import QuantumResult
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.replays import Replays
@@ -27,11 +27,17 @@ class ReplayedQuantum:
 
     replays: Replays
     replay: Replay
+    shards: int
 
     def result(self) -> QuantumResult:
-        """Waits for the replay and counts it in the step."""
+        """Waits for the replay and counts it in the step. Shards that are being replaced made nothing."""
         generated, counted = self.replays.collect(PHASE, self.replay)
-        return QuantumResult(generated, counted.timing.shards_busy_s, counted.overhead_s)
+        busy_s = counted.timing.shards_busy_s
+        if len(generated) < self.shards:
+            made = dict(zip(self.replay.shards, zip(generated, busy_s, strict=True), strict=True))
+            nothing = pack_generated([], [], 0), 0.0
+            generated, busy_s = zip(*(made.get(shard, nothing) for shard in range(self.shards)), strict=True)
+        return QuantumResult(generated, busy_s, counted.overhead_s)
 
     def partial(self) -> Mapping[int, Generated]:
         """See `Quantum`."""
@@ -52,16 +58,19 @@ class WorkerEngines:
 
     def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> ReplayedQuantum:
         """See `GenerationEngines`."""
-        return ReplayedQuantum(self._replays, self._replays.submit(PHASE, requests, rows=rows))
+        replay = self._replays.submit(PHASE, requests, rows=rows)
+        return ReplayedQuantum(self._replays, replay, self._group.layout.dp)
 
     def abort(self, requests: Sequence[int]) -> None:
         """See `GenerationEngines`."""
-        self._group.call("abort_requests", requests, deadline=self._deadline)
+        self._group.call("abort_requests", requests, deadline=self._deadline, without=self._absent)
 
     def unfinished(self) -> Mapping[int, FinishedRequest]:
         """See `GenerationEngines`. The first rank of each shard reports; its other ranks run the same requests."""
-        layout, ranks = self._group.layout, self._group.call("unfinished_requests", deadline=self._deadline)
-        return {made.request_id: made for dp in range(layout.dp) for made in ranks[layout.shard(dp)[0]]}
+        layout, absent = self._group.layout, self._absent
+        ranks = self._group.call("unfinished_requests", deadline=self._deadline, without=absent)
+        firsts = [layout.shard(dp)[0] for dp in range(layout.dp)]
+        return {made.request_id: made for rank in firsts if rank not in absent for made in ranks[rank]}
 
     def exclude_wait(self) -> None:
         """See `GenerationEngines`."""
@@ -70,6 +79,15 @@ class WorkerEngines:
     def replace(self, error: WorkerError) -> set[int] | None:
         """See `GenerationEngines`."""
         return None if self._replacement is None else self._replacement.replace(error)
+
+    @property
+    def ready(self) -> bool:
+        """See `GenerationEngines`."""
+        return self._replacement is None or self._replacement.ready
+
+    @property
+    def _absent(self) -> Collection[int]:
+        return () if self._replacement is None else self._replacement.absent
 
     def refill(self, version: int) -> None:
         """See `GenerationEngines`."""

@@ -144,7 +144,7 @@ def open_session(
             checkpoints=Checkpoints(saver, replays, progress.status, resumed),
             stop=stop,
             last_step=last_step,
-            replacement=_replacement(config, fleet, inputs, by_role, replays),
+            replacement=_replacement(config, fleet, inputs, by_role, replays, stack),
         )
         if trace is not None:
             trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])
@@ -257,14 +257,21 @@ def _shared_devices(config: Config, groups: Mapping[str, WorkerGroup], clock: Ph
 
 
 def _replacement(
-    config: Config, fleet: Fleet, inputs: Inputs, groups: Mapping[str, WorkerGroup], replays: Replays
+    config: Config,
+    fleet: Fleet,
+    inputs: Inputs,
+    groups: Mapping[str, WorkerGroup],
+    replays: Replays,
+    stack: ExitStack,
 ) -> EngineReplacement | None:
     """What replaces generation engines that fail; none where they share GPUs with training."""
     generation = groups.get("generation")
     if generation is None or is_colocated(config):
         return None
     plan = partial(connect_refit, config, groups["train"], generation, inputs)
-    return EngineReplacement(config, fleet, generation, replays, plan)
+    replacement = EngineReplacement(config, fleet, generation, replays, plan)
+    stack.callback(replacement.end)
+    return replacement
 
 
 def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:

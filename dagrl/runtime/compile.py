@@ -44,6 +44,9 @@ Counters = Mapping[str, Sequence[int]]
 """The ticket counter of each rank, by role. An actor has one, also if it is in several groups."""
 
 
+Absent = Mapping[str, Collection[int]]
+"""Ranks by role whose workers are being replaced."""
+
 Engine = Literal["dagrl", "ray"]
 """What runs compiled graphs: dagrl's loop and channels, or Ray's own."""
 
@@ -139,6 +142,18 @@ def compile_phase(
             undo.callback(made[-1].teardown, limits.teardown_s)
         undo.pop_all()
     return made
+
+
+def shards_with(absent: Absent, phase: Phase, groups: Groups) -> list[int]:
+    """Returns the shards of a phase that need one of the absent workers."""
+    if not any(absent.values()):
+        return []
+    ranks_of = _ranks_of_shards(phase, groups)
+    return [
+        shard
+        for shard, ranks in enumerate(ranks_of)
+        if any(set(mine) & set(absent.get(role, ())) for role, mine in ranks.items())
+    ]
 
 
 def executor_of(name: str, engine: Engine = "dagrl") -> Executor:

@@ -109,6 +109,11 @@ class Replay:
             raise self._error
         return self._outcome
 
+    @property
+    def shards(self) -> list[int]:
+        """The shards that run it: all, unless some have no workers (`Scheduler.recover`)."""
+        return sorted(shard for mine in self._shards for shard in mine)
+
     def partial(self) -> dict[int, Any]:
         """Returns the results of a failed replay by shard, of the graphs that had ended without a failure."""
         found: dict[int, Any] = {}
@@ -161,7 +166,7 @@ class Replay:
             outputs = len(mine) // len(shards)
             for position, shard in enumerate(shards):
                 found[shard] = mine[position * outputs : (position + 1) * outputs]
-        return [found[shard] for shard in range(len(found))]
+        return [found[shard] for shard in self.shards]
 
 
 @dataclass(slots=True)

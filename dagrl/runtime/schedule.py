@@ -30,7 +30,16 @@ from ray.exceptions import RayError
 
 from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
 from dagrl.runtime.codec import Codec, Join, codec_of, share_out
-from dagrl.runtime.compile import Compiled, Engine, GraphWorkers, compile_phase, executor_of, ticket_counters
+from dagrl.runtime.compile import (
+    Absent,
+    Compiled,
+    Engine,
+    GraphWorkers,
+    compile_phase,
+    executor_of,
+    shards_with,
+    ticket_counters,
+)
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.encoded import Encoded, Shares
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet, encoded, payload_bytes
@@ -133,6 +142,10 @@ class _Entry:
         """How many data-parallel shards (graphs as they were traced) the phase is compiled on."""
         return sum(len(one.shards) for one in self.compiled)
 
+    def missing(self, shards: int) -> set[int]:
+        """Returns those of `shards` shards that have no graph."""
+        return set(range(shards)) - {shard for one in self.compiled for shard in one.shards}
+
 
 class Scheduler:
     """Runs phases over worker groups; see the top of this file. Use it as a context manager, or call `close`."""
@@ -214,22 +227,22 @@ class Scheduler:
             self._executors.clear()
         self._compile_missing()
 
-    def _compile_missing(self) -> dict[str, list[int]]:
-        """Compiles the shards without a graph; returns them by phase."""
+    def _compile_missing(self, absent: Absent | None = None) -> dict[str, list[int]]:
+        """Compiles the shards without a graph, except those with absent workers; returns them by phase."""
         made: dict[str, list[int]] = {}
         for name, entry in self._entries.items():
             entry.groups = {role: self.groups[role] for role in entry.phase.roles}
             kept = [shard for one in entry.compiled for shard in one.shards]
-            new = self._compile(entry, kept)
+            new = self._compile(entry, [*kept, *shards_with(absent or {}, entry.phase, self.groups)])
             entry.compiled = sorted([*entry.compiled, *new], key=lambda one: one.shards)
             if new:
                 made[name] = [shard for one in new for shard in one.shards]
         return made
 
-    def _reset_tickets(self, roles: Iterable[str]) -> None:
+    def _reset_tickets(self, roles: Iterable[str], absent: Absent | None = None) -> None:
         for role in roles:
             deadline = Deadline(self.options.compile_s, "timeouts.compile_s")
-            self.groups[role].reset_tickets(self._tickets_of(role), deadline)
+            self.groups[role].reset_tickets(self._tickets_of(role), deadline, without=(absent or {}).get(role, ()))
 
     def _together(self, roles: Iterable[str]) -> tuple[str, ...]:
         """Returns these roles and all that share actors with them, directly or through others."""
@@ -353,13 +366,14 @@ class Scheduler:
         idle = ("", DIED.what)  # what waits for a dead worker raises by itself
         return [group.role.name for group in whole if any(one.what not in idle for one in group.reports(timeout_s).values())]
 
-    def recover(self, roles: Iterable[str] | None = None) -> dict[str, list[int]]:
+    def recover(self, roles: Iterable[str] | None = None, absent: Absent | None = None) -> dict[str, list[int]]:
         """Recovers from a failure: compiles the broken graphs again, on the groups' actors, which must all be alive.
 
         A graph is kept if its workers are the same actors, their loops are running, and all replays sent to it have ended.
         Every other graph is torn down, and the replays under way fail. `roles`: those that failed (None: all); phases of
-        others, and replays of these under way, are left alone. Returns the shards that were compiled again, by phase. Warm
-        up before the next replay.
+        others, and replays of these under way, are left alone. `absent`: ranks by role that are not there yet. Shards with
+        one of them get no graph, and phases run on their other shards, until a later call without it. Such a phase takes its
+        batches with `rows`. Returns the shards that were compiled again, by phase. Warm up before the next replay.
         """
         with self._lock:
             roles = self._together(self.groups if roles is None else {*roles, *self.broken})
@@ -368,8 +382,8 @@ class Scheduler:
                 if len(roles) == len(self.groups):
                     self._executors.pop("eager", None)
                 self._check_shared_actors()
-                self._reset_tickets(roles)
-                made = self._compile_missing()
+                self._reset_tickets(roles, absent)
+                made = self._compile_missing(absent)
             except BaseException as error:  # some shards may have no graph
                 text = f"the graphs could not be recovered: {error}"
                 self._breakage.add(roles, PhaseError((), breaks=text))
@@ -521,6 +535,8 @@ class Scheduler:
         lengths, shards = value["lengths"].astype("int64"), entry.shards
         if rows is None:
             rows = split_rows(lengths, shards)
+        elif len(rows) > shards and not any(len(rows[shard]) for shard in entry.missing(len(rows))):
+            shards = len(rows)  # those without workers get no rows
         else:
             check_rows(entry.phase.name, rows, shards, value.rows)
         bucket = choose_bucket(entry.buckets, max(map(len, rows)), longest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -231,9 +231,15 @@ class WorkerGroup:
         ]
         self.wait(refs, self._deadline, "setup")
 
-    def call(self, method: str, *args: object, deadline: Deadline | None = None) -> list[Any]:
-        """Calls `method(*args)` on every worker and returns the results in rank order."""
-        return self.call_each(method, [args] * len(self.actors), deadline=deadline)
+    def call(self, method: str, *args: object, deadline: Deadline | None = None, without: Collection[int] = ()) -> list[Any]:
+        """Calls `method(*args)` on every worker and returns the results in rank order; None for the ranks `without`."""
+        if not without:
+            return self.call_each(method, [args] * len(self.actors), deadline=deadline)
+        refs = [
+            ray.put(None) if rank in without else getattr(actor, method).remote(*args)
+            for rank, actor in enumerate(self.actors)
+        ]
+        return self.wait(refs, deadline or self._deadline, method)
 
     def call_each(self, method: str, args: Sequence[tuple[object, ...]], *, deadline: Deadline | None = None) -> list[Any]:
         """Calls `method` on every worker, with its own arguments for each rank."""
@@ -265,9 +271,12 @@ class WorkerGroup:
             logger.debug("%s worker %d died; its part of the trace is lost", self.role.name, rank)
             return []
 
-    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline) -> None:
-        """Sets the next ticket of each worker."""
-        refs = [self._health(actor, reset_tickets, ticket) for actor, ticket in zip(self.actors, tickets, strict=True)]
+    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline, without: Collection[int] = ()) -> None:
+        """Sets the next ticket of each worker, except those of the ranks `without`."""
+        refs = [
+            ray.put(None) if rank in without else self._health(actor, reset_tickets, ticket)
+            for rank, (actor, ticket) in enumerate(zip(self.actors, tickets, strict=True))
+        ]
         self.wait(refs, deadline, "reset_tickets")
 
     def pass_tickets(self, tickets: Sequence[int]) -> None:

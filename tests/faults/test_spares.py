@@ -125,7 +125,7 @@ def test_dead_spares_hung_workers_and_those_that_cannot_be_reset_are_replaced_by
 
 
 def test_one_shard_is_replaced_while_another_role_computes(cluster: None, tmp_path: Path) -> None:
-    """The dead worker's graph alone is compiled again; the other shard's worker is not set up again, and `train` goes on."""
+    """The dead worker's graph alone is compiled again. Meanwhile the other shard and `train` go on."""
     train = WorkerGroup.create("train", Resettable, ParallelLayout(), None)
     other = WorkerGroup.create("other", ByShard, ParallelLayout(dp=2), None, spares=1)
     other.fill_spares()
@@ -141,6 +141,8 @@ def test_one_shard_is_replaced_while_another_role_computes(cluster: None, tmp_pa
             with pytest.raises(PhaseError, match=r"other worker 1 .* died"):
                 scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
             assert scheduler.broken == ("other",)
+            assert scheduler.recover(["other"], {"other": {1}}) == {}
+            assert scheduler.replay(misbehave, {"rank": -1}).result() == (0,), "the other shard goes on"
             assert revive_shards(other, {1}, rest_s=REST_S, start_s=START_S) == Revival(kept=0, spares=1, started=0)
             assert scheduler.recover(["other"]) == {"misbehave": [1]}
             assert scheduler.replay(misbehave, {"rank": -1}).result() == (0, 1)

@@ -53,17 +53,27 @@ class GenerationEngines(Protocol):
         """Keeps the engines' wait for the driver up to now out of the overhead of the next quantum."""
 
     def replace(self, error: WorkerError) -> set[int] | None:
-        """Replaces the engines that failed, as `error` says, and fails the quanta in flight. All others are at rest then.
+        """Begins to replace the engines that failed, as `error` says; fails the quanta in flight. Others are at rest then.
 
-        Returns the shards whose engines are new, without requests and without weights until the next refit; None if the
-        run has to restart.
+        Returns the shards whose engines are replaced. They take no requests until the next refit. None if the run has to
+        restart.
         """
 
+    @property
+    def ready(self) -> bool:
+        """Whether all new engines have started, so that `connect` does not wait for them."""
+
     def refill(self, version: int) -> None:
-        """Sends new engines the weights of `version`, which the train workers hold. Does nothing without new engines."""
+        """Sends new engines the weights of `version`, which the train workers hold. Does nothing without new engines.
+
+        No quantum may be in flight.
+        """
 
     def connect(self) -> None:
-        """Connects new engines for the next refit. Does nothing without new engines."""
+        """Connects new engines for the next refit, once they have started. Does nothing without new engines.
+
+        No quantum may be in flight.
+        """
 
 
 class Stop(Protocol):

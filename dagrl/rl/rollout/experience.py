@@ -135,7 +135,7 @@ class Experience:
 
         Without `other`, which is the training under way, engines that were replaced get their weights first.
         """
-        while other is None and not self.rollouts.serving:
+        while other is None and not self.rollouts.serving and (self._engines.ready or not self.rollouts.generating):
             self._refill()
         if self.rollouts.generating:
             self._sort(self.rollouts.advance())

@@ -7,7 +7,7 @@ makes one token of each running request. Its log-probability tells which policy 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -106,23 +106,28 @@ class Sudden(Future[Any]):
 
 
 class Parts(list[Any]):
-    """The results of a replay by shard; None of a shard whose engine is dead."""
+    """The results of a replay, of these shards; None of one whose engine is dead."""
+
+    def __init__(self, results: Mapping[int, Any]) -> None:
+        super().__init__(results.values())
+        self.shards = list(results)
 
     def partial(self) -> dict[int, Any]:
-        return {shard: part for shard, part in enumerate(self) if part is not None}
+        return {shard: part for shard, part in zip(self.shards, self, strict=True) if part is not None}
 
 
 class Engines:
     """The generation group: shards of `max_num_seqs` running requests each, at one policy version.
 
-    An engine dies in a quantum or a refit with the probability `dying`, and has no weights from its replacement to a refit.
+    An engine dies in a quantum or a refit with the probability `dying`. A new one is absent until `connect`, and has no
+    weights until a refit.
     """
 
     def __init__(self, config: Config, dying: float = 0.0, seed: int = 0) -> None:
         self.dying, self._random = dying, random.Random(seed)  # noqa: S311
         self.dead: set[int] = set()
-        self.empty: set[int] = set()  # replaced, and without weights
-        self.deaths, self.connected = 0, True
+        self.absent: set[int] = set()  # starting
+        self.empty: set[int] = set()  # without weights
         vllm = generation_config(config).vllm_cfg
         self.layout, self.role = ParallelLayout(dp=vllm.data_parallel_size), SimpleNamespace(name="generation")
         self.slots, self.version = vllm.max_num_seqs, 0
@@ -140,25 +145,25 @@ class Engines:
                 shard[number] = {"made": [], "drawn": drawn, "ends": drawn.randint(1, 2 * limit), "limit": limit}
                 shard[number]["streamed"] = 0 if number in streams else None
         assert not any(self.requests[shard] for shard in self.empty), "requests for an engine without weights"
-        self._die()
+        present = self._present()
         steps = [quantum_steps(batch, number) for number in range(len(self.requests))]
-        alive = [number not in self.dead for number in range(len(self.requests))]
-        return Parts(
-            [self._quantum(*given) if lives else None for lives, *given in zip(alive, self.requests, steps, strict=True)]
-        )
+        made = {number: self._quantum(self.requests[number], steps[number]) for number in present if number not in self.dead}
+        return Parts({number: made.get(number) for number in present})
 
     def refit(self, version: int) -> Parts:
         """Gives all engines that live the weights of a version."""
-        assert self.connected
-        self._die()
+        assert not self.absent
+        present = self._present()
         if not self.dead:
             self.version, self.empty = version, set()
-        return Parts([None if shard in self.dead else [] for shard in range(len(self.requests))])
+        return Parts({shard: None if shard in self.dead else [] for shard in present})
 
-    def _die(self) -> None:
-        died = {shard for shard in range(len(self.requests)) if self._random.random() < self.dying} - self.dead
-        self.dead |= died
-        self.deaths += len(died)
+    def _present(self) -> list[int]:
+        """The shards that run a replay, some of which die in it."""
+        present = [shard for shard in range(len(self.requests)) if shard not in self.absent]
+        assert present, "the phase has no graph"
+        self.dead |= {shard for shard in present if self._random.random() < self.dying}
+        return present
 
     def failure(self, phase: str) -> PhaseError:
         """What a replay raises if an engine is dead."""
@@ -172,17 +177,21 @@ class Engines:
         for shard in replaced:
             self.requests[shard] = {}
         self.empty |= replaced
-        self.connected = False
+        self.absent |= replaced
         return replaced
 
     @property
     def unconnected(self) -> bool:
-        return not self.connected
+        return bool(self.absent)
+
+    @property
+    def ready(self) -> bool:
+        return self._random.random() < 0.3
 
     def connect(self) -> None:
         """See `EngineReplacement`."""
         assert not self.dead
-        self.connected = True
+        self.absent.clear()
 
     def _quantum(self, shard: dict[int, dict[str, Any]], steps: int) -> Any:
         finished = []
@@ -203,8 +212,9 @@ class Engines:
                 request["streamed"] = len(request["made"])
                 yield self._made(number, new, "")
 
-    def call(self, method: str, numbers: Sequence[int] = (), *, deadline: Deadline) -> Any:
+    def call(self, method: str, numbers: Sequence[int] = (), *, deadline: Deadline, without: Collection[int]) -> Any:
         """Answers the plain calls of the group."""
+        assert set(without) == self.absent
         assert deadline.key == "timeouts.replay_s", "not the start timeout"
         assert not self.dead, "it would not answer"
         if method == "abort_requests":
