@@ -92,7 +92,7 @@ class EngineReplacement:
         try:
             self._started()
         except Exception as error:
-            logger.debug("an engine did not start: %s", error)
+            logger.warning("a replaced engine did not start: %s", error)
 
     def _revive(self, lost: set[int]) -> Revival:
         begin, limits = time.monotonic(), self.config.timeouts

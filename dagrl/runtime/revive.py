@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,18 +46,19 @@ def revive_shards(group: WorkerGroup, lost: set[int], *, rest_s: float, start_s:
     """Makes the shards of the workers `lost` whole as `revive` does, and leaves the others alone. They may run."""
     shards = {group.layout.coordinates(rank).dp for rank in lost}
     theirs = [rank for shard in sorted(shards) for rank in group.layout.shard(shard)]
-    kept = _reset(group, [rank for rank in idle_ranks(group, rest_s) if rank in theirs and rank not in lost], rest_s)
+    kept = _reset(group, idle_ranks(group, rest_s, [rank for rank in theirs if rank not in lost]), rest_s)
     gone = [rank for rank in theirs if rank not in kept]
     spares = group.replace_workers(gone, start_s, setup=theirs)
     return Revival(len(kept), spares, len(gone) - spares)
 
 
-def idle_ranks(group: WorkerGroup, rest_s: float) -> list[int]:
-    """Returns the ranks of living workers that run nothing, as soon as all do, or after `rest_s`."""
+def idle_ranks(group: WorkerGroup, rest_s: float, ranks: Collection[int] | None = None) -> list[int]:
+    """Returns those of `ranks` (None: all) whose workers live and run nothing, as soon as none runs, or after `rest_s`."""
     until = time.monotonic() + rest_s
     while True:
         found = group.reports(max(0.0, until - time.monotonic()))
-        alive = [rank for rank, one in found.items() if one.what not in (DIED.what, NO_ANSWER.what)]
+        asked = [rank for rank in found if ranks is None or rank in ranks]
+        alive = [rank for rank in asked if found[rank].what not in (DIED.what, NO_ANSWER.what)]
         idle = [rank for rank in alive if not found[rank].what]
         if idle == alive or time.monotonic() >= until:
             return idle
