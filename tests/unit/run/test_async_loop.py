@@ -479,7 +479,7 @@ def test_quanta_with_fixed_steps_have_no_time_limit() -> None:
 def test_a_resumed_run_generates_groups_that_no_longer_fit_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, int]
 ) -> None:
-    first = Run(configuration(asynchronous(2, True), turns=True), seed=0, stop_at=6)
+    first = Run(configuration(asynchronous(2, True), turns=True), seed=1, stop_at=6)
     state = first.train()
     assert state is not None
     first.save(tmp_path)
