@@ -27,6 +27,10 @@ Ranks = Mapping[str, Sequence[int]]
 """The ranks of each role, in a graph's order."""
 
 
+Absent = Mapping[str, Collection[int]]
+"""Ranks by role whose workers are being replaced."""
+
+
 @dataclass(frozen=True)
 class GraphWorkers:
     """The workers of one role in one graph, in the graph's order: their ranks and ticket counters.
@@ -43,9 +47,6 @@ class GraphWorkers:
 Counters = Mapping[str, Sequence[int]]
 """The ticket counter of each rank, by role. An actor has one, also if it is in several groups."""
 
-
-Absent = Mapping[str, Collection[int]]
-"""Ranks by role whose workers are being replaced."""
 
 Engine = Literal["dagrl", "ray"]
 """What runs compiled graphs: dagrl's loop and channels, or Ray's own."""
@@ -92,8 +93,10 @@ class Compiled:
         """Whether it has ended all of its replays and can start another one."""
         return self.under_way == 0 and self.executable.reusable
 
-    def runs_on(self, groups: Groups) -> bool:
-        """Whether its workers are still those of `groups`."""
+    def runs_on(self, groups: Groups, absent: Absent) -> bool:
+        """Whether its workers are still those of `groups`, and none is absent."""
+        if any(set(one.ranks) & set(absent.get(one.role, ())) for one in self.workers):
+            return False
         actors = _actors_of({one.role: one.ranks for one in self.workers}, groups)
         return [actor._actor_id for actor in self.actors] == [actor._actor_id for actor in actors]
 

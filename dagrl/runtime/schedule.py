@@ -378,7 +378,7 @@ class Scheduler:
         with self._lock:
             roles = self._together(self.groups if roles is None else {*roles, *self.broken})
             try:
-                self._teardown(lambda one: not (one.reusable and one.runs_on(self.groups)), roles)
+                self._teardown(lambda one: not (one.reusable and one.runs_on(self.groups, absent or {})), roles)
                 if len(roles) == len(self.groups):
                     self._executors.pop("eager", None)
                 self._check_shared_actors()

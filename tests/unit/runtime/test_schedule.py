@@ -6,7 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,8 +94,8 @@ class Group:
         self.gates: list[list[int]] = []
         self.passed: list[list[int]] = []
 
-    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline) -> None:
-        self.gates.append(list(tickets))
+    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline, without: Collection[int] = ()) -> None:
+        self.gates.append([ticket for rank, ticket in enumerate(tickets) if rank not in without])
 
     def pass_tickets(self, tickets: Sequence[int]) -> None:
         self.passed.append(list(tickets))
@@ -862,6 +862,53 @@ def test_recover_keeps_the_graphs_whose_replays_have_ended_on_workers_that_are_t
     scheduler.replay(other, 1)
     assert scheduler.recover() == {"other": [0, 1]}
     assert scheduler.recover() == {} and group.gates[-1] == [2, 2]
+
+
+@phase(inputs=BATCH)
+def produce(generation: Shard, batch):
+    return generation.map("forward", batch)
+
+
+@phase
+def send(train: Shard, generation: Shard, value):
+    return join(train.map("forward", value), generation.map("forward", value))
+
+
+def test_a_failure_on_one_role_leaves_others_alone_and_its_other_shards_go_on(made: list[Graph]) -> None:
+    train, generation = Group(1), Group(2, "generation")
+    with Scheduler([train, generation]) as scheduler:  # type: ignore[list-item]
+        scheduler.add(other, warmup_value=0)
+        scheduler.add(produce, buckets=[Bucket(4, 4)])
+        scheduler.add(send, warmup_value=0)
+        scheduler.compile()
+        working, (first, second) = made[0], made[1:3]
+        learning = scheduler.replay(other, 1)
+        first.results, second.results = ["made"], [RayChannelError("closed")]
+        failed = scheduler.replay(produce, batch(2), rows=[np.array([0]), np.array([1])])
+        with pytest.raises(PhaseError, match="closed"):
+            failed.result()
+        assert failed.partial() == {0: "made"} and scheduler.broken == ("generation",)
+        with pytest.raises(PhaseError, match="recover"):
+            scheduler.replay(send, 1)
+
+        gates = len(train.gates), len(generation.gates)
+        assert scheduler.recover(["generation"], {"generation": {1}}) == {}
+        assert (len(train.gates), len(generation.gates)) == (gates[0], gates[1] + 1)
+        assert generation.gates[-1] == [1], "the absent worker cannot answer"
+        assert [graph.gone.is_set() for graph in made] == [False, False, True, True]
+        assert not learning.done
+        with pytest.raises(RunError, match="'send' is not compiled"):
+            scheduler.replay(send, 1)
+        with pytest.raises(RunError, match="runs on 1 shards"):
+            scheduler.replay(produce, batch(2), rows=[np.array([0]), np.array([1])])
+        first.results = ["more"]
+        replay = scheduler.replay(produce, batch(2), rows=[np.array([0, 1]), np.array([], np.intp)])
+        assert replay.result() == ("more",) and replay.shards == [0]
+
+        assert scheduler.recover(["generation"]) == {"produce": [1], "send": [0]}
+        working.results = ["learned"]
+        assert learning.result() == ("learned",)
+        assert not first.gone.is_set() and not working.gone.is_set()
 
 
 def test_communication_to_overlap_must_exist(made: list[Graph]) -> None:
