@@ -28,7 +28,6 @@ from dagrl.machine import VISIBLE, device_index
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.process_groups import break_groups, reset_group_names
-from dagrl.runtime.spares import assigned_gpus
 from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.store import open_tcp_store
 from dagrl.runtime.worker import WorkerContext
@@ -357,6 +356,8 @@ def _local_rank(tp_rank: int) -> int:
     import ray
 
     if ray.is_initialized():
+        from dagrl.runtime.spares import assigned_gpus
+
         index = device_index(assigned_gpus(), os.environ.get(VISIBLE))
         return tp_rank if index is None else index
     return int(os.environ.get("LOCAL_RANK", tp_rank))
