@@ -101,10 +101,11 @@ def learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Ear
     config, replays = session.config, session.replays
     keys, batch = row_keys(config, groups), scored_batch(config, groups, step)
     splits = split_minibatches(config, batch)
-    at_once = not replays.takes_turns(CRITIC)  # otherwise its steps follow its values, without a turn in between
-    critic = CriticStep(session, batch) if uses_critic(config) and at_once else None
+    judged = uses_critic(config)
+    at_once = judged and not replays.takes_turns(CRITIC)  # otherwise its steps follow its values, without a turn in between
+    critic = CriticStep(session, batch) if at_once else None
     compute_logprobs(config, replays, batch, splits, [key in early.known for key in keys], step)
-    critic = CriticStep(session, batch) if uses_critic(config) and not at_once else critic
+    critic = CriticStep(session, batch) if judged and critic is None else critic
     batch = batch if critic is None else critic.judged_batch()
     session.stop.check()  # the last point at which the weights are those of the last finished step
     assert early.accumulated <= {group for group, _ in keys}, "gradients of a group that is not in the batch"
