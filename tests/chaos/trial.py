@@ -13,7 +13,6 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from tests.chaos.clock import Clock, find_library
 from tests.chaos.cluster import Cluster
 from tests.chaos.damage import damaged
 from tests.chaos.disk import Disk
@@ -68,8 +67,6 @@ class Trial:
         self.directory = output / name
         self.rows: list[Row] = []
         self.cluster = Cluster() if scenario.hosts > 1 else None
-        library = find_library()
-        self.clock = None if library is None or self.cluster else Clock(output / f"{name}.clock", library)
         self.run: Run | None = None
         self.in_start = random.random() < STARTING
         self._temporary = Path(tempfile.mkdtemp(prefix="c-"))  # short: Ray's sockets are in it
@@ -109,7 +106,6 @@ class Trial:
         prefix, extra, environment = ((), (), {}) if self.cluster is None else self.cluster.ready()
         arguments = (*self.scenario.arguments(), *extra, *more)
         self._started = time.time()
-        environment = {**(self.clock.environment if self.clock else {}), **environment}
         environment = {"TERM": "dumb", "TMPDIR": str(self._temporary), **environment}
         self.run = Run(self.scenario.config, self.output, self.name, *arguments, prefix=prefix, **environment)
 
