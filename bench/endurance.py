@@ -4,8 +4,9 @@
 
 Runs on two workers. The first part replays one phase and reports, for the first and the last tenth of the replays, the
 median duration in the calmest window of a thousand, the processor time of all processes, and memory along the way. Other
-load on a shared machine affects both times, so the worn graph also takes turns of a few hundred replays with a fresh graph
-on new workers. Both use the same driver; `tests/integration/test_replay_growth.py` checks that nothing grows there.
+load on a shared machine changes both times by 10 % and more, so two further numbers do without a clock: the Python calls of
+the driver in a replay, and turns of a few hundred replays on the worn graph and on a fresh one with new workers. Both graphs
+use the same driver; `tests/integration/test_replay_growth.py` checks that nothing grows there.
 The second part compiles a phase with a 64 MB edge between the workers, replays it 50 times at full size and tears it down,
 in cycles. It reports teardown time, memory, and the semaphores and shared memory left over.
 """
@@ -16,6 +17,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,8 +60,10 @@ def pass_on(train: Shard, value: Input) -> Value:
 class ReplayEndurance:
     """Results of `n` replays: microseconds per replay at the start and at the end, and resident megabytes along the way.
 
-    `*_cpu_us` is the processor time of the driver and the workers together, all threads included. `worn` is the duration of
-    a replay after `n` replays over that of a fresh graph on new workers, measured side by side.
+    `*_cpu_us` is the processor time of the driver and the workers together, all threads included. `*_calls` are the Python
+    and C functions that the driver calls in a replay. `worn` is the duration of a replay after `n` replays over that of a
+    fresh graph on new workers, measured side by side. `descriptors` and `threads` are those of the driver and the workers,
+    at the start and at the end.
     """
 
     n: int
@@ -67,7 +71,11 @@ class ReplayEndurance:
     last_us: float
     first_cpu_us: float
     last_cpu_us: float
+    first_calls: float
+    last_calls: float
     worn: float
+    descriptors: tuple[int, int]
+    threads: tuple[int, int]
     resident_mb: tuple[float, ...]
 
 
@@ -88,6 +96,9 @@ def replays(group: WorkerGroup, count: int) -> ReplayEndurance:
     """Measures time and memory of `count` replays, at least ten windows of a thousand."""
     seconds, cpu, resident = np.empty(count), [], []
     with _ready(group) as scheduler:
+        for _ in range(WINDOW):
+            _one(scheduler)
+        calls, held = [_calls(scheduler)], [_held(group)]
         for number in range(count):
             if number % WINDOW == 0:
                 cpu.append(_cpu_s(group))
@@ -95,12 +106,37 @@ def replays(group: WorkerGroup, count: int) -> ReplayEndurance:
             if number % max(WINDOW, count // 10) == WINDOW - 1:
                 resident.append(_resident_mb(group))
         resident.append(_resident_mb(group))
+        calls.append(_calls(scheduler))
+        held.append(_held(group))
         worn = _against_fresh(scheduler)
     tenth = max(WINDOW, count // 10)
     first, last = _calmest(seconds[WINDOW : WINDOW + tenth]), _calmest(seconds[-tenth:])
     taken = np.diff(cpu)[1:] / WINDOW  # per window, without the first
     first_cpu, last_cpu = taken[: tenth // WINDOW].min(), taken[-(tenth // WINDOW) :].min()
-    return ReplayEndurance(count, _us(first), _us(last), _us(first_cpu), _us(last_cpu), worn, tuple(resident))
+    times = _us(first), _us(last), _us(first_cpu), _us(last_cpu)
+    descriptors, threads = ((before, after) for before, after in zip(*held, strict=True))
+    return ReplayEndurance(count, *times, calls[0], calls[1], worn, descriptors, threads, tuple(resident))
+
+
+def _calls(scheduler: Scheduler) -> float:
+    """Returns the functions that this thread calls in a replay, on average over a turn."""
+    count = 0
+
+    def called(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    for _ in range(TURN):
+        _one(scheduler)
+    sys.setprofile(None)
+    return round(count / TURN, 1)
+
+
+def _held(group: WorkerGroup) -> tuple[int, int]:
+    """Returns the open descriptors and the threads of the driver and the workers."""
+    places = [Path(f"/proc/{pid}") for pid in (os.getpid(), *group.call("pid"))]
+    return tuple(sum(len(os.listdir(place / part)) for place in places) for part in ("fd", "task"))  # type: ignore[return-value]
 
 
 def _us(seconds: float) -> float:

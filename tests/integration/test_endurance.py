@@ -19,6 +19,9 @@ SHARE = float(os.environ.get("DAGRL_ENDURANCE", "1"))
 SETTLING_MB = 24.0
 """Growth within the noise of allocators; a leak of 1 KiB per replay would be four times as much."""
 
+FEW = 8
+"""Descriptors and threads that Ray may open once."""
+
 
 @pytest.fixture(scope="module")
 def group(cluster: None) -> Iterator[WorkerGroup]:
@@ -30,6 +33,9 @@ def group(cluster: None) -> Iterator[WorkerGroup]:
 def test_thousands_of_replays_take_constant_time_and_memory(group: WorkerGroup) -> None:
     found = replays(group, int(100_000 * SHARE))
     assert found.worn <= 1.05  # as fast as a fresh graph measured side by side
+    assert found.last_calls <= 1.05 * found.first_calls  # looks of a reader that waits are among them
+    for before, after in (found.descriptors, found.threads):
+        assert after - before < FEW
     assert found.resident_mb[-1] - found.resident_mb[0] < SETTLING_MB
 
 
