@@ -21,7 +21,7 @@ from typing import Any
 from dagrl.config import ClusterConfig
 from dagrl.errors import RunError
 from dagrl.machine import DEV_SHM, gpu_count
-from dagrl.run.local_cluster import children_apart, cluster_processes, kill_with_children
+from dagrl.run.local_cluster import children_apart, cluster_processes, ended_with_this_process, kill_with_children
 from dagrl.run.stop import ignoring_signals, keep_handlers
 from dagrl.runtime.garbage import gc_paused
 
@@ -80,7 +80,8 @@ def ray_cluster(
         raise RunError(what) from error
     processes = cluster_processes()
     try:
-        yield
+        with ended_with_this_process(processes):
+            yield
     finally:
         with gc_paused():  # freeing an `ObjectRef` during shutdown ends the process
             _shutdown(processes, teardown_s)

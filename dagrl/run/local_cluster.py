@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from subprocess import Popen
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from dagrl.machine import descendants_of
@@ -44,6 +44,26 @@ def cluster_processes() -> list[Popen[Any]]:
 
     node = ray._private.worker._global_node
     return [] if node is None else [process for _, process in node.live_processes()]
+
+
+GUARD = 'read _; for group; do kill -s KILL -- "-$group"; done'
+"""A shell's program: waits until its standard input ends, and kills process groups."""
+
+
+@contextmanager
+def ended_with_this_process(processes: Sequence[Popen[Any]]) -> Iterator[None]:
+    """Ends what Ray started if this process is killed in the block.
+
+    Ray's own processes end by themselves then. The raylet's agents would live for another minute, in which they try to tell
+    the cluster of the raylet's death.
+    """
+    groups = {os.getpgid(process.pid) for process in processes} - {os.getpgid(0)}
+    quiet: dict[str, Any] = {"stdin": PIPE, "stdout": DEVNULL, "stderr": DEVNULL, "start_new_session": True}
+    with Popen(["/bin/sh", "-c", GUARD, "guard", *map(str, groups)], **quiet) as guard:  # noqa: S603
+        try:
+            yield
+        finally:
+            guard.kill()
 
 
 def kill_with_children(processes: Iterable[Popen[Any]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""A cluster's process groups, and its end when the raylet does not answer and garbage refers to objects of Ray."""
+"""The end of a cluster whose raylet does not answer, or whose driver is killed."""
 
 from __future__ import annotations
 
@@ -43,6 +43,33 @@ def test_a_cluster_whose_raylet_is_stopped_is_killed_and_told_of() -> None:
     assert len(pids) > 3 and not alive
     assert "Ray did not end within timeouts.teardown_s = 3 s: its processes" in ended.stderr
     assert time.monotonic() - started < 60
+
+
+KILLED = """
+import os, signal, sys, time
+from dagrl.run.cluster import ray_cluster
+from dagrl.config import ClusterConfig
+from dagrl.machine import descendants_of
+
+with ray_cluster(ClusterConfig(num_cpus=1)):
+    time.sleep(2)  # the raylet starts its agents
+    print(*descendants_of(os.getpid()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_of_a_cluster_outlives_a_driver_that_is_killed() -> None:
+    """Ray alone leaves the raylet's agents for more than a minute."""
+    command = [sys.executable, "-c", KILLED]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True, check=False)
+    pids = [int(word) for word in ended.stdout.split()]
+    assert ended.returncode == -signal.SIGKILL and len(pids) > 5, ended.stderr
+    until = time.monotonic() + 20
+    while (alive := [pid for pid in pids if _runs(pid)]) and time.monotonic() < until:
+        time.sleep(0.1)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    assert not alive
 
 
 def _runs(pid: int) -> bool:
