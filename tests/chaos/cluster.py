@@ -42,6 +42,11 @@ class Cluster:
         prefix = ["ip", "netns", "exec", self._hosts.names[0]]
         return prefix, (f"cluster.address={head}:{PORT}",), self._environment
 
+    def keep(self) -> None:
+        """Starts the raylet of the second host again if it has ended, as an operator does."""
+        if self._raylets[1] is not None and self._raylets[1].poll() is not None:
+            self._start_raylet(1)
+
     def pids(self) -> list[int]:
         """All processes of both hosts."""
         return [pid for name in self._hosts.names for pid in _pids(name)]
@@ -52,17 +57,20 @@ class Cluster:
         self._hosts.close()
 
     def _start(self) -> None:
-        head = self._hosts.addresses[0]
-        for place, address in enumerate(self._hosts.addresses):
-            role = ["--head", f"--port={PORT}", "--include-dashboard=false"] if not place else [f"--address={head}:{PORT}"]
-            size = ["--num-cpus=1", "--num-gpus=1", "--object-store-memory=100000000"]
-            self._raylets[place] = subprocess.Popen(
-                ["ip", "netns", "exec", self._hosts.names[place], *START, f"--node-ip-address={address}", *role, *size],
-                env={**os.environ, **self._environment},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+        for place in range(len(self._raylets)):
+            self._start_raylet(place)
             self._wait_for_raylet(place)
+
+    def _start_raylet(self, place: int) -> None:
+        head, address = self._hosts.addresses[0], self._hosts.addresses[place]
+        role = ["--head", f"--port={PORT}", "--include-dashboard=false"] if not place else [f"--address={head}:{PORT}"]
+        size = ["--num-cpus=1", "--num-gpus=1", "--object-store-memory=100000000"]
+        self._raylets[place] = subprocess.Popen(
+            ["ip", "netns", "exec", self._hosts.names[place], *START, f"--node-ip-address={address}", *role, *size],
+            env={**os.environ, **self._environment},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
     def _wait_for_raylet(self, place: int) -> None:
         until = time.monotonic() + JOINED_S

@@ -268,6 +268,8 @@ class Trial:
                 return False
             assert self.run is not None
             self.run.notice()
+            if self.cluster:
+                self.cluster.keep()
             time.sleep(0.2)
         return True
 
