@@ -13,6 +13,7 @@ DagrlError
     ├── WorkerError            workers raised or died in a plain call
     │   └── PhaseError           workers raised, died or hung in a phase
     ├── ChannelError           a channel broke, timed out, or was given something it cannot carry
+    ├── ClusterError           a process of Ray itself ended under a run
     └── DeadlineError          a wait passed its configured deadline
 
 Every message says what was found, what was expected and what to do.
@@ -66,6 +67,10 @@ class RunError(DagrlError):
 
 class ChannelError(RunError):
     """A channel broke, or was given something that it cannot carry."""
+
+
+class ClusterError(RunError):
+    """A process of Ray itself ended under a run."""
 
 
 class DeadlineError(RunError):

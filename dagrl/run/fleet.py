@@ -19,15 +19,17 @@ import time
 from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from subprocess import Popen
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from dagrl.config import Config
 from dagrl.config.roles import role_config
 from dagrl.config.settings import generation_config, is_colocated, layouts, sharing_roles
-from dagrl.errors import DeadlineError, WorkerError
+from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import gpus_per_worker, ray_cluster
 from dagrl.run.colocated import GENERATION, TRAIN_PARTS
+from dagrl.run.local_cluster import cluster_processes, ended_processes
 from dagrl.run.preflight import worker_classes
 from dagrl.run.stop import StopSignal
 from dagrl.run.worker_protocols import required_protocols
@@ -49,6 +51,7 @@ class Fleet:
         self._workers = ExitStack()
         self._joined = self._settled = False
         self._groups: list[WorkerGroup] = []
+        self._processes: list[Popen[Any]] = []  # of Ray, if `join` started it
 
     def __enter__(self) -> Self:
         return self
@@ -61,6 +64,16 @@ class Fleet:
         if not self._joined:
             self._cluster.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
             self._joined = True
+            self._processes = cluster_processes()
+
+    def check(self) -> None:
+        """Raises ClusterError if a process of the Ray that `join` started has ended: what still runs will not for long."""
+        if ended := ended_processes(self._processes):
+            raise ClusterError(
+                f"Ray's {' and '.join(ended)} ended under the run; expected: alive until its end. Look into "
+                "session_latest/logs of /tmp/ray (or cluster.temp_dir), and at the machine's memory. To go on: "
+                "checkpointing.resume=true"
+            )
 
     def groups(self, config: Config, roles: Set[str], stop: StopSignal) -> list[WorkerGroup]:
         """Returns the groups of `roles`, set up: new ones, or those of the last attempt made whole."""
@@ -80,13 +93,13 @@ class Fleet:
 
     def leave(self, error: BaseException | None) -> None:
         """Ends the workers and Ray, unless `error` may be followed by a restart."""
-        if self.restarts and isinstance(error, WorkerError | DeadlineError):
+        if self.restarts and isinstance(error, WorkerError | DeadlineError) and not ended_processes(self._processes):
             return
         try:
             self._workers.close()
         finally:
             self._cluster.close()
-            self._groups, self._joined = [], False
+            self._groups, self._processes, self._joined, self._settled = [], [], False, False
 
     def _revive(self, config: Config, stop: StopSignal) -> None:
         """Makes all groups whole, side by side."""

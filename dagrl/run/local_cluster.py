@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
@@ -44,6 +45,16 @@ def cluster_processes() -> list[Popen[Any]]:
 
     node = ray._private.worker._global_node
     return [] if node is None else [process for _, process in node.live_processes()]
+
+
+ESSENTIAL = ("gcs_server", "raylet")
+"""Processes without which a cluster does not live."""
+
+
+def ended_processes(processes: Iterable[Popen[Any]]) -> list[str]:
+    """Returns name and pid of each essential process that has ended."""
+    named = [(Path(str(process.args[0])).name, process) for process in processes]  # type: ignore[index]
+    return [f"{name} (pid {process.pid})" for name, process in named if name in ESSENTIAL and process.poll() is not None]
 
 
 GUARD = 'read _; for group; do kill -s KILL -- "-$group"; done'

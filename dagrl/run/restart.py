@@ -6,7 +6,7 @@ import logging
 from typing import Protocol
 
 from dagrl.config import Config
-from dagrl.errors import ConfigError, DeadlineError, WorkerError
+from dagrl.errors import ClusterError, ConfigError, DeadlineError, WorkerError
 from dagrl.run.fleet import Fleet
 
 logger = logging.getLogger(__name__)
@@ -19,10 +19,11 @@ class Run(Protocol):
 
 
 def run_with_restarts(run: Run, config: Config) -> None:
-    """Calls `run`; again from the newest checkpoint if a worker raised, died or hung, up to `max_restarts` times.
+    """Calls `run`; again from the newest checkpoint if a worker raised, died or hung, or a process of Ray ended, up to
+    `max_restarts` times.
 
-    Ray and the workers that can go on stay alive between two calls. Raises ConfigError if checkpoints are disabled, else the
-    last failure.
+    Ray and the workers that can go on stay alive between two calls, unless Ray itself is broken. Raises ConfigError if
+    checkpoints are disabled, else the last failure.
     """
     restarts = config.max_restarts if config.on_failure == "restart" else 0
     if restarts and not config.checkpointing.enabled:
@@ -32,7 +33,7 @@ def run_with_restarts(run: Run, config: Config) -> None:
             try:
                 run(config, fleet=fleet)
                 return
-            except (WorkerError, DeadlineError) as error:
+            except (WorkerError, DeadlineError, ClusterError) as error:
                 if not fleet.restarts:
                     raise
                 fleet.restarts -= 1

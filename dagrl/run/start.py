@@ -28,7 +28,7 @@ from dagrl.config.settings import (
     model_roles,
     sharing_roles,
 )
-from dagrl.errors import ConfigError, StopRequestedError
+from dagrl.errors import ClusterError, ConfigError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
 from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
 from dagrl.run.checkpoints import Checkpoint, CheckpointStore
@@ -70,14 +70,14 @@ def run_session(
 ) -> Iterator[Session]:
     """Runs the block, which takes the steps up to `last_step` (None: all), in an open session.
 
-    A run that ends writes its last checkpoint and its policy (`Session.finish`). A run that is stopped writes a checkpoint
-    if checkpoints are enabled. Every run, a failed one too, writes the plot and the summary.
+    A run that ends writes its last checkpoint and its policy (`Session.finish`). A run that is stopped, or whose Ray
+    has ended, writes a checkpoint if checkpoints are enabled. Every run, a failed one too, writes the plot and the summary.
     """
     with open_session(config, plans, last_step, fleet) as session:
         try:
             yield session
             session.finish()
-        except StopRequestedError:
+        except (StopRequestedError, ClusterError):
             if session.config.checkpointing.enabled:
                 start = time.monotonic()
                 session.checkpoints.save_last()
@@ -145,6 +145,7 @@ def open_session(
             stop=stop,
             last_step=last_step,
             replacement=_replacement(config, fleet, inputs, by_role, replays, stack),
+            check=fleet.check,
         )
         if trace is not None:
             trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])

@@ -27,7 +27,9 @@ GROUPS = (
     "policy.generation.vllm_cfg.max_num_seqs=16",
     "sft.max_num_steps=0",
     "grpo.max_val_samples=16",
+    "policy.megatron_cfg.optimizer.lr=3e-3",
 )
+SEVENS = "reward.function=tests.integration.unigram_task:likes_sevens"  # an untrained policy earns some
 IN_FLIGHT = (
     "grpo.async_grpo.enabled=true",
     "grpo.async_grpo.in_flight_weight_updates=true",
@@ -61,7 +63,7 @@ class Scenario:
 RAY = {"raylet": "/raylet/raylet", "GCS": "gcs_server"}
 TRAIN = {"train worker": "ray::Megatron", **RAY}
 BOTH = {**TRAIN, "generation worker": "ray::Vllm", "reward": "dagrl.rl.functions.child"}
-SFT_STEPS, GRPO_STEPS = 600, 250
+SFT_STEPS, GRPO_STEPS = 600, 150
 
 SCENARIOS = {
     scenario.name: scenario
@@ -83,7 +85,7 @@ SCENARIOS = {
         Scenario(
             "grpo",
             GRPO,
-            (*GROUPS, f"grpo.max_num_steps={GRPO_STEPS}", "grpo.val_period=50"),
+            (*GROUPS, SEVENS, f"grpo.max_num_steps={GRPO_STEPS}", "grpo.val_period=50"),
             GRPO_STEPS,
             exact=True,
             reached=BOTH,
@@ -91,7 +93,7 @@ SCENARIOS = {
         Scenario(
             "async",
             GRPO,
-            (*GROUPS, *IN_FLIGHT, f"grpo.max_num_steps={GRPO_STEPS}", "grpo.val_period=50"),
+            (*GROUPS, *IN_FLIGHT, SEVENS, f"grpo.max_num_steps={GRPO_STEPS}", "grpo.val_period=50"),
             GRPO_STEPS,
             exact=False,
             reached=BOTH,

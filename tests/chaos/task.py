@@ -8,11 +8,10 @@ from dagrl.rl.environments import Step
 
 
 class Again:
-    """Asks again, at most `max_turns` times, until the sum is right."""
+    """Asks again, at most `max_turns` times, until the sum is right. Sevens are rewarded, which an untrained policy has."""
 
     def reset(self, example: dict[str, Any]) -> None:
         self.right = example["reference"]
 
     def step(self, turn: str) -> Step:
-        right = turn == self.right
-        return Step(None if right else "=", reward=float(right))
+        return Step(None if turn == self.right else "=", reward=float(turn.count("7")))
