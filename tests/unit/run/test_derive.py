@@ -63,6 +63,16 @@ def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> Deri
     return derived
 
 
+def test_completions_fit_a_model_with_a_short_context(machine: Any) -> None:
+    machine(0)
+    derived = derive_from_machine(minimal())
+    derive_from_data(derived, [], [range(6)] * 3200, {**QWEN3_06B, "max_position_embeddings": 64}, WEIGHTS)
+    generation = derived.config.policy.generation
+    assert generation is not None and generation.max_new_tokens == 32
+    assert "half of the 64 tokens" in derived.reasons["policy.generation.max_new_tokens"]
+    assert derived.config.policy.max_total_sequence_length == 64
+
+
 def test_a_minimal_dpo_run_takes_pairs_at_a_low_rate(machine: Any) -> None:
     machine(1)
     config = resolve(minimal("dpo"), demonstrations=9).config
