@@ -259,14 +259,15 @@ def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Size
     if derived.config.policy.sequence_buckets or not derived.open("policy.max_total_sequence_length"):
         return
     generation, positions = derived.config.policy.generation, hf_config.get("max_position_embeddings")
-    limits = [positions if isinstance(positions, int) else None, generation and generation.vllm_cfg.max_model_len]
-    new, room = generation.max_new_tokens if generation is not None else 0, min(filter(None, limits), default=None)
+    longest = None if generation is None else generation.vllm_cfg.max_model_len
+    limits = [limit for limit in (positions, longest) if isinstance(limit, int) and limit]
+    new, room = generation.max_new_tokens if generation is not None else 0, min(limits, default=None)
     if room is not None and new > room // 2 and derived.open(f"{ROLLOUT}.max_new_tokens"):
         new = max(1, room // 2)
         derived.set(f"{ROLLOUT}.max_new_tokens", new, f"half of the {room} tokens that the model has room for")
     needs = [max(map(len, rows), default=0), max((len(prompt) + new for prompt in prompts), default=0)]
     width = math.ceil(max(needs) / ROUND) * ROUND
-    shortest = min((limit for limit in limits if limit), default=width)
+    shortest = width if room is None else room
     what = (
         f"the longest example has {max(needs)} tokens"
         if needs[0] >= needs[1]
