@@ -78,13 +78,15 @@ def test_a_phase_alone_finds_a_change_of_its_own_records(
     copy = tmp_path / "job"
     shutil.copytree(run, copy)
     rows = read_rollouts(rollout_files(copy / "rollouts")[STEP])
-    rows[1]["train_logprobs"][2] += 0.5
+    long = [place for place, row in enumerate(rows) if len(row["tokens"]) > 2]
+    sample = max(long, key=lambda place: abs(rows[place]["advantage"]))  # others are not in the loss
+    rows[sample]["train_logprobs"][2] += 0.5
     RolloutFiles(copy / "rollouts", max_bytes=None, resumed_step=STEP).write(STEP, rows)
     found = replay_step(again(copy, monkeypatch, phase), train)
     names = [one.describe().partition(" was ")[0] for one in found.differences]
     if phase == "generate":
         assert names == []
     elif phase == "logprobs":
-        assert names == [f"step {STEP}: train_logprobs of sample 1 at token 2"]
+        assert names == [f"step {STEP}: train_logprobs of sample {sample} at token 2"]
     else:  # the changed input changes the step, and then the weights
         assert names[0] == f"step {STEP}: loss" and any(" of train worker 0 at " in name for name in names)
