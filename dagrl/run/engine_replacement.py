@@ -96,7 +96,7 @@ class EngineReplacement:
 
     def _revive(self, lost: set[int]) -> Revival:
         begin, limits = time.monotonic(), self.config.timeouts
-        revival = revive_shards(self.group, lost, rest_s=limits.teardown_s, start_s=limits.start_s)
+        revival = revive_shards(self.group, lost, rest_s=limits.teardown_s)
         logger.info("%s; the engines started in %.1f s", revival, time.monotonic() - begin)
         self.fleet.settle()
         return revival

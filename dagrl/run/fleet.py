@@ -107,7 +107,7 @@ class Fleet:
 
         def whole(group: WorkerGroup) -> Revival:
             with group.waiting(stop.check):
-                return revive(group, rest_s=limits.teardown_s, start_s=limits.start_s)
+                return revive(group, rest_s=limits.teardown_s)
 
         with ThreadPoolExecutor() as pool:
             found = list(pool.map(whole, self._groups))

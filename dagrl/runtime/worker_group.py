@@ -158,7 +158,7 @@ class WorkerGroup:
             Role(role, layout, methods, transports), handles, owned=False, deadline=deadline, health_group=health_group
         )
 
-    def replace_workers(self, ranks: Sequence[int], timeout_s: float = 180.0, *, setup: Sequence[int] | None = None) -> int:
+    def replace_workers(self, ranks: Sequence[int], *, setup: Sequence[int] | None = None) -> int:
         """Kills the workers of `ranks`, fills their places, and sets the workers of `setup` up again (None: all).
 
         A spare takes a place if its node has one, else a new actor. Returns how many spares were used. Call
@@ -170,7 +170,6 @@ class WorkerGroup:
                 f"the {self.role.name} group did not create its workers and cannot start them again; make a group of new "
                 "actors and the remaining ones, WorkerGroup.from_actors(...), and call Scheduler.replace_group with it"
             )
-        deadline = Deadline(timeout_s, "timeout_s of replace_workers")
         self.kill(ranks)
         actors, used = list(self.actors), 0
         for rank in ranks:
@@ -179,7 +178,7 @@ class WorkerGroup:
             used += spare is not None
             self._late_runs[rank] = ()
         self.actors = tuple(actors)
-        self._install(ranks, deadline)
+        self._install(ranks, self._deadline)
         self.prepare(ranks)
         self.setup(setup)
         return used

@@ -94,7 +94,7 @@ def test_a_spare_takes_the_place_of_a_dead_worker_and_the_others_keep_their_proc
         group.fill_spares()
         spare, before = wait_for_spare(group), pids(group)
         os.kill(before[1], signal.SIGKILL)
-        assert revive(group, rest_s=REST_S, start_s=START_S) == Revival(kept=2, spares=1, started=0)
+        assert revive(group, rest_s=REST_S) == Revival(kept=2, spares=1, started=0)
         assert pids(group) == [before[0], spare, before[2]]
         assert group.call("story") == [(0, 0, 1, 2), (1, 0, 2, 1), (2, 2, 1, 2)]
         assert replayed(group) == ([0, 1, 2],)
@@ -117,7 +117,7 @@ def test_dead_spares_hung_workers_and_those_that_cannot_be_reset_are_replaced_by
         os.kill(wait_for_spare(group), signal.SIGKILL)
         before = pids(group)
         group.actors[0].__ray_call__.remote(lambda worker: time.sleep(3600.0))  # `reset` waits behind it
-        assert revive(group, rest_s=REST_S, start_s=START_S) == Revival(kept=1, spares=0, started=2)
+        assert revive(group, rest_s=REST_S) == Revival(kept=1, spares=0, started=2)
         assert [now == then for now, then in zip(pids(group), before, strict=True)] == [False, True, False]
         assert replayed(group) == ([0, 1, 2],)
     finally:
@@ -143,7 +143,7 @@ def test_one_shard_is_replaced_while_another_role_computes(cluster: None, tmp_pa
             assert scheduler.broken == ("other",)
             assert scheduler.recover(["other"], {"other": {1}}) == {}
             assert scheduler.replay(misbehave, {"rank": -1}).result() == (0,), "the other shard goes on"
-            assert revive_shards(other, {1}, rest_s=REST_S, start_s=START_S) == Revival(kept=0, spares=1, started=0)
+            assert revive_shards(other, {1}, rest_s=REST_S) == Revival(kept=0, spares=1, started=0)
             assert scheduler.recover(["other"]) == {"misbehave": [1]}
             assert scheduler.replay(misbehave, {"rank": -1}).result() == (0, 1)
             assert [setups for *_, setups in other.call("story")] == [1, 1]
