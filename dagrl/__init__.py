@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dagrl.errors import (
         ChannelError,
         CheckpointError,
+        ClusterError,
         ConfigError,
         DagrlError,
         DataError,
@@ -54,6 +55,7 @@ __all__ = [
     "Bucket",
     "ChannelError",
     "CheckpointError",
+    "ClusterError",
     "Codec",
     "ConfigError",
     "DagrlError",

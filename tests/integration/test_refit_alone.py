@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,11 @@ def server(tmp_path: Path) -> Iterator[tuple[str, str]]:
                     time.sleep(0.2)
             yield model, url
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # its engine too
+            process.terminate()  # its engine ends too, and frees their shared memory
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait(60)
 
 

@@ -123,7 +123,7 @@ def test_the_readmes_command_for_your_own_data(
 def test_exit_codes(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(config: Config, last_step: object) -> None:
+    def fail(*_: object) -> None:
         raise error
 
     monkeypatch.chdir(ROOT)
