@@ -203,7 +203,7 @@ def build_model(
 ) -> ModelChunks:
     """Builds this rank's part of the model on `device`. Megatron's model parallel groups must be initialized."""
     # Routers use torch products. Without Transformer Engine, Megatron 0.16.1 uses this name without defining it; with it,
-    # its layers are not used (docs/training.md).
+    # its layers are not used (docs/moe.md).
     moe_utils.te_general_gemm = None
     config = transformer_config(architecture, policy, layout)
     chunks = tuple(_build_chunk(architecture, config, layout, stage).to(device) for stage in range(layout.vpp))
