@@ -25,10 +25,10 @@ from dagrl.run.hub import with_local_models
 from dagrl.run.model import load_tokenizer, model_description, token_count
 from dagrl.run.plans import PhasePlan, run_plans
 from dagrl.run.preflight import check_model, load_phase, trace_phases, worker_classes
+from dagrl.runtime.added_phase import channel_bytes
 from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.schedule import channel_bytes
 
 REFIT = "refit"
 

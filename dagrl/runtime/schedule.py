@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -29,20 +29,11 @@ import numpy.typing as npt
 from ray.exceptions import RayError
 
 from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
-from dagrl.runtime.codec import Codec, Join, codec_of, share_out
-from dagrl.runtime.compile import (
-    Absent,
-    Compiled,
-    Engine,
-    GraphWorkers,
-    compile_phase,
-    executor_of,
-    shards_with,
-    ticket_counters,
-)
+from dagrl.runtime.added_phase import AddedPhase, channel_bytes
+from dagrl.runtime.codec import Codec, codec_of
+from dagrl.runtime.compile import Absent, Compiled, Engine, compile_phase, executor_of, shards_with, ticket_counters
 from dagrl.runtime.deadline import Deadline
-from dagrl.runtime.edges.encoded import Encoded, Shares
-from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet, encoded, payload_bytes
+from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.tls import TlsFiles
 from dagrl.runtime.executors.base import Executor, GraphLimits, accelerated
 from dagrl.runtime.executors.node import DIED
@@ -50,18 +41,8 @@ from dagrl.runtime.failures import PendingReplay
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase, replicas_per_graph
 from dagrl.runtime.replay import Breakage, Replay, ReplayQueue
-from dagrl.runtime.shapes import (
-    Bucket,
-    FieldTypes,
-    Scalar,
-    check_batch,
-    choose_bucket,
-    empty_batch,
-    field_types,
-    longest_row,
-    padding_share,
-)
-from dagrl.runtime.split import Split, check_rows, split_rows
+from dagrl.runtime.shapes import Bucket, Scalar, field_types
+from dagrl.runtime.tickets import Tickets
 from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -119,43 +100,14 @@ class SchedulerOptions:
         return self.max_in_flight.get(phase, self.max_in_flight.get("default", MAX_IN_FLIGHT))
 
 
-@dataclass
-class _Entry:
-    """A phase that was added, with its graphs."""
-
-    phase: Phase
-    graph: PhaseGraph
-    buckets: tuple[Bucket, ...]
-    scalars: Mapping[str, Scalar]
-    token_ids: int | None
-    warmup_value: object
-    codec: Codec | None
-    limits: GraphLimits
-    fields: FieldTypes | None  # of its batches
-    in_flight: ReplayQueue
-    compiled: list[Compiled] = field(default_factory=list)
-    groups: Mapping[str, WorkerGroup] = field(default_factory=dict)  # that it is compiled on
-    replays: int = 0
-
-    @property
-    def shards(self) -> int:
-        """How many data-parallel shards (graphs as they were traced) the phase is compiled on."""
-        return sum(len(one.shards) for one in self.compiled)
-
-    def missing(self, shards: int) -> set[int]:
-        """Returns those of `shards` shards that have no graph."""
-        return set(range(shards)) - {shard for one in self.compiled for shard in one.shards}
-
-
 class Scheduler:
     """Runs phases over worker groups; see the top of this file. Use it as a context manager, or call `close`."""
 
     def __init__(self, groups: Sequence[WorkerGroup], options: SchedulerOptions | None = None) -> None:
-        self._counters = ticket_counters(groups)
+        self._tickets = Tickets(groups)
         self.groups = {group.role.name: group for group in groups}
         self.options = options or SchedulerOptions()
-        self._entries: dict[str, _Entry] = {}
-        self._tickets = [0] * len({counter for mine in self._counters.values() for counter in mine})
+        self._entries: dict[str, AddedPhase] = {}
         self._executors: dict[str, Executor] = {}  # those of the live graphs
         self._breakage = Breakage()
         self._lock = threading.RLock()
@@ -210,8 +162,14 @@ class Scheduler:
         )
         fields = None if phase.inputs is None else field_types(phase.inputs)
         carried = dict(scalars or {}), token_ids, warmup_value, codec
-        self._entries[phase.name] = _Entry(
-            phase, graph, tuple(buckets), *carried, limits, fields, ReplayQueue(self._breakage, self._together(phase.roles))
+        self._entries[phase.name] = AddedPhase(
+            phase,
+            graph,
+            tuple(buckets),
+            *carried,
+            limits,
+            fields,
+            ReplayQueue(self._breakage, self._tickets.together(phase.roles)),
         )
 
     def compile(self) -> None:
@@ -242,22 +200,7 @@ class Scheduler:
     def _reset_tickets(self, roles: Iterable[str], absent: Absent | None = None) -> None:
         for role in roles:
             deadline = Deadline(self.options.compile_s, "timeouts.compile_s")
-            self.groups[role].reset_tickets(self._tickets_of(role), deadline, without=(absent or {}).get(role, ()))
-
-    def _together(self, roles: Iterable[str]) -> tuple[str, ...]:
-        """Returns these roles and all that share actors with them, directly or through others."""
-        found = set(roles)
-        while more := {
-            other
-            for other, counters in self._counters.items()
-            if other not in found and any(set(counters) & set(self._counters[role]) for role in found)
-        }:
-            found |= more
-        return tuple(role for role in self.groups if role in found)
-
-    def _tickets_of(self, role: str) -> list[int]:
-        """The next ticket of each rank."""
-        return [self._tickets[counter] for counter in self._counters[role]]
+            self.groups[role].reset_tickets(self._tickets.of(role), deadline, without=(absent or {}).get(role, ()))
 
     def _check_overlap(self) -> None:
         """Raises GraphError if transfers are to be overlapped but no phase has any between accelerators."""
@@ -296,10 +239,10 @@ class Scheduler:
         for entry in [self._entries[name] for name in (self._entries if only is None else only)]:
             if before is not None:
                 before(entry.phase)
-            for value in self._warmup_inputs(entry):
+            for value in entry.warmup_inputs():
                 self._warm_up(entry, value)
 
-    def _warm_up(self, entry: _Entry, value: object) -> None:
+    def _warm_up(self, entry: AddedPhase, value: object) -> None:
         """Replays one input, and repeats it while another replay fits `SETTLING_S`; the first one does not count."""
         spent = 0.0
         for number in range(SETTLING_REPLAYS):
@@ -376,7 +319,7 @@ class Scheduler:
         batches with `rows`. Returns the shards that were compiled again, by phase. Warm up before the next replay.
         """
         with self._lock:
-            roles = self._together(self.groups if roles is None else {*roles, *self.broken})
+            roles = self._tickets.together(self.groups if roles is None else {*roles, *self.broken})
             try:
                 self._teardown(lambda one: not (one.reusable and one.runs_on(self.groups, absent or {})), roles)
                 if len(roles) == len(self.groups):
@@ -409,7 +352,7 @@ class Scheduler:
 
     def _check_shared_actors(self) -> None:
         """Raises LayoutError unless the same ranks share actors as before groups or workers were replaced."""
-        if ticket_counters(self.groups.values()) != self._counters:
+        if ticket_counters(self.groups.values()) != self._tickets.counters:
             raise LayoutError(
                 f"the groups {', '.join(self.groups)} do not share their actors as they did when the scheduler was made; "
                 "call replace_group for every role of an actor that was replaced, and then recover"
@@ -432,15 +375,7 @@ class Scheduler:
                 "give them the same data-parallel size, or pass a value that is not a batch"
             )
 
-    def _warmup_inputs(self, entry: _Entry) -> list[object]:
-        if entry.phase.inputs is None:
-            return [] if entry.codec is not None and entry.warmup_value is None else [entry.warmup_value]
-        shards = entry.shards
-        largest_first = sorted(entry.buckets, key=lambda bucket: -bucket.sequences * bucket.tokens)
-        whole = [Bucket(bucket.sequences * shards, bucket.tokens) for bucket in largest_first]
-        return [empty_batch(entry.phase.inputs, bucket, entry.scalars, entry.token_ids) for bucket in whole]
-
-    def _compile(self, entry: _Entry, without: Sequence[int]) -> list[Compiled]:
+    def _compile(self, entry: AddedPhase, without: Sequence[int]) -> list[Compiled]:
         try:
             return self._compile_with(self.options.executor, entry, without)
         except (RayError, RuntimeError, ValueError, TimeoutError) as error:
@@ -451,18 +386,18 @@ class Scheduler:
             logger.warning("phase %r could not be compiled and runs eagerly: %s", entry.phase.name, error)
             return self._compile_with("eager", entry, without)
 
-    def _compile_with(self, name: str, entry: _Entry, without: Sequence[int]) -> list[Compiled]:
+    def _compile_with(self, name: str, entry: AddedPhase, without: Sequence[int]) -> list[Compiled]:
         if name not in self._executors:
             self._executors[name] = executor_of(name, self.options.engine)
         limits = replace(entry.limits, may_kill=all(group.owned for group in entry.groups.values()))
         fuse = self.options.fuse_shards
         return compile_phase(
-            self._executors[name], entry.phase, entry.graph, self.groups, self._counters, limits, fuse, without
+            self._executors[name], entry.phase, entry.graph, self.groups, self._tickets.counters, limits, fuse, without
         )
 
     def _submit(
         self,
-        entry: _Entry,
+        entry: AddedPhase,
         value: object,
         *,
         warmup: bool,
@@ -484,14 +419,14 @@ class Scheduler:
             entry.in_flight.finish(oldest)  # without the lock: meanwhile other phases and threads may start replays
 
     def _start(
-        self, entry: _Entry, value: object, warmup: bool, deadline_s: float, rows: Sequence[npt.NDArray[np.intp]] | None
+        self, entry: AddedPhase, value: object, warmup: bool, deadline_s: float, rows: Sequence[npt.NDArray[np.intp]] | None
     ) -> Replay:
         """Takes the tickets of a replay and sends it. The caller holds the scheduler's lock."""
-        values, join, padding = self._share_out(entry, value, rows)
-        self._check_sizes(entry, values)
+        values, join, padding = entry.share_out(value, rows)
+        entry.check_sizes(values)
         number, submitted = entry.replays, []
         try:
-            tickets = [self._take_tickets(one.workers) for one in entry.compiled]
+            tickets = [self._tickets.take(one.workers) for one in entry.compiled]
             for one, mine, item in zip(entry.compiled, tickets, values, strict=True):
                 packet = Packet(Header(entry.phase.name, number, warmup, mine, deadline_s), item)
                 submitted.append((one, one.submit(packet)))
@@ -506,61 +441,12 @@ class Scheduler:
             raise
         return replay
 
-    def _check_sizes(self, entry: _Entry, values: Sequence[object]) -> None:
-        """Raises RunError if an input does not fit. Only those that a codec split have different sizes."""
-        for one, value in zip(entry.compiled, values, strict=True):
-            splits = entry.fields is not None or type(value) is Shares
-            self._check_size(entry, value, len(one.shards) if splits else 1)
-            if type(value) not in (Encoded, Shares):
-                break
-
-    def _check_size(self, entry: _Entry, value: object, shards: int) -> None:
-        """Raises RunError if the input of `shards` shards does not fit."""
-        needed = -(-payload_bytes(value) // shards) + ENVELOPE_BYTES
-        if needed > entry.limits.input_bytes:
-            raise RunError(
-                f"the input of phase {entry.phase.name!r} needs {needed} bytes per shard, but its channel has room for "
-                f"{entry.limits.input_bytes}; raise {entry.limits.input_key}"
-            )
-
-    def _share_out(
-        self, entry: _Entry, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
-    ) -> tuple[list[object], Join, float | None]:
-        """Returns the input of each graph, how results of shards are joined, and the share of padding."""
-        if entry.fields is None:
-            graphs = [one.shards for one in entry.compiled]
-            return (*share_out(entry.phase.name, entry.codec, value, graphs), None)
-        value = check_batch(entry.phase.name, value, entry.fields)
-        longest = longest_row(entry.phase.name, value)
-        lengths, shards = value["lengths"].astype("int64"), entry.shards
-        if rows is None:
-            rows = split_rows(lengths, shards)
-        elif len(rows) > shards and not any(len(rows[shard]) for shard in entry.missing(len(rows))):
-            shards = len(rows)  # those without workers get no rows
-        else:
-            check_rows(entry.phase.name, rows, shards, value.rows)
-        bucket = choose_bucket(entry.buckets, max(map(len, rows)), longest)
-        split = Split(tuple(rows), bucket, value.tokens)
-        return [split.share(value, one.shards) for one in entry.compiled], split.join, padding_share(lengths, bucket, shards)
-
     def _parts_of(self, phase: Phase, codec: Codec | None, value: object) -> Sequence[object]:
         """Returns what each shard gets of an input that is no batch."""
         codec = codec or codec_of(type(value))
         if codec is None or value is None:
             return [value]
         return codec.parts(phase.name, value, math.gcd(*[self.groups[role].layout.dp for role in phase.roles]))
-
-    def _take_tickets(self, graph_workers: Sequence[GraphWorkers]) -> dict[str, int | tuple[int, ...]]:
-        """Returns the tickets of a graph's workers; advances those of the workers that the phase uses."""
-        mine: dict[str, int | tuple[int, ...]] = {}
-        tickets = self._tickets
-        for role_workers in graph_workers:
-            first, *others = [tickets[counter] for counter in role_workers.counters]
-            mine[role_workers.role] = first if others.count(first) == len(others) else (first, *others)
-        for role_workers in graph_workers:  # after all roles have read theirs: they may share actors
-            for counter in role_workers.used:
-                tickets[counter] += 1
-        return mine
 
     def _teardown(self, ends: Callable[[Compiled], bool] = lambda one: True, roles: Collection[str] | None = None) -> None:
         """Tears down the graphs on these roles (None: all) that `ends` selects, and fails their phases' replays under way.
@@ -572,7 +458,7 @@ class Scheduler:
             entries = [entry for entry in self._entries.values() if set(entry.phase.roles) & set(roles)]
             if any(entry.in_flight for entry in entries):  # loops that wait for a ticket would block the teardown
                 for role in roles:
-                    self.groups[role].pass_tickets(self._tickets_of(role))
+                    self.groups[role].pass_tickets(self._tickets.of(role))
             for replay in [replay for entry in entries for replay in entry.in_flight]:
                 text = f"phase {replay.phase!r}, replay {replay.number} was under way when its graphs were torn down"
                 replay.fail(PhaseError((), f"{text}; replay it again"))
@@ -582,16 +468,3 @@ class Scheduler:
             for entry in entries:
                 entry.compiled = [one for one in entry.compiled if one not in ended]
                 entry.in_flight.clear()
-
-
-def channel_bytes(
-    phase: Phase,
-    buckets: Sequence[Bucket],
-    scalars: Mapping[str, Scalar] | None = None,
-    warmup_values: Sequence[object] = (None,),
-) -> int:
-    """Returns the room for one shard's input in its channel: that of the largest warm-up input."""
-    samples: Sequence[object] = [encoded(value) for value in warmup_values]
-    if phase.inputs is not None:
-        samples = [empty_batch(phase.inputs, bucket, scalars) for bucket in buckets]
-    return max(map(payload_bytes, samples)) + 2 * ENVELOPE_BYTES

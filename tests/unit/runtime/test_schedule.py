@@ -368,7 +368,7 @@ def test_an_interrupt_while_tickets_are_taken_breaks_the_graphs(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers would wait for turns that nobody has."""
-    take, taken = scheduler._take_tickets, []
+    take, taken = scheduler._tickets.take, []
 
     def interrupted(graph_workers: Any) -> Any:
         taken.append(take(graph_workers))
@@ -376,7 +376,7 @@ def test_an_interrupt_while_tickets_are_taken_breaks_the_graphs(
             raise KeyboardInterrupt
         return taken[-1]
 
-    monkeypatch.setattr(scheduler, "_take_tickets", interrupted)
+    monkeypatch.setattr(scheduler._tickets, "take", interrupted)
     with pytest.raises(KeyboardInterrupt):
         scheduler.replay(step, batch(8))
     with pytest.raises(PhaseError, match=r"could not be sent to all its workers.*call scheduler.recover\(\)"):

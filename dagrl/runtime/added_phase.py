@@ -1,0 +1,118 @@
+"""A phase that a scheduler has: its graphs, the room in their channels, and how an input is shared out over shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dagrl.errors import RunError
+from dagrl.runtime.codec import Codec, Join, share_out
+from dagrl.runtime.compile import Compiled
+from dagrl.runtime.edges.encoded import Encoded, Shares
+from dagrl.runtime.edges.packet import ENVELOPE_BYTES, encoded, payload_bytes
+from dagrl.runtime.executors.base import GraphLimits
+from dagrl.runtime.graph import PhaseGraph
+from dagrl.runtime.phase import Phase
+from dagrl.runtime.replay import ReplayQueue
+from dagrl.runtime.shapes import (
+    Bucket,
+    FieldTypes,
+    Scalar,
+    check_batch,
+    choose_bucket,
+    empty_batch,
+    longest_row,
+    padding_share,
+)
+from dagrl.runtime.split import Split, check_rows, split_rows
+from dagrl.runtime.worker_group import WorkerGroup
+
+
+@dataclass
+class AddedPhase:
+    """A phase that was added, with its graphs."""
+
+    phase: Phase
+    graph: PhaseGraph
+    buckets: tuple[Bucket, ...]
+    scalars: Mapping[str, Scalar]
+    token_ids: int | None
+    warmup_value: object
+    codec: Codec | None
+    limits: GraphLimits
+    fields: FieldTypes | None  # of its batches
+    in_flight: ReplayQueue
+    compiled: list[Compiled] = field(default_factory=list)
+    groups: Mapping[str, WorkerGroup] = field(default_factory=dict)  # that it is compiled on
+    replays: int = 0
+
+    @property
+    def shards(self) -> int:
+        """How many data-parallel shards (graphs as they were traced) the phase is compiled on."""
+        return sum(len(one.shards) for one in self.compiled)
+
+    def missing(self, shards: int) -> set[int]:
+        """Returns those of `shards` shards that have no graph."""
+        return set(range(shards)) - {shard for one in self.compiled for shard in one.shards}
+
+    def warmup_inputs(self) -> list[object]:
+        """Returns the inputs at which the phase is warmed up, the largest first."""
+        if self.phase.inputs is None:
+            return [] if self.codec is not None and self.warmup_value is None else [self.warmup_value]
+        shards = self.shards
+        largest_first = sorted(self.buckets, key=lambda bucket: -bucket.sequences * bucket.tokens)
+        whole = [Bucket(bucket.sequences * shards, bucket.tokens) for bucket in largest_first]
+        return [empty_batch(self.phase.inputs, bucket, self.scalars, self.token_ids) for bucket in whole]
+
+    def check_sizes(self, values: Sequence[object]) -> None:
+        """Raises RunError if an input does not fit. Only those that a codec split have different sizes."""
+        for one, value in zip(self.compiled, values, strict=True):
+            splits = self.fields is not None or type(value) is Shares
+            self._check_size(value, len(one.shards) if splits else 1)
+            if type(value) not in (Encoded, Shares):
+                break
+
+    def _check_size(self, value: object, shards: int) -> None:
+        """Raises RunError if the input of `shards` shards does not fit."""
+        needed = -(-payload_bytes(value) // shards) + ENVELOPE_BYTES
+        if needed > self.limits.input_bytes:
+            raise RunError(
+                f"the input of phase {self.phase.name!r} needs {needed} bytes per shard, but its channel has room for "
+                f"{self.limits.input_bytes}; raise {self.limits.input_key}"
+            )
+
+    def share_out(
+        self, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
+    ) -> tuple[list[object], Join, float | None]:
+        """Returns the input of each graph, how results of shards are joined, and the share of padding."""
+        if self.fields is None:
+            graphs = [one.shards for one in self.compiled]
+            return (*share_out(self.phase.name, self.codec, value, graphs), None)
+        value = check_batch(self.phase.name, value, self.fields)
+        longest = longest_row(self.phase.name, value)
+        lengths, shards = value["lengths"].astype("int64"), self.shards
+        if rows is None:
+            rows = split_rows(lengths, shards)
+        elif len(rows) > shards and not any(len(rows[shard]) for shard in self.missing(len(rows))):
+            shards = len(rows)  # those without workers get no rows
+        else:
+            check_rows(self.phase.name, rows, shards, value.rows)
+        bucket = choose_bucket(self.buckets, max(map(len, rows)), longest)
+        split = Split(tuple(rows), bucket, value.tokens)
+        return [split.share(value, one.shards) for one in self.compiled], split.join, padding_share(lengths, bucket, shards)
+
+
+def channel_bytes(
+    phase: Phase,
+    buckets: Sequence[Bucket],
+    scalars: Mapping[str, Scalar] | None = None,
+    warmup_values: Sequence[object] = (None,),
+) -> int:
+    """Returns the room for one shard's input in its channel: that of the largest warm-up input."""
+    samples: Sequence[object] = [encoded(value) for value in warmup_values]
+    if phase.inputs is not None:
+        samples = [empty_batch(phase.inputs, bucket, scalars) for bucket in buckets]
+    return max(map(payload_bytes, samples)) + 2 * ENVELOPE_BYTES

@@ -1,0 +1,43 @@
+"""Tickets: the order in which a worker executes replays of all its phases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dagrl.runtime.compile import GraphWorkers, ticket_counters
+from dagrl.runtime.worker_group import WorkerGroup
+
+
+class Tickets:
+    """The next ticket of every worker of some groups. An actor has one counter, also if it is in several groups."""
+
+    def __init__(self, groups: Iterable[WorkerGroup]) -> None:
+        self.counters = ticket_counters(groups)
+        self._next = [0] * len({counter for mine in self.counters.values() for counter in mine})
+
+    def of(self, role: str) -> list[int]:
+        """Returns the next ticket of each rank."""
+        return [self._next[counter] for counter in self.counters[role]]
+
+    def together(self, roles: Iterable[str]) -> tuple[str, ...]:
+        """Returns these roles and all that share actors with them, directly or through others."""
+        found = set(roles)
+        while more := {
+            other
+            for other, counters in self.counters.items()
+            if other not in found and any(set(counters) & set(self.counters[role]) for role in found)
+        }:
+            found |= more
+        return tuple(role for role in self.counters if role in found)
+
+    def take(self, graph_workers: Sequence[GraphWorkers]) -> dict[str, int | tuple[int, ...]]:
+        """Returns the tickets of a graph's workers; advances those of the workers that the phase uses."""
+        mine: dict[str, int | tuple[int, ...]] = {}
+        tickets = self._next
+        for role_workers in graph_workers:
+            first, *others = [tickets[counter] for counter in role_workers.counters]
+            mine[role_workers.role] = first if others.count(first) == len(others) else (first, *others)
+        for role_workers in graph_workers:  # after all roles have read theirs: they may share actors
+            for counter in role_workers.used:
+                tickets[counter] += 1
+        return mine
