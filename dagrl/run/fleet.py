@@ -76,13 +76,21 @@ class Fleet:
             )
 
     def groups(self, config: Config, roles: Set[str], stop: StopSignal) -> list[WorkerGroup]:
-        """Returns the groups of `roles`, set up: new ones, or those of the last attempt made whole."""
+        """Returns the groups of `roles`, set up: new ones, or those of the last attempt made whole.
+
+        Gives up if a stop is requested or Ray has ended.
+        """
+
+        def check() -> None:
+            stop.check()
+            self.check()
+
         whole, self._settled = self._settled and not is_colocated(config), False
         if self._groups and whole:
-            self._revive(config, stop)
+            self._revive(config, check)
         else:
             self._workers.close()
-            self._groups = start_groups(config, roles, self._workers, stop)
+            self._groups = start_groups(config, roles, self._workers, check)
         return self._groups
 
     def settle(self) -> None:
@@ -101,12 +109,12 @@ class Fleet:
             self._cluster.close()
             self._groups, self._processes, self._joined, self._settled = [], [], False, False
 
-    def _revive(self, config: Config, stop: StopSignal) -> None:
+    def _revive(self, config: Config, check: Callable[[], None]) -> None:
         """Makes all groups whole, side by side."""
         begin, limits = time.monotonic(), config.timeouts
 
         def whole(group: WorkerGroup) -> Revival:
-            with group.waiting(stop.check):
+            with group.waiting(check):
                 return revive(group, rest_s=limits.teardown_s)
 
         with ThreadPoolExecutor() as pool:
@@ -116,8 +124,8 @@ class Fleet:
         logger.info("all workers are whole again after %.1f s", time.monotonic() - begin)
 
 
-def start_groups(config: Config, roles: Set[str], stack: ExitStack, stop: StopSignal) -> list[WorkerGroup]:
-    """Starts the groups of `roles`, which phases use.
+def start_groups(config: Config, roles: Set[str], stack: ExitStack, check: Callable[[], None]) -> list[WorkerGroup]:
+    """Starts the groups of `roles`, which phases use. `check` is called again and again, and may raise to give up.
 
     They spend long on imports, so they start in parallel. On GPUs shared with generation, each group takes memory only after
     the one before it has moved its train state to the host.
@@ -143,7 +151,7 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, stop: StopSi
             seed=config.seed,
             start_timeout_s=config.timeouts.start_s,
             collective_timeout_s=config.timeouts.collective_s,
-            while_waiting=stop.check,
+            while_waiting=check,
             before_setup=wait if before_setup is not None else None,
             spares=getattr(config.spares, role, 0),
         )
