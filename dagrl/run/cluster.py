@@ -81,10 +81,12 @@ def ray_cluster(
     processes = cluster_processes()
     try:
         with ended_with_this_process(processes):
-            yield
+            try:
+                yield
+            finally:
+                with gc_paused():  # freeing an `ObjectRef` during shutdown ends the process
+                    _shutdown(processes, teardown_s)
     finally:
-        with gc_paused():  # freeing an `ObjectRef` during shutdown ends the process
-            _shutdown(processes, teardown_s)
         if not config.address:
             remove_orphaned_semaphores(semaphores() - before)
 

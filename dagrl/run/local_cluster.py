@@ -63,10 +63,10 @@ GUARD = 'read _; for group; do kill -s KILL -- "-$group"; done'
 
 @contextmanager
 def ended_with_this_process(processes: Sequence[Popen[Any]]) -> Iterator[None]:
-    """Ends what Ray started if this process is killed in the block.
+    """Ends what Ray started and the block has not ended, also if this process is killed in it.
 
-    Ray's own processes end by themselves then. The raylet's agents would live for another minute, in which they try to tell
-    the cluster of the raylet's death.
+    Ray's own processes end by themselves. The agents of a raylet that was killed would live for another minute, in which
+    they try to tell the cluster of its death.
     """
     groups = {os.getpgid(process.pid) for process in processes} - {os.getpgid(0)}
     quiet: dict[str, Any] = {"stdin": PIPE, "stdout": DEVNULL, "stderr": DEVNULL, "start_new_session": True}
@@ -74,6 +74,9 @@ def ended_with_this_process(processes: Sequence[Popen[Any]]) -> Iterator[None]:
         try:
             yield
         finally:
+            for group in groups:
+                with suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
             guard.kill()
 
 
