@@ -9,7 +9,6 @@ The train workers hold the weights, so nothing is read from a checkpoint, and no
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from dagrl.config import Config
 from dagrl.errors import WorkerError, WorkerFailure
 from dagrl.run.fleet import Fleet
 from dagrl.run.replays import Replays
+from dagrl.runtime.deadline import in_background
 from dagrl.runtime.revive import Revival, idle_ranks, revive_shards
 from dagrl.runtime.worker_group import WorkerGroup
 
@@ -72,7 +72,7 @@ class EngineReplacement:
         )
         self.absent |= {rank for shard in shards for rank in self.group.layout.shard(shard)}
         self.replays.scheduler.recover([ROLE], {ROLE: self.absent})
-        self._starting = in_background(partial(self._revive, lost))
+        self._starting = in_background(partial(self._revive, lost), "replace-engines")
         return shards
 
     def connect(self) -> None:
@@ -120,17 +120,3 @@ class EngineReplacement:
         if any(failure.phase == phases["refit"].name for failure in failures):
             return bool(gone) and all(failure.role == ROLE for failure in gone)
         return bool(failures) and all((one.role, one.phase) == (ROLE, phases["generate"].name) for one in failures)
-
-
-def in_background(work: Callable[[], Revival]) -> Future[Revival]:
-    """Runs `work` in a thread that does not keep the process alive."""
-    future: Future[Revival] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="replace-engines", daemon=True).start()
-    return future

@@ -96,9 +96,9 @@ class AddedPhase:
         lengths, shards = value["lengths"].astype("int64"), self.shards
         if rows is None:
             rows = split_rows(lengths, shards)
-        elif len(rows) > shards and not any(len(rows[shard]) for shard in self.missing(len(rows))):
-            shards = len(rows)  # those without workers get no rows
         else:
+            if len(rows) > shards and not any(len(rows[shard]) for shard in self.missing(len(rows))):
+                shards = len(rows)  # those without workers get no rows
             check_rows(self.phase.name, rows, shards, value.rows)
         bucket = choose_bucket(self.buckets, max(map(len, rows)), longest)
         split = Split(tuple(rows), bucket, value.tokens)

@@ -33,6 +33,11 @@ def within(seconds: float, call: Callable[[], T], name: str) -> T:
 
     For calls that may block without end. Raises TimeoutError after `seconds`; the thread continues and its outcome is lost.
     """
+    return in_background(call, name).result(seconds)
+
+
+def in_background(call: Callable[[], T], name: str) -> Future[T]:
+    """Runs `call` on a thread called `name`, which does not keep the process alive."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -42,4 +47,4 @@ def within(seconds: float, call: Callable[[], T], name: str) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return outcome.result(seconds)
+    return outcome

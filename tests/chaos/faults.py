@@ -112,7 +112,7 @@ def pause(target: str) -> Applied:
 
 
 def freeze(target: str) -> Applied:
-    """SIGSTOP for ever: a process that hangs."""
+    """SIGSTOP without SIGCONT: the process hangs."""
 
     def apply(victim: Victim, random: Random) -> Iterator[str]:
         pid = chosen(victim, target, random)

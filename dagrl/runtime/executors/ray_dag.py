@@ -23,6 +23,7 @@ from ray.dag import DAGContext, InputNode, MultiOutputNode
 from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dagrl.runtime.deadline import in_background
 from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, packet_sources
 from dagrl.runtime.executors.loop import raise_lost_link, run_tasks, start_loop
 from dagrl.runtime.executors.node import HasState
@@ -180,15 +181,7 @@ def compile_dag(bound: Any, phase: str, limits: GraphLimits, accelerator: bool) 
     options: dict[str, Any] = {"_max_inflight_executions": most, "_max_buffered_results": most}
     if limits.overlap_communication and accelerator:
         options["_overlap_gpu_communication"] = True
-    compiled: Future[Dag] = Future()
-
-    def compile_() -> None:
-        try:
-            compiled.set_result(bound.experimental_compile(**options))
-        except BaseException as error:
-            compiled.set_exception(error)
-
-    threading.Thread(target=compile_, name=f"dagrl-compile-{phase}", daemon=True).start()
+    compiled: Future[Dag] = in_background(functools.partial(bound.experimental_compile, **options), f"dagrl-compile-{phase}")
     try:
         return compiled.result(limits.compile_s)
     except BaseException as error:
