@@ -140,15 +140,17 @@ def test_log_probabilities_are_those_of_merged_weights(adapted: Adapted) -> None
 
 
 def test_running_sequences_continue_with_the_new_adapters(adapted: Adapted) -> None:
+    long = [LONG_PROMPT[start:] + LONG_PROMPT[:start] for start in range(0, len(LONG_PROMPT), 25)]
     adapted.write(0, 10)
-    adapted.engine.run(requests([990], [LONG_PROMPT], new=2))
+    adapted.engine.run(requests(range(900, 900 + len(long)), long, new=2))  # their blocks are cached with the old adapters
     adapted.engine.quantum(batch(1, new=12, steps=5))
     adapted.write(1, 11)
-    rows = adapted.engine.run(requests([991], [LONG_PROMPT], new=8))
-    assert {tuple(row.versions) for row in rows[:-1]} == {(10,) * 5 + (11,) * 7}
-    heads = [FinishedRequest(row.request_id, row.tokens[:5], row.logprobs[:5], row.versions[:5], "") for row in rows[:-1]]
+    rows = adapted.engine.run(requests(range(950, 950 + len(long)), long, new=8))
+    running, later = rows[: len(PROMPTS)], rows[len(PROMPTS) :]
+    assert {tuple(row.versions) for row in running} == {(10,) * 5 + (11,) * 7}
+    heads = [FinishedRequest(row.request_id, row.tokens[:5], row.logprobs[:5], row.versions[:5], "") for row in running]
     adapted.check(0, heads, PROMPTS)
-    adapted.check(1, rows[-1:], [LONG_PROMPT])
+    adapted.check(1, later, long)
 
 
 def test_a_sleeping_engine_keeps_base_weights_and_adapters(adapted: Adapted) -> None:

@@ -95,7 +95,9 @@ class Run:
         self._before = set(os.listdir(SHARED_MEMORY))
         self._terminal, inside = os.openpty()
         termios.tcsetwinsize(inside, (50, 160))
-        command = [str(Path(sys.executable).with_name("dagrl")), "train", config, f"output_dir={output}", f"name={name}"]
+        installed = Path(sys.executable).with_name("dagrl")
+        dagrl = [str(installed)] if installed.exists() else [sys.executable, "-m", "dagrl.cli.main"]
+        command = [*dagrl, "train", config, f"output_dir={output}", f"name={name}"]
         usual = {"OMP_NUM_THREADS": "1", "TERM": "xterm", **SECRETS, COMPLETIONS: str(self.completions)}
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-c", TAKE_TERMINAL, os.ttyname(inside), *command, *overrides],
