@@ -66,8 +66,7 @@ def jobs(gpus: int) -> list[Job]:
 
 
 PEERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("peers-0.6b-128", ("grpo 0.6b 128",), ()),
-    ("peers-0.6b-512", ("grpo 0.6b 512",), ("--steps", "3")),
+    ("peers-0.6b-grpo", ("grpo 0.6b 128", "grpo 0.6b 512"), ("--steps", "3")),
     ("peers-0.6b-sft", ("sft 0.6b 16",), ()),
     ("peers-0.6b-generate", ("generate 0.6b 64", "generate 0.6b 256", "generate 0.6b 1024"), ("--steps", "2")),
     ("peers-0.6b-2048", ("grpo 0.6b 2048",), ("--apart", "--steps", "2")),

@@ -6,15 +6,17 @@ A case is a kind, a model and the number of sequences of a step. `grpo`: a whole
 and completions of `--completion` tokens. `sft`: an optimizer step over sequences of `--length` tokens. `generate`: the
 generation of a GRPO step; dagrl's side is one engine in quanta, without Ray. Both sides start from the same checkpoint with
 random weights, in bfloat16 with float32 master weights, and take one optimizer step per batch. Each side runs in a process
-of its own. Both start at the same time and take turns of `--steps` steps, up to `--pairs` times, after turns that are not
-counted. Between turns they give the memory that no tensor uses back. `--apart` starts each side for its turn alone, for
-models of which two do not fit on the GPU. Cases of `generate` in a row share engines.
+of its own. All start at the same time and take turns of `--steps` steps, up to `--pairs` times, after a turn of one step
+that is not counted. Between turns they give the memory that no tensor uses back, so the first step of a turn may be slower
+than the others. `--apart` starts each side for its turn alone, for models of which two do not fit on the GPU. Cases of
+`grpo` or `generate` in a row, of one model, share processes, which are built for the largest.
 
-With `--deadline S`, every comparison gets a share of the time that is left, and at least one pair of turns. The rows so far
-are written after every pair.
+With `--deadline S`, every comparison gets a share of the time that is left, and at least one round of turns. The rows so
+far are written after every round.
 
-A row's ratio is the peer's time over dagrl's: the median over pairs, with the lowest and the highest pair. `tokens` are the
-completion tokens of a step (`sft`: all tokens). Peers whose package is not installed are left out and reported.
+A row's ratio is the peer's time over dagrl's: the medians of a turn's steps, the median over rounds, and the lowest and the
+highest round. `tokens` are the completion tokens of a step (`sft`: all tokens). Peers whose package is not installed are
+left out and reported.
 `--tiny` also runs without a GPU, to try the benchmark.
 """
 

@@ -17,8 +17,8 @@ GROUP = 8
 BLOCK = 16
 """Tokens of a block of vLLM's KV cache."""
 
-KV_SHARE = {("grpo", True): 0.15, ("grpo", False): 0.4, ("generate", True): 0.4, ("generate", False): 0.8}
-"""Largest share of the GPU's memory for the KV cache of one engine, by kind and whether both sides are there."""
+KV_SHARE = {("grpo", True): 0.15, ("grpo", False): 0.4, ("generate", True): 0.25, ("generate", False): 0.8}
+"""Largest share of the GPU's memory for the KV cache of one engine, by kind and whether all sides are there."""
 
 _CASE = re.compile(r"(?P<kind>grpo|sft|generate) (?P<model>\S+) (?P<sequences>\d+)")
 
@@ -27,7 +27,7 @@ _CASE = re.compile(r"(?P<kind>grpo|sft|generate) (?P<model>\S+) (?P<sequences>\d
 class PeerCase:
     """One comparison. `prompt`, `completion` and `length` are in tokens; `micro` is in sequences.
 
-    `kv_bytes`: the KV cache of each engine. `together`: both sides are on the GPU at the same time.
+    `kv_bytes`: the KV cache of each engine. `together`: all sides are on the GPU at the same time.
     """
 
     kind: str

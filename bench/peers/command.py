@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from statistics import median
 
@@ -54,21 +54,21 @@ START_S = 400.0
 WEIGHTS = {"grpo": 3.0, "sft": 1.0, "generate": 2.0}
 """Shares of the time that is left, by kind: engines start slowly, and whole steps take longest."""
 
-Pair = tuple[list[float], list[float]]
-"""The seconds of dagrl's and of the peer's steps in a pair of turns."""
+Round = list[list[float]]
+"""The seconds of each side's steps in a round of turns, dagrl's first."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Cases that the same two processes measure: one, or several of `generate`."""
+    """Cases that the same processes measure: dagrl's side, and one for each peer."""
 
     cases: tuple[PeerCase, ...]
-    peer: Peer
+    peers: tuple[Peer, ...]
 
     @property
     def name(self) -> str:
-        """The name of its log files."""
-        return f"{self.peer.name}-{self.cases[0].name}".replace(" ", "-")
+        """The name of dagrl's log file."""
+        return self.cases[0].name.replace(" ", "-")
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class Findings:
 
     def leave_out(self, comparison: Comparison, reason: str) -> None:
         """Reports the cases of a comparison that have no row."""
-        for case in comparison.cases:
-            if (case.name, comparison.peer.label()) not in self.rows:
-                self.left_out[f"{case.name} {comparison.peer.name}"] = reason
+        for case, peer in product(comparison.cases, comparison.peers):
+            if (case.name, peer.label()) not in self.rows:
+                self.left_out[f"{case.name} {peer.name}"] = reason
         sys.stderr.write(f"{comparison.name}: {reason}\n")
         self._write()
 
@@ -168,41 +168,45 @@ def case_of(text: str, options: argparse.Namespace) -> PeerCase:
 
 
 def comparisons_of(cases: Sequence[PeerCase], peers: Sequence[Peer]) -> list[Comparison]:
-    """Returns the cases with each peer that has their kind. Cases of `generate` in a row share engines."""
+    """Returns the cases with the peers that have their kind. Cases of one model in a row share processes, except `sft`."""
     groups = [
         group
         for (kind, _), found in groupby(cases, lambda case: (case.kind, case.model))
-        for group in ([tuple(found)] if kind == "generate" else [(case,) for case in found])
+        for group in ([(case,) for case in found] if kind == "sft" else [tuple(found)])
     ]
-    return [Comparison(group, peer) for group in groups for peer in peers if group[0].kind in peer.modules]
+    fitting = [(group, tuple(peer for peer in peers if group[0].kind in peer.modules)) for group in groups]
+    return [Comparison(group, found) for group, found in fitting if found]
 
 
 def compare(
     comparison: Comparison, options: argparse.Namespace, directory: Path, until: float, start_s: float
 ) -> Iterator[PeerRow]:
-    """Lets dagrl and a peer take turns until about `until`, at least one each. Yields the row of a case after every pair."""
+    """Lets dagrl and the peers take turns until about `until`, at least one each. Yields the rows of a case after every
+    round."""
     sides = sides_of(comparison, options.logs or directory, directory)
     with ExitStack() as stack:
         if not options.apart:
             started(sides, stack, start_s)
         for number, case in enumerate(comparison.cases):
             left = (until - time.monotonic()) / (len(comparison.cases) - number)
-            turns: list[Pair] = []
+            rounds: list[Round] = []
             taken = apart(sides, case, options) if options.apart else together(sides, case, options)
-            for pair in within(taken, time.monotonic() + left):
-                turns.append(pair)
-                yield as_row(case, comparison.peer, turns)
+            for seconds in within(taken, time.monotonic() + left):
+                rounds.append(seconds)
+                for side, peer in enumerate(comparison.peers, 1):
+                    yield as_row(case, peer, [(turns[0], turns[side]) for turns in rounds])
 
 
-def sides_of(comparison: Comparison, logs: Path, directory: Path) -> tuple[Side, Side]:
-    """Returns dagrl's side and the peer's, which have not started."""
+def sides_of(comparison: Comparison, logs: Path, directory: Path) -> list[Side]:
+    """Returns dagrl's side and the peers', which have not started."""
     logs.mkdir(parents=True, exist_ok=True)
     kind, order = comparison.cases[0].kind, SideOrder(comparison.cases, write_checkpoint(comparison.cases[0], directory))
-    theirs = replace(order, variant=comparison.peer.variant)
-    return (
-        Side(OURS[kind], order, logs / f"dagrl-{comparison.name}.log"),
-        Side(comparison.peer.modules[kind], theirs, logs / f"{comparison.name}.log"),
+    ours = Side(OURS[kind], order, logs / f"dagrl-{comparison.name}.log")
+    theirs = (
+        Side(peer.modules[kind], replace(order, variant=peer.variant), logs / f"{peer.name}-{comparison.name}.log")
+        for peer in comparison.peers
     )
+    return [ours, *theirs]
 
 
 def started(sides: Sequence[Side], stack: ExitStack, start_s: float) -> None:
@@ -215,26 +219,26 @@ def started(sides: Sequence[Side], stack: ExitStack, start_s: float) -> None:
         side.ready(start_s)
 
 
-def within(pairs: Iterator[Pair], until: float) -> Iterator[Pair]:
-    """Yields the first pair, and those that will end before `until` if they take as long as the longest so far."""
+def within(rounds: Iterator[Round], until: float) -> Iterator[Round]:
+    """Yields the first round, and those that will end before `until` if they take as long as the longest so far."""
     longest, began = 0.0, time.monotonic()
-    for pair in pairs:
-        yield pair
+    for seconds in rounds:
+        yield seconds
         longest, began = max(longest, time.monotonic() - began), time.monotonic()
         if began + longest > until:
             return
 
 
-def together(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) -> Iterator[Pair]:
-    """Yields pairs of turns of two sides that stay. The first turns of a case compile and are not counted."""
+def together(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) -> Iterator[Round]:
+    """Yields rounds of turns of sides that stay. The first turns of a case compile and are not counted."""
     for side in sides:
         side.take(case, 1, START_S)
     for _ in range(options.pairs):
-        yield sides[0].take(case, options.steps, START_S), sides[1].take(case, options.steps, START_S)
+        yield [side.take(case, options.steps, START_S) for side in sides]
 
 
-def apart(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) -> Iterator[Pair]:
-    """Yields pairs of turns of sides that are started for each."""
+def apart(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) -> Iterator[Round]:
+    """Yields rounds of turns of sides that are started for each."""
     for _ in range(options.pairs):
         taken = []
         for side in sides:
@@ -242,7 +246,7 @@ def apart(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) ->
                 started([side], stack, START_S)
                 side.take(case, 1, START_S)
                 taken.append(side.take(case, options.steps, START_S))
-        yield taken[0], taken[1]
+        yield taken
 
 
 def write_checkpoint(case: PeerCase, directory: Path) -> Path:
@@ -260,8 +264,8 @@ def write_checkpoint(case: PeerCase, directory: Path) -> Path:
     return model
 
 
-def as_row(case: PeerCase, peer: Peer, turns: Sequence[Pair]) -> PeerRow:
-    """Returns the row of a case from its pairs of turns."""
+def as_row(case: PeerCase, peer: Peer, turns: Sequence[tuple[list[float], list[float]]]) -> PeerRow:
+    """Returns the row of a case from its pairs of turns: the seconds of dagrl's and of the peer's steps."""
     ours, theirs = ([second for pair in turns for second in pair[side]] for side in (0, 1))
     ratios = [median(second) / median(first) for first, second in turns]
     return PeerRow(

@@ -58,7 +58,7 @@ def work(told: Told) -> None:
             done = worker.generate(nothing)
         return time.perf_counter() - start
 
-    take_turns(told, lambda case, steps: [step(case) for _ in range(1 + steps)][1:])
+    take_turns(told, lambda case, steps: [step(case) for _ in range(steps)])
     worker.shutdown()
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dagrl.bench.peers.case import GROUP, PeerCase
 from dagrl.bench.peers.turns import Told, serve, take_turns
 from dagrl.config import Config
+
+if TYPE_CHECKING:
+    from dagrl.run.session import Session
 
 TOTAL = "timing_s/total"
 
@@ -61,24 +65,37 @@ def side_config(case: PeerCase, model: Path, output: Path) -> Config:
     return Config.model_validate(values)
 
 
+def of_case(session: Session, case: PeerCase) -> Session:
+    """Returns the session with the batch of a case, which is at most that of its warm-up, and nothing to validate on."""
+    config = session.config
+    grpo = config.grpo.model_copy(update={"num_prompts_per_step": case.sequences // GROUP})
+    policy = config.policy.model_copy(update={"train_global_batch_size": case.sequences})
+    config = config.model_copy(update={"grpo": grpo, "policy": policy})
+    return replace(session, config=config, inputs=replace(session.inputs, validation_prompts=[]))
+
+
 def work(told: Told) -> None:
-    """Opens a session and takes turns of the synchronous loop. A turn also ends with a step that is not counted, because a
-    loop ends with a validation."""
-    from dagrl.bench.step import Variant, run_variant
+    """Opens a session and takes turns of the synchronous loop."""
+    from dagrl.bench.step import Variant, begin_again
     from dagrl.rl.rewards import RewardRunner
+    from dagrl.run.loops.grpo import train_grpo
     from dagrl.run.plans import grpo_plans
     from dagrl.run.start import open_session
+    from dagrl.telemetry.record import read_metrics
 
     with tempfile.TemporaryDirectory() as directory:
         config = side_config(told.order.largest, told.order.model, Path(directory))
         with open_session(config, grpo_plans) as session, RewardRunner(session.config.reward) as reward:
 
-            def take(_: PeerCase, steps: int) -> list[float]:
-                grpo = session.config.grpo.model_copy(update={"max_num_steps": steps})
-                asked = session.config.model_copy(update={"grpo": grpo})
-                metrics = run_variant(asked, session, reward, Variant("sync", enabled=False), None)
+            def take(case: PeerCase, steps: int) -> list[float]:
+                sized = of_case(session, case)
+                asked = begin_again(sized, sized.config, Variant("sync", enabled=False), None, steps)
+                session.replays.close_step(tokens=0)
+                train_grpo(asked, reward)
+                session.checkpoints.parts.clear()
                 session.train.call("offload", ())  # gives the memory that no tensor uses to the other side
-                return [float(step[TOTAL]) for step in metrics]
+                metrics = read_metrics(session.recorder.paths.metrics)
+                return [float(step[TOTAL]) for step in metrics[-steps:]]
 
             take_turns(told, take)
 

@@ -65,7 +65,7 @@ def work(told: Told) -> None:
             args=SFTConfig(**arguments(case, told.order.variant == "packed", output)),
             train_dataset=Dataset.from_list(rows(case)),
             processing_class=AutoTokenizer.from_pretrained(told.order.model),
-            callbacks=[Turns(told)],
+            callbacks=[Turns(told, case)],
         )
         trainer.train()
 

@@ -7,39 +7,44 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from dagrl.bench.peers.case import PeerCase
 from dagrl.bench.peers.turns import Told
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]
-    """Waits for a turn where a step would begin, and answers once its last step has ended."""
+    """Waits for a turn where a step would begin, and answers once its last step has ended.
 
-    def __init__(self, told: Told) -> None:
+    A turn of another case ends the training and stays in `turn`. Set `case` to its case before the next trainer begins.
+    """
+
+    def __init__(self, told: Told, case: PeerCase) -> None:
+        self.case = case
+        self.turn: tuple[PeerCase, int] | None = None
         self._told = told
-        self._steps = 0
         self._seconds: list[float] = []
         self._began = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """The trainer is built: takes the first turn's number of steps."""
-        self._told.answer()
-        self._next(control)
+        """The trainer is built: takes the first turn's number of steps, if it has not been told."""
+        if self.turn is None:
+            self._told.answer()
+            self._next(control)
+        self._began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Takes the time, which includes what the trainer did to draw and prepare the batch."""
+        assert self.turn is not None
         _synchronize()
         self._seconds.append(time.perf_counter() - self._began)
-        if len(self._seconds) > self._steps:
-            self._told.answer(self._seconds[1:])
+        if len(self._seconds) == self.turn[1]:
+            self._told.answer(self._seconds)
             self._next(control)
         self._began = time.perf_counter()
 
     def _next(self, control: Any) -> None:
-        _release()
-        turn = self._told.turn()
-        if turn is None:
-            control.should_training_stop = True
-        self._seconds, self._steps = [], 0 if turn is None else turn[1]
-        self._began = time.perf_counter()
+        release()
+        self._seconds, self.turn = [], self._told.turn()
+        control.should_training_stop = self.turn is None or self.turn[0] != self.case
 
 
 def _synchronize() -> None:
@@ -49,7 +54,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def _release() -> None:
+def release() -> None:
     """Gives the memory that no tensor uses to the other side."""
     import torch
 

@@ -5,8 +5,7 @@
         side.ready(deadline_s)
         seconds = side.take(case, 4, deadline_s)
 
-The process calls `serve(work)`, or uses a `Told` where a library owns the loop. A turn has one more step than it is told to
-take, at its beginning, which is not counted: the other side has used the GPU since the last turn.
+The process calls `serve(work)`, or uses a `Told` where a library owns the loop.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ END_S = 30.0
 
 T = TypeVar("T")
 Take = Callable[[PeerCase, int], list[float]]
-"""Takes a number of steps of a case, after one that is not counted, and returns the seconds of each."""
+"""Takes a number of steps of a case and returns the seconds of each."""
 
 
 class Side:

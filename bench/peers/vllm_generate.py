@@ -50,12 +50,12 @@ def together(told: Told) -> None:
 
     def take(case: PeerCase, steps: int) -> list[float]:
         seconds = []
-        for _ in range(1 + steps):
+        for _ in range(steps):
             prompts = [{"prompt_token_ids": tokens} for tokens in requests(case, draw)]
             start = time.perf_counter()
             engine.generate(prompts, sampling(case), use_tqdm=False)
             seconds.append(time.perf_counter() - start)
-        return seconds[1:]
+        return seconds
 
     take_turns(told, take)
 
@@ -82,7 +82,7 @@ def asynchronous(told: Told) -> None:
             (case, steps), seconds = turn, []
             parameters = sampling(case)
             parameters.output_kind = RequestOutputKind.FINAL_ONLY
-            for _ in range(1 + steps):
+            for _ in range(steps):
                 prompts = requests(case, draw)
                 start = time.perf_counter()
                 names = [str(number + row) for row in range(len(prompts))]
@@ -91,7 +91,7 @@ def asynchronous(told: Told) -> None:
                     *(one(engine, prompt, parameters, name) for prompt, name in zip(prompts, names, strict=True))
                 )
                 seconds.append(time.perf_counter() - start)
-            told.answer(seconds[1:])
+            told.answer(seconds)
         engine.shutdown()
 
     asyncio.run(serving())

@@ -25,21 +25,22 @@ def case(text: str = "grpo 0.6b 128") -> PeerCase:
     return parse_case(text, **SIZES)  # type: ignore[arg-type]
 
 
-def test_comparisons_share_engines_of_generation_alone() -> None:
-    cases = [case(text) for text in ("grpo 0.6b 8", "grpo 0.6b 16", "generate 0.6b 8", "generate 0.6b 16")]
-    found = comparisons_of(cases, [PEERS["trl"], PEERS["vllm"]])
-    assert [(item.peer.name, [one.sequences for one in item.cases]) for item in found] == [
-        ("trl", [8]),
-        ("trl", [16]),
-        ("vllm", [8, 16]),
+def test_cases_of_a_model_share_processes_except_sft() -> None:
+    texts = ("grpo 0.6b 8", "grpo 0.6b 16", "generate 0.6b 8", "generate 0.6b 16", "sft 0.6b 8", "sft 0.6b 16")
+    found = comparisons_of([case(text) for text in texts], [PEERS[name] for name in ("trl", "vllm", "vllm-async")])
+    assert [([peer.name for peer in item.peers], [one.sequences for one in item.cases]) for item in found] == [
+        (["trl"], [8, 16]),
+        (["vllm", "vllm-async"], [8, 16]),
+        (["trl"], [8]),
+        (["trl"], [16]),
     ]
 
 
 def test_turns_end_when_the_next_pair_would_be_late_but_there_is_one() -> None:
-    def pairs() -> Iterator[tuple[list[float], list[float]]]:
+    def pairs() -> Iterator[list[list[float]]]:
         for _ in range(9):
             time.sleep(0.05)
-            yield [1.0], [2.0]
+            yield [[1.0], [2.0]]
 
     assert len(list(within(pairs(), time.monotonic() - 1))) == 1
     assert 1 < len(list(within(pairs(), time.monotonic() + 0.24))) < 6
