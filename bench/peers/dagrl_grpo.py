@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,7 @@ def of_case(session: Session, case: PeerCase) -> Session:
 
 def work(told: Told) -> None:
     """Opens a session and takes turns of the synchronous loop."""
-    from dagrl.bench.step import Variant, begin_again
+    from dagrl.bench.step import Metrics, Variant, begin_again
     from dagrl.rl.rewards import RewardRunner
     from dagrl.run.loops.grpo import train_grpo
     from dagrl.run.plans import grpo_plans
@@ -94,7 +95,7 @@ def work(told: Told) -> None:
                 train_grpo(asked, reward)
                 session.checkpoints.parts.clear()
                 session.train.call("offload", ())  # gives the memory that no tensor uses to the other side
-                metrics = read_metrics(session.recorder.paths.metrics)
+                metrics: Sequence[Metrics] = read_metrics(session.recorder.paths.metrics)
                 return [float(step[TOTAL]) for step in metrics[-steps:]]
 
             take_turns(told, take)

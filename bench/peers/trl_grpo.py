@@ -85,7 +85,7 @@ def set_engine(case: PeerCase) -> None:
 
     def engine(*args: Any, **settings: Any) -> Any:
         if not built:
-            built.append(vllm.LLM(*args, **{**settings, **own}))
+            built.append(vllm.LLM(*args, **(settings | own)))
         return built[0]
 
     generation.LLM = engine
