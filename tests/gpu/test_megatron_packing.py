@@ -188,3 +188,23 @@ def test_logprobs_need_the_memory_of_a_chunk(grad: bool) -> None:
         expected = distribution.gather(-1, labels[rows, None])[:, 0]
         assert (logprobs[rows].double() - expected).abs().max() < 1e-4
         assert (entropy[rows].double() + (distribution.exp() * distribution).sum(-1)).abs().max() < 1e-3
+
+
+def test_kept_exponentials_give_the_gradients_of_double_precision() -> None:
+    """Weight gradients are added to a buffer, as to Megatron's."""
+    torch.manual_seed(0)
+    tokens, hidden_size, vocabulary = 700, 256, 20001
+    hidden = torch.randn(tokens, hidden_size, device="cuda", dtype=torch.bfloat16)
+    weight = torch.nn.Parameter(torch.randn(vocabulary, hidden_size, device="cuda", dtype=torch.bfloat16) * 0.2)
+    labels, scale = torch.randint(0, vocabulary, (tokens,), device="cuda"), torch.randn(tokens, device="cuda")
+    exact = hidden.double().requires_grad_(), weight.detach().double().requires_grad_()
+    chosen = (exact[0] @ exact[1].T).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    (chosen * scale).sum().backward()  # type: ignore[no-untyped-call]
+    for keeps in (False, True):
+        mine, buffer = hidden.clone().requires_grad_(), torch.zeros(vocabulary, hidden_size, device="cuda")
+        weight.main_grad, weight.grad = buffer, None  # type: ignore[attr-defined]
+        logprobs, _ = token_logprobs(mine, labels, OutputLayer(weight, VocabularyShard(0, vocabulary), keeps=keeps))
+        (logprobs * scale).sum().backward()  # type: ignore[no-untyped-call]
+        assert mine.grad is not None and (logprobs.double() - chosen).abs().max() < 1e-4
+        for own, other in zip((mine.grad, buffer), exact, strict=True):
+            assert other.grad is not None and (own.double() - other.grad).norm() / other.grad.norm() < 4e-3

@@ -1,7 +1,8 @@
 """Triton kernels of log-probabilities: one pass over a chunk of logits forward, and one backward.
 
-Plain torch reads or writes a chunk eight times in the forward pass. These kernels read it once, and write its gradient in
-half precision in the backward pass. Import this module only with a GPU: Triton comes with torch's CUDA builds.
+Plain torch reads or writes a chunk eight times in the forward pass. These kernels read it once, may keep its exponentials in
+half precision, and write its gradient in half precision in the backward pass. Import this module only with a GPU: Triton
+comes with torch's CUDA builds.
 """
 
 from __future__ import annotations
@@ -11,60 +12,91 @@ from typing import TYPE_CHECKING
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
+from dagrl.workers.megatron.logprobs import TILE, Exponentials
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_COLUMNS = 4096  # columns per tile
 _WARPS = 8
 
 
-def chunk_sums(logits: Tensor, columns: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_sums(logits: Tensor, columns: Tensor, inside: Tensor, kept: Exponentials | None) -> tuple[Tensor, Tensor]:
     """Returns each row's maximum [n] of float32 `logits` [n, size], and the sums [3, n] of `logprobs._chunk_sums`.
 
-    `columns` [n] is the column of each label, `inside` [n] whether this worker has it.
+    `columns` [n] is the column of each label, `inside` [n] whether this worker has it. Fills `kept`.
     """
     highest, sums = logits.new_empty(len(logits)), logits.new_empty(3, len(logits))
+    values, tops = (logits, logits) if kept is None else (kept.values, kept.tops)
     _row_sums[(len(logits),)](
         logits,
         columns,
         inside,
         highest,
         sums,
+        values,
+        tops,
         len(logits),
         logits.shape[1],
         logits.stride(0),
-        COLUMNS=_COLUMNS,
+        values.stride(0),
+        tops.stride(0),
+        KEEP=kept is not None,
+        COLUMNS=TILE,
         num_warps=_WARPS,
     )
     return highest, sums
 
 
 def logit_gradients(
-    logits: Tensor, normaliser: Tensor, scale: Tensor, columns: Tensor, inside: Tensor, dtype: torch.dtype
+    values: Tensor | Exponentials,
+    normaliser: Tensor,
+    scale: Tensor,
+    labels: tuple[Tensor, Tensor, Tensor],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Returns `scale` times the gradient of the labels' log-probabilities by the logits, [n, size] in `dtype`."""
+    """Computes `logprobs._logit_gradients`. The gradients of exponentials take their place."""
     import torch
 
-    grad = torch.empty(logits.shape, dtype=dtype, device=logits.device)
-    grid = (len(logits), triton.cdiv(logits.shape[1], _COLUMNS))
+    kept = isinstance(values, Exponentials)
+    source, tops = (values.values, values.tops) if isinstance(values, Exponentials) else (values, normaliser[:, None])
+    grad = source if kept else torch.empty(source.shape, dtype=dtype, device=source.device)
+    grid = (len(source), triton.cdiv(source.shape[1], TILE))
     _row_gradients[grid](
-        logits,
+        source,
         grad,
         normaliser,
+        tops,
         scale,
-        columns,
-        inside,
-        logits.shape[1],
-        logits.stride(0),
-        COLUMNS=_COLUMNS,
+        *labels,
+        source.shape[1],
+        source.stride(0),
+        grad.stride(0),
+        tops.stride(0),
+        KEPT=kept,
+        COLUMNS=TILE,
         num_warps=_WARPS,
     )
     return grad
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _row_sums(logits, columns, inside, highest, sums, rows, size, stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row_sums(  # type: ignore[no-untyped-def]
+    logits,
+    columns,
+    inside,
+    highest,
+    sums,
+    kept,
+    tops,
+    rows,
+    size,
+    stride,
+    kept_stride,
+    tops_stride,
+    KEEP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """One row per program. Online softmax sums (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
     row = tl.program_id(0).to(tl.int64)
     top = -1.0e30
@@ -77,6 +109,9 @@ def _row_sums(logits, columns, inside, highest, sums, rows, size, stride, COLUMN
         higher = tl.maximum(top, tl.max(values, 0))
         relative = values - higher
         exponentials = tl.where(here, tl.exp(relative), 0.0)
+        if KEEP:
+            tl.store(kept + row * kept_stride + at, exponentials.to(kept.dtype.element_ty), mask=here)
+            tl.store(tops + row * tops_stride + start // COLUMNS, higher)
         shift = top - higher
         factor = tl.exp(shift)
         weighted = (weighted + total * shift) * factor + tl.sum(tl.where(here, exponentials * relative, 0.0), 0)
@@ -91,13 +126,32 @@ def _row_sums(logits, columns, inside, highest, sums, rows, size, stride, COLUMN
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _row_gradients(logits, grad, normaliser, scale, columns, inside, size, stride, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One tile of a row per program: `scale * ([is the label] - probability)`."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+def _row_gradients(  # type: ignore[no-untyped-def]
+    source,
+    grad,
+    normaliser,
+    tops,
+    scale,
+    columns,
+    inside,
+    of_label,
+    size,
+    stride,
+    grad_stride,
+    tops_stride,
+    KEPT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One tile of a row per program: `scale * ([is the label] - probability)`. `grad` may be `source`."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tile * COLUMNS + tl.arange(0, COLUMNS)
     here = at < size
-    values = tl.load(logits + row * stride + at, mask=here, other=-1.0e30)
-    probability = tl.exp(values - tl.load(normaliser + row))
+    values = tl.load(source + row * stride + at, mask=here, other=0.0).to(tl.float32)
+    base = tl.load(normaliser + row)
+    if KEPT:
+        probability = values * tl.exp(tl.load(tops + row * tops_stride + tile) - base)
+    else:
+        probability = tl.exp(values - base)
     label = tl.where(tl.load(inside + row), tl.load(columns + row), -1)
-    value = tl.load(scale + row) * (tl.where(at == label, 1.0, 0.0) - probability)
-    tl.store(grad + row * size + at, value.to(grad.dtype.element_ty), mask=here)
+    value = tl.load(scale + row) * tl.where(at == label, tl.load(of_label + row), -probability)
+    tl.store(grad + row * grad_stride + at, value.to(grad.dtype.element_ty), mask=here)

@@ -3,23 +3,27 @@
 The output layer is fused in: logits are computed in float32 for a chunk of tokens at a time, and again in the backward pass,
 so neither a microbatch's logits nor their gradient exist as a whole. Two collectives per call. This is known as fused linear
 cross-entropy (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
+
+On a GPU with memory to spare, exponentials of the logits are kept in half precision instead, and the backward pass turns
+them into gradients in place. That saves one product of four, and the weight's gradient is summed over few large products.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from dagrl.workers.megatron.products import add_product, product
 
 CHUNK_ELEMENTS = 1 << 27  # logits of a chunk, unless `chunk_tokens` is set
+PRODUCT_ELEMENTS = (1 << 31) - 1  # most of a product's operand: kernels may count elements in 32 bits
+KEPT_SHARE = 0.25  # most of the free memory that kept exponentials take
+TILE = 4096  # columns that a kernel reads at a time
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,17 @@ class VocabularyShard:
 class OutputLayer:
     """This worker's rows of the output layer, `weight` [rows, hidden size], and its sampling temperature.
 
-    Tokens are sampled from softmax(logits / temperature). `chunk_tokens`: tokens whose logits exist at a time.
+    Tokens are sampled from softmax(logits / temperature). `chunk_tokens`: tokens whose logits exist at a time. `keeps`:
+    whether exponentials are kept for the backward pass; None: on a GPU where they fit, unless `chunk_tokens` is set.
+    `shared`: the weight is also the embedding's, which has a gradient of its own.
     """
 
     weight: Tensor
     shard: VocabularyShard
     temperature: float = 1.0
     chunk_tokens: int | None = None
+    keeps: bool | None = None
+    shared: bool = False
 
     def chunks(self, tokens: int) -> Iterator[slice]:
         """Yields slices of the tokens; none if all rows of this worker are padding."""
@@ -53,8 +61,18 @@ class OutputLayer:
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Returns float32 logits [n, shard.size] of `hidden` [n, hidden size], divided by the temperature."""
-        logits = _product(hidden, weight[: self.shard.size].T)
+        logits = product(hidden, weight[: self.shard.size].T)
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def keeps_for(self, hidden: Tensor) -> bool:
+        """Whether a backward pass follows that finds the exponentials of `hidden` [n, hidden size] kept."""
+        if not torch.is_grad_enabled() or not (hidden.requires_grad or self.weight.requires_grad):
+            return False
+        if self.keeps is not None or self.chunk_tokens is not None or not hidden.is_cuda:
+            return bool(self.keeps)
+        cached = torch.cuda.memory_reserved(hidden.device) - torch.cuda.memory_allocated(hidden.device)
+        free = torch.cuda.mem_get_info(hidden.device)[0] + cached
+        return len(hidden) * self.shard.size * hidden.element_size() <= KEPT_SHARE * free
 
     def columns(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the column of each label (0 if another worker has it), and whether this worker has it."""
@@ -70,69 +88,145 @@ def token_logprobs(hidden: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[
     of the sum over the vocabulary) and `layer.weight`.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
-    logprobs, entropy = _TokenLogprobs.apply(flat, layer.weight, labels.reshape(-1), layer)  # type: ignore[no-untyped-call]
+    inputs = flat, layer.weight, labels.reshape(-1), layer, layer.keeps_for(flat)
+    logprobs, entropy = _TokenLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]
     return logprobs.view(labels.shape), entropy.view(labels.shape)
+
+
+@dataclass(frozen=True)
+class Exponentials:
+    """Exponentials of logits, relative to a number close to the highest of their row: exp(logit - top).
+
+    `values` [n, shard.size] have the dtype of the hidden states; `tops` [n, tiles] are float32, one for each tile of columns
+    that the kernel reads at a time. Without the kernel a row is one tile.
+    """
+
+    values: Tensor
+    tops: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor, columns: int) -> Exponentials:
+        """Allocates memory for `hidden` [n, hidden size]."""
+        tiles = -(-columns // TILE) if hidden.is_cuda else 1
+        values = hidden.new_empty(len(hidden), columns)
+        return cls(values, hidden.new_empty(len(hidden), tiles, dtype=torch.float32))
+
+    def __getitem__(self, rows: slice) -> Exponentials:
+        return Exponentials(self.values[rows], self.tops[rows])
+
+    def parts(self) -> Iterator[slice]:
+        """Yields slices of the tokens, as large as products take."""
+        tokens, columns = self.values.shape
+        step = max(1, PRODUCT_ELEMENTS // max(1, columns))
+        return (slice(start, start + step) for start in range(0, tokens if columns else 0, step))
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, layer: OutputLayer, keep: bool
+    ) -> tuple[Tensor, Tensor]:
         highest = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
         sums = highest.new_zeros(3, len(hidden))
+        kept = Exponentials.of(hidden, layer.shard.size) if keep else None
         for rows in layer.chunks(len(hidden)):
-            highest[rows], sums[:, rows] = _chunk_sums(layer.logits(hidden[rows], weight), labels[rows], layer)
+            logits, part = layer.logits(hidden[rows], weight), None if kept is None else kept[rows]
+            highest[rows], sums[:, rows] = _chunk_sums(logits, layer.columns(labels[rows]), part)
         total, weighted, label_logit = _over_vocabulary(highest, sums, layer.shard)
         log_total = total.log()
-        entropy = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, labels, highest + log_total)
-        ctx.layer = layer
+        entropy, logprobs = log_total - weighted / total, label_logit - highest - log_total
+        ctx.save_for_backward(hidden, weight, labels, highest + log_total, logprobs)
+        ctx.layer, ctx.kept = layer, kept
         ctx.mark_non_differentiable(entropy)
-        return label_logit - highest - log_total, entropy
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        hidden, weight, labels, normaliser = ctx.saved_tensors
-        layer: OutputLayer = ctx.layer
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        held = slice(layer.shard.size)
-        for rows in layer.chunks(len(hidden)):
-            logits, scale = layer.logits(hidden[rows], weight), grads[0][rows] / layer.temperature
-            grad = _logit_gradients(logits, normaliser[rows], scale, layer.columns(labels[rows]), hidden.dtype)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, normaliser, logprobs = ctx.saved_tensors
+        layer, kept, ctx.kept = ctx.layer, ctx.kept, None  # kept exponentials become gradients, once
+        held, grad_hidden = slice(layer.shard.size), torch.zeros_like(hidden)
+        grad_weight = _WeightGradient.of(layer) if ctx.needs_input_grad[1] else None
+        scale, label_gradients = grads[0] / layer.temperature, -torch.expm1(logprobs)
+        for rows in layer.chunks(len(hidden)) if kept is None else kept.parts():
+            values = layer.logits(hidden[rows], weight) if kept is None else kept[rows]
+            labelled = *layer.columns(labels[rows]), label_gradients[rows]
+            grad = _logit_gradients(values, normaliser[rows], scale[rows], labelled, hidden.dtype)
             grad_hidden[rows] = grad @ weight[held]
             if grad_weight is not None:
-                _add_product(grad_weight[held], grad.T, hidden[rows])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+                add_product(grad_weight.total[held], grad.T, hidden[rows])
+        return grad_hidden, None if grad_weight is None else grad_weight.finish(), None, None, None
 
 
-def _chunk_sums(logits: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-    """Returns the highest logit of each token [n] and three sums [3, n]. Overwrites `logits` [n, shard.size].
+@dataclass(frozen=True)
+class _WeightGradient:
+    """The float32 sum of the weight's gradient, [rows, hidden size]: Megatron's own buffer, if it has one."""
+
+    total: Tensor
+    layer: OutputLayer
+    buffer: bool
+
+    @classmethod
+    def of(cls, layer: OutputLayer) -> _WeightGradient:
+        buffer = getattr(layer.weight, "main_grad", None)
+        if buffer is not None and buffer.dtype is torch.float32:
+            return cls(buffer, layer, True)
+        return cls(torch.zeros_like(layer.weight, dtype=torch.float32), layer, False)
+
+    def finish(self) -> Tensor | None:
+        """Returns the gradient for autograd: none of its own if it is in the buffer."""
+        weight: Any = self.layer.weight
+        if not self.buffer:
+            return self.total.to(weight.dtype)
+        if self.layer.shared:
+            return None  # the embedding's gradient comes the usual way
+        weight.grad_added_to_main_grad = True  # Megatron drops the gradient, but wants one
+        return torch.empty_like(weight)
+
+
+def _chunk_sums(logits: Tensor, labels: tuple[Tensor, Tensor], kept: Exponentials | None) -> tuple[Tensor, Tensor]:
+    """Returns the highest logit of each token [n] and three sums [3, n]. Overwrites `logits` [n, shard.size], fills `kept`.
 
     The sums are of exp(logit - highest), of exp(logit - highest) * (logit - highest), and of the label's own logit.
+    `labels`: see `OutputLayer.columns`.
     """
-    column, inside = layer.columns(labels)
+    column, inside = labels
     if logits.is_cuda:
         from dagrl.workers.megatron.logprob_kernels import chunk_sums
 
-        return chunk_sums(logits, column, inside)
+        return chunk_sums(logits, column, inside, kept)
     label_logit = torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
     highest = logits.amax(-1)
     relative = logits.sub_(highest[:, None])
     exponentials = relative.exp()
+    if kept is not None:
+        kept.values.copy_(exponentials), kept.tops.copy_(highest[:, None])
     return highest, torch.stack((exponentials.sum(-1), torch.linalg.vecdot(exponentials, relative), label_logit))
 
 
 def _logit_gradients(
-    logits: Tensor, normaliser: Tensor, scale: Tensor, labels: tuple[Tensor, Tensor], dtype: torch.dtype
+    values: Tensor | Exponentials,
+    normaliser: Tensor,
+    scale: Tensor,
+    labels: tuple[Tensor, Tensor, Tensor],
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Returns `scale` [n] times the log-probabilities' gradient, [n, shard.size] in `dtype`. Overwrites `logits`."""
-    column, inside = labels
-    if logits.is_cuda:
+    """Returns `scale` [n] times the log-probabilities' gradient, [n, shard.size] in `dtype`. Overwrites `values`.
+
+    `values` are logits, or exponentials. `labels`: see `OutputLayer.columns`, and 1 - probability [n], which exponentials in
+    half precision do not give for a label that is almost certain.
+    """
+    column, inside, of_label = labels
+    if normaliser.is_cuda:
         from dagrl.workers.megatron.logprob_kernels import logit_gradients
 
-        return logit_gradients(logits, normaliser, scale, column, inside, dtype)
-    grad = logits.sub_(normaliser[:, None]).exp_().mul_(-scale[:, None])
-    return grad.scatter_add_(-1, column[:, None], (scale * inside)[:, None]).to(dtype)
+        return logit_gradients(values, normaliser, scale, (column, inside, of_label), dtype)
+    if isinstance(values, Exponentials):
+        probabilities = values.values.float() * (values.tops - normaliser[:, None]).exp()
+    else:
+        probabilities = values.sub_(normaliser[:, None]).exp_()
+    grad = probabilities.mul_(-scale[:, None])
+    own = torch.where(inside, scale * of_label, grad.gather(-1, column[:, None])[:, 0])
+    return grad.scatter_(-1, column[:, None], own[:, None]).to(dtype)
 
 
 def _over_vocabulary(highest: Tensor, sums: Tensor, shard: VocabularyShard) -> Tensor:
@@ -147,30 +241,3 @@ def _over_vocabulary(highest: Tensor, sums: Tensor, shard: VocabularyShard) -> T
     sums = torch.stack((total * factor, (weighted + total * shift) * factor, label_logit))
     dist.all_reduce(sums, group=shard.group)
     return sums
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Returns the matrix product in float32. On a GPU half-precision products are accumulated without rounding."""
-    if left.is_cuda and left.dtype is not torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return (left @ right).float()
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds the matrix product to float32 `total`, within the product's kernel if torch can."""
-    if left.is_cuda and left.dtype is not torch.float32 and _adds_products(left.device, left.dtype):
-        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
-    else:
-        total += _product(left, right)
-
-
-@cache
-def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a half-precision product to a float32 matrix."""
-    total, one = torch.ones(8, 8, device=device), torch.eye(8, device=device, dtype=dtype)
-    try:
-        torch.ops.aten.addmm.dtype_out(total, one, one, torch.float32, out=total)
-    except RuntimeError as error:  # also raised for arguments that an operator does not support
-        logger.info("products are added apart, torch's own cannot: %s", error)
-        return False
-    return bool((total == 1 + one).all())

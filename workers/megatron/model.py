@@ -30,6 +30,7 @@ from dagrl.workers.megatron.attention import CausalAttention, RMSNorm
 from dagrl.workers.megatron.experts import GroupedExperts
 from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard
+from dagrl.workers.megatron.products import use_added_gradients
 from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
 from dagrl.workers.megatron.segments import LayerInputs
 
@@ -145,7 +146,8 @@ class ModelChunks:
         last = self.chunks[-1]
         if not last.post_process or self.architecture.scalar:
             return None
-        return OutputLayer(last.output_weight(), self.vocabulary_shard, temperature, chunk_tokens)
+        shared = last.share_embeddings_and_output_weights and last.pre_process
+        return OutputLayer(last.output_weight(), self.vocabulary_shard, temperature, chunk_tokens, shared=shared)
 
     def init_scalar_head(self, deviation: float, seed: int) -> None:
         """Draws a scalar head from a normal distribution, the same on every worker that holds it."""
@@ -239,6 +241,8 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+    if not policy.megatron_cfg.peft.enabled:  # a merged weight has no buffer
+        use_added_gradients(config)
     if torch.cuda.is_available():
         from dagrl.workers.megatron.layer_kernels import use_layer_kernels
 

@@ -19,15 +19,20 @@ from dagrl.workers.megatron.scored import scored_logprobs
 PADDED, SIZE, HIDDEN = 128, 100, 24  # 28 rows of padding, not to be counted
 
 
+keeping = pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
+
+
+@keeping
 @pytest.mark.parametrize("chunk", [None, 4], ids=["whole", "chunks"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_values_and_gradients_are_those_of_log_softmax(chunk: int | None, temperature: float) -> None:
+def test_values_and_gradients_are_those_of_log_softmax(chunk: int | None, temperature: float, keeps: bool) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(3, 7, HIDDEN), torch.randn(PADDED, HIDDEN)
     labels, weights = torch.randint(0, SIZE, (3, 7)), torch.randn(3, 7)
 
     mine = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    found, entropy = token_logprobs(mine[0], labels, OutputLayer(mine[1], VocabularyShard(0, SIZE), temperature, chunk))
+    layer = OutputLayer(mine[1], VocabularyShard(0, SIZE), temperature, chunk, keeps)
+    found, entropy = token_logprobs(mine[0], labels, layer)
     (found * weights).sum().backward()
 
     theirs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -59,9 +64,10 @@ def test_scored_tokens_have_the_values_and_gradients_of_all_tokens() -> None:
 PARTS = [(0, 48), (48, 48), (96, 4), (100, 0)]  # (first, size) of each worker's part of `SIZE`; its other rows are padding
 
 
+@keeping
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 @pytest.mark.parametrize("chunk", [None, 4], ids=["whole", "chunks"])
-def test_vocabulary_parallel_results_equal_those_of_one_worker(chunk: int | None, scale: float) -> None:
+def test_vocabulary_parallel_results_equal_those_of_one_worker(chunk: int | None, scale: float, keeps: bool) -> None:
     """Also workers with few rows or only padding. In double precision results differ only by rounding."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(21, HIDDEN).mul(scale), torch.randn(SIZE, HIDDEN)
@@ -73,7 +79,7 @@ def test_vocabulary_parallel_results_equal_those_of_one_worker(chunk: int | None
         group = ProcessGroupGloo(store, rank, len(PARTS), timedelta(seconds=30))
         rows = torch.cat([weight[first : first + size], torch.full((48 - size, HIDDEN), 1e3)])
         leaves = hidden.clone().requires_grad_(), rows.requires_grad_()
-        layer = OutputLayer(leaves[1], VocabularyShard(first, size, group), 0.6, chunk)
+        layer = OutputLayer(leaves[1], VocabularyShard(first, size, group), 0.6, chunk, keeps)
         logprobs, entropy = token_logprobs(leaves[0], labels, layer)
         (logprobs * weights).sum().backward()
         assert leaves[0].grad is not None and leaves[1].grad is not None and not leaves[1].grad[size:].any()
@@ -111,6 +117,44 @@ def test_half_precision_gradients_accumulate_in_float32() -> None:
     expected = hidden.double().sum(0) * (torch.nn.functional.one_hot(labels[:1], SIZE).T - 1 / SIZE)
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-2, atol=0.0)
+
+
+def test_gradients_of_kept_exponentials_are_as_exact_as_their_type() -> None:
+    """Also of a label whose probability rounds to 1 in bfloat16."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, HIDDEN).bfloat16(), torch.randn(SIZE, HIDDEN).bfloat16()
+    weight[7] = 2 * hidden[3]
+    labels, weights = torch.randint(0, SIZE, (40,)), torch.randn(40)
+    labels[3] = 7
+    exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    logits = exact[0] @ exact[1].T
+    logits = logits + ((hidden @ weight.T).double() - logits).detach()  # a CPU rounds products to bfloat16
+    (logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0] * weights).sum().backward()
+    for keeps in (False, True):
+        mine = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, _ = token_logprobs(mine[0], labels, OutputLayer(mine[1], VocabularyShard(0, SIZE), keeps=keeps))
+        assert logprobs[3].exp() > 1 - 2**-9
+        (logprobs * weights).sum().backward()
+        for own, other in zip(mine, exact, strict=True):
+            assert own.grad is not None and other.grad is not None
+            error = (own.grad.double() - other.grad).norm(dim=-1) / other.grad.norm(dim=-1)
+            assert error.max() < 2**-7
+
+
+@keeping
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_weight_gradients_are_added_to_megatrons_buffer(shared: bool, keeps: bool) -> None:
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(9, HIDDEN), torch.randint(0, SIZE, (9,))
+    weight = torch.nn.Parameter(torch.randn(PADDED, HIDDEN))
+    layer = OutputLayer(weight, VocabularyShard(0, SIZE), keeps=keeps, shared=shared)
+    token_logprobs(hidden, labels, layer)[0].sum().backward()
+    expected, weight.grad = weight.grad, None
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(PADDED, HIDDEN), False  # type: ignore[attr-defined]
+    token_logprobs(hidden, labels, layer)[0].sum().backward()
+    assert expected is not None
+    torch.testing.assert_close(weight.main_grad - 1, expected, rtol=1e-5, atol=1e-6)  # type: ignore[attr-defined]
+    assert (weight.grad is None) is shared and weight.grad_added_to_main_grad is not shared  # type: ignore[attr-defined]
 
 
 class _Largest(TorchDispatchMode):
