@@ -452,7 +452,8 @@ class PolicyConfig(Section):
     """Move optimizer state to host memory while log-probabilities are computed."""
 
     logprob_chunk_size: PositiveInt | None = None
-    """Tokens whose logits exist at once. null: as many as make 128 Mi logits."""
+    """Tokens whose logits exist at once. null: as many as make 128 Mi logits, and on a GPU with enough free memory the
+    exponentials of a microbatch's logits are kept in half precision for the backward pass."""
 
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     """Several sequences per row."""

@@ -293,7 +293,7 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
 
 
 def _recomputation(wanted: MegatronConfig) -> dict[str, Any]:
-    """Returns which activations are recomputed. Logits always are (`dagrl.workers.megatron.logprobs`)."""
+    """Returns which activations are recomputed. `dagrl.workers.megatron.logprobs` decides about logits."""
     if not wanted.activation_checkpointing:
         return {}
     if wanted.recompute_granularity == "selective":
