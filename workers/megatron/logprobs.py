@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dagrl.workers.megatron.exponentials import Exponentials
 from dagrl.workers.megatron.products import add_product, product
 
 CHUNK_ELEMENTS = 1 << 27  # logits of a chunk, unless `chunk_tokens` is set
-PRODUCT_ELEMENTS = (1 << 31) - 1  # most of a product's operand: kernels may count elements in 32 bits
 KEPT_SHARE = 0.25  # most of the free memory that kept exponentials take
-TILE = 4096  # columns that a kernel reads at a time
 
 
 @dataclass(frozen=True)
@@ -91,34 +90,6 @@ def token_logprobs(hidden: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[
     inputs = flat, layer.weight, labels.reshape(-1), layer, layer.keeps_for(flat)
     logprobs, entropy = _TokenLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]
     return logprobs.view(labels.shape), entropy.view(labels.shape)
-
-
-@dataclass(frozen=True)
-class Exponentials:
-    """Exponentials of logits, relative to a number close to the highest of their row: exp(logit - top).
-
-    `values` [n, shard.size] have the dtype of the hidden states; `tops` [n, tiles] are float32, one for each tile of columns
-    that the kernel reads at a time. Without the kernel a row is one tile.
-    """
-
-    values: Tensor
-    tops: Tensor
-
-    @classmethod
-    def of(cls, hidden: Tensor, columns: int) -> Exponentials:
-        """Allocates memory for `hidden` [n, hidden size]."""
-        tiles = -(-columns // TILE) if hidden.is_cuda else 1
-        values = hidden.new_empty(len(hidden), columns)
-        return cls(values, hidden.new_empty(len(hidden), tiles, dtype=torch.float32))
-
-    def __getitem__(self, rows: slice) -> Exponentials:
-        return Exponentials(self.values[rows], self.tops[rows])
-
-    def parts(self) -> Iterator[slice]:
-        """Yields slices of the tokens, as large as products take."""
-        tokens, columns = self.values.shape
-        step = max(1, PRODUCT_ELEMENTS // max(1, columns))
-        return (slice(start, start + step) for start in range(0, tokens if columns else 0, step))
 
 
 class _TokenLogprobs(torch.autograd.Function):
