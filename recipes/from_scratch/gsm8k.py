@@ -1,14 +1,16 @@
 """GSM8K for a model that starts from a seed: what SFT imitates, what GRPO completes, and a tokenizer of its words.
 
-    python recipes/from_scratch/gsm8k.py --data DIR -o runs/from_scratch_data      # DIR has train.jsonl and test.jsonl
+    python -m recipes.from_scratch.gsm8k --data DIR -o runs/from_scratch_data      # DIR has train.jsonl and test.jsonl
 
 | file | rows |
 |---|---|
 | `solutions.jsonl` | whole questions with their solutions, for SFT |
 | `calculations.jsonl` | the calculations of these solutions: ` <<48/2=`, `24>>` |
+| `calls.jsonl` | these solutions with calls of `recipes/calculator.py`: `<calc>48/2</calc><result>24</result>` |
 | `one_left.jsonl`, `two_left.jsonl` | other questions, with the solution up to the last or the last but one result |
+| `calls_one_left.jsonl`, `calls_two_left.jsonl` | the same up to the last or the last but one call |
 | `test_*.jsonl` | the same of the test questions, and `test_whole.jsonl` without any of the solution |
-| `tokenizer/` | byte-level BPE of the SFT text, with a token per digit |
+| `tokenizer/` | byte-level BPE of the solutions, with a token for each digit and each mark of a call |
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from recipes.calculator import CLOSE, OPEN, Calculator
+
 Problem = Mapping[str, str]
 Row = dict[str, str]
 
-CALCULATION = re.compile(r"<<[^<>=]+=([^<>]+)>>")
+CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]+)>>")
+CALL = re.compile(OPEN)
 IMITATED = 5000  # of the 7,473 training questions; GRPO completes the others
 WORDS = 4096  # tokens
 MARK = "####"
+MARKS_OF_CALLS = (OPEN, CLOSE, "<result>", "</result>")
 
 
 def final_answer(prompts: list[str], completions: list[str], references: list[str]) -> list[dict[str, float]]:
@@ -43,17 +49,27 @@ def solution(problem: Problem) -> Row:
 def calculations(problem: Problem) -> Iterator[Row]:
     """The calculations that the solution's author marked."""
     for found in CALCULATION.finditer(problem["answer"]):
-        asked = problem["answer"][found.start() : found.start(1)]
-        yield {"prompt": f" {asked}", "response": f"{found[1]}>>"}
+        yield {"prompt": f" <<{found[1]}=", "response": f"{found[2]}>>"}
+
+
+def with_calls(problem: Problem) -> Problem:
+    """The problem with calls of the calculator and its replies in place of the calculations."""
+
+    def called(found: re.Match[str]) -> str:
+        turn = f"{OPEN}{found[1]}{CLOSE}"
+        return f"{turn}{Calculator().step(turn)}"
+
+    return {**problem, "answer": CALCULATION.sub(called, problem["answer"])}
 
 
 def unfinished(problem: Problem, left: int | None) -> Iterator[Row]:
-    """The problem with its solution up to the result of the calculation after which `left - 1` follow; None: no solution.
+    """The problem with its solution up to a calculation's result, or up to a call, after which `left - 1` follow.
 
-    Yields nothing for a solution with fewer calculations.
+    None: without its solution. Yields nothing for a solution with fewer of them.
     """
     question, answer = f"Question: {problem['question']}\nAnswer: ", problem["answer"]
-    starts = [found.start(1) for found in CALCULATION.finditer(answer)]
+    results = [found.start(2) for found in CALCULATION.finditer(answer)]
+    starts = results or [found.start() for found in CALL.finditer(answer)]
     if left is None:
         yield {"prompt": question.rstrip(), "response": f" {answer}"}
     elif len(starts) >= left:
@@ -69,7 +85,13 @@ def prepare(data: Path, output: Path) -> None:
     for name, problems in (("", imitated), ("test_", test)):
         _write(output / f"{name}solutions.jsonl", map(solution, problems))
         _write(output / f"{name}calculations.jsonl", (row for problem in problems for row in calculations(problem)))
-    for name, problems in (("", rest), ("test_", test)):
+        _write(output / f"{name}calls.jsonl", (solution(with_calls(problem)) for problem in problems))
+    for name, problems in (
+        ("", rest),
+        ("test_", test),
+        ("calls_", [*map(with_calls, rest)]),
+        ("test_calls_", [*map(with_calls, test)]),
+    ):
         for left, word in ((1, "one_left"), (2, "two_left")):
             _write(output / f"{name}{word}.jsonl", (row for problem in problems for row in unfinished(problem, left)))
     _write(output / "test_whole.jsonl", (row for problem in test for row in unfinished(problem, None)))
@@ -77,7 +99,7 @@ def prepare(data: Path, output: Path) -> None:
 
 
 def write_tokenizer(texts: Iterable[str], directory: Path) -> None:
-    """Trains a byte-level BPE tokenizer that has a token for each digit, as calculations are done digit by digit."""
+    """Trains a byte-level BPE tokenizer with a token for each digit, as one calculates, and for each mark of a call."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -87,9 +109,13 @@ def write_tokenizer(texts: Iterable[str], directory: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=WORDS, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=WORDS - len(MARKS_OF_CALLS),
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens(list(MARKS_OF_CALLS))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")  # noqa: S106
     fast.save_pretrained(directory)
 

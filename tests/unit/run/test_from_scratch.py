@@ -52,12 +52,17 @@ def test_what_is_left_of_a_solution_completes_it(prepared: Path) -> None:
         {"prompt": " <<48/2=", "response": "24>>"},
         {"prompt": " <<48+24=", "response": "72>>"},
     ]
+    (called, *_), (twice, *_) = rows(prepared / "calls_one_left.jsonl"), rows(prepared / "calls_two_left.jsonl")
+    assert called["prompt"].endswith("= <calc>48/2</calc><result>24</result>\n24 clips.\nAll are 48+24 = ")
+    assert called["response"] == "<calc>48+24</calc><result>72</result>\n72 clips.\n#### 72"
+    assert twice["response"].startswith("<calc>48/2</calc>")
     tokenizer = AutoTokenizer.from_pretrained(prepared / "tokenizer")
-    whole = gsm8k.solution(PROBLEM)
-    text = whole["prompt"] + whole["response"]
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    ids = [tokenizer(part)["input_ids"] for part in (one["prompt"], one["response"])]
-    assert ids[0] + ids[1] == tokenizer(one["prompt"] + one["response"])["input_ids"], "a prompt ends between two tokens"
+    for row in (gsm8k.solution(PROBLEM), one, called):
+        text = row["prompt"] + row["response"]
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        ids = [tokenizer(part)["input_ids"] for part in (row["prompt"], row["response"])]
+        assert ids[0] + ids[1] == tokenizer(text)["input_ids"], "a prompt ends between two tokens"
+    assert tokenizer.tokenize("2</calc><result>2") == ["2", "</calc>", "<result>", "2"], "a turn ends between two tokens"
 
 
 def test_the_reward_is_the_final_answer(prepared: Path) -> None:
@@ -69,17 +74,20 @@ def test_the_reward_is_the_final_answer(prepared: Path) -> None:
     assert found.parts["format"].tolist() == [1, 1, 0, 0]
 
 
-def test_both_configurations_pass_all_checks(prepared: Path) -> None:
+def test_all_configurations_pass_all_checks(prepared: Path) -> None:
     sft = load_config(ROOT / "recipes/from_scratch/sft.yaml")
     learned = preflight(sft)
     assert sft.policy.random_init is not None and {row.task for row in learned.demonstrations} == {
         "solutions",
         "calculations",
+        "calls",
     }
     small = sft.policy.random_init.model_copy(
         update={"hf_config": {**sft.policy.random_init.hf_config, "num_hidden_layers": 1, "hidden_size": 64}}
     )
-    write_random_model(small, learned.tokenizer, Path("runs/from_scratch_sft/final_model"))
-    inputs = preflight(load_config(ROOT / "recipes/from_scratch/grpo.yaml"))
-    assert {prompt.task for prompt in inputs.prompts} == {"one_left", "two_left"}
-    assert inputs.config.policy.train_global_batch_size == 64 * 16, "one optimizer step for each batch"
+    for directory in ("from_scratch_sft/final_model", "from_scratch_student"):
+        write_random_model(small, learned.tokenizer, Path("runs") / directory)
+    for recipe, samples in (("grpo", 64 * 16), ("calculator", 64 * 16), ("distill", 128 * 4)):
+        inputs = preflight(load_config(ROOT / f"recipes/from_scratch/{recipe}.yaml"))
+        assert {prompt.task for prompt in inputs.prompts} == {"one_left", "two_left"}
+        assert inputs.config.policy.train_global_batch_size == samples, "one optimizer step for each batch"
