@@ -21,7 +21,9 @@ JOINED_S = 60.0
 class Cluster:
     """Two raylets, one CPU and one place for a worker each."""
 
-    def __init__(self) -> None:
+    def __init__(self, second: Mapping[str, str]) -> None:
+        """`second` is an environment of the second host alone."""
+        self._second = second
         self._hosts = Hosts()
         self.relay: Relay = self._hosts.relay
         self._temporary = tempfile.mkdtemp(prefix="ray-")  # short: Ray's sockets are in it
@@ -67,7 +69,7 @@ class Cluster:
         size = ["--num-cpus=1", "--num-gpus=1", "--object-store-memory=100000000"]
         self._raylets[place] = subprocess.Popen(
             ["ip", "netns", "exec", self._hosts.names[place], *START, f"--node-ip-address={address}", *role, *size],
-            env={**os.environ, **self._environment},
+            env={**os.environ, **self._environment, **(self._second if place else {})},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Protocol
 
+from tests.chaos.clock import Clock
 from tests.chaos.disk import Disk
 from tests.chaos.network import Relay
 
@@ -35,6 +36,8 @@ class Victim(Protocol):
     directory: Path
     disk: Disk | None
     relay: Relay | None
+    clock: Clock | None
+    conduct: Path  # a file that tells the run's reward and environment what to do
 
     @property
     def driver(self) -> int:
@@ -57,16 +60,23 @@ Applied = Callable[[Victim, Random], Iterator[str]]
 class Fault:
     """One row of the table.
 
-    `spares`: the run must go on as if nothing had happened, without a restart. `noticed_s`: any other fault counts as
-    survived if the run goes on for so long.
+    `spares`: the run must go on as if nothing had happened, without a restart. `noticed_s`: a fault is survived if the
+    run goes on for so long (None: 12 s, or until the next step after a fault that it `spares`). `changes`: the run's results
+    may change, as samples fail.
     """
 
     name: str
     apply: Applied
     lasts_s: tuple[float, float] = (0.0, 0.0)
     spares: bool = False
-    noticed_s: float = 12.0
+    noticed_s: float | None = None
+    changes: bool = False
     scenarios: frozenset[str] = frozenset()  # empty: all
+
+    @property
+    def patience_s(self) -> float:
+        """How long the run must go on."""
+        return self.noticed_s if self.noticed_s is not None else 0.0 if self.spares else 12.0
 
     def applied(self, victim: Victim, random: Random) -> AbstractContextManager[str]:
         """The fault, applied to a run for the block."""
@@ -170,20 +180,27 @@ def _disk(victim: Victim) -> Disk:
     return victim.disk
 
 
-OWN_CLOCK = "DAGRL_CHAOS_OWN_CLOCK"
-"""Set in the environment where nothing else needs the machine's clock. (Ray does not start under libfaketime.)"""
-
-
 def clock_jumps(victim: Victim, random: Random) -> Iterator[str]:
-    """The wall clock is an hour or a day ahead or behind, and then right again."""
-    if not os.environ.get(OWN_CLOCK):
-        raise CannotError(f"the clock is the whole machine's; set {OWN_CLOCK}=1 if nothing else needs it")
+    """The wall clock is an hour or a day ahead or behind, and then right again; between two hosts, that of the second."""
+    if victim.clock is None:
+        raise CannotError("needs a C compiler, for a clock of its own")
     seconds = random.choice((-86400, -3600, 3600, 86400))
-    time.clock_settime(time.CLOCK_REALTIME, time.time() + seconds)
-    try:
+    with victim.clock.ahead(seconds):
         yield f"{seconds:+d} s"
-    finally:
-        time.clock_settime(time.CLOCK_REALTIME, time.time() - seconds)
+
+
+def misbehaves(how: str) -> Applied:
+    """The user's function (`task.py`) raises, hangs or ends its process: for all samples, or for some."""
+
+    def apply(victim: Victim, random: Random) -> Iterator[str]:
+        share = random.choice((0.2, 1.0))
+        victim.conduct.write_text(f"{how} {share}")
+        try:
+            yield f"{how} for {share:.0%} of samples"
+        finally:
+            victim.conduct.write_text("")
+
+    return apply
 
 
 MEMORY = Path("/sys/fs/cgroup/memory")
@@ -245,6 +262,7 @@ def packets(**how: float) -> Applied:
 
 GRPO = frozenset({"grpo", "async", "turns"})
 REWARDED = frozenset({"grpo", "async"})
+TURNS = frozenset({"turns"})
 ONE_HOST = frozenset({"sft", *GRPO})
 TWO_HOSTS = frozenset({"two hosts"})
 
@@ -254,20 +272,31 @@ FAULTS = {
         Fault("SIGKILL train worker", kill("train worker")),
         Fault("SIGKILL generation worker", kill("generation worker"), scenarios=GRPO),
         Fault("SIGKILL reward", kill("reward"), scenarios=REWARDED, spares=True),
-        Fault("SIGKILL environment", kill("environment"), scenarios=frozenset({"turns"}), spares=True),
+        Fault("SIGKILL environment", kill("environment"), scenarios=TURNS, spares=True),
+        Fault("SIGKILL spare", kill("spare"), scenarios=frozenset({"async"}), spares=True),
         Fault("SIGKILL raylet", kill("raylet"), scenarios=ONE_HOST),
         Fault("SIGKILL GCS", kill("GCS"), scenarios=ONE_HOST, noticed_s=90.0),
         Fault("SIGKILL driver", kill("driver")),
         Fault("SIGSTOP train worker for a while", pause("train worker"), (0.5, 4.0), spares=True),
         Fault("SIGSTOP generation worker for a while", pause("generation worker"), (0.5, 4.0), spares=True, scenarios=GRPO),
         Fault("SIGSTOP reward for a while", pause("reward"), (0.5, 4.0), spares=True, scenarios=REWARDED),
+        Fault("SIGSTOP environment for a while", pause("environment"), (0.5, 4.0), spares=True, scenarios=TURNS),
         Fault("SIGSTOP raylet for a while", pause("raylet"), (0.5, 8.0), spares=True, scenarios=ONE_HOST),
         Fault("SIGSTOP GCS for a while", pause("GCS"), (0.5, 8.0), spares=True, scenarios=ONE_HOST),
         Fault("SIGSTOP driver for a while", pause("driver"), (0.5, 4.0), spares=True),
         Fault("SIGSTOP all for a while", suspend, (1.0, 8.0), spares=True, scenarios=ONE_HOST),
         Fault("SIGSTOP train worker", freeze("train worker")),
         Fault("SIGSTOP generation worker", freeze("generation worker"), scenarios=GRPO),
+        Fault("SIGSTOP reward", freeze("reward"), spares=True, noticed_s=30.0, scenarios=REWARDED),
+        Fault("SIGSTOP environment", freeze("environment"), spares=True, noticed_s=30.0, scenarios=TURNS),
         Fault("SIGSTOP raylet", freeze("raylet"), scenarios=ONE_HOST),
+        Fault("SIGSTOP GCS", freeze("GCS"), noticed_s=60.0, scenarios=ONE_HOST),
+        Fault("reward raises", misbehaves("raise"), (0.5, 3.0), changes=True, scenarios=REWARDED),
+        Fault("reward hangs", misbehaves("hang"), (5.0, 15.0), changes=True, scenarios=REWARDED),
+        Fault("reward ends its process", misbehaves("end"), (0.5, 3.0), changes=True, scenarios=REWARDED),
+        Fault("environment raises", misbehaves("raise"), (0.5, 3.0), changes=True, scenarios=TURNS),
+        Fault("environment hangs", misbehaves("hang"), (5.0, 15.0), changes=True, scenarios=TURNS),
+        Fault("environment ends its process", misbehaves("end"), (0.5, 3.0), changes=True, scenarios=TURNS),
         Fault("SIGINT", ask(signal.SIGINT)),
         Fault("SIGTERM", ask(signal.SIGTERM)),
         Fault("SIGTERM twice", ask(signal.SIGTERM, signal.SIGTERM)),
@@ -276,7 +305,7 @@ FAULTS = {
         Fault("directory read-only", refuses, (1.0, 5.0), scenarios=ONE_HOST),
         Fault("out of memory: train worker", out_of_memory("train worker"), (3.0, 5.0)),
         Fault("out of memory: generation worker", out_of_memory("generation worker"), (3.0, 5.0), scenarios=GRPO),
-        Fault("clock jumps", clock_jumps, (1.5, 5.0), spares=True, scenarios=ONE_HOST),
+        Fault("clock jumps", clock_jumps, (1.5, 5.0), spares=True),
         Fault("second run in the directory", second_run, spares=True),
         Fault("packets lost", packets(loss=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
         Fault("packets late", packets(delay_s=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),

@@ -29,7 +29,8 @@ GROUPS = (
     "grpo.max_val_samples=16",
     "policy.megatron_cfg.optimizer.lr=3e-3",
 )
-SEVENS = "reward.function=tests.integration.unigram_task:likes_sevens"  # an untrained policy earns some
+SEVENS = "reward.function=tests.chaos.task:sevens"
+SPARES = ("spares={train: 1, generation: 1}",)
 IN_FLIGHT = (
     "grpo.async_grpo.enabled=true",
     "grpo.async_grpo.in_flight_weight_updates=true",
@@ -93,7 +94,7 @@ SCENARIOS = {
         Scenario(
             "async",
             GRPO,
-            (*GROUPS, *IN_FLIGHT, SEVENS, f"grpo.max_num_steps={GRPO_STEPS}", "grpo.val_period=50"),
+            (*GROUPS, *IN_FLIGHT, SEVENS, *SPARES, f"grpo.max_num_steps={GRPO_STEPS}", "grpo.val_period=50"),
             GRPO_STEPS,
             exact=False,
             reached=BOTH,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -13,12 +14,14 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
+from tests.chaos.clock import Clock
 from tests.chaos.cluster import Cluster
 from tests.chaos.damage import damaged
 from tests.chaos.disk import Disk
 from tests.chaos.faults import Fault
 from tests.chaos.network import Relay
 from tests.chaos.scenarios import Scenario
+from tests.chaos.task import CONDUCT
 from tests.integration.main_job import SHARED_MEMORY, Run, descendants
 
 HANG_S = 180.0
@@ -66,10 +69,15 @@ class Trial:
         self.disk = disk
         self.directory = output / name
         self.rows: list[Row] = []
-        self.cluster = Cluster() if scenario.hosts > 1 else None
+        self._temporary = Path(tempfile.mkdtemp(prefix="c-"))  # short: Ray's sockets are in it
+        self._own = Path(tempfile.mkdtemp(prefix="ray-own-"))
+        self.clock = _clock(self._own)
+        self.conduct = self._own / "conduct"
+        second = self.clock.environment if self.clock else {}
+        self.cluster = Cluster(second) if scenario.hosts > 1 else None
         self.run: Run | None = None
         self.in_start = random.random() < STARTING
-        self._temporary = Path(tempfile.mkdtemp(prefix="c-"))  # short: Ray's sockets are in it
+        self.exact = scenario.exact  # until a fault may change the results
 
     @property
     def relay(self) -> Relay | None:
@@ -103,10 +111,11 @@ class Trial:
 
     def launch(self, *more: str) -> None:
         """Starts the command."""
-        prefix, extra, environment = ((), (), {}) if self.cluster is None else self.cluster.ready()
+        usual = self.clock.environment if self.clock else {}
+        prefix, extra, environment = ((), (), usual) if self.cluster is None else self.cluster.ready()
         arguments = (*self.scenario.arguments(), *extra, *more)
         self._started = time.time()
-        environment = {"TERM": "dumb", "TMPDIR": str(self._temporary), **environment}
+        environment = {"TERM": "dumb", "TMPDIR": str(self._temporary), CONDUCT: str(self.conduct), **environment}
         self.run = Run(self.scenario.config, self.output, self.name, *arguments, prefix=prefix, **environment)
 
     def disturb(self, fault: Fault, *, resume: bool = True) -> Row | None:
@@ -124,6 +133,7 @@ class Trial:
         with fault.applied(self, self.random) as row.did:
             self._sleep(self.random.uniform(*fault.lasts_s))
         self.rows.append(row)
+        self.exact &= not fault.changes
         began = time.time()
         row.outcome = self._await(fault, began, restarts)
         if row.outcome == "hung":
@@ -152,6 +162,7 @@ class Trial:
         self.end()
         if self.cluster:
             self.cluster.close()
+        shutil.rmtree(self._own)
         return wrong
 
     def _resume(self, row: Row) -> None:
@@ -204,7 +215,7 @@ class Trial:
                 restarted.append(time.time())
             if restarted:
                 return self._steps_since(restarted[0]) > 0
-            return self._steps_since(began) > 0 and (fault.spares or time.time() - began > fault.noticed_s)
+            return self._steps_since(began) > 0 and time.time() - began > fault.patience_s
 
         if not self._wait(settled, HANG_S):
             return "hung"
@@ -256,7 +267,8 @@ class Trial:
 
     def _steps_since(self, began: float) -> int:
         assert self.run is not None
-        return sum("loss" in line and float(line["time"]) > began for line in self.run.metrics)
+        until = time.time() + 1.0  # later times are of a clock that was ahead
+        return sum("loss" in line and began < float(line["time"]) < until for line in self.run.metrics)
 
     def _wait_for_step(self, since: float, limit_s: float) -> bool:
         return self._wait(lambda: self.stopped() or self._steps_since(since) > 0, limit_s)
@@ -281,6 +293,13 @@ class Trial:
     def _tail(self) -> str:
         assert self.run is not None
         return self.run.drawn[-1500:]
+
+
+def _clock(directory: Path) -> Clock | None:
+    try:
+        return Clock(directory)
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _command_line(pid: int) -> str:
