@@ -107,11 +107,11 @@ class Campaign:
                 continue
             except NotNowError:
                 continue
-            self._show(trial)
+            self._note(trial.rows)
             if row is None or trial.stopped() or time.monotonic() > self._until:
                 break
         wrong = trial.finish() or differences(scenario, truth if trial.exact else None, trial.directory)
-        self._results.rows += trial.rows
+        self._note(trial.rows)
         self._results.trials.append({"scenario": scenario.name, "faults": len(trial.rows), "wrong": wrong})
         self._results.write()
         print(f"  end of {name}: {wrong or 'as undisturbed'}", flush=True)
@@ -143,13 +143,13 @@ class Campaign:
             self._results.skipped["disk"] = f"no disk of its own can be mounted: {error}"
             return None
 
-    def _show(self, trial: Trial) -> None:
-        for row in trial.rows:
-            if row not in self._shown:
-                print(f"  {row.to_json()}", flush=True)
-                self._shown.append(row)
-
-    _shown: list[Row] = []  # noqa: RUF012
+    def _note(self, rows: Sequence[Row]) -> None:
+        """Shows and keeps the rows that are new."""
+        new = [row for row in rows if not any(row is known for known in self._results.rows)]
+        for row in new:
+            print(f"  {row.to_json()}", flush=True)
+        self._results.rows += new
+        self._results.write()
 
 
 def _in_turns(scenarios: Sequence[Scenario]) -> Iterator[Scenario]:

@@ -239,10 +239,17 @@ def _removed(group: Path) -> None:
         time.sleep(0.1)
 
 
+SECOND_S = 120.0
+
+
 def second_run(victim: Victim, random: Random) -> Iterator[str]:
     """The same command once more: it must be refused, and the first run must not notice."""
     with victim.second() as process:
-        text, _ = process.communicate(timeout=120)
+        try:
+            text, _ = process.communicate(timeout=SECOND_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"the second run was not refused within {SECOND_S:g} s") from None
     assert process.returncode == 2, text
     assert text.count("dagrl: error:") == 1 and "is in use by" in text and "Traceback" not in text, text
     yield "refused with exit code 2"

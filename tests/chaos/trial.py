@@ -130,8 +130,11 @@ class Trial:
             return None
         row = Row(fault.name, self.scenario.name, moment, step, "")
         restarts = self._restarts()
-        with fault.applied(self, self.random) as row.did:
-            self._sleep(self.random.uniform(*fault.lasts_s))
+        try:
+            with fault.applied(self, self.random) as row.did:
+                self._sleep(self.random.uniform(*fault.lasts_s))
+        except AssertionError as error:
+            row.wrong.append(str(error))
         self.rows.append(row)
         self.exact &= not fault.changes
         began = time.time()
