@@ -94,7 +94,7 @@ class CycleEndurance:
 
 def replays(group: WorkerGroup, count: int) -> ReplayEndurance:
     """Measures time and memory of `count` replays, at least ten windows of a thousand."""
-    seconds, cpu, resident = np.empty(count), [], []
+    seconds, cpu, resident = np.full(count, np.nan), [], []  # its memory is taken now, and is no growth
     with _ready(group) as scheduler:
         for _ in range(WINDOW):
             _one(scheduler)

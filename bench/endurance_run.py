@@ -4,7 +4,7 @@
 
 Runs `dagrl train` and looks at the driver and all its descendants (Ray, workers, the reward's process) after each tenth of
 the steps; by the first look, caches are full. `first_step_s` and `last_step_s` are the medians of the second and of the last
-tenth; steps that validate or save are left out.
+tenth; steps that validate or save are left out. Other load changes these times; the processor time is less sensitive to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,11 +36,12 @@ TENTHS = 10
 
 @dataclass(frozen=True)
 class Look:
-    """All processes of the run at a step. `resident_mb` counts shared memory once for each process that maps it."""
+    """All processes of the run at a step. `resident_mb` is their own memory by name, without what is shared or mapped."""
 
     step: int
     processes: int
-    resident_mb: float
+    cpu_s: float  # of all, from their start
+    resident_mb: Mapping[str, float]
     descriptors: int
     threads: int
     shared_mb: float  # in /dev/shm
@@ -95,17 +97,30 @@ def _looks(process: subprocess.Popen[bytes], metrics: Path, steps: int) -> Itera
 
 
 def _look(driver: int, step: int) -> Look:
-    pids = [driver, *descendants_of(driver)]
-    resident = descriptors = threads = 0
-    for pid in pids:
-        with suppress(OSError, StopIteration):  # it has ended meanwhile
-            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
-            resident += int(status["VmRSS"].split()[0])
+    resident: Counter[str] = Counter()
+    descriptors = threads = ticks = count = 0
+    for place in [Path(f"/proc/{pid}") for pid in (driver, *descendants_of(driver))]:
+        with suppress(OSError):  # it has ended meanwhile
+            lines = (place / "status").read_text().splitlines()
+            status = dict(line.split(":", 1) for line in lines if ":" in line)
+            resident[_name(place)] += int(status["RssAnon"].split()[0])
             threads += int(status["Threads"])
-            descriptors += len(os.listdir(f"/proc/{pid}/fd"))
+            descriptors += len(os.listdir(place / "fd"))
+            ticks += sum(map(int, (place / "stat").read_text().rpartition(")")[2].split()[11:13]))  # proc(5): utime, stime
+            count += 1
     usage = os.statvfs(DEV_SHM)
     shared = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
-    return Look(step, len(pids), round(resident / 1e3, 1), descriptors, threads, round(shared / 1e6, 1))
+    own = {name: round(kilobytes / 1e3, 1) for name, kilobytes in sorted(resident.items())}
+    return Look(step, count, ticks / os.sysconf("SC_CLK_TCK"), own, descriptors, threads, round(shared / 1e6, 1))
+
+
+def _name(place: Path) -> str:
+    """Returns a process's program, or the module or file that Python runs in it."""
+    words = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    if words[0].startswith("ray::"):
+        return words[0].partition(".")[0]
+    named = [word for word in words[1:] if "python" in words[0] and not word.startswith("-")]
+    return Path((named or words)[0]).name
 
 
 def _durations(metrics: Path) -> list[float]:

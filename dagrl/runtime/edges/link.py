@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,7 @@ from dagrl.runtime.edges.tls import TlsFiles, check_tls, client_context, reason,
 Memory = npt.NDArray[np.uint8]
 
 SECRET_BYTES = 32
-_PREFIX = struct.Struct("<Q")  # bytes of the message that follows
+_PREFIX = struct.Struct("<QI")  # bytes of the message that follows, and the CRC-32 of its sizes and its pickle
 _LOOK_S = 0.5  # longest wait before the next look at the closed flag
 POOL = 4
 """Buffers of large messages that a reader keeps for reuse. Any other buffer ends with its last array."""
@@ -248,6 +249,7 @@ class LinkReader:
         self._shown = bytearray(SECRET_BYTES)
         self._prefix = bytearray(_PREFIX.size)
         self._body: Memory | None = None
+        self._sum = 0
         self._filled = 0  # bytes received of the first of these three that is incomplete
         self._pool: list[Memory] = []
         self._patience = Patience()
@@ -262,7 +264,7 @@ class LinkReader:
         try:
             if self._socket is None:
                 self._socket = self._connect()
-            views = _views(self._receive(self._socket, until))
+            views = _views(self._receive(self._socket, until), self._sum)
         except OSError as error:
             raise self._end(error) from error
         return load(views[0], views[1:])  # from a writer that showed the edge's secret
@@ -307,7 +309,8 @@ class LinkReader:
             self._trusted = True
         if self._body is None:
             self._fill(source, memoryview(self._prefix), until)
-            self._body = self._memory(_PREFIX.unpack(self._prefix)[0])
+            size, self._sum = _PREFIX.unpack(self._prefix)
+            self._body = self._memory(size)
         self._fill(source, self._body.data, until)
         body, self._body = self._body, None
         return body
@@ -362,22 +365,31 @@ class LinkReader:
 
 def _blocks(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
     """A message as it is sent: its size, the number and sizes of its parts, and the parts, each starting on a cache line."""
+    table = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
     blocks: list[bytes | memoryview] = []
-    for block in (struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts)), *parts):
+    for block in (table, *parts):
         blocks += [block, bytes(aligned(len(block)) - len(block))]
-    return [_PREFIX.pack(sum(map(len, blocks))), *blocks]
+    return [_PREFIX.pack(sum(map(len, blocks)), _sum_of(table, parts[0])), *blocks]
 
 
-def _views(body: Memory) -> list[memoryview]:
-    """Returns the parts of a message: the pickle, then its buffers. Raises OSError if the bytes are no message."""
+def _views(body: Memory, expected: int) -> list[memoryview]:
+    """Returns the parts of a message: the pickle, then its buffers. Raises OSError if the bytes are no message.
+
+    A pickle with one changed bit can take all memory, or minutes; TCP's own sums of 16 bits miss one change in 65,536.
+    """
     count = int(body[:8].view(np.uint64)[0]) if len(body) >= 8 else 0
     if 0 < count < len(body) // 8:
-        sizes: list[int] = body[8 : 8 * (count + 1)].view(np.uint64).tolist()
-        if aligned(8 * (count + 1)) + sum(map(aligned, sizes)) == len(body):
-            return cut(body.data, aligned(8 * (count + 1)), sizes)
-    raise ConnectionAbortedError(
-        f"the sizes in a message of {len(body)} bytes do not fit it; its bytes were changed on the way"
-    )
+        table = body[: 8 * (count + 1)]
+        sizes: list[int] = table[8:].view(np.uint64).tolist()
+        if aligned(len(table)) + sum(map(aligned, sizes)) == len(body):
+            views = cut(body.data, aligned(len(table)), sizes)
+            if _sum_of(table.data, views[0]) == expected:
+                return views
+    raise ConnectionAbortedError(f"a message of {len(body)} bytes is not what was sent; its bytes were changed on the way")
+
+
+def _sum_of(table: bytes | memoryview, pickled: bytes | memoryview) -> int:
+    return crc32(pickled, crc32(table))
 
 
 def _shown(stranger: socket.socket) -> bytes:

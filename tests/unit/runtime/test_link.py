@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import re
 import shutil
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 
 from dagrl.bench.links import make_certificates
 from dagrl.errors import ConfigError
-from dagrl.runtime.edges.link import POOL, SECRET_BYTES, LinkAddress, LinkReader, LinkWriter
+from dagrl.runtime.edges.link import POOL, SECRET_BYTES, LinkAddress, LinkReader, LinkWriter, _blocks
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError, MessageTooLargeError
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.tls import TlsFiles, check_tls
@@ -404,26 +405,51 @@ def test_waiting_takes_no_processor_time(link: Link) -> None:
     assert time.thread_time() - before < 0.05
 
 
-@settings(deadline=None, max_examples=50)
-@given(prefix=st.integers(0, 2**64 - 1) | st.integers(0, 600), body=st.binary(max_size=600), whole=st.booleans())
-def test_bytes_that_are_no_message_end_the_link_without_their_memory(prefix: int, body: bytes, whole: bool) -> None:
-    """From a writer that knows the secret: sizes beyond the edge, parts beyond the message, and an end in the middle."""
+def read_from_a_writer(raw: bytes) -> object:
+    """What a reader makes of bytes from a writer that knows the secret, and then ends the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = LinkAddress("127.0.0.1", listening.getsockname()[1], limit=1 << 20)
         reader = LinkReader(address)
-        size = len(body) if whole else prefix
 
         def send() -> None:
             found, _ = listening.accept()
             with found:
                 found.recv(SECRET_BYTES)
-                found.sendall(address.writer_secret + size.to_bytes(8, "little") + body)
+                found.sendall(address.writer_secret + raw)
 
         with ThreadPoolExecutor(1) as pool:
             pool.submit(send)
-            with pytest.raises(EdgeLostError, match=r"fit it|came over an edge|gone|reset"):
-                reader.read(PATIENCE_S)
-        reader.close()
+            try:
+                return reader.read(PATIENCE_S)
+            finally:
+                reader.close()
+
+
+NO_MESSAGE = r"changed on the way|came over an edge|gone|reset"
+
+
+@settings(deadline=None, max_examples=40)
+@given(prefix=st.integers(0, 2**64 - 1) | st.integers(0, 600), body=st.binary(max_size=600), whole=st.booleans())
+def test_bytes_that_are_no_message_end_the_link_without_their_memory(prefix: int, body: bytes, whole: bool) -> None:
+    """Sizes beyond the edge, parts beyond the message, and an end in the middle."""
+    head = (len(body) if whole else prefix).to_bytes(8, "little") + bytes(4)
+    with pytest.raises(EdgeLostError, match=NO_MESSAGE):
+        read_from_a_writer(head + body)
+
+
+PACKET = Packet(Header("phase", 7, True, {"train": (1, 2)}, 10.0), {"loss": 0.5, "rows": bytearray(9)}, 0.5)
+MESSAGE = b"".join(_blocks(parts(PACKET.wire())))
+
+
+@settings(deadline=None, max_examples=60)
+@given(at=st.integers(0, len(MESSAGE) - 1), bit=st.integers(0, 7), cut=st.booleans())
+def test_a_packet_cut_or_changed_at_any_bit_is_not_unpickled(at: int, bit: int, cut: bool) -> None:
+    """One with a changed size in its pickle would take gigabytes. Only bits between its parts may differ."""
+    changed = MESSAGE[:at] if cut else MESSAGE[:at] + bytes([MESSAGE[at] ^ (1 << bit)]) + MESSAGE[at + 1 :]
+    try:
+        assert read_from_a_writer(changed) == PACKET.wire() and MESSAGE[at] == 0
+    except EdgeLostError as error:
+        assert re.search(NO_MESSAGE, str(error))
 
 
 def test_nothing_of_an_encrypted_message_can_be_read_on_the_way(certificates: TlsFiles) -> None:
