@@ -119,8 +119,9 @@ def _name(place: Path) -> str:
     words = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
     if words[0].startswith("ray::"):
         return words[0].partition(".")[0]
-    named = [word for word in words[1:] if "python" in words[0] and not word.startswith("-")]
-    return Path((named or words)[0]).name
+    program = Path(words[0]).name
+    named = [word for word in words[1:] if program.startswith("python") and not word.startswith("-")]
+    return Path(named[0]).name if named else program
 
 
 def _durations(metrics: Path) -> list[float]:
