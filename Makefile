@@ -14,6 +14,8 @@ TRL := trl==1.16.0
 PEERS_SETUP := $(PEERS)/.setup-$(call content,requirements/peers.lock pyproject.toml)
 AGENTS := .venv-agents
 AGENTS_SETUP := $(AGENTS)/.setup-$(call content,requirements/agents.lock pyproject.toml)
+VERIFIERS := .venv-verifiers
+VERIFIERS_SETUP := $(VERIFIERS)/.setup-$(call content,requirements/verifiers.lock pyproject.toml)
 TRACKERS := .venv-trackers
 TRACKERS_SETUP := $(TRACKERS)/.setup-$(call content,requirements/trackers.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
@@ -41,9 +43,10 @@ test-peers: $(PEERS_SETUP)
 	$(PEERS)/bin/python -m pytest tests/peers --override-ini=testpaths=tests/peers
 	PYTHONPATH=$(PEERS)/trl $(PEERS)/bin/python -m pytest tests/peers/test_trl_*.py
 
-# Tests with real verifiers and OpenEnv, in an environment over .venv.
-test-agents: $(AGENTS_SETUP)
+# Tests with real verifiers (before 0.4, and 0.4) and OpenEnv, in two environments over .venv. 0.4's programs need a network.
+test-agents: $(AGENTS_SETUP) $(VERIFIERS_SETUP)
 	$(AGENTS)/bin/python -m pytest tests/agents --override-ini=testpaths=tests/agents
+	$(VERIFIERS)/bin/python -m pytest tests/agents/test_verifiers_programs.py
 
 # Faults against real runs for an hour, or for LIMIT seconds: make chaos LIMIT=600 SEED=3. As root it can try more of them.
 chaos: $(TOOLS)
@@ -111,6 +114,9 @@ endef
 
 $(AGENTS_SETUP): $(TOOLS)
 	$(call over_venv,$(AGENTS),requirements/agents.lock)
+
+$(VERIFIERS_SETUP): $(TOOLS)
+	$(call over_venv,$(VERIFIERS),requirements/verifiers.lock)
 
 $(TRACKERS_SETUP): $(TOOLS)
 	$(call over_venv,$(TRACKERS),requirements/trackers.lock)

@@ -92,7 +92,7 @@ class Progress:
         self._attach_logging()
         if self._console.is_terminal:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=8, transient=True)
-            self._live.start()
+            self._live.start(refresh=True)  # else a record at the time of the first refresh goes on the live line
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

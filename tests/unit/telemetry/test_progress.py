@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
+import os
+import pty
 import re
+import termios
 import time
 from pathlib import Path
 
@@ -35,13 +39,6 @@ class Screen:
     @property
     def text(self) -> str:
         return self._file.getvalue()
-
-    def wait_for(self, pattern: str) -> None:
-        """Waits until the refresh thread has shown a line that matches."""
-        end = time.monotonic() + 30.0
-        while not re.search(pattern, "\n".join(self.lines)):
-            assert time.monotonic() < end, self.text
-            time.sleep(0.02)
 
     @property
     def lines(self) -> list[str]:
@@ -91,20 +88,60 @@ def test_the_summary_shows_times_and_paths(terminal: bool) -> None:
     assert re.search(r"metrics +runs/tiny/metrics\.jsonl", text)
 
 
-def test_a_terminal_shows_a_bar_and_keeps_finished_stages() -> None:
-    screen = Screen(terminal=True)
-    with Progress(LoggerConfig(), screen.console) as progress:
-        progress.stage("Starting train workers")
-        screen.wait_for(r"Starting train workers  \d+\.\d s")
-        progress.step(1, 4, METRICS, stage="sft")
-        progress.status("validating")
-        screen.wait_for(r"SFT +\S+ +1/4 +validating")
-        progress.step(1, 2, METRICS, stage="grpo")
-    text = "\n".join(screen.lines)
-    assert re.search(r"✓ Starting train workers  \d+\.\d s", text)
-    assert "12,346 tokens/s" in text
-    assert re.search(r"✓ SFT  \d+\.\d s  1/4 steps  reward 0.4125", text)
-    assert "✓ GRPO" in text
+class Terminal:
+    """A real terminal device, and an emulator that shows what is written to it."""
+
+    def __init__(self) -> None:
+        pyte = pytest.importorskip("pyte")
+        self._reader, writer = pty.openpty()
+        termios.tcsetwinsize(writer, (24, 150))
+        os.set_blocking(self._reader, False)
+        self._screen = pyte.Screen(150, 24)
+        self._stream = pyte.ByteStream(self._screen)
+        self.console = Console(file=os.fdopen(writer, "w"), width=150)
+
+    def close(self) -> None:
+        self.console.file.close()
+        os.close(self._reader)
+
+    @property
+    def lines(self) -> list[str]:
+        """What is on the screen now, without times of day."""
+        with contextlib.suppress(BlockingIOError):
+            while written := os.read(self._reader, 1 << 16):
+                self._stream.feed(written)
+        shown = [re.sub(r"^(\d\d:\d\d:\d\d)? *INFO +", "", line).rstrip() for line in self._screen.display]
+        return [line for line in shown if line]
+
+    def wait_for(self, *patterns: str) -> None:
+        """Waits until the lines of the screen match, one pattern each."""
+        end = time.monotonic() + 30.0
+        while len(lines := self.lines) != len(patterns) or not all(map(re.fullmatch, patterns, lines)):
+            assert time.monotonic() < end, "\n".join(lines)
+            time.sleep(0.02)
+
+
+def test_a_terminal_has_one_line_that_is_redrawn_below_what_is_finished() -> None:
+    terminal = Terminal()
+    log = logging.getLogger("dagrl.run.checkpoints")
+    with contextlib.closing(terminal):
+        with Progress(LoggerConfig(), terminal.console) as progress:
+            progress.stage("Starting train workers")
+            log.info("a first record")
+            started = r"\S Starting train workers  \d+\.\d s"
+            terminal.wait_for("a first record", started)
+            log.info("another")
+            progress.step(0, 400, {}, stage="sft")
+            time.sleep(0.1)
+            progress.step(1, 400, METRICS, stage="sft")
+            numbers = r"reward 0\.4125  loss 0\.00312  kl 0\.0012  12,346 tokens/s"
+            left, times = r"\d+\.\d s left, until (\w{3} )?\d\d:\d\d", r"generate 0\.80 s  refit 0\.05 s"
+            above = ("a first record", "another", "✓" + started[2:])
+            terminal.wait_for(*above, rf"SFT \S+ 1/400 {left}  {numbers}  {times}")
+            progress.status("validating")
+            terminal.wait_for(*above, rf"SFT \S+ 1/400 {left}  validating  {numbers}.*")
+            progress.step(1, 2, METRICS, stage="grpo")
+        terminal.wait_for(*above, rf"✓ SFT  \d\.\d s  1/400 steps  {numbers}", rf"✓ GRPO  \d\.\d s  1/2 steps  {numbers}")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
