@@ -57,6 +57,7 @@ def jobs(gpus: int) -> list[Job]:
         _bench("optimizer_offload", gpus=1, plot=False),
         _bench("packing", "--model", "qwen3-0.6b", "--length", "2048", "--median", "320", gpus=1, plot=False),
         _bench("reference_weights", gpus=1, plot=False),
+        _bench("exchange", gpus=1, plot=False),
         _bench("curves", f"{TRAIN}.data_parallel_size=1", *DEADLINE, gpus=2),
         *_steps(gpus),
         *_peers(),
@@ -71,6 +72,8 @@ PEERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("peers-0.6b-generate", ("generate 0.6b 64", "generate 0.6b 256", "generate 0.6b 1024"), ("--steps", "2")),
     ("peers-0.6b-2048", ("grpo 0.6b 2048",), ("--apart", "--steps", "2")),
     ("peers-0.6b-long", ("grpo 0.6b 64",), ("--completion", "8192", "--apart", "--micro", "2", "--steps", "2")),
+    ("peers-fp8-grpo", ("grpo 0.6b 512",), ("--peers", "dagrl-fp8-kv", "--steps", "3")),
+    ("peers-fp8-generate", ("generate 4b 256",), ("--peers", "dagrl-fp8", "dagrl-fp8-kv", "--steps", "2")),
     ("peers-4b", ("grpo 4b 512", "sft 4b 16"), ("--apart", "--micro", "8", "--steps", "2")),
 )
 """Name, cases and options of `bench peers`; all on one GPU."""

@@ -1,6 +1,6 @@
 """dagrl compared with what people would install instead: TRL and vLLM's own engines, on the same GPU in the same run.
 
-    dagrl bench peers --cases "grpo 0.6b 128" "sft 0.6b 16" "generate 0.6b 256" [--peers trl vllm vllm-async] [--json F]
+    dagrl bench peers --cases "grpo 0.6b 128" "sft 0.6b 16" "generate 0.6b 256" [--peers trl torchtitan vllm] [--json F]
 
 A case is a kind, a model and the number of sequences of a step. `grpo`: a whole step, with 120 prompt tokens, groups of 8
 and completions of `--completion` tokens. `sft`: an optimizer step over sequences of `--length` tokens. `generate`: the
@@ -13,6 +13,10 @@ than the others. `--apart` starts each side for its turn alone, for models of wh
 
 With `--deadline S`, every comparison gets a share of the time that is left, and at least one round of turns. The rows so
 far are written after every round.
+
+`dagrl-fp8` and `dagrl-fp8-kv` are dagrl with weights in FP8, and with a KV cache in FP8 too, to compare with its bfloat16.
+The notes of a row have the seconds that each side took to start, next to the others, and for `grpo` of dagrl
+KL(generation || training), `gen_kl_error`.
 
 A row's ratio is the peer's time over dagrl's: the medians of a turn's steps, the median over rounds, and the lowest and the
 highest round. `tokens` are the completion tokens of a step (`sft`: all tokens). Peers whose package is not installed are

@@ -32,27 +32,37 @@ class Peer:
     variant: str = ""
 
     def label(self) -> str:
-        """The peer's name with its version."""
+        """The peer's name with its version, if it is not dagrl itself."""
+        if self.package == "dagrl":
+            return self.name
         installed = metadata.packages_distributions()[self.package][0]  # vLLM for CPUs is another distribution
         return f"{self.name}-{metadata.version(installed)}"
 
 
+OURS = {kind: f"dagrl.bench.peers.dagrl_{kind}" for kind in ("grpo", "generate", "sft")}
+ENGINES = {kind: OURS[kind] for kind in ("grpo", "generate")}
 TRL = {"grpo": "dagrl.bench.peers.trl_grpo", "sft": "dagrl.bench.peers.trl_sft"}
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("trl", "trl", TRL),
         Peer("trl-packed", "trl", {"sft": TRL["sft"]}, variant="packed"),
+        Peer("torchtitan", "torchtitan", {"sft": "dagrl.bench.peers.titan_sft"}),
         Peer("vllm", "vllm", {"generate": "dagrl.bench.peers.vllm_generate"}),
         Peer("vllm-async", "vllm", {"generate": "dagrl.bench.peers.vllm_generate"}, variant="async"),
+        Peer("dagrl-fp8", "dagrl", ENGINES, variant="fp8"),
+        Peer("dagrl-fp8-kv", "dagrl", ENGINES, variant="fp8-kv"),
     )
 }
-OURS = {kind: f"dagrl.bench.peers.dagrl_{kind}" for kind in ("grpo", "generate", "sft")}
+OTHERS = [peer.name for peer in PEERS.values() if peer.package != "dagrl"]
 START_S = 400.0
 """How long a side may take to start, and to take a turn."""
 
 WEIGHTS = {"grpo": 3.0, "sft": 1.0, "generate": 2.0}
 """Shares of the time that is left, by kind: engines start slowly, and whole steps take longest."""
+
+WARM_TOKENS = 32
+"""Most tokens of a completion in a turn of `generate` that is not counted."""
 
 Round = list[list[float]]
 """The seconds of each side's steps in a round of turns, dagrl's first."""
@@ -89,13 +99,15 @@ class PeerRow:
     theirs_tokens_per_s: float
     ours_steps_s: list[float]
     theirs_steps_s: list[float]
+    ours_notes: Mapping[str, float]
+    theirs_notes: Mapping[str, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench peers`."""
     cases = ["grpo 0.6b 128", "grpo 0.6b 512", "sft 0.6b 16", *(f"generate 0.6b {number}" for number in (64, 256, 1024))]
     parser.add_argument("--cases", nargs="+", default=cases, metavar="CASE", help="'KIND MODEL SEQUENCES' each")
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="default: all that are installed")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=OTHERS, help="default: all others that are installed")
     parser.add_argument("--pairs", type=int, default=5, help="turns of each side; fewer if --deadline comes first")
     parser.add_argument("--steps", type=int, default=4, help="counted steps of a turn")
     parser.add_argument("--completion", type=int, default=256, help="tokens of a completion")
@@ -194,7 +206,8 @@ def compare(
             for seconds in within(taken, time.monotonic() + left):
                 rounds.append(seconds)
                 for side, peer in enumerate(comparison.peers, 1):
-                    yield as_row(case, peer, [(turns[0], turns[side]) for turns in rounds])
+                    turns = [(seconds[0], seconds[side]) for seconds in rounds]
+                    yield as_row(case, peer, turns, sides[0].notes, sides[side].notes)
 
 
 def sides_of(comparison: Comparison, logs: Path, directory: Path) -> list[Side]:
@@ -231,8 +244,9 @@ def within(rounds: Iterator[Round], until: float) -> Iterator[Round]:
 
 def together(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) -> Iterator[Round]:
     """Yields rounds of turns of sides that stay. The first turns of a case compile and are not counted."""
+    first = replace(case, completion=min(WARM_TOKENS, case.completion)) if case.kind == "generate" else case
     for side in sides:
-        side.take(case, 1, START_S)
+        side.take(first, 1, START_S)
     for _ in range(options.pairs):
         yield [side.take(case, options.steps, START_S) for side in sides]
 
@@ -264,7 +278,13 @@ def write_checkpoint(case: PeerCase, directory: Path) -> Path:
     return model
 
 
-def as_row(case: PeerCase, peer: Peer, turns: Sequence[tuple[list[float], list[float]]]) -> PeerRow:
+def as_row(
+    case: PeerCase,
+    peer: Peer,
+    turns: Sequence[tuple[list[float], list[float]]],
+    ours_notes: Mapping[str, float],
+    theirs_notes: Mapping[str, float],
+) -> PeerRow:
     """Returns the row of a case from its pairs of turns: the seconds of dagrl's and of the peer's steps."""
     ours, theirs = ([second for pair in turns for second in pair[side]] for side in (0, 1))
     ratios = [median(second) / median(first) for first, second in turns]
@@ -283,6 +303,8 @@ def as_row(case: PeerCase, peer: Peer, turns: Sequence[tuple[list[float], list[f
         theirs_tokens_per_s=round(case.tokens / median(theirs), 1),
         ours_steps_s=[round(second, 4) for second in ours],
         theirs_steps_s=[round(second, 4) for second in theirs],
+        ours_notes=dict(ours_notes),
+        theirs_notes=dict(theirs_notes),
     )
 
 

@@ -42,7 +42,7 @@ def work(told: Told) -> None:
     from dagrl.runtime.worker import WorkerContext
     from dagrl.workers.vllm import VllmWorker
 
-    config = side_config(told.order.largest, told.order.model, Path())
+    config = side_config(told.order.largest, told.order.model, Path(), told.order.variant)
     os.environ |= VllmWorker.environment(config)
     worker = VllmWorker(WorkerContext("generation", 0, ParallelLayout(), config.seed, 120.0), config)
     worker.setup(f"127.0.0.1:{reserve_port()}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dagrl.bench.peers.case import GROUP, PeerCase
@@ -16,9 +18,17 @@ if TYPE_CHECKING:
     from dagrl.run.session import Session
 
 TOTAL = "timing_s/total"
+KL = "gen_kl_error"
+
+IN_FP8: Mapping[str, Mapping[str, str]] = {
+    "": {},
+    "fp8": {"precision": "fp8"},
+    "fp8-kv": {"precision": "fp8", "kv_cache_dtype": "fp8"},
+}
+"""Keys of the engines, by variant."""
 
 
-def side_config(case: PeerCase, model: Path, output: Path) -> Config:
+def side_config(case: PeerCase, model: Path, output: Path, variant: str = "") -> Config:
     """Returns the configuration of the run: one optimizer step per batch, no penalty, completions of equal length."""
     tokens = case.prompt + case.completion + 8
     packed = max(16384, tokens)
@@ -44,6 +54,7 @@ def side_config(case: PeerCase, model: Path, output: Path) -> Config:
                     "max_model_len": tokens,
                     "gpu_memory_utilization": 0.1,  # of no effect with a given cache, but this much must be free
                     "kv_cache_memory_bytes": case.kv_bytes,
+                    **IN_FP8[variant],
                 },
             },
         },
@@ -61,7 +72,7 @@ def side_config(case: PeerCase, model: Path, output: Path) -> Config:
         },
         "reward": {"function": "dagrl.bench.gpu.task:alternating"},
         "checkpointing": {"enabled": False, "export_hf": False},
-        "logger": {"tensorboard_enabled": False, "plot_enabled": False, "trace_enabled": False, "log_level": "WARNING"},
+        "logger": {"tensorboard_enabled": False, "plot_enabled": False, "trace_enabled": False, "log_level": "INFO"},
     }
     return Config.model_validate(values)
 
@@ -77,6 +88,8 @@ def of_case(session: Session, case: PeerCase) -> Session:
 
 def work(told: Told) -> None:
     """Opens a session and takes turns of the synchronous loop."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("dagrl").setLevel(logging.INFO)  # among others, the parts of the start
     from dagrl.bench.step import Metrics, Variant, begin_again
     from dagrl.rl.rewards import RewardRunner
     from dagrl.run.loops.grpo import train_grpo
@@ -85,7 +98,7 @@ def work(told: Told) -> None:
     from dagrl.telemetry.record import read_metrics
 
     with tempfile.TemporaryDirectory() as directory:
-        config = side_config(told.order.largest, told.order.model, Path(directory))
+        config = side_config(told.order.largest, told.order.model, Path(directory), told.order.variant)
         with open_session(config, grpo_plans) as session, RewardRunner(session.config.reward) as reward:
 
             def take(case: PeerCase, steps: int) -> list[float]:
@@ -95,8 +108,10 @@ def work(told: Told) -> None:
                 train_grpo(asked, reward)
                 session.checkpoints.parts.clear()
                 session.train.call("offload", ())  # gives the memory that no tensor uses to the other side
-                metrics: Sequence[Metrics] = read_metrics(session.recorder.paths.metrics)
-                return [float(step[TOTAL]) for step in metrics[-steps:]]
+                metrics: Sequence[Metrics] = read_metrics(session.recorder.paths.metrics)[-steps:]
+                if found := [float(step[KL]) for step in metrics if KL in step]:
+                    told.notes[KL] = median(found)
+                return [float(step[TOTAL]) for step in metrics]
 
             take_turns(told, take)
 

@@ -40,12 +40,13 @@ class Side:
 
     def __init__(self, module: str, order: SideOrder, log: Path) -> None:
         self.module, self.order, self.log = module, order, log
+        self.notes: dict[str, float] = {}  # what else the side measured, as of its last answer
 
     def __enter__(self) -> Side:
         key = secrets.token_hex(16)
         self._listener = Listener(("127.0.0.1", 0), authkey=key.encode())
         host, port = self._listener.address
-        environment = {**os.environ, "DAGRL_SIDE": f"{host}:{port}:{key}", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "DAGRL_SIDE": f"{host}:{port}:{key}:{time.monotonic()}", "PYTHONUNBUFFERED": "1"}
         self._connection: Connection | None = None
         self._output: IO[bytes] = self.log.open("ab")
         self._process = subprocess.Popen(  # noqa: S603  # a module of this package
@@ -86,7 +87,7 @@ class Side:
         try:
             if not self._connection.poll(max(deadline_s, 0.0)):
                 raise RunError(f"{self.module} did not answer in time; {self._last_words()}")
-            error, value = self._connection.recv()
+            error, value, self.notes = self._connection.recv()
         except (EOFError, OSError) as broken:
             raise RunError(f"{self.module} ended; {self._last_words()}") from broken
         if error:
@@ -116,21 +117,24 @@ class Told:
     """The side's end: what it is told, and its answers. Use it directly where a library owns the loop."""
 
     def __init__(self) -> None:
-        host, port, key = os.environ.pop("DAGRL_SIDE").split(":")
+        host, port, key, begun = os.environ.pop("DAGRL_SIDE").split(":")
+        self._begun = float(begun)
         self._connection = Client((host, int(port)), authkey=key.encode())
         self.order = cast("SideOrder", self._connection.recv())
+        self.notes: dict[str, float] = {}  # sent with every answer
 
     def turn(self) -> tuple[PeerCase, int] | None:
         """Waits for the next turn; returns its case and number of steps, None at the end."""
         return cast("tuple[PeerCase, int] | None", self._connection.recv())
 
     def answer(self, value: object = None) -> None:
-        """Answers `ready`, or a turn."""
-        self._connection.send((None, value))
+        """Answers `ready`, or a turn. Notes how long the start took, next to those of other sides."""
+        self.notes.setdefault("start_s", round(time.monotonic() - self._begun, 1))
+        self._connection.send((None, value, self.notes))
 
     def fail(self) -> None:
         """Answers with the exception that is being handled."""
-        self._connection.send((traceback.format_exc(), None))
+        self._connection.send((traceback.format_exc(), None, {}))
 
 
 def serve(work: Callable[[Told], None]) -> None:

@@ -1,0 +1,110 @@
+"""Measures how fast colocated training leaves its GPU and comes back, as a share of the link.
+
+    dagrl bench exchange [--model qwen3-0.6b] [--rounds 6] [--json F]
+
+One worker moves weights, optimizer state and gradients to pinned host memory and back, as for generation on the same GPU. In
+the same rounds, torch copies 1 GiB between the GPU and pinned memory: that is the link. Gradients are dropped and come back
+as zeros; they are not in the bytes. The first round, in which host memory is pinned, is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from dagrl.bench.models import SHAPES, write_model
+from dagrl.bench.train_inputs import measure_and_report, one_gpu_config, single_worker, train_batch
+from dagrl.run.colocated import TRAIN_PARTS
+
+COPIED = ("weights", "optimizer")
+GIB = 1 << 30
+LENGTH = 128
+
+
+@dataclass(frozen=True)
+class ExchangeRow:
+    """Medians over rounds. `share`: the rate over the link's in the same direction."""
+
+    direction: str
+    model: str
+    gib: float
+    rounds: int
+    seconds: float
+    gb_per_s: float
+    link_gb_per_s: float
+    share: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `dagrl bench exchange`."""
+    parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--rounds", type=int, default=6, help="counted moves in each direction")
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measures, prints the table and writes the requested file."""
+    measure_and_report(options, measure, print_table, without_gpu="the benchmark measures copies between a GPU and the host")
+
+
+def measure(options: argparse.Namespace, directory: Path) -> list[ExchangeRow]:
+    """Moves the state of one worker away and back, in turn with plain copies."""
+    import torch
+
+    from dagrl.workers.megatron import MegatronWorker
+
+    config = one_gpu_config(write_model(SHAPES[options.model], directory, "cuda"), LENGTH, {"precision": "bfloat16"})
+    with single_worker(config, MegatronWorker) as worker:
+        worker.train_step(train_batch(2, LENGTH, vocabulary=150_000), "likelihood")  # the optimizer has all its state then
+        size = sum(worker._ready().offloader.nbytes(part) for part in COPIED)
+        host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
+        device = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+        ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "to the host": (lambda: worker.offload(TRAIN_PARTS), lambda: host.copy_(device, non_blocking=True)),
+            "to the GPU": (lambda: worker.reload(TRAIN_PARTS), lambda: device.copy_(host, non_blocking=True)),
+        }
+        rounds = [{way: (timed(move), timed(copy)) for way, (move, copy) in ways.items()} for _ in range(options.rounds + 1)]
+    return [as_row(way, options.model, size, [one[way] for one in rounds[1:]]) for way in ways]
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Returns the seconds until the GPU has done what `action` launches."""
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    action()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def as_row(direction: str, model: str, size: int, rounds: list[tuple[float, float]]) -> ExchangeRow:
+    """Returns the row of `size` bytes from the seconds of each move and of the copy of 1 GiB after it."""
+    seconds, link = median(move for move, _ in rounds), GIB / median(copy for _, copy in rounds)
+    rate = size / seconds
+    return ExchangeRow(
+        direction=direction,
+        model=model,
+        gib=round(size / GIB, 2),
+        rounds=len(rounds),
+        seconds=round(seconds, 4),
+        gb_per_s=round(rate / 1e9, 1),
+        link_gb_per_s=round(link / 1e9, 1),
+        share=round(rate / link, 3),
+    )
+
+
+def print_table(rows: list[ExchangeRow]) -> None:
+    """Prints the rows."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("direction", "GiB", "ms", "GB/s", "link GB/s", "share", title=rows[0].model)
+    for row in rows:
+        cells = (row.gib, round(row.seconds * 1e3, 1), row.gb_per_s, row.link_gb_per_s, row.share)
+        table.add_row(row.direction, *map(str, cells))
+    Console(width=100).print(table)
