@@ -20,7 +20,6 @@ from dagrl.bench.models import SHAPES, write_model
 from dagrl.bench.train_inputs import measure_and_report, one_gpu_config, single_worker, train_batch
 from dagrl.run.colocated import TRAIN_PARTS
 
-COPIED = ("weights", "optimizer")
 GIB = 1 << 30
 LENGTH = 128
 
@@ -60,7 +59,8 @@ def measure(options: argparse.Namespace, directory: Path) -> list[ExchangeRow]:
     config = one_gpu_config(write_model(SHAPES[options.model], directory, "cuda"), LENGTH, {"precision": "bfloat16"})
     with single_worker(config, MegatronWorker) as worker:
         worker.train_step(train_batch(2, LENGTH, vocabulary=150_000), "likelihood")  # the optimizer has all its state then
-        size = sum(worker._ready().offloader.nbytes(part) for part in COPIED)
+        state = worker._ready().offloader
+        size = state.nbytes("weights") + state.nbytes("optimizer")
         host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
         device = torch.empty(GIB, dtype=torch.uint8, device="cuda")
         ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {

@@ -62,7 +62,7 @@ def work(told: Told) -> None:
     def step() -> float:
         begin = time.perf_counter()
         optimizers.zero_grad()
-        for micro in rows.split(min(MICROBATCH, case.sequences)):
+        for micro in torch.split(rows, min(MICROBATCH, case.sequences)):
             with utils.maybe_enable_amp(alone, "bfloat16", device):
                 loss = loss_of(model(micro[:, :-1]), micro[:, 1:]) / (case.sequences * case.length)
             loss.backward()
