@@ -170,7 +170,7 @@ def test_moves_that_are_adjacent_in_both_tensors_and_in_a_message(first: Move, s
     assert adjoin(first, second) == together
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_contiguous_run_has_the_bytes_of_its_moves(data: st.DataObject) -> None:
     """Mostly adjacent boxes of a 3-d tensor: if a run is contiguous, its bytes are those of its moves."""

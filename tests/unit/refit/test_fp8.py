@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_megatron_layout_into_any_engine_in_fp8(data: st.DataObject) -> None:
     """Equals the whole model's quantization bit for bit; rejected exactly if a shard of either side splits a block."""

@@ -122,7 +122,7 @@ def check_rounds(plan: RefitPlan) -> None:
     assert rounds == sorted(rounds)
 
 
-@settings(max_examples=420, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_megatron_layout_into_any_vllm_layout(data: st.DataObject) -> None:
     config = data.draw(model_configs())
