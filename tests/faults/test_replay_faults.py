@@ -60,14 +60,20 @@ def scheduler(request: pytest.FixtureRequest, cluster: None) -> Iterator[Schedul
         group.shutdown(2.0)
 
 
-def test_a_killed_worker_is_named(scheduler: Scheduler) -> None:
+def test_a_killed_worker_is_named_and_a_replaced_group_replays_after_a_recompile(scheduler: Scheduler) -> None:
     with pytest.raises(PhaseError) as caught:
         scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
-    failure = caught.value.failures[0]
+    lost, failure = scheduler.groups["train"], caught.value.failures[0]
     assert (failure.role, failure.rank, failure.kind, failure.phase) == ("train", 1, "died", "misbehave")
-    assert failure.pid == scheduler.groups["train"].locations[1].pid
+    assert failure.pid == lost.locations[1].pid
     with pytest.raises(RunError, match="recover"):
         scheduler.replay(misbehave, {"rank": -1})
+    scheduler.replace_group(WorkerGroup.create("train", FakeWorker, lost.layout, None))
+    lost.shutdown(2.0)
+    scheduler.recover()
+    scheduler.warmup()
+    assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)
+    assert scheduler.replay(other_ranks, 1).result() == ([0, 1],)
 
 
 def test_a_hung_worker_is_named_with_its_stack_and_killed_and_its_peer_lives_on(scheduler: Scheduler) -> None:
@@ -84,18 +90,6 @@ def test_a_hung_worker_is_named_with_its_stack_and_killed_and_its_peer_lives_on(
         again.add(misbehave, warmup_value={})
         again.compile()
         assert again.replay(misbehave, {}).result() == (1,)
-
-
-def test_survivors_replay_again_after_a_recompile(scheduler: Scheduler) -> None:
-    with pytest.raises(PhaseError):
-        scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
-    lost = scheduler.groups["train"]
-    scheduler.replace_group(WorkerGroup.create("train", FakeWorker, lost.layout, None))
-    lost.shutdown(2.0)
-    scheduler.recover()
-    scheduler.warmup()
-    assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)
-    assert scheduler.replay(other_ranks, 1).result() == ([0, 1],)
 
 
 @phase

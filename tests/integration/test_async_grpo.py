@@ -42,6 +42,7 @@ HF_CONFIG = {
     "max_position_embeddings": 128,
 }
 ASYNC = {"enabled": True, "max_trajectory_age_steps": 2, "in_flight_weight_updates": True}
+TWO_ENGINES = {"generation": {"vllm_cfg": {"data_parallel_size": 2}}}
 Trained = list[list[ScoredGroup]]
 
 
@@ -62,7 +63,7 @@ def configuration(output: Path, name: str, **sections: Any) -> Config:
                 "worker": "tests.integration.unigram_workers:UnigramGenerator",
                 "max_new_tokens": 12,
                 "quantum_engine_steps": 2,
-                "vllm_cfg": {"data_parallel_size": 2, "max_num_seqs": 8},
+                "vllm_cfg": {"data_parallel_size": 1, "max_num_seqs": 8},
             },
         },
         "sft": {"max_num_steps": 0},
@@ -156,10 +157,9 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
         "overlap": early,
     }
     runs = {}
-    one_engine = {"generation": {"vllm_cfg": {"data_parallel_size": 1}}}  # sooner started than two
     for name, sections in cases.items():
         assert not chunks
-        config = configuration(tmp_path, name, policy=one_engine, **sections)
+        config = configuration(tmp_path, name, **sections)
         run_grpo(config)
         runs[name] = steps_of(config)
     early_samples = [key for chunk in chunks for key in chunk]
@@ -207,6 +207,7 @@ def test_ages_versions_and_numbers(
     config = configuration(
         tmp_path,
         "ages",
+        policy=TWO_ENGINES,
         # groups that wait are more than that many batches: without dynamic sampling, no reason to give up
         grpo={"async_grpo": settings, "max_num_steps": 8, "dynamic_sampling_max_gen_batches": 1, **overlap},
         data={"task_args": {"train_s": 0.03, "engine_step_s": 0.004}},
@@ -270,6 +271,7 @@ def test_a_generation_worker_killed_in_a_quantum_costs_no_step(tmp_path: Path, t
         tmp_path,
         "killed",
         executor="compiled",
+        policy=TWO_ENGINES,
         grpo={"async_grpo": ASYNC, "max_num_steps": 6},
         data={"task_args": {"train_s": 0.03, "engine_step_s": 0.004, "die_at_version": 3}},
         checkpointing={"save_period": 100},

@@ -23,6 +23,7 @@ from dagrl.runtime.shapes import Batch
 from tests.integration.test_async_grpo import (
     ASYNC,
     PROMPTS,
+    TWO_ENGINES,
     Trained,
     configuration,
     numbers_of,
@@ -43,6 +44,7 @@ def turns_configuration(output: Path, workers: int = 2, **checkpointing: Any) ->
     return configuration(
         output,
         "turns",
+        policy=TWO_ENGINES,
         grpo={"async_grpo": ASYNC, "max_num_steps": STEPS, "val_period": 0, "val_at_start": False},
         data={"task_args": {"train_s": 0.02, "engine_step_s": 0.002}},
         environment={

@@ -13,8 +13,8 @@ from tests.integration.main_job import GRPO, SMALL, train
 def test_engines_generate_with_the_adapters_that_train(refit: str, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     peft = f"{{enabled: true, refit: {refit}, dim: 4, alpha: 8, use_rslora: true, target_modules: [q_proj, up_proj]}}"
-    rates = "sft.lr=0.02", "policy.megatron_cfg.optimizer.lr=0.005"
-    run = train(GRPO, tmp_path, "lora", *SMALL, f"policy.megatron_cfg.peft={peft}", *rates)
+    keys = "sft.lr=0.02", "policy.megatron_cfg.optimizer.lr=0.005", "policy.megatron_cfg.data_parallel_size=1"
+    run = train(GRPO, tmp_path, "lora", *SMALL, f"policy.megatron_cfg.peft={peft}", *keys)
     steps = [row for row in run.metrics if "gen_kl_error" in row]
     assert len(steps) == 6
     assert all(row["gen_kl_error"] < 1e-5 for row in steps)

@@ -1,4 +1,4 @@
-"""Training and log-probabilities in every layout, against Hugging Face and plain torch, and against one worker.
+"""Training and log-probabilities in every layout, against Hugging Face and plain torch.
 
 These tests detect three silent errors of Megatron: gradients of q/k norms not summed over tp (gradients, second loss), a
 loss multiplied by cp (gradients at cp2), and a two-stage interleaved pipeline with batched transfers (first loss at vpp2).
@@ -64,13 +64,10 @@ def case(
 CASES = [
     case("qwen3", "single"),
     case("qwen3", "dp2", dp=2),
-    case("qwen3", "dp2-sharded", sharded=True, dp=2),
     case("qwen3", "dp2-overlapped", overlap=True, dp=2),
     case("qwen3", "dp2-sharded-overlapped", sharded=True, overlap=True, dp=2),
-    case("qwen3", "tp2", tp=2),
     case("qwen3", "tp4", tp=4),  # two key-value heads: a worker holds part of a query group
     case("qwen3", "tp2-sp", sequence_parallel=True, tp=2),
-    case("qwen3", "pp2", pp=2),
     case("qwen3", "cp2", cp=2),
     case("qwen3", "tp2cp2-sp-packed", sequence_parallel=True, packed=True, tp=2, cp=2),
     case("qwen3", "tp2pp2", tp=2, pp=2),
@@ -79,7 +76,6 @@ CASES = [
     case("qwen3", "pp2cp2-packed", packed=True, pp=2, cp=2),
     case("qwen3", "tp2pp2-sharded-sp-recomputed", sharded=True, sequence_parallel=True, recompute={}, tp=2, pp=2),
     case("qwen3", "dp2cp2-sharded-packed", sharded=True, packed=True, dp=2, cp=2),
-    case("qwen3_tied", "single"),
     case("qwen3_tied", "tp2pp2", tp=2, pp=2),
     case("qwen3_tied", "dp2pp2vpp2-sharded-overlapped", sharded=True, overlap=True, dp=2, pp=2, vpp=2),
     case("qwen3_tied", "dp2pp2vpp2-packed", packed=True, dp=2, pp=2, vpp=2),
@@ -88,7 +84,6 @@ CASES = [
     case("llama", "cp2", cp=2),
     case("small_vocabulary", "tp2", tp=2),
     case("qwen3_moe", "single"),
-    case("qwen3_moe", "dp2ep2", dp=2, ep=2),
     case("qwen3_moe", "dp2ep2-overlapped", overlap=True, dp=2, ep=2),
     case("qwen3_moe", "cp2ep2", cp=2, ep=2),
     case("qwen3_moe", "tp2cp2ep2-packed", packed=True, recompute={"recompute_granularity": "selective"}, tp=2, cp=2, ep=2),
@@ -101,7 +96,6 @@ CASES = [
     case("glm4_moe", "pp2cp2-packed", packed=True, recompute={}, pp=2, cp=2),
 ]
 UNCLIPPED = {"clip_grad": 1e3}  # clipped gradients would not show that they are too large by a factor
-SINGLE = {item.model: item for item in CASES if item.layout.world_size == 1}
 
 
 def shard_batches(batch: Batch, layout: ParallelLayout) -> list[Batch]:
@@ -201,13 +195,6 @@ def test_losses_of_three_steps_are_those_of_plain_torch(item: Case, runs: Runs, 
     np.testing.assert_allclose(found.losses, expected.losses, atol=1e-5, rtol=0)
     np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-4)
     assert expected.losses[-1] < expected.losses[0] - 0.01
-
-
-@each_case
-def test_losses_of_three_steps_are_those_of_one_worker(item: Case, runs: Runs) -> None:
-    if item.model not in SINGLE:
-        pytest.skip("the model is compared with Hugging Face alone")
-    np.testing.assert_allclose(runs(item).losses, runs(SINGLE[item.model]).losses, atol=1e-5, rtol=0)
 
 
 @each_case

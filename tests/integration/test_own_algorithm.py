@@ -38,8 +38,8 @@ def test_a_loss_and_an_advantage_train(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "grpo",
-    [{}, {"async_grpo": ASYNC}, {"overlap_logprobs": True, "overlap_training": True}],
-    ids=["synchronous", "in flight", "early work"],
+    [{"async_grpo": ASYNC}, {"overlap_logprobs": True, "overlap_training": True}],
+    ids=["in flight", "early work"],
 )
 def test_an_algorithm_trains_from_the_command_line(grpo: dict[str, Any], tmp_path: Path) -> None:
     config = configuration(tmp_path, "own", grpo={"max_num_steps": 8, **grpo})

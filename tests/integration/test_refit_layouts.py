@@ -71,9 +71,10 @@ CASES = [
     for tp in (1, 2)
     for name, layout in layouts.items()
 ]
-SLOW = {f"qwen3_tied-{name}-to-tp1" for name in ("tp2", "cp2", "tp2pp2", "pp2vpp2")} | {
-    "qwen3-cp2-to-tp1",
-    "qwen3-pp2-to-tp1",
+SLOW = {f"qwen3_tied-{name}-to-tp1" for name in DENSE} | {
+    *(f"qwen3_tied-{name}-to-tp2" for name in ("dp2", "tp2", "cp2")),
+    *(f"qwen3-{name}-to-tp1" for name in ("tp2", "cp2", "pp2")),
+    "qwen3-pp2-to-tp2",
     "qwen3_moe-dp2ep2-to-tp1",
     "glm4_moe-dp2ep2-to-tp1",
 }
