@@ -17,8 +17,8 @@ from ray.cluster_utils import Cluster
 
 from dagrl.bench.links import make_certificates
 from dagrl.errors import PhaseError
-from dagrl.runtime.edges import edge
 from dagrl.runtime.edges.tls import TlsFiles
+from dagrl.runtime.executors import edge
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, join, phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions

@@ -44,7 +44,7 @@ def test_internals_of_ray_are_imported_where_they_are_listed() -> None:
     assert users_of("ray.dag") == {"dagrl/runtime/executors/ray_dag.py", "dagrl/run/cluster.py"}
     assert users_of("ray.experimental") == {
         "dagrl/runtime/executors/ray_dag.py",
-        "dagrl/runtime/edges/edge.py",
+        "dagrl/runtime/executors/edge.py",
         "dagrl/runtime/executors/references.py",
     }
     assert users_of("ray._raylet", "ray._private") == {"dagrl/run/local_cluster.py", "dagrl/runtime/executors/event_loop.py"}

@@ -23,11 +23,11 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayChannelError, RayChannelTimeoutError, RayError, RayTaskError
 
 from dagrl.errors import RunError, WorkerFailure
-from dagrl.runtime.edges.edge import Edge, EdgeType, MailboxSlot, make_mailbox
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.ring import KEPT
 from dagrl.runtime.executors import deaths, ray_dag
 from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, label_of, node_calls, result_rooms
+from dagrl.runtime.executors.edge import Edge, EdgeType, MailboxSlot, make_mailbox
 from dagrl.runtime.executors.loop import loop_runs, wait_for_loop
 from dagrl.runtime.executors.node import HasState, run_node
 from dagrl.runtime.executors.outputs import Outputs, Submitted

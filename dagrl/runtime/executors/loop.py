@@ -21,10 +21,10 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayChannelError
 
-from dagrl.runtime.edges.edge import Edge
 from dagrl.runtime.edges.memory import MessageTooLargeError
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError
+from dagrl.runtime.executors.edge import Edge
 from dagrl.runtime.executors.node import HasState, failed_packet, state_of
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dagrl.errors import WorkerFailure
-from dagrl.runtime.edges.edge import Edge, rays_errors
 from dagrl.runtime.edges.mailbox import Mailbox
 from dagrl.runtime.edges.packet import Header, Packet, PacketBody, body_from_wire
 from dagrl.runtime.edges.pickling import UnreadableError
+from dagrl.runtime.executors.edge import Edge, rays_errors
 
 
 class Submitted(NamedTuple):

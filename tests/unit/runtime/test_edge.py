@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dagrl.runtime.edges.edge import Edge, EdgeDescription, EdgeType, MailboxSlot, make_mailbox
 from dagrl.runtime.edges.mailbox import CELL_BYTES, Mailbox
 from dagrl.runtime.edges.memory import EdgeClosedError
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.ring import Ring, RingAddress
+from dagrl.runtime.executors.edge import Edge, EdgeDescription, EdgeType, MailboxSlot, make_mailbox
 from tests.unit.runtime.unreadable import unreadable
 
 HEADER = Header("phase", 0, False, {"train": 0}, 10.0)
@@ -53,7 +53,7 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is a driver, on the host `here`."""
     context = SimpleNamespace(get_actor_id=lambda: None, get_node_id=lambda: "here")
     util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
-    monkeypatch.setattr("dagrl.runtime.edges.edge.ray", SimpleNamespace(get_runtime_context=lambda: context, util=util))
+    monkeypatch.setattr("dagrl.runtime.executors.edge.ray", SimpleNamespace(get_runtime_context=lambda: context, util=util))
 
 
 def both_ends(announced: bool = True) -> tuple[Edge, Edge, object]:

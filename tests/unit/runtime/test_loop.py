@@ -16,13 +16,12 @@ import pytest
 from ray.exceptions import ActorDiedError, RayChannelError, RayChannelTimeoutError, RayTaskError
 
 from dagrl.errors import RunError
-from dagrl.runtime.edges import edge
-from dagrl.runtime.edges.edge import Edge, EdgeDescription
 from dagrl.runtime.edges.link import LinkAddress, LinkReader, LinkWriter
 from dagrl.runtime.edges.packet import Header, Packet
-from dagrl.runtime.executors import compiled, loop, ray_dag
+from dagrl.runtime.executors import compiled, edge, loop, ray_dag
 from dagrl.runtime.executors.base import GraphLimits
 from dagrl.runtime.executors.compiled import CompiledGraph
+from dagrl.runtime.executors.edge import Edge, EdgeDescription
 from dagrl.runtime.executors.node import NodeCall, install
 from dagrl.runtime.executors.outputs import Submitted
 from tests.unit.runtime.unreadable import unreadable

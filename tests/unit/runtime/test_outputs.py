@@ -10,10 +10,10 @@ import pytest
 from ray.exceptions import RayChannelTimeoutError
 
 from dagrl.errors import WorkerFailure
-from dagrl.runtime.edges.edge import MailboxSlot
 from dagrl.runtime.edges.mailbox import Mailbox
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.pickling import UnreadableError, load
+from dagrl.runtime.executors.edge import MailboxSlot
 from dagrl.runtime.executors.outputs import Outputs, Submitted
 from tests.unit.runtime.unreadable import unreadable
 
