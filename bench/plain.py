@@ -3,7 +3,7 @@
 Workers, model, prompts, seeds, losses and the order of work are those of `dagrl.run.loops.grpo`. What differs is the driver.
 Each phase is a `ray.get` of one actor call per worker, with its shard's batch in the object store. Engines get a whole batch
 of generation in equal parts, and the driver waits for the longest sequence. Weights are gathered and broadcast
-(`plain_workers.py`). `dagrl bench step` and `dagrl bench compare` measure it next to dagrl's loops.
+(`plain_workers.py`). `dagrl bench step` measures it next to dagrl's loops.
 """
 
 from __future__ import annotations

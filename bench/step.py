@@ -1,7 +1,7 @@
 """Measures whole GRPO steps: plain Ray calls, synchronous, asynchronous, in-flight updates; same seed and workers.
 
     dagrl bench step                                  with bench/step.yaml; takes minutes on two cores
-    dagrl bench step --json F --plot F [--steps N] [--config YAML] [a.b=c ...]
+    dagrl bench step --json F --plot F [--steps N] [--config YAML] [--variants "plain Ray; sync"] [--at-rest] [a.b=c ...]
 
 All variants run in one session with the same workers, graphs and first weights. Sequence lengths are forced
 (`policy.generation.forced_lengths`), so equal seeds give equal work for any weights. Only steady steps count. At a maximal
@@ -9,6 +9,8 @@ age A, the first A + 1 steps build up the lead; the last A + 1 use it up, and `f
 a run. None of these count. Steps come in bursts of A + 1, one long and the others short, so whole bursts count: as many as
 `--steps` asks for, or more.
 The variants take turns in several rounds, and the numbers are medians over rounds, so other load affects all variants alike.
+With `--at-rest` the learning rate is zero: an optimizer step does all its work but leaves the weights unchanged, so every
+step starts from the same weights, with no checkpoint to reload.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -28,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline, hurried
 from dagrl.bench.report import report_while_measuring
-from dagrl.telemetry.metrics import TIMING, UPDATE_PAUSE
+from dagrl.telemetry.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE, UPDATE_PAUSE
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -63,7 +65,11 @@ Measured = Mapping[Variant, Sequence[Sequence[Metrics]]]
 PLAIN = Variant("plain Ray", plain=True, enabled=False)
 FIFO = Variant("sync, fifo", enabled=False, order="fifo", in_turn=True)
 OVERLAPPED = Variant("sync, overlapped", enabled=False)
-ON_REQUEST = (PLAIN, FIFO, OVERLAPPED)  # measured only if `--variants` names them
+ON_REQUEST = (PLAIN, FIFO, OVERLAPPED)
+"""Measured only if `--variants` names them. `sync, fifo` starts requests in the order of plain calls, so it differs from
+`sync` in the order alone. Both, like plain calls, train on a batch once it is complete."""
+
+PHASES = ("generate", "reward", "logprobs", "reference_logprobs", "accumulate_gradients", "train_step", "refit")
 
 WAITING = tuple(Variant(f"async, age {age}", in_flight=False, age=age) for age in (2, 4, 8))
 """Updates that wait for running sequences, at ages for which dagrl warns of little gain. Measured last."""
@@ -78,9 +84,14 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class StepRow:
-    """Medians over rounds of means over steps: seconds, shares from 0 to 1, and trained tokens of prompts and completions.
+    """Medians over rounds of means over steps: seconds, and shares from 0 to 1.
 
-    `update_pause_s` and `policy_age_max` are maxima over all steps. `speedup` is relative to the first row.
+    `tokens_per_s` counts trained tokens of prompts and completions; per worker (or GPU) of both roles, low and high are the
+    slowest and the fastest round. `phases_s` is the driver's wait per phase (in another thread, if the loop has one).
+    `update_s` runs from the end of training until generation has the weights (0 for plain calls, which only refit).
+    `update_pause_s` and `policy_age_max` are maxima over all steps. MFU covers the train GPUs, in the optimizer step and
+    over the whole step (counting the FLOPs of one optimizer step); 0 if the device's peak is unknown. `speedup` is relative
+    to plain calls, or to the first row if those were not measured.
     """
 
     variant: str
@@ -88,7 +99,10 @@ class StepRow:
     steps: int
     tokens_per_s: float
     tokens_per_s_per_worker: float
+    tokens_per_s_per_worker_low: float
+    tokens_per_s_per_worker_high: float
     step_s: float
+    phases_s: Mapping[str, float]
     exposed_generation_s: float
     idle_train: float
     idle_generation: float
@@ -97,16 +111,19 @@ class StepRow:
     quantum_overhead: float
     policy_age_mean: float
     policy_age_max: float
-    speedup: float
+    mfu_train_step: float
+    mfu: float
+    gen_kl_error: float
+    speedup: float = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench step`."""
     add_run_arguments(parser, CONFIG)
     parser.add_argument("--steps", type=int, help="counted steps per variant, rounded up to whole bursts")
-    parser.add_argument(
-        "--keep-weights", action="store_true", help="a variant begins where the one before ended: no checkpoint"
-    )
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--keep-weights", action="store_true", help="a variant begins where the one before ended")
+    weights.add_argument("--at-rest", action="store_true", help="a learning rate of zero: all steps have the same weights")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
     add_deadline(parser)
     names = "; ".join(variant.name for variant in (*ON_REQUEST, *VARIANTS))
@@ -120,7 +137,9 @@ def run(options: argparse.Namespace) -> None:
     variants = chosen(options.variants) if options.variants else list(VARIANTS)
     deadline = BenchDeadline(options.deadline)
     with run_config(options) as config:
-        first_weights = None if options.keep_weights else Path(config.output_dir) / "first_weights"
+        reloads = not (options.keep_weights or options.at_rest)
+        first_weights = Path(config.output_dir) / "first_weights" if reloads else None
+        config = at_rest(config) if options.at_rest else config
         measured = measure(config, variants, first_weights, options.rounds, deadline)
         report_while_measuring(options, deadline, (as_rows(config, found) for found in measured), print_table, plot)
 
@@ -143,6 +162,15 @@ def run_config(options: argparse.Namespace) -> Iterator[Config]:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
         config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
         yield hurried(config, options.deadline)
+
+
+def at_rest(config: Config) -> Config:
+    """Returns the configuration with a learning rate of zero, which the configuration's validation rejects for a run."""
+    megatron = config.policy.megatron_cfg
+    optimizer = megatron.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})
+    scheduler = megatron.scheduler.model_copy(update={"lr_warmup_init": 0.0})
+    megatron = megatron.model_copy(update={"optimizer": optimizer, "scheduler": scheduler})
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
 
 
 def chosen(text: str, among: Sequence[Variant] = (*ON_REQUEST, *VARIANTS)) -> list[Variant]:
@@ -192,10 +220,9 @@ def measure(
 
 def as_rows(config: Config, measured: Measured) -> list[StepRow]:
     """Returns a row per measured variant."""
-    results: list[StepRow] = []
-    for variant, rounds in measured.items():
-        results.append(as_row(config, variant, rounds, results[0] if results else None))
-    return results
+    rows = [as_row(config, variant, rounds) for variant, rounds in measured.items()]
+    base = next((row for row in rows if row.variant == PLAIN.name), rows[0])
+    return [replace(row, speedup=row.tokens_per_s / base.tokens_per_s) for row in rows]
 
 
 def run_variant(
@@ -226,8 +253,6 @@ def counted_steps(config: Config, variant: Variant) -> int:
 
 def begin_again(session: Session, config: Config, variant: Variant, first_weights: Path | None, steps: int) -> Session:
     """Returns the session for `steps` GRPO steps of `variant`, from the first weights if given."""
-    from dataclasses import replace
-
     from dagrl.config.settings import generation_config
     from dagrl.run.checkpoints import TrainState
 
@@ -249,31 +274,45 @@ def begin_again(session: Session, config: Config, variant: Variant, first_weight
     return replace(session, config=session.config.model_copy(update={"grpo": grpo, "policy": policy}))
 
 
-def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]], first: StepRow | None) -> StepRow:
-    """Returns one row from the metrics of its steps in each round; the speedup is relative to the first row."""
+def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]]) -> StepRow:
+    """Returns one row from the metrics of its steps in each round, without the speedup."""
     from dagrl.config.settings import device_count
 
-    def mean(name: str) -> float:
-        return median(sum(float(step.get(name, 0.0)) for step in steps) / len(steps) for steps in rounds)
+    steps, devices = [step for part in rounds for step in part], device_count(config)
 
-    rate = median(_total(steps, "trained_tokens") / _total(steps, "timing_s/total") for steps in rounds)
+    def mean(value: Callable[[Metrics], float]) -> float:
+        return median(sum(map(value, part)) / len(part) for part in rounds)
+
+    def of(name: str) -> float:
+        return mean(lambda step: float(step.get(name) or 0.0))
+
+    rates = sorted(_total(part, "trained_tokens") / _total(part, TIMING + "total") for part in rounds)
     return StepRow(
         variant=variant.name,
         rounds=len(rounds),
         steps=len(rounds[0]),
-        tokens_per_s=rate,
-        tokens_per_s_per_worker=rate / device_count(config),
-        step_s=mean("timing_s/total"),
-        exposed_generation_s=mean("timing_s/exposed_generation"),
-        idle_train=mean("idle/train"),
-        idle_generation=mean("idle/generation"),
-        update_s=mean("timing_s/update"),
-        update_pause_s=longest_pause_s([step for steps in rounds for step in steps]),
-        quantum_overhead=mean("perf/quantum_overhead"),
-        policy_age_mean=mean("staleness/policy_age_mean"),
-        policy_age_max=max(float(step["staleness/policy_age_max"]) for steps in rounds for step in steps),
-        speedup=rate / first.tokens_per_s if first else 1.0,
+        tokens_per_s=median(rates),
+        tokens_per_s_per_worker=median(rates) / devices,
+        tokens_per_s_per_worker_low=rates[0] / devices,
+        tokens_per_s_per_worker_high=rates[-1] / devices,
+        step_s=of(TIMING + "total"),
+        phases_s={phase: of(TIMING + phase) for phase in PHASES},
+        exposed_generation_s=of(TIMING + "exposed_generation"),
+        idle_train=of(IDLE + "train"),
+        idle_generation=of(IDLE + "generation"),
+        update_s=of(UPDATE),
+        update_pause_s=longest_pause_s(steps),
+        quantum_overhead=of("perf/quantum_overhead"),
+        policy_age_mean=of("staleness/policy_age_mean"),
+        policy_age_max=max(float(step["staleness/policy_age_max"]) for step in steps),
+        mfu_train_step=of(TRAIN_MFU),
+        mfu=mean(lambda step: _share_trained(step) * float(step.get(TRAIN_MFU) or 0.0)),
+        gen_kl_error=of("gen_kl_error"),
     )
+
+
+def _share_trained(step: Metrics) -> float:
+    return float(step.get(TRAIN_SECONDS) or 0.0) / float(step[TIMING + "total"])
 
 
 def longest_pause_s(steps: Sequence[Metrics]) -> float:
@@ -289,56 +328,45 @@ def _total(steps: Sequence[Metrics], name: str) -> float:
 def print_table(results: Sequence[StepRow]) -> None:
     """Prints the rows."""
     from rich.console import Console
-    from rich.table import Column, Table
+    from rich.table import Table
 
-    table = Table(
-        Column("variant", no_wrap=True),
-        "tokens/s",
-        f"of {results[0].variant}",
-        "step s",
-        "exposed s",
-        "idle train",
-        "idle gen",
-        "update ms",
-        "pause ms",
-        "quantum +",
-        "age",
-        "max",
-    )
+    table = Table(title="seconds per step, by phase; x: speedup", title_justify="left")
+    columns = ("exposed", "idle train", "idle gen", "update ms", "pause ms", "quantum +", "age", "max")
+    for name in ("variant", "tok/s/worker", "x", "step", *PHASES, *columns, "MFU train", "MFU", "KL"):
+        table.add_column(name.replace("_", " "), justify="left" if name == "variant" else "right", no_wrap=name == "variant")
     for row in results:
         table.add_row(
-            row.variant,
-            f"{row.tokens_per_s:,.0f}",
-            f"{row.speedup:.2f}x",
-            f"{row.step_s:.2f}",
-            f"{row.exposed_generation_s:.2f}",
-            f"{row.idle_train:.0%}",
-            f"{row.idle_generation:.0%}",
-            f"{row.update_s * 1000:.0f}",
-            f"{row.update_pause_s * 1000:.0f}",
-            f"{row.quantum_overhead:.2%}",
-            f"{row.policy_age_mean:.2f}",
-            f"{row.policy_age_max:.0f}",
-        )
-    Console(width=130).print(table)
+            row.variant, f"{row.tokens_per_s_per_worker:,.0f}", f"{row.speedup:.2f}", f"{row.step_s:.2f}",
+            *(f"{row.phases_s[phase]:.3f}" for phase in PHASES), f"{row.exposed_generation_s:.2f}",
+            f"{row.idle_train:.0%}", f"{row.idle_generation:.0%}", f"{row.update_s * 1000:.0f}",
+            f"{row.update_pause_s * 1000:.0f}", f"{row.quantum_overhead:.2%}", f"{row.policy_age_mean:.2f}",
+            f"{row.policy_age_max:.0f}", *(f"{mfu:.1%}" if mfu else "" for mfu in (row.mfu_train_step, row.mfu)),
+            f"{row.gen_kl_error:.1e}",
+        )  # fmt: skip
+    Console(width=190).print(table)
 
 
 def plot(results: Sequence[StepRow], path: Path) -> None:
-    """Plots tokens per second and the idle share of each role, by variant."""
+    """Plots tokens per second and worker, with the slowest and fastest round, and idle shares, by variant."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (speed, idle) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    names, places = [row.variant for row in results], range(len(results))
-    speed.barh(names, [row.tokens_per_s for row in results], color="#4477aa")
-    speed.set(title="trained tokens a second", xlabel="tokens/s")
+    figure, (speed, idle) = pyplot.subplots(1, 2, figsize=(11, 0.6 * len(results) + 1.8), layout="constrained")
+    places = list(range(len(results)))
+    rates = [row.tokens_per_s_per_worker for row in results]
+    spread = [[row.tokens_per_s_per_worker - row.tokens_per_s_per_worker_low for row in results]]
+    spread.append([row.tokens_per_s_per_worker_high - row.tokens_per_s_per_worker for row in results])
+    bars = speed.barh(places, rates, xerr=spread, color="#4477aa")
+    speed.bar_label(bars, [f"{row.speedup:.2f}x" for row in results], padding=4)
+    speed.set(title="trained tokens/s/worker", yticks=places, yticklabels=[row.variant for row in results])
+    speed.margins(x=0.15)
     idle.barh([place - 0.2 for place in places], [row.idle_train for row in results], 0.4, label="train", color="#ee6677")
     idle.barh(
         [place + 0.2 for place in places], [row.idle_generation for row in results], 0.4, label="generation", color="#228833"
     )
-    idle.set(title="idle share of the step", yticks=list(places), yticklabels=names, xlim=(0, 1))
+    idle.set(title="idle share of the step", yticks=places, yticklabels=[], xlim=(0, 1))
     idle.legend()
     for axes in (speed, idle):
         axes.invert_yaxis()

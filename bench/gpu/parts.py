@@ -54,9 +54,7 @@ def jobs(gpus: int) -> list[Job]:
         _bench("step_overhead", "--workers", "64,128", *DEADLINE, gpus=0, cores=32, name="step_overhead-128"),
         _bench("refit", *DEADLINE, gpus=2),
         *_training(),
-        _bench("optimizer_offload", gpus=1, plot=False),
-        _bench("packing", "--model", "qwen3-0.6b", "--length", "2048", "--median", "320", gpus=1, plot=False),
-        _bench("reference_weights", gpus=1, plot=False),
+        *_settings(),
         _bench("exchange", gpus=1, plot=False),
         _bench("curves", f"{TRAIN}.data_parallel_size=1", *DEADLINE, gpus=2),
         *_steps(gpus),
@@ -135,8 +133,23 @@ def _training() -> list[Job]:
     ]
 
 
+SETTINGS = {
+    "packing": ("--rows", "32", "--length", "2048", "--median", "320"),
+    "offload": ("--rows", "16", "--length", "2048"),
+    "reference": ("--rows", "16", "--length", "1024", "--micro", "8"),
+}
+"""Comparisons of `bench settings` and their sizes."""
+
+
+def _settings() -> list[Job]:
+    return [
+        _bench("settings", comparison, "--model", "qwen3-0.6b", *words, gpus=1, name=comparison, plot=False)
+        for comparison, words in SETTINGS.items()
+    ]
+
+
 VARIANTS = "plain Ray; sync; sync, overlapped; in flight, age 2; in flight, age 4"
-"""Variants of `bench compare`."""
+"""Variants of whole steps that are compared with plain calls."""
 
 
 def _steps(gpus: int) -> list[Job]:
@@ -150,9 +163,10 @@ def _steps(gpus: int) -> list[Job]:
     whole = ("policy.sequence_packing={enabled: true, train_mb_tokens: 8192, logprob_mb_tokens: 16384}", *layout)
     large = (*_sequences(8 * half), *(cut if half > 1 else whole))
     small = (*_sequences(16 * half), *layout)
+    plain = ("--variants", VARIANTS, "--at-rest", "--rounds", "2")
     return [
-        _step("compare", "qwen3-0.6b", ("--variants", VARIANTS, "--steps", "6", *small), gpus=2),
-        _step("compare", "qwen3-4b", ("--variants", VARIANTS, "--steps", "4", *large), gpus=2),
+        _step("compare", "qwen3-0.6b", (*plain, "--steps", "6", *small), gpus=2),
+        _step("compare", "qwen3-4b", (*plain, "--steps", "4", *large), gpus=2),
         _step("step", "qwen3-0.6b", ("--keep-weights", "--rounds", "1", *small), gpus=2),
     ]
 
@@ -166,9 +180,9 @@ def _sequences(prompts: int) -> tuple[str, ...]:
     )
 
 
-def _step(bench: str, model: str, words: Sequence[str], gpus: int) -> Job:
+def _step(name: str, model: str, words: Sequence[str], gpus: int) -> Job:
     setting = ("--config", "bench/gpu/step.yaml", f"policy.model_name={{models}}/{model}")
-    job = _bench(bench, *setting, *words, *DEADLINE, gpus=gpus, name=f"{bench}-{model}")
+    job = _bench("step", *setting, *words, *DEADLINE, gpus=gpus, name=f"{name}-{model}")
     return replace(job, before=_python("dagrl.bench.gpu.models", model, "{models}"))
 
 

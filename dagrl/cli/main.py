@@ -52,13 +52,10 @@ BENCHES = {
     "train": "training steps compared with a plain Megatron loop: time, MFU, losses",
     "peers": "GRPO and SFT steps and generation, compared with TRL, torchtitan and vLLM's own engines",
     "embed": "calls and training steps of verl's worker groups, its own and accelerated ones",
-    "step": "GRPO steps: synchronous, asynchronous, with in-flight weight updates",
-    "compare": "GRPO steps compared with the same step in plain Ray calls",
+    "step": "GRPO steps: plain Ray calls, synchronous, asynchronous, with in-flight weight updates",
+    "settings": "one train worker with and without packing, optimizer offload, reference weights on the GPU",
     "curves": "reward by step and by minute, synchronous and asynchronous",
-    "packing": "padding, dynamic microbatches and sequence packing",
-    "optimizer_offload": "optimizer state offloaded during log-probabilities",
     "exchange": "training that leaves its GPU for generation and comes back, as a share of the link",
-    "reference_weights": "the reference policy in host memory or on the GPU",
 }
 """Modules of `dagrl.bench` and what each measures. Each has `add_arguments(parser)` and `run(options)`."""
 

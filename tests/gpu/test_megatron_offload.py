@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dagrl.bench.models import SHAPES, ModelShape, write_model
-from dagrl.bench.optimizer_offload import GIB, runs_within
+from dagrl.bench.settings import COMPARISONS, GIB, runs_within
 from dagrl.bench.train_inputs import single_worker, train_batch
 from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
@@ -98,8 +98,9 @@ def test_log_probabilities_are_equal_and_need_less_memory(worker: MegatronWorker
     torch.cuda.reset_peak_memory_stats()
     worker.logprobs(rows)
     limit = torch.cuda.max_memory_allocated() - worker._ready().offloader.nbytes("optimizer") // 2
-    assert not runs_within(worker, BATCH, "off", limit), f"within {limit / GIB:.2f} GiB"
-    assert runs_within(worker, BATCH, "on", limit), f"within {limit / GIB:.2f} GiB"
+    off, on, _ = COMPARISONS["offload"]
+    assert not runs_within(worker, BATCH, off, limit), f"within {limit / GIB:.2f} GiB"
+    assert runs_within(worker, BATCH, on, limit), f"within {limit / GIB:.2f} GiB"
 
 
 def test_copies_for_a_checkpoint_are_in_pinned_memory() -> None:

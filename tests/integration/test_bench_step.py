@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from dagrl.bench import curves, step
-from dagrl.bench.compare import CHOICE
 from dagrl.bench.deadline import BenchDeadline
 from dagrl.config import Config
 from dagrl.config.file import load_config
@@ -79,8 +78,8 @@ def test_rows_of_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_comparison_controls_for_the_order_of_requests() -> None:
-    sync = next(variant for variant in CHOICE if variant.name == "sync")
-    assert any(replace(variant, name="sync", order="longest_first") == sync != variant for variant in CHOICE)
+    sync = next(variant for variant in step.VARIANTS if variant.name == "sync")
+    assert any(replace(variant, name="sync", order="longest_first") == sync != variant for variant in step.ON_REQUEST)
 
 
 def test_an_unknown_variant_is_rejected() -> None:

@@ -1,4 +1,4 @@
-"""The baseline of `dagrl bench compare` does the same work: equal steps, and the same bytes in the engines."""
+"""The plain calls of `dagrl bench step` do the same work: equal steps, and the same bytes in the engines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dagrl.bench.compare import at_rest
 from dagrl.bench.plain import PlainDriver, with_plain_workers
-from dagrl.bench.step import PLAIN, VARIANTS, run_variant
+from dagrl.bench.step import PLAIN, VARIANTS, at_rest, run_variant
 from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.errors import DeadlineError

@@ -172,7 +172,7 @@ def test_results_of_separate_runs_accumulate(tmp_path: Path) -> None:
 
 def test_parts_and_jobs_are_chosen_by_name() -> None:
     every = jobs(4)
-    assert {found.part for found in _wanted("compare,faults", every)} == {"compare", "faults"}
+    assert {found.part for found in _wanted("step,faults", every)} == {"step", "faults"}
     assert [found.name for found in _wanted("run-sync", every)] == ["run-sync"]
     with pytest.raises(SystemExit, match="--parts: found stepp; choose from"):
         _wanted("stepp", every)
@@ -272,7 +272,7 @@ def test_training_runs_fit_their_gpus(gpus: int) -> None:
 def test_measured_steps_and_faults_pass_the_preflight(tmp_path: Path, gpus: int) -> None:
     """Finds every mistake that is visible before the start; of the weights only the headers exist."""
     for found in jobs(gpus):
-        if found.part not in ("compare", "step", "curves", "faults") or found.gpus > gpus:
+        if found.part not in ("step", "curves", "faults") or found.gpus > gpus:
             continue
         words = [word.replace("{models}", str(tmp_path)).replace("{seconds}", "500") for word in found.command]
         if found.before:

@@ -175,7 +175,7 @@ def test_bench_help_describes_each_benchmark(capsys: pytest.CaptureFixture[str])
         (["step_overhead", "--workers", "12", "--kind", "sft"], "--workers 12: train get up to 8"),
         (["step_overhead", "--json", "/proc/x/y.json"], "--json /proc/x/y.json: cannot write in /proc"),
         (["step_overhead", "--plot", "step.png"], "--plot step.png needs the package 'matplotlib'"),
-        (["compare", "--variants", "plain Ray; synch"], "--variants: found synch; choose from plain Ray; sync"),
+        (["step", "--variants", "plain Ray; synch"], "--variants: found synch; choose from plain Ray; sync"),
     ],
 )
 def test_invalid_benchmark_options_fail_before_measuring(

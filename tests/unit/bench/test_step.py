@@ -1,10 +1,10 @@
-"""Rows of `dagrl bench step` and `dagrl bench compare` from the metrics of their steps."""
+"""Rows of `dagrl bench step` from the metrics of their steps."""
 
 from __future__ import annotations
 
 import pytest
 
-from dagrl.bench import compare, step
+from dagrl.bench import step
 from dagrl.config import Config
 
 CONFIG = Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": {"generation": {}}})
@@ -23,7 +23,6 @@ def test_every_age_has_variants_with_and_without_in_flight_updates() -> None:
     found = {(variant.in_flight, variant.age) for variant in step.VARIANTS if variant.enabled}
     assert found == {(in_flight, age) for age in (1, 2, 4, 8) for in_flight in (True, False)}
     assert step.VARIANTS[-3:] == step.WAITING, "variants with little gain come last, where a deadline cuts"
-    assert not set(step.WAITING) & set(compare.CHOICE)
 
 
 def test_rows_have_update_time_and_generation_pause() -> None:
@@ -31,19 +30,19 @@ def test_rows_have_update_time_and_generation_pause() -> None:
         [measured(2.0, update=0.5, pause=0.01, refit=0.3), measured(2.0, update=0.7, pause=0.04, refit=0.3)],
         [measured(2.0, update=0.9, pause=0.02, refit=0.3)],
     ]
-    for result in (compare.as_row(CONFIG, IN_FLIGHT, rounds), step.as_row(CONFIG, IN_FLIGHT, rounds, None)):
-        assert result.update_pause_s == 0.04, "the longest of all"
-    assert compare.as_row(CONFIG, IN_FLIGHT, rounds).update_s == 0.7
-    assert step.as_row(CONFIG, IN_FLIGHT, rounds, None).update_s == pytest.approx((0.6 + 0.9) / 2)
+    row = step.as_row(CONFIG, IN_FLIGHT, rounds)
+    assert row.update_pause_s == 0.04, "the longest of all"
+    assert row.update_s == pytest.approx((0.6 + 0.9) / 2)
 
 
 def test_plain_calls_pause_generation_for_their_whole_refit(capsys: pytest.CaptureFixture[str]) -> None:
     rounds = {step.PLAIN: [[measured(4.0, refit=0.3)]], SYNC: [[measured(2.0, update=0.021, pause=0.006, refit=0.02)]]}
-    plain, sync = compare.as_rows(CONFIG, rounds)
-    assert (plain.update_s, plain.update_pause_s, sync.update_pause_s, sync.times_plain) == (0.0, 0.3, 0.006, 2.0)
-    reordered = compare.as_rows(CONFIG, dict(reversed(rounds.items())))
-    assert [row.times_plain for row in reordered] == [2.0, 1.0], "relative to plain calls in any order"
-    assert [row.times_plain for row in compare.as_rows(CONFIG, {SYNC: rounds[SYNC]})] == [None]
-    compare.print_table([plain, sync])
+    plain, sync = step.as_rows(CONFIG, rounds)
+    assert (plain.update_s, plain.update_pause_s, sync.update_pause_s, sync.speedup) == (0.0, 0.3, 0.006, 2.0)
+    assert sync.tokens_per_s_per_worker_low == sync.tokens_per_s_per_worker == 25.0
+    reordered = step.as_rows(CONFIG, dict(reversed(rounds.items())))
+    assert [row.speedup for row in reordered] == [2.0, 1.0], "relative to plain calls in any order"
+    assert [row.speedup for row in step.as_rows(CONFIG, {SYNC: rounds[SYNC]})] == [1.0]
+    step.print_table([plain, sync])
     table = capsys.readouterr().out
     assert "pause" in table and "300" in table and " 21 " in table
