@@ -168,7 +168,7 @@ def long_tailed_batch(options: argparse.Namespace) -> Batch:
 def snapshot_reference(worker: MegatronWorker, batch: Batch) -> None:
     """Makes the current weights the reference's, which then has the policy's log-probabilities."""
     worker.snapshot_reference()
-    first, second = (worker.logprobs(rows_of(batch), model) for model in ("policy", "reference"))  # type: ignore[arg-type]
+    first, second = (worker.logprobs(rows_of(batch), model) for model in ("policy", "reference"))
     assert first is not None and second is not None
     np.testing.assert_array_equal(first["logprobs"], second["logprobs"])
 
