@@ -1,4 +1,4 @@
-"""Gradients of adapters without the gradient of the weight that they are added to.
+"""The adapters of one local weight as one product, and their gradients without that of the weight.
 
 A layer computes with the merged weight `W + scale * B @ A`, so its output is that of the merged refit, bit by bit. The
 gradient of the whole weight would be a product as large as the forward pass, for nothing: with the layer's input x and the
@@ -8,7 +8,8 @@ Megatron is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,53 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, linear_with_frozen_weight
 from torch import Tensor
 
-Factors = Callable[[], tuple[Tensor, Tensor] | None]
-"""Returns B [outputs, dim] and A [dim, inputs] of the running pass; None if the layer runs without adapters."""
+Adapter = tuple[torch.nn.Parameter, ...]
+"""A [dim, inputs] and B [outputs, dim] of one Hugging Face parameter; with DoRA also its magnitudes [outputs]."""
+
+Factors = tuple[Tensor, Tensor]
+"""All B and all A as one product: [rows, adapters * dim] and [adapters * dim, columns]."""
+
+
+@dataclass(frozen=True)
+class AdapterStack:
+    """The adapters of one local weight, computed together.
+
+    A fused query, key and value weight has a part per head group, and a product for each would take longer to launch than to
+    compute. With the rows of all B under each other: row `sources[i]` of them belongs at `places[i]`, which is
+    `row * adapters + adapter`. `whole`: one adapter has all rows, in order. `columns`: those of A that the weight has.
+    """
+
+    adapters: Sequence[Adapter]
+    rows: int
+    sources: Tensor
+    places: Tensor
+    whole: bool
+    columns: slice
+
+    def factors(self) -> Factors:
+        """Returns the factors, differentiable in the adapters."""
+        wide = torch.cat([adapter[1] for adapter in self.adapters])
+        if not self.whole:
+            empty = wide.new_zeros(self.rows * len(self.adapters), wide.shape[1])
+            wide = empty.index_copy(0, self.places, wide[self.sources]).view(self.rows, -1)
+        return wide, torch.cat([adapter[0][:, self.columns] for adapter in self.adapters])
+
+    def gradients(self, of_wide: Tensor, of_narrow: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of A and B of each adapter from those of the factors."""
+        if not self.whole:
+            taken = of_wide.reshape(self.rows * len(self.adapters), -1)[self.places]
+            length = sum(len(adapter[1]) for adapter in self.adapters)
+            of_wide = taken.new_zeros(length, taken.shape[1]).index_copy_(0, self.sources, taken)
+        inputs = self.adapters[0][0].shape[1]
+        if of_narrow.shape[1] < inputs:  # the other columns are those of other ranks
+            of_narrow = torch.nn.functional.pad(of_narrow, (self.columns.start, inputs - self.columns.stop))
+        of_a = of_narrow.split([len(adapter[0]) for adapter in self.adapters])
+        of_b = of_wide.split([len(adapter[1]) for adapter in self.adapters])
+        return tuple(part for pair in zip(of_a, of_b, strict=True) for part in pair)
+
+
+Running = Callable[[], tuple[AdapterStack, Factors] | None]
+"""Returns what the running pass merged, without gradients; None if the layer runs without adapters."""
 
 
 def is_linear(module: torch.nn.Module) -> bool:
@@ -25,16 +71,18 @@ def is_linear(module: torch.nn.Module) -> bool:
     return isinstance(module, ColumnParallelLinear | RowParallelLinear)
 
 
-def leave_weight_out(module: torch.nn.Module, factors: Factors, scale: float) -> None:
-    """Makes a linear layer, whose weight is frozen or merged without a gradient, give `factors` their gradients."""
+def leave_weight_out(module: torch.nn.Module, running: Running, scale: float) -> None:
+    """Makes a linear layer, whose weight is frozen or merged without a gradient, give its adapters their gradients."""
 
     def forward(input: Tensor, weight: Tensor, **options: Any) -> Tensor:  # Megatron's names
         output: Tensor = linear_with_frozen_weight(input, weight, **options)
-        found = factors() if torch.is_grad_enabled() else None
+        found = running() if torch.is_grad_enabled() else None
         if found is None:
             return output
+        stack, factors = found
         group = options["tp_group"] if options["sequence_parallel"] else None
-        result: Tensor = _AdapterGradients.apply(output, input, *found, scale, group)  # type: ignore[no-untyped-call]
+        trained = [part for adapter in stack.adapters for part in adapter]
+        result: Tensor = _AdapterGradients.apply(output, input, stack, *factors, scale, group, *trained)  # type: ignore[no-untyped-call]
         return result
 
     module.__dict__["_forward_impl"] = forward
@@ -44,9 +92,19 @@ class _AdapterGradients(torch.autograd.Function):
     """Passes the output on. With a `group` the input is this rank's part of the sequence, and the output has all of it."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, inputs: Tensor, wide: Tensor, narrow: Tensor, scale: float, group: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        inputs: Tensor,
+        stack: AdapterStack,
+        wide: Tensor,
+        narrow: Tensor,
+        scale: float,
+        group: Any,
+        *trained: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(inputs, wide, narrow)
-        ctx.scale, ctx.group = scale, group
+        ctx.stack, ctx.scale, ctx.group = stack, scale, group
         return output.view_as(output)
 
     @staticmethod
@@ -60,5 +118,5 @@ class _AdapterGradients(torch.autograd.Function):
             dist.all_gather_into_tensor(whole, hidden, group=ctx.group)
             dist.reduce_scatter_tensor(part, of_hidden, group=ctx.group)
             hidden, of_hidden = whole, part
-        of_wide, of_narrow = gradient.t() @ hidden, of_hidden.t() @ rows
-        return gradients[0], None, ctx.scale * of_wide, ctx.scale * of_narrow, None, None
+        of_wide, of_narrow = gradient.t() @ hidden.mul_(ctx.scale), of_hidden.mul_(ctx.scale).t() @ rows
+        return gradients[0], None, None, None, None, None, None, *ctx.stack.gradients(of_wide, of_narrow)

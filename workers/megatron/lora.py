@@ -32,12 +32,9 @@ from torch import Tensor
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import Box, WeightSlice, expand
 from dagrl.workers.megatron.adapter_files import AdapterShapes, is_target
-from dagrl.workers.megatron.adapter_gradients import is_linear, leave_weight_out
+from dagrl.workers.megatron.adapter_gradients import Adapter, AdapterStack, Factors, is_linear, leave_weight_out
 from dagrl.workers.megatron.adapter_slices import adapter_names
 from dagrl.workers.megatron.model import ADAPTERS, ModelChunks
-
-Adapter = tuple[torch.nn.Parameter, ...]
-"""A [dim, inputs] and B [outputs, dim] of one Hugging Face parameter; with DoRA also its magnitudes [outputs]."""
 
 PARTS = "ABM"
 """Names of the parts of an adapter in modules and checkpoints."""
@@ -81,20 +78,6 @@ class WeightPart:
 
 
 @dataclass(frozen=True)
-class AdapterStack:
-    """The adapters of one local weight as one product: `[rows, adapters * dim] @ [adapters * dim, columns]`.
-
-    A fused query, key and value weight has a part per head group, and a product for each would take longer to launch than to
-    compute. `sources`: the row of all B together that each row takes. `places` [rows, adapters, 1] is 1 at its adapter.
-    """
-
-    adapters: Sequence[Adapter]
-    sources: Tensor
-    places: Tensor
-    columns: slice
-
-
-@dataclass(frozen=True)
 class AdaptedWeight:
     """One local weight, and its parts from top to bottom. `group`: the ranks over which its rows are split, if any."""
 
@@ -106,45 +89,45 @@ class AdaptedWeight:
     whole_gradient: bool  # whether the layer computes the gradient of the merged weight
 
     def merge(self) -> None:
-        """Gives the module the merged weight for the running pass."""
-        # An entry of the module's own dictionary hides its parameter, which stays registered.
+        """Gives the module the merged weight for the running pass, and keeps the adapters' factors with it."""
         with torch.set_grad_enabled(self.whole_gradient and torch.is_grad_enabled()):
-            self.module.__dict__["weight"] = self.merged()
+            factors = self._stack.factors()
+            # Entries of the module's own dictionary hide its parameter, which stays registered.
+            self.module.__dict__.update(weight=self._sum(*factors), factors=factors)
 
     def forget(self) -> None:
         """Gives the module its base weight."""
-        self.module.__dict__.pop("weight", None)
+        for name in ("weight", "factors"):
+            self.module.__dict__.pop(name, None)
 
     def merged(self) -> Tensor:
         """Returns the weight with its adapters, differentiable in them. With DoRA the ranks of `group` call it together."""
-        wide, narrow = self.factors()
+        return self._sum(*self._stack.factors())
+
+    def running(self) -> tuple[AdapterStack, Factors] | None:
+        """Returns what `merge` merged, until `forget`."""
+        factors = self.module.__dict__.get("factors")
+        return None if factors is None else (self._stack, factors)
+
+    def _sum(self, wide: Tensor, narrow: Tensor) -> Tensor:
         merged = torch.addmm(self.base, wide, narrow, alpha=self.scale)
         return merged * self._factors(self.norms(merged))[:, None] if len(self._stack.adapters[0]) > 2 else merged
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """Returns all B and all A as one product: [rows, adapters * dim] and [adapters * dim, columns]."""
-        stack = self._stack
-        wide = torch.cat([adapter[1] for adapter in stack.adapters])[stack.sources, None] * stack.places
-        return wide.flatten(1), torch.cat([adapter[0][:, stack.columns] for adapter in stack.adapters])
-
-    def running_factors(self) -> tuple[Tensor, Tensor] | None:
-        """Returns `factors()` while the module has the merged weight."""
-        return self.factors() if "weight" in self.module.__dict__ else None
 
     @cached_property
     def _stack(self) -> AdapterStack:
         adapters = list({id(part.adapter): part.adapter for part in self.parts if part.adapter is not None}.values())
         numbers = {id(adapter): number for number, adapter in enumerate(adapters)}
         starts = list(accumulate((len(adapter[1]) for adapter in adapters), initial=0))
-        sources = torch.zeros(len(self.base), dtype=torch.long)
-        places = torch.zeros(len(self.base), len(adapters))
+        sources, places = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
         for part in self.parts:
             if part.adapter is not None:
                 number = numbers[id(part.adapter)]
-                sources[part.rows] = torch.arange(*part.box[0]) + starts[number]
-                places[part.rows, number] = 1
+                sources.append(torch.arange(*part.box[0]) + starts[number])
+                places.append(torch.arange(part.rows.start, part.rows.stop) * len(adapters) + number)
+        given, taken = (torch.cat(found).to(self.base.device) for found in (sources, places))
+        whole = len(adapters) == 1 and torch.equal(given, taken) and len(given) == len(self.base) == starts[-1]
         columns = slice(*self.parts[0].box[1])
-        return AdapterStack(adapters, sources.to(self.base.device), places.to(self.base)[:, :, None], columns)
+        return AdapterStack(adapters, len(self.base), given, taken, whole, columns)
 
     def norms(self, weight: Tensor) -> Tensor:
         """Returns the norm of each row of a weight that is split as this one, without a gradient. [rows]
@@ -272,7 +255,7 @@ def add_adapters(
         if settings.use_dora:
             _set_magnitudes(weight, held)
         if not whole:
-            leave_weight_out(module, weight.running_factors, scale)
+            leave_weight_out(module, weight.running, scale)
         layers.setdefault(layer, []).append(weight)
     return Adapters(layers, scale)
 
