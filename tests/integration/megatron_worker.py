@@ -31,7 +31,7 @@ class TestedWorker(MegatronWorker):
         return {name: [part.main_grad.float().cpu().clone().numpy() for part in adapter] for name, adapter in held}  # type: ignore[attr-defined]
 
     def products(self, batch: Batch) -> list[tuple[int, ...]]:
-        """Returns the shapes of the matrix products of a step, without those that add to a matrix."""
+        """Returns the shapes of the matrix products of a step, with those added to a buffer, without merged weights."""
         from torch.utils._python_dispatch import TorchDispatchMode
 
         shapes: list[tuple[int, ...]] = []
@@ -39,7 +39,7 @@ class TestedWorker(MegatronWorker):
         class Watch(TorchDispatchMode):
             def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = function(*args, **(kwargs or {}))
-                if str(function) == "aten.mm.default":
+                if str(function) in ("aten.mm.default", "aten.addmm_.default"):
                     shapes.append(tuple(result.shape))
                 return result
 
