@@ -57,8 +57,8 @@ class AdapterStack:
         inputs = self.adapters[0][0].shape[1]
         if of_narrow.shape[1] < inputs:  # the other columns are those of other ranks
             of_narrow = torch.nn.functional.pad(of_narrow, (self.columns.start, inputs - self.columns.stop))
-        of_a = of_narrow.split([len(adapter[0]) for adapter in self.adapters])
-        of_b = of_wide.split([len(adapter[1]) for adapter in self.adapters])
+        of_a = torch.split(of_narrow, [len(adapter[0]) for adapter in self.adapters])
+        of_b = torch.split(of_wide, [len(adapter[1]) for adapter in self.adapters])
         return tuple(part for pair in zip(of_a, of_b, strict=True) for part in pair)
 
 
