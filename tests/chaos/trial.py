@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.chaos.damage import damaged
 from tests.chaos.disk import Disk
 from tests.chaos.faults import Fault
 from tests.chaos.network import Relay
-from tests.chaos.scenarios import Scenario
+from tests.chaos.scenarios import SPARE, WORKERS, Scenario
 from tests.chaos.task import CONDUCT
 from tests.integration.main_job import SHARED_MEMORY, Run, descendants
 
@@ -35,6 +36,7 @@ STARTING, DAMAGED = 0.3, 0.5
 KEPT = ("ray", "torchinductor")
 """Temporary directories that outlive a run: Ray's logs and sockets, and a cache."""
 
+EDGES = "memfd:dagrl"
 RESTARTS = b"restarting from the newest checkpoint"
 RESUME = "checkpointing.resume=true"
 
@@ -94,7 +96,11 @@ class Trial:
         if word is None:
             return []
         found = self.cluster.pids() if self.cluster else [process.pid for process in descendants(self.driver)]
-        return [pid for pid in found if word in _command_line(pid)]
+        places = [pid for pid in found if re.search(word, _command_line(pid))]
+        if target not in (*WORKERS, SPARE):
+            return places
+        spares = _spares(places)
+        return spares if target == SPARE else [pid for pid in places if pid not in spares]
 
     def stopped(self) -> bool:
         """Whether the driver has ended."""
@@ -305,8 +311,18 @@ def _clock(directory: Path) -> Clock | None:
         return None
 
 
+def _spares(workers: Sequence[int]) -> list[int]:
+    """Those workers that wait: they have no edges yet, which the others have. None if no worker has edges."""
+    idle = [pid for pid in workers if EDGES not in _read(pid, "maps")]
+    return idle if len(idle) < len(workers) else []
+
+
 def _command_line(pid: int) -> str:
+    return _read(pid, "cmdline").replace("\0", " ")
+
+
+def _read(pid: int, name: str) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     except OSError:
         return ""
