@@ -44,7 +44,7 @@ class Scenario:
     """A configuration and its overrides.
 
     `exact`: a run that was disturbed ends with the same weights and metrics, bit for bit. Otherwise every step is there
-    once, with finite numbers. `reached`: the places that faults can be aimed at, each with a pattern in the command line of its
+    once, with finite numbers. `reached`: the places that faults can be aimed at, each with a pattern of command lines of its
     processes.
     """
 
