@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 
@@ -91,3 +92,13 @@ def _after(replays: int, replay: Callable[[], object], group: WorkerGroup) -> li
     for _ in range(replays):
         replay()
     return [count(), *group.call_function(count)]
+
+
+def test_ray_keeps_no_reports_of_calls(group: WorkerGroup) -> None:
+    """GCS would keep the last 100,000."""
+    from ray._private.state import state
+
+    for _ in range(5):
+        group.call("pid")
+    time.sleep(1.5)  # Ray reports once a second
+    assert state._connect_and_get_accessor().get_task_events() == []
