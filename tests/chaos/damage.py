@@ -22,9 +22,12 @@ class Damage:
 
 @contextmanager
 def damaged(checkpoints: Path, random: Random) -> Iterator[Damage | None]:
-    """Damages one byte of the newest checkpoint for the block, or cuts a file there. None if there is no checkpoint."""
-    found = sorted(path for path in checkpoints.glob("step_*") if not path.suffix)
-    if not found:
+    """Damages one byte of the newest checkpoint for the block, or cuts a file there.
+
+    None if there is no checkpoint, or one that is newer and may be whole, without its name: a resumed run would take that.
+    """
+    found = sorted(checkpoints.glob("step_*"))
+    if not found or found[-1].suffix:
         yield None
         return
     newest = found[-1]
