@@ -131,12 +131,7 @@ _EP8PP2 = ParallelLayout(pp=2, dp=8, ep=8, etp=1)
 _EP8DP2 = ParallelLayout(dp=16, ep=8, etp=1)
 _EP16TP4PP8 = ParallelLayout(tp=4, pp=8, dp=4, ep=16, etp=1, first_stage_layers=11, last_stage_layers=11)
 _EP16PP16 = ParallelLayout(pp=16, dp=16, ep=16, etp=1, first_stage_layers=3, last_stage_layers=2)
-LARGEST = [
-    RefitMapping(
-        QWEN3_235B, ParallelLayout(tp=4, pp=8, dp=4, ep=16, etp=1, first_stage_layers=11, last_stage_layers=11), 8, 16
-    ),
-    RefitMapping(DEEPSEEK_V3, ParallelLayout(pp=16, dp=16, ep=16, etp=1, first_stage_layers=3, last_stage_layers=2), 32, 8),
-]
+LARGEST = [RefitMapping(QWEN3_235B, _EP16TP4PP8, 8, 16), RefitMapping(DEEPSEEK_V3, _EP16PP16, 32, 8)]
 TABLE = [
     RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 1, 8),
     RefitMapping(QWEN3_4B, ParallelLayout(dp=8), 8, 1),

@@ -24,7 +24,6 @@ from dagrl.runtime.split import split_rows
 from dagrl.runtime.worker import WorkerContext
 
 DEADLINE_S = 60.0
-GPU_ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 @dataclass(frozen=True)

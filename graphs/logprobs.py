@@ -32,9 +32,3 @@ def teacher_logprobs(teacher: Shard, batch: Input) -> Value:
 def keep_reference_logprobs(train: Shard, batch: Input) -> Value:
     """Gives the train workers log-probabilities of a reference policy that others computed, for `train_step`."""
     return join(train.map("keep_columns", batch))
-
-
-@phase(inputs=INPUTS)
-def logprob_rows(train: Shard, batch: Input) -> Value:
-    """Returns log-probabilities and entropy under the current weights to the driver."""
-    return train.reduce("merge_rows", train.map("logprobs", batch, model="policy"))

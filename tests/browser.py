@@ -9,7 +9,6 @@ with browser(tmp_path) as tab:
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -78,9 +77,6 @@ class Tab:
             f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)"
         )
         return texts
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
 
     def _middle(self, selector: str) -> dict[str, float]:
         script = (

@@ -252,11 +252,6 @@ class TestedWorker(MegatronWorker):
             threading.Timer(seconds, self.abort).start()
         return self.logprobs(batch)
 
-    def train_and_abort_after(self, batch: Batch, seconds: float) -> object:
-        """Runs `train_step` with a concurrent `abort()` from another thread, as in the runtime."""
-        threading.Timer(seconds, self.abort).start()
-        return self.train_step(batch, "likelihood")
-
     def export_in_files(self, directory: str, file_bytes: int) -> None:
         """Runs `export_hf` with files of at most `file_bytes`."""
         from dagrl.workers.megatron import hf_export

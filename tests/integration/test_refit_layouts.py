@@ -20,12 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from dagrl.config import Config
 from dagrl.graphs.generate import generate
-from dagrl.graphs.logprobs import logprob_rows
+from dagrl.graphs.logprobs import INPUTS
 from dagrl.graphs.refit import refit
 from dagrl.graphs.train import demonstration_step
 from dagrl.refit import Refit
 from dagrl.rl.generation import Generated
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Shard, phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.worker import WorkerContext
@@ -50,6 +51,11 @@ DENSE = {
     "pp2vpp2": ParallelLayout(pp=2, vpp=2),
 }
 EXPERTS = {"dp2ep2": ParallelLayout(dp=2, ep=2)}
+
+
+@phase(inputs=INPUTS)
+def logprob_rows(train: Shard, batch):
+    return train.reduce("merge_rows", train.map("logprobs", batch, model="policy"))
 
 
 @dataclass(frozen=True)
