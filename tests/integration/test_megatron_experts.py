@@ -32,6 +32,8 @@ def step_of(model: Path, precision: str, experts: type, **policy: Any) -> tuple[
 
     `experts`: the expected kind of its layers.
     """
+    from dagrl.workers.megatron.experts import GroupedExperts, joined
+
     config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **policy)
     with single_worker(config, TestedWorker) as made:
         modules = [module for chunk in made._ready().model.chunks for module in chunk.modules()]
@@ -39,6 +41,10 @@ def step_of(model: Path, precision: str, experts: type, **policy: Any) -> tuple[
         with replay_context(ReplayContext("test", 0, True)):  # gradients, but no update
             metrics = made.train_step(reference.make_batch(), "likelihood")
         figures = merge_step_metrics([metrics]).flat()
+        for layer in (module for module in modules if isinstance(module, GroupedExperts)):
+            for kind in ("linear_fc1", "linear_fc2"):
+                weights = [getattr(expert, kind).weight for expert in layer.local_experts]
+                assert joined(weights) is not None and joined([weight.main_grad for weight in weights]) is not None
         return reference.assemble([made.gradients()]), figures["loss"], figures["grad_norm"]
 
 

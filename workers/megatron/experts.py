@@ -1,9 +1,9 @@
 """The experts of a layer as grouped matrix products: one launch for all experts instead of one each.
 
 Parameters, names and checkpoints are those of Megatron's `SequentialMLP`, with one weight per expert. Megatron's own grouped
-experts need Transformer Engine or the `grouped_gemm` extension. torch's `grouped_mm` needs all weights in one tensor, but
-Megatron's buffers interleave fc1 and fc2 of the experts, last expert first. So each product copies its weights in one pass
-and drops the copy.
+experts need Transformer Engine or the `grouped_gemm` extension. torch's `grouped_mm` needs all weights in one tensor, so
+those of a layer's experts lie at equal distances in one memory (`join_weights`, and `experts_last_first` for Megatron's
+buffers). A product over experts of which some have no token copies the weights of the others.
 
 In bfloat16 on Hopper and Blackwell a product is one kernel; elsewhere torch loops over the experts. Rows must be a multiple
 of 16 bytes (`architecture.EXPERT_MULTIPLE`). Imported only where Megatron is.
@@ -11,15 +11,20 @@ of 16 bytes (`architecture.EXPERT_MULTIPLE`). Imported only where Megatron is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+
+_EXPERT = re.compile(r"(.*\blocal_experts\.)(\d+)\.")
+Held = TypeVar("Held")
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
@@ -34,6 +39,13 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         assert not self.config.add_bias_linear, "grouped products support no bias"
 
+    def join_weights(self) -> None:
+        """Moves the first weights of all experts into one tensor, and the second ones into another."""
+        for layers in zip(*((expert.linear_fc1, expert.linear_fc2) for expert in self.local_experts), strict=True):
+            together = torch.stack([layer.weight.data for layer in layers])
+            for layer, place in zip(layers, together, strict=True):
+                layer.weight.data = place
+
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Returns outputs [tokens, hidden size] and no bias, for `hidden` [tokens, hidden size] sorted by expert.
 
@@ -47,6 +59,13 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         first, second = (_linear(weights, groups) for weights in zip(*layers, strict=True))
         output, _ = MLP.forward(_MlpModule(self.config, self.local_experts[0].activation_func, first, second), hidden, probs)
         return output, None
+
+
+def join_experts(model: torch.nn.Module) -> None:
+    """Brings the weights of every layer's experts together."""
+    for part in model.modules():
+        if isinstance(part, GroupedExperts):
+            part.join_weights()
 
 
 class _MlpModule(NamedTuple):
@@ -80,8 +99,36 @@ class RowGroups:
         return cls(experts, offsets.to(rows.device, non_blocking=True))
 
     def stack(self, weights: Sequence[Tensor]) -> Tensor:
-        """Stacks the weights of experts with rows to [len(experts), outputs, inputs]."""
-        return torch.stack([weights[expert] for expert in self.experts])
+        """Returns the weights of experts with rows as [len(experts), outputs, inputs], without a copy if it can."""
+        whole = joined(weights) if len(self.experts) == len(weights) else None
+        return torch.stack([weights[expert] for expert in self.experts]) if whole is None else whole
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Returns a view [n, ...] of `n` tensors of one shape that lie at equal distances in one memory, in order; else None."""
+    first, places = tensors[0], [tensor.storage_offset() for tensor in tensors]
+    step = places[1] - places[0] if len(places) > 1 else first.numel()
+    regular = step > 0 and all(there - here == step for here, there in pairwise(places))
+    alike = {(tensor.untyped_storage()._cdata, tensor.shape, tensor.stride()) for tensor in tensors}
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride())) if regular and len(alike) == 1 else None
+
+
+def experts_last_first(named: Iterable[tuple[str, Held]]) -> Iterator[tuple[str, Held]]:
+    """Yields named parameters, those of a layer's experts from the last expert to the first.
+
+    Megatron fills its gradient and weight buffers from their end, which brings the experts in order.
+    """
+
+    def layer(item: tuple[str, Held]) -> str:
+        found = _EXPERT.match(item[0])
+        return "" if found is None else found[1]
+
+    def place(item: tuple[str, Held]) -> int:
+        found = _EXPERT.match(item[0])
+        return 0 if found is None else -int(found[2])
+
+    for _, items in groupby(named, layer):
+        yield from sorted(items, key=place)
 
 
 def _linear(weights: Sequence[Tensor], groups: RowGroups) -> Callable[[Tensor], tuple[Tensor, None]]:
@@ -126,6 +173,21 @@ def _weight_gradients(gradient: Tensor, rows: Tensor, groups: RowGroups, weights
     made: dict[int, Tensor] = {}
     if groups.experts:
         # Left column-major, right row-major: no other layout supports any number of rows per expert.
-        parts = grouped_mm(gradient.t(), rows, offs=groups.offsets).unbind()
-        made.update(zip(groups.experts, parts, strict=True))
+        parts = grouped_mm(gradient.t(), rows, offs=groups.offsets)
+        if len(groups.experts) == len(weights):
+            _add_to_buffers(parts, weights)
+        made.update(zip(groups.experts, parts.unbind(), strict=True))
     return (made[expert] if expert in made else torch.zeros_like(weight) for expert, weight in enumerate(weights))
+
+
+def _add_to_buffers(gradients: Tensor, weights: Sequence[Any]) -> None:
+    """Adds `gradients` [experts, outputs, inputs] to Megatron's buffers in one kernel, if the weights have such buffers.
+
+    Megatron then drops the weights' own gradients, as with `gradient_accumulation_fusion`.
+    """
+    buffers = [getattr(weight, "main_grad", None) for weight in weights]
+    total = None if any(buffer is None for buffer in buffers) else joined(buffers)  # type: ignore[arg-type]
+    if total is not None:
+        total.add_(gradients)
+        for weight in weights:
+            weight.grad_added_to_main_grad = True

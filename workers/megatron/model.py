@@ -5,7 +5,7 @@ Weights stay uninitialized; `dagrl.workers.megatron.hf_load` fills them. Importe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import padded_vocabulary
 from dagrl.workers.megatron.architecture import ROPE_PARAMETERS, Architecture
 from dagrl.workers.megatron.attention import CausalAttention, RMSNorm
-from dagrl.workers.megatron.experts import GroupedExperts
+from dagrl.workers.megatron.experts import GroupedExperts, experts_last_first, join_experts
 from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard
 from dagrl.workers.megatron.products import use_added_gradients
@@ -58,6 +58,10 @@ class HiddenStatesModel(GPTModel):  # type: ignore[misc]
         self.rotary_pos_emb.positions = positions[0]
         hidden: Tensor = super().forward(tokens, positions, None, packed_seq_params=inputs)
         return hidden
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yields parameters in the order in which Megatron lays out its buffers."""
+        return experts_last_first(super().named_parameters(*args, **options))
 
     def output_weight(self) -> Tensor:
         """Returns this worker's rows of the output layer [rows, hidden size], on the last pipeline stage."""
@@ -209,6 +213,8 @@ def build_model(
     moe_utils.te_general_gemm = None
     config = transformer_config(architecture, policy, layout)
     chunks = tuple(_build_chunk(architecture, config, layout, stage).to(device) for stage in range(layout.vpp))
+    for chunk in chunks:
+        join_experts(chunk)
     return ModelChunks(architecture, config, chunks)
 
 

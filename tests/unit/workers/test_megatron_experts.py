@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -198,6 +199,34 @@ def test_no_copy_of_the_weights_is_saved_for_the_backward_pass() -> None:
     assert {tensor.data_ptr() for tensor in kept} >= own
     smallest = min(parameter.numel() for parameter in layer.parameters())
     assert all(tensor.numel() < smallest for tensor in kept if tensor.data_ptr() not in own)
+
+
+def test_weights_at_equal_distances_are_multiplied_without_a_copy() -> None:
+    from dagrl.workers.megatron.experts import joined
+
+    memory = torch.arange(24.0).view(4, 3, 2)
+    whole = joined(list(memory[:, :2]))
+    assert whole is not None and whole.data_ptr() == memory.data_ptr() and torch.equal(whole, memory[:, :2])
+    others = [memory[0], memory[2], memory[3]], list(reversed(list(memory))), [memory[0], memory[1].clone()]
+    assert [joined(part) for part in others] == [None, None, None]
+
+
+@pytest.mark.parametrize("counts", [[3, 1, 2], [3, 0, 2]], ids=str)
+def test_weight_gradients_are_added_to_megatrons_buffer(counts: list[int]) -> None:
+    from dagrl.workers.megatron.experts import experts_last_first
+
+    expected = run(make_experts("grouped", 3), counts, inputs_of(counts))
+    layer = make_experts("grouped", 3)
+    layer.join_weights()
+    parameters = [part for _, part in experts_last_first(layer.named_parameters())][::-1]  # as Megatron's buffers
+    places, memory = [0, *accumulate(part.numel() for part in parameters)], torch.ones(sum(map(torch.numel, parameters)))
+    for place, part in zip(places[:-1], parameters, strict=True):
+        part.main_grad, part.grad_added_to_main_grad = memory[place : place + part.numel()].view_as(part), False
+    found = run(layer, counts, inputs_of(counts))
+    for name, part in layer.named_parameters():
+        assert part.grad_added_to_main_grad is all(counts)
+        gradient = part.main_grad - 1 if all(counts) else found[name]
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_checkpoints_have_the_names_of_sequential_experts() -> None:
