@@ -6,7 +6,8 @@
 The variants are described in `dagrl/bench/variants.py`: plain Ray calls, a hand-written Ray compiled graph, and dagrl's
 phases with one graph per data-parallel shard, fused, on Ray's engine, or eager. Each row of the JSON file has the variant,
 the numbers of workers, shards and hosts, and the bytes of one input and of one worker's result. Below the tables the command
-prints what each further shard costs as a graph of its own, compared with the fused form.
+prints what each further shard costs as a graph of its own, compared with the fused form, then first steps after warm-up, and
+the 99th percentile of many replays with the processor time that waiting for a slow worker burns (`dagrl/bench/waiting.py`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from dagrl.bench.report import (
     print_first_steps,
     print_shard_costs,
     print_table,
+    print_waiting,
 )
 from dagrl.bench.variants import ARITY, COUNTED, SHAPES, VARIANTS, Actors, Step, StepSetup, argument, steps
+from dagrl.bench.waiting import waiting
 from dagrl.bench.worker import SMALL, payload
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -43,7 +46,7 @@ PAYLOADS = (SMALL, 64 * KIB, MIB, 16 * MIB)
 RESULTS = (MIB,)
 """Sizes of a worker's result in addition to the small one, measured with a small input."""
 WORKERS = (1, 4, 8, 16, 32, 64)
-FIRST_STEP, FIRST_STEP_WORKERS = "first step", 8
+FIRST_STEP, WAITING, FIRST_STEP_WORKERS = "first step", "waiting", 8
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,12 @@ class Plan:
     effort: Effort = FULL
     large_at: tuple[int, ...] | None = None  # numbers of workers for large inputs and results; None: all
     first_steps: int = 10  # fresh schedulers whose first step is measured
+    replays: int = 20_000  # replays whose 99th percentile is measured
 
 
-QUICK_PLAN = Plan(workers=(1, 2, 4), payloads=(SMALL, MIB), results=(), shards=(1, 2), effort=QUICK, first_steps=3)
+QUICK_PLAN = Plan(
+    workers=(1, 2, 4), payloads=(SMALL, MIB), results=(), shards=(1, 2), effort=QUICK, first_steps=3, replays=2000
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--large-at", type=_numbers, help="workers for inputs over 1 MiB and large results; default: all")
     parser.add_argument("--seconds", type=float, help="length of a variant's turn")
     parser.add_argument("--first-steps", type=int, help="fresh schedulers whose first step is measured; 0: none")
+    parser.add_argument("--replays", type=int, help="replays whose 99th percentile is measured; 0: none")
     parser.add_argument("--shapes", type=_names_of(SHAPES), help=f"any of {', '.join(SHAPES)}")
     parser.add_argument("--variants", type=_names_of(VARIANTS), help=f"any of {', '.join(VARIANTS)}")
     parser.add_argument("--arities", type=_numbers, default=(ARITY,), help="arities of shape reduce, e.g. 2,4,8,16")
@@ -102,6 +109,7 @@ def run(options: argparse.Namespace) -> None:
         effort=replace(base.effort, seconds=options.seconds) if options.seconds else base.effort,
         large_at=options.large_at,
         first_steps=base.first_steps if options.first_steps is None else options.first_steps,
+        replays=base.replays if options.replays is None else options.replays,
     )
     deadline = BenchDeadline(options.deadline)
 
@@ -116,6 +124,7 @@ def run(options: argparse.Namespace) -> None:
         print_table(report, shape)
     print_shard_costs(report)
     print_first_steps(report)
+    print_waiting(report)
     deadline.tell()
     if options.plot and report.rows:
         plot(report, options.plot)
@@ -133,9 +142,12 @@ def measure(
             for case in deadline.each(_cases(plan, workers), partial(_name_of_case, workers)):
                 rows += _measure_case(plan, actors.first(workers), *case)
                 so_far(rows)
-            first = plan.first_steps and workers == _nearest(plan.workers, FIRST_STEP_WORKERS)
-            if first and "dagrl_compiled" in plan.variants and deadline.allows("first steps"):
-                rows.append(_first_steps(plan, workers, actors))
+            nearest = workers == _nearest(plan.workers, FIRST_STEP_WORKERS) and "dagrl_compiled" in plan.variants
+            if nearest and plan.first_steps and deadline.allows("first steps"):
+                rows.append(_with_small(plan, workers, actors, FIRST_STEP))
+                so_far(rows)
+            if nearest and plan.replays and deadline.allows("waiting"):
+                rows.append(_with_small(plan, workers, actors, WAITING))
                 so_far(rows)
     return rows
 
@@ -187,11 +199,12 @@ def _copied(step: Step, shape: str, actors: Actors, hosts: int, given: Any, valu
     return {} if known is None else {"copied_bytes": known, "copied_by": "computed"}
 
 
-def _first_steps(plan: Plan, workers: int, actors: Actors) -> ReportRow:
+def _with_small(plan: Plan, workers: int, actors: Actors, shape: str) -> ReportRow:
+    """Measures first steps or many replays, with small inputs and results."""
     actors.set_result(SMALL)
     sizes = {"payload_bytes": SMALL, "result_bytes": SMALL}
-    found = first_steps(workers, actors, plan.first_steps)
-    return as_row(found, variant="dagrl_compiled", shape=FIRST_STEP, workers=workers, hosts=plan.hosts, **sizes)
+    found = first_steps(workers, actors, plan.first_steps) if shape == FIRST_STEP else waiting(workers, actors, plan.replays)
+    return as_row(found, variant="dagrl_compiled", shape=shape, workers=workers, hosts=plan.hosts, **sizes)
 
 
 def _sizes(plan: Plan, shape: str, workers: int) -> dict[int, tuple[int, ...]]:

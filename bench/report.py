@@ -167,6 +167,19 @@ def print_first_steps(report: BenchReport) -> None:
             )
 
 
+def print_waiting(report: BenchReport) -> None:
+    """Prints a line per number of workers for which many replays were measured."""
+    from rich.console import Console
+
+    console = Console(width=max(120, Console().width))
+    for row in report.rows:
+        if "waiting_cpu_s" in row:
+            console.print(
+                f"{row['n']} replays, {row['workers']} workers: median {row['p50_us']} us, p99 {row['p99_us']} us, ratio "
+                f"{row['ratio']}, processor time {row['cpu_us']} us; waiting burns {row['waiting_cpu_s']} cores"
+            )
+
+
 def print_shard_costs(report: BenchReport) -> None:
     """Prints what a graph per shard costs over the fused graph, per case and per further shard."""
     from rich.console import Console

@@ -33,7 +33,7 @@ from dagrl.bench.deadline import BenchDeadline, add_deadline
 from dagrl.bench.models import SHAPES, ModelShape, write_model
 from dagrl.bench.report import BenchReport, command_line
 from dagrl.bench.train_inputs import train_batch
-from dagrl.bench.train_parts import print_parts
+from dagrl.bench.train_parts import HEAD, print_parts
 from dagrl.bench.train_rivals import Contender, DagrlSteps, PlainSteps, Turn
 from dagrl.config import Config
 from dagrl.errors import ConfigError, RunError
@@ -69,7 +69,8 @@ class TrainCase:
 class TrainRow:
     """One case and who ran it: medians in milliseconds, spread (interquartile range), peaks in GiB.
 
-    `overhead_ms` is the part of dagrl's step in which none of its workers ran, `parts_ms` the time of its kernels by kind.
+    `overhead_ms` is the part of dagrl's step in which none of its workers ran, `parts_ms` the time of its kernels by kind,
+    `layers_mfu` the MFU of the step less its output layer.
     """
 
     case: str
@@ -89,6 +90,7 @@ class TrainRow:
     loss_error: float | None = None
     of_plain: float | None = None
     parts_ms: Mapping[str, float] | None = None
+    layers_mfu: float | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -200,17 +202,24 @@ def measure(
             for contender in contenders:
                 taken[contender.name].append(contender.take(options.steps))
         rows = [as_row(case, contender, taken[contender.name], batch, config, ours) for contender in contenders]
-        return profiled(rows, ours) if options.parts and case.layout.world_size == 1 else rows
+        return profiled(rows, ours, case, batch) if options.parts and case.layout.world_size == 1 else rows
     finally:
         for contender in contenders:
             contender.end()
 
 
-def profiled(rows: Sequence[TrainRow], ours: DagrlSteps) -> list[TrainRow]:
-    """Adds the kernels of a step of dagrl's, the first row, and prints them."""
-    parts = ours.parts()
-    print_parts(rows[0].case, parts, rows[0].step_ms)
-    return [replace(rows[0], parts_ms=parts.parts_ms), *rows[1:]]
+def profiled(rows: Sequence[TrainRow], ours: DagrlSteps, case: TrainCase, batch: Batch) -> list[TrainRow]:
+    """Adds the kernels of a step of dagrl's, the first row, and the MFU of its layers, and prints them."""
+    from dagrl.workers.megatron.architecture import read_architecture
+    from dagrl.workers.megatron.flops import step_tflop
+
+    parts, row = ours.parts(), rows[0]
+    layers_ms = row.step_ms - sum(parts.parts_ms.get(kind, 0.0) for kind in HEAD)
+    headless = step_tflop(replace(read_architecture(case.shape.config), vocabulary=0), batch["lengths"])
+    rate = headless / (layers_ms / 1e3) / row.model_tflops_per_gpu
+    layers_mfu = None if row.mfu is None else round(row.mfu * rate, 4)
+    print_parts(row.case, parts, row.step_ms, layers_mfu)
+    return [replace(row, parts_ms=parts.parts_ms, layers_mfu=layers_mfu), *rows[1:]]
 
 
 def case_config(case: TrainCase, model: Path, options: argparse.Namespace) -> Config:

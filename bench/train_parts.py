@@ -13,13 +13,16 @@ from typing import Any, Protocol
 OUTPUT_LAYER = "_TokenLogprobs"
 """Part of the names of the output layer's functions, forward and backward."""
 
+HEAD = (HEAD_PRODUCTS, VOCABULARY_SUMS) = ("output layer", "vocabulary sums")
+"""Kinds of kernels that are not the layers'."""
+
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention",
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
     "norms": r"_norm_(backward_)?kernel|rms_norm|layer_norm",
     "rotary": r"_rotate_kernel",
     "swiglu": r"_swiglu_|silu",
-    "vocabulary sums": r"_row_sums|_row_gradients",
+    VOCABULARY_SUMS: r"_row_sums|_row_gradients",
     "optimizer": r"[Aa]dam|multi_tensor|foreach",
     "copies": r"[Mm]emcpy|[Mm]emset|copy|Cat",
 }
@@ -55,20 +58,22 @@ def step_parts(events: Iterable[Event], profiled_ms: float) -> StepParts:
         for kernel in event.kernels:
             kind = kind_of(kernel.name)
             if kind == "products" and _below_output_layer(event):
-                kind = "output layer"
+                kind = HEAD_PRODUCTS
             found[kind] = found.get(kind, 0.0) + kernel.duration / 1e3
     ordered = {kind: round(found[kind], 2) for kind in sorted(found, key=lambda kind: -found[kind])}
     return StepParts(ordered, round(sum(found.values()), 2), round(profiled_ms, 2))
 
 
-def print_parts(case: str, parts: StepParts, step_ms: float) -> None:
-    """Prints the kinds with their shares of the step."""
+def print_parts(case: str, parts: StepParts, step_ms: float, layers_mfu: float | None) -> None:
+    """Prints the kinds with their shares of the step, and the MFU of the layers alone."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("kernels", "ms", "of the step", title=f"{case}: step {step_ms:.1f} ms, kernels {parts.busy_ms:.1f} ms")
     for kind, spent in parts.parts_ms.items():
         table.add_row(kind, f"{spent:.1f}", f"{spent / step_ms:.1%}")
+    if layers_mfu is not None:
+        table.caption = f"MFU of the layers alone: {layers_mfu:.1%}"
     Console(width=100).print(table)
 
 

@@ -26,9 +26,12 @@ class BenchWorker:
 
     def __init__(self, context: object = None, config: object = None) -> None:
         self.result = payload(SMALL)
+        self.pause_s = 0.0
 
     def step(self, value: object) -> Payload:
-        """Takes the input and returns the preset result."""
+        """Takes the input and returns the preset result, after a preset pause."""
+        if self.pause_s:
+            time.sleep(self.pause_s)
         return self.result
 
     def echo(self, value: object) -> object:
@@ -42,6 +45,10 @@ class BenchWorker:
     def set_result(self, size: int) -> None:
         """Sets the size of later results."""
         self.result = payload(size)
+
+    def set_pause(self, seconds: float) -> None:
+        """Sets how long later steps sleep."""
+        self.pause_s = seconds
 
     def merge(self, parts: list[object]) -> object:
         """Joins results into one."""
