@@ -2,6 +2,7 @@
 
     dagrl bench train --cases 0.6b:dp1 0.6b:tp2 [--rows 16] [--length 2048] [--micro 2] [--packed] [--json F] [--plot F]
     dagrl bench train --cases '0.6b:dp1!' --micro 8 --parts     where the GPU's time in a step goes
+    dagrl bench train --cases '4b@18:dp1!' --checkpoints DIR    what a background checkpoint costs, written below DIR
 
 A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `30b@6:dp4ep4` (a model shortened to 6 layers). Suffixes:
 `0.6b:dp2d` uses the distributed optimizer; `0.6b:dp1m` gives the plain loop Megatron's cross-entropy instead of the loss of
@@ -32,6 +33,7 @@ import numpy as np
 from dagrl.bench.deadline import BenchDeadline, add_deadline
 from dagrl.bench.models import SHAPES, ModelShape, write_model
 from dagrl.bench.report import BenchReport, command_line
+from dagrl.bench.train_checkpoint import checkpoint_stalls, print_stalls
 from dagrl.bench.train_inputs import train_batch
 from dagrl.bench.train_parts import HEAD, print_parts
 from dagrl.bench.train_rivals import Contender, DagrlSteps, PlainSteps, Turn
@@ -70,7 +72,7 @@ class TrainRow:
     """One case and who ran it: medians in milliseconds, spread (interquartile range), peaks in GiB.
 
     `overhead_ms` is the part of dagrl's step in which none of its workers ran, `parts_ms` the time of its kernels by kind,
-    `layers_mfu` the MFU of the step less its output layer.
+    `layers_mfu` the MFU of the step less its output layer, `stalls` background checkpoints (`bench/train_checkpoint.py`).
     """
 
     case: str
@@ -91,6 +93,7 @@ class TrainRow:
     of_plain: float | None = None
     parts_ms: Mapping[str, float] | None = None
     layers_mfu: float | None = None
+    stalls: Sequence[Mapping[str, float]] | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=2, help="turns per case")
     parser.add_argument("--packed", action="store_true", help="pack sequences, as runs on GPUs do")
     parser.add_argument("--parts", action="store_true", help="also profile a step of dagrl's, on one GPU")
+    parser.add_argument(
+        "--checkpoints", type=Path, help="also save two background checkpoints of dagrl's below this directory"
+    )
     add_deadline(parser)
     parser.add_argument("--tiny", action="store_true", help="two narrow layers and a small vocabulary, in float32")
     parser.add_argument("--json", type=Path, help="write the rows to this JSON file, after every case")
@@ -202,6 +208,10 @@ def measure(
             for contender in contenders:
                 taken[contender.name].append(contender.take(options.steps))
         rows = [as_row(case, contender, taken[contender.name], batch, config, ours) for contender in contenders]
+        if options.checkpoints:
+            stalls = checkpoint_stalls(ours, rows[0].step_ms / 1e3, options.checkpoints)
+            print_stalls(case.name, stalls)
+            rows[0] = replace(rows[0], stalls=stalls)
         return profiled(rows, ours, case, batch) if options.parts and case.layout.world_size == 1 else rows
     finally:
         for contender in contenders:

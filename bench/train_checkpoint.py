@@ -1,0 +1,77 @@
+"""How long a background checkpoint holds training up: `dagrl bench train --checkpoints DIR`.
+
+A checkpoint is asked for between two steps, as in a run with `checkpointing.async_save`. Steps go on while it is written,
+and it is completed after the step in which the last file was written. Its stall is the time of all that less that of as many
+steps without a checkpoint, in seconds and in steps. The first one also allocates the host memory that later ones use.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dagrl.errors import RunError
+from dagrl.runtime.deadline import Deadline
+
+if TYPE_CHECKING:
+    from dagrl.bench.train_rivals import DagrlSteps
+
+SAVES, MOST_STEPS, DEADLINE_S = 2, 200, 300.0
+
+
+@dataclass(frozen=True)
+class CheckpointStall:
+    """One background checkpoint: its bytes, the copy to the host, the steps until it is written, and its completion."""
+
+    nbytes: int
+    copy_s: float
+    steps: int
+    written_s: float
+    finish_s: float
+    stall_s: float
+    stall_steps: float
+
+
+def checkpoint_stalls(ours: DagrlSteps, step_s: float, directory: Path) -> list[dict[str, float]]:
+    """Saves checkpoints below `directory` and removes them. `step_s`: a step without a checkpoint."""
+    found = []
+    for number in range(SAVES):
+        path = directory / f"checkpoint-{number}"
+        try:
+            found.append(asdict(_one(ours, step_s, path)))
+        finally:
+            for left in (path, Path(f"{path}.partial")):
+                shutil.rmtree(left, ignore_errors=True)
+    return found
+
+
+def _one(ours: DagrlSteps, step_s: float, path: Path) -> CheckpointStall:
+    started, deadline = time.perf_counter(), Deadline(DEADLINE_S, "bench.train_checkpoint.DEADLINE_S")
+    ours.group.call("save_checkpoint", str(path), {}, True, deadline=deadline)
+    copied, steps = time.perf_counter(), 0
+    while not all(ours.group.call("checkpoint_written")):
+        if steps == MOST_STEPS or time.perf_counter() - started > DEADLINE_S:
+            raise RunError(f"{path} is not written after {steps} steps; is the disk slow?")
+        steps += len(ours.take(1).seconds)
+    written = time.perf_counter()
+    ours.group.call("finish_checkpoint", deadline=deadline)
+    ended = time.perf_counter()
+    stall = ended - started - steps * step_s
+    nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    times = copied - started, steps, written - started, ended - written, stall, stall / step_s
+    return CheckpointStall(nbytes, *(round(value, 3) for value in times))  # type: ignore[arg-type]
+
+
+def print_stalls(case: str, stalls: list[dict[str, float]]) -> None:
+    """Prints a line per checkpoint."""
+    from rich.console import Console
+
+    for one in stalls:
+        Console(width=140).print(
+            f"{case}: checkpoint of {one['nbytes'] / 1e9:.1f} GB: copied in {one['copy_s']:.2f} s, written after "
+            f"{one['steps']:.0f} steps ({one['written_s']:.1f} s), completed in {one['finish_s']:.2f} s; stall "
+            f"{one['stall_s']:.2f} s, {one['stall_steps']:.1f} steps"
+        )
