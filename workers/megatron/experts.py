@@ -174,20 +174,25 @@ def _weight_gradients(gradient: Tensor, rows: Tensor, groups: RowGroups, weights
     if groups.experts:
         # Left column-major, right row-major: no other layout supports any number of rows per expert.
         parts = grouped_mm(gradient.t(), rows, offs=groups.offsets)
-        if len(groups.experts) == len(weights):
-            _add_to_buffers(parts, weights)
         made.update(zip(groups.experts, parts.unbind(), strict=True))
+        _add_to_buffers(parts, groups.experts, weights)
     return (made[expert] if expert in made else torch.zeros_like(weight) for expert, weight in enumerate(weights))
 
 
-def _add_to_buffers(gradients: Tensor, weights: Sequence[Any]) -> None:
-    """Adds `gradients` [experts, outputs, inputs] to Megatron's buffers in one kernel, if the weights have such buffers.
+def _add_to_buffers(gradients: Tensor, experts: Sequence[int], weights: Sequence[Any]) -> None:
+    """Adds `gradients` [len(experts), outputs, inputs] to Megatron's buffers, if the weights have joined ones: in one kernel,
+    unless some expert has no gradient.
 
     Megatron then drops the weights' own gradients, as with `gradient_accumulation_fusion`.
     """
     buffers = [getattr(weight, "main_grad", None) for weight in weights]
     total = None if any(buffer is None for buffer in buffers) else joined(buffers)  # type: ignore[arg-type]
-    if total is not None:
+    if total is None:
+        return
+    if len(experts) == len(weights):
         total.add_(gradients)
-        for weight in weights:
-            weight.grad_added_to_main_grad = True
+    else:
+        for expert, part in zip(experts, gradients, strict=True):
+            total[expert].add_(part)
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
