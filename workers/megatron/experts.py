@@ -182,7 +182,8 @@ def _weight_gradients(gradient: Tensor, rows: Tensor, groups: RowGroups, weights
 def _add_to_buffers(gradients: Tensor, experts: Sequence[int], weights: Sequence[Any]) -> None:
     """Adds `gradients` [len(experts), outputs, inputs] to Megatron's buffers, if the weights have joined ones.
 
-    This is one kernel, unless some expert has no gradient. Megatron then drops the weights' own gradients, as with `gradient_accumulation_fusion`.
+    This is one kernel, unless some expert has no gradient. Megatron then drops the weights' own gradients, as with
+    `gradient_accumulation_fusion`.
     """
     buffers = [getattr(weight, "main_grad", None) for weight in weights]
     total = None if any(buffer is None for buffer in buffers) else joined(buffers)  # type: ignore[arg-type]
