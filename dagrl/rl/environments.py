@@ -170,6 +170,7 @@ class EnvironmentRunner:
             for _ in range(config.num_workers)
         ]
         self._open: dict[str, int] = {}  # the worker of each episode
+        self._closing: set[Future[Answers]] = set()
 
     def __enter__(self) -> Self:
         for runner in self._runners:
@@ -177,8 +178,9 @@ class EnvironmentRunner:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        closing = [self._close(key) for key in list(self._open)]
-        wait(closing, self._closing_s)
+        for key in list(self._open):
+            self._close(key)
+        wait(set(self._closing), self._closing_s)
         for runner in self._runners:
             runner.close()
         self._stack.close()
@@ -236,7 +238,10 @@ class EnvironmentRunner:
             return Reply(None, FAILED, f"reset returned {answer.reply!r:.80}: {error}")
 
     def _close(self, key: str) -> Future[Answers]:
-        return self._runners[self._open.pop(key)].submit([key], [None])
+        closing = self._runners[self._open.pop(key)].submit([key], [None])
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        return closing
 
     def _tokens(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

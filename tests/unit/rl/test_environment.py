@@ -214,12 +214,14 @@ def test_tasks_of_an_environment_run_between_turns(module: str, tmp_path: Path) 
         assert run.ask(("a", 2, ["x"])) == [Reply("True False")]
 
 
-def test_a_rollout_that_ends_closes_its_episode(module: str, tmp_path: Path) -> None:
+def test_a_rollout_that_ends_closes_its_episode(module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with episodes(module, "Counts", tmp_path) as run:
         run.ask(("a", 9, ["x"]))
         run.runner.close("key of a")
         run.ask(("a", 9, ["y"]))  # of the same key, such as the next validation
         assert run.notes == ["a reset 7", "a step x", "a close", "a reset 7", "a step y"]
+        run.runner.close("key of a")
+    assert run.notes[-1] == "a close" and not caplog.messages, "a run that stops waits for it"
 
 
 @pytest.mark.parametrize("name", ["Sleeps", "CountsAsync"])
