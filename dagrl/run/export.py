@@ -1,29 +1,37 @@
 """Converts models between checkpoints of the train workers (Megatron's distributed format) and Hugging Face directories.
 
-    export_checkpoint(Path("runs/a/checkpoints/step_00000100"), Path("model"), [])     # -> a Hugging Face directory
-    import_model(Path("model"), Path("runs/b"), [])                                    # -> runs/b/checkpoints/step_00000000
+    convert(Path("runs/a/checkpoints/step_00000100"), Path("model"), [])     # -> a Hugging Face directory
+    convert(Path("model"), Path("runs/b"), [])                               # -> runs/b/checkpoints/step_00000000
+    convert(Path("model/adapter"), Path("runs/c"), [])                       # the same, with adapters in PEFT's format
 
 Only train workers start: one, unless overrides say otherwise, as checkpoints are readable at any layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import yaml
 
-from dagrl.config import Config
+from dagrl.config import Config, Json
 from dagrl.config.file import dump_config, load_config
 from dagrl.errors import ConfigError
 from dagrl.files import require_writable, write_whole
 from dagrl.run.alone import worker_group
 from dagrl.run.checkpoints import CheckpointStore, TrainState, load_checkpoint_directory
 from dagrl.run.derive import derive_from_machine
+from dagrl.run.hub import with_local_models
 from dagrl.run.model import CONFIG, load_tokenizer
 from dagrl.run.start import with_absolute_paths
 from dagrl.telemetry.record import RunPaths
+
+ADAPTERS = "adapter_config.json"
+"""The file of PEFT's that says what adapters are, and of which model."""
+
+PEFT_KEYS = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 
 TRAIN = "train"
 """The role, and the name of its part of a checkpoint."""
@@ -50,23 +58,25 @@ ONE_WORKER = (
 def convert(source: Path, target: Path, overrides: Sequence[str]) -> Path:
     """Converts in the direction that `source` asks for; returns what was written.
 
-    Raises a UserError if `source` is neither a checkpoint nor a Hugging Face directory, or if `target` exists.
+    Raises a UserError if `source` is neither a checkpoint nor in Hugging Face's or PEFT's format, or if `target` exists.
     """
     if target.exists():
         raise ConfigError(f"{target} exists already; remove it, or name another directory with -o")
     require_writable(target.parent, f"-o {target}")
+    if (source / ADAPTERS).is_file():
+        return _import(_adapted(source), target, overrides)
     if (source / CONFIG).is_file():
-        return import_model(source, target, overrides)
-    return export_checkpoint(source, target, overrides)
+        return _import({"model_name": str(source.absolute())}, target, overrides)
+    return _export(source, target, overrides)
 
 
-def export_checkpoint(source: Path, target: Path, overrides: Sequence[str]) -> Path:
+def _export(source: Path, target: Path, overrides: Sequence[str]) -> Path:
     """Writes the policy of a checkpoint of a run as a Hugging Face directory."""
-    saved = source.absolute().parents[1] / "config.yaml"
+    saved = source.absolute().parent.parent / "config.yaml"
     if not saved.is_file():
         raise ConfigError(
-            f"{source} is neither a Hugging Face directory (no {CONFIG}) nor a checkpoint in a run's directory "
-            f"(no {saved}); expected one, such as runs/my_run/checkpoints/step_00000100"
+            f"{source} is neither a Hugging Face directory (no {CONFIG}) nor one of PEFT's (no {ADAPTERS}) nor a checkpoint "
+            f"in a run's directory (no {saved}); expected one, such as runs/my_run/checkpoints/step_00000100"
         )
     checkpoint = load_checkpoint_directory(source.absolute())
     config = load_config(saved, [*ONE_WORKER, *overrides])
@@ -79,11 +89,11 @@ def export_checkpoint(source: Path, target: Path, overrides: Sequence[str]) -> P
     return target
 
 
-def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Path:
-    """Writes a Hugging Face directory as step 0 of a run in `target`, with the configuration that reads it."""
-    config = _import_config(source, target, overrides)
+def _import(policy: Mapping[str, Json], target: Path, overrides: Sequence[str]) -> Path:
+    """Writes the model of the section `policy` as step 0 of a run in `target`, with the configuration that reads it."""
+    config, _ = with_local_models(_import_config(policy, target, overrides))
     load_tokenizer(config.policy)
-    with worker_group(with_absolute_paths(config, source), TRAIN) as group:
+    with worker_group(with_absolute_paths(config, Path(str(config.policy.model_name))), TRAIN) as group:
         paths = RunPaths.of(config)
         paths.directory.mkdir(parents=True)
         write_whole(paths.config, dump_config(config))
@@ -94,12 +104,32 @@ def import_model(source: Path, target: Path, overrides: Sequence[str]) -> Path:
     return paths.checkpoints / "step_00000000"
 
 
-def _import_config(source: Path, target: Path, overrides: Sequence[str]) -> Config:
+def _adapted(source: Path) -> dict[str, Json]:
+    """Returns the section `policy` of the adapters in PEFT's format, on the base model that they name."""
+    file = source / ADAPTERS
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        base, targets = saved["base_model_name_or_path"], saved["target_modules"]
+        settings = {key: saved[name] for name, key in PEFT_KEYS.items() if name in saved}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"cannot read {file}: {error!r}; expected what PEFT's `save_pretrained` writes for LoRA"
+        ) from error
+    if not isinstance(base, str) or not isinstance(targets, list):
+        raise ConfigError(
+            f"{file} has base_model_name_or_path {base!r} and target_modules {targets!r}; expected a directory or an id on "
+            "the Hub, and a list of names: set them in the file"
+        )
+    peft = {"enabled": True, "adapter_path": str(source.absolute()), "target_modules": targets, **settings}
+    return {"model_name": base, "megatron_cfg": {"peft": peft}}
+
+
+def _import_config(policy: Mapping[str, Json], target: Path, overrides: Sequence[str]) -> Config:
     content = {
         "name": target.name,
         "algorithm": "sft",
         "output_dir": str(target.absolute().parent),
-        "policy": {"model_name": str(source.absolute())},
+        "policy": dict(policy),
         "data": {},
     }
     with TemporaryDirectory(prefix="dagrl-") as made:

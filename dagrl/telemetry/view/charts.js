@@ -45,7 +45,7 @@ function frame(scale, axis) {
   const parts = [];
   for (const at of ticks(scale.low, scale.high, 4)) {
     parts.push(h("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: scale.y(at), y2: scale.y(at) }));
-    parts.push(h("text", { x: LEFT - 6, y: scale.y(at) + 4, "text-anchor": "end" }, shown(at, 3)));
+    parts.push(h("text", { x: LEFT - 6, y: scale.y(at) + 4, "text-anchor": "end" }, shown(at, 6)));
   }
   for (const at of ticks(scale.left, scale.right, 6).filter((one) => axis !== "step" || Number.isInteger(one))) {
     parts.push(h("text", { x: scale.x(at), y: HEIGHT - 4, "text-anchor": "middle" }, shown(at, 3)));
