@@ -79,7 +79,7 @@ class LossConfig(Section):
     """Without `token_level_loss`: divides each sequence's sum by this constant instead of its length (Dr.GRPO), such as
     `policy.generation.max_new_tokens`. null: by its length."""
 
-    force_on_policy_ratio: bool = False
+    force_on_policy_ratio: bool = derived(False, "true on GPUs if a batch has one optimizer step, else false")
     """Take the previous log-probabilities from the training forward pass instead of computing them beforehand. Requires one
     optimizer step per batch (`train_global_batch_size` = prompts x generations), for which both are equal."""
 

@@ -231,12 +231,21 @@ def _set_batch(derived: Derived) -> None:
     config = derived.config
     if generates(config):
         derived.set("policy.train_global_batch_size", samples_per_step(config), "one optimizer step for each batch")
+        if gpus_per_worker(config.cluster) and _needs_no_earlier_logprobs(derived.config):
+            derived.set("loss_fn.force_on_policy_ratio", True, "GPUs: one optimizer step for each batch, so ratios are 1")
         if not _asks_for_sft(derived):
             derived.set("sft.max_num_steps", 0, "GRPO starts from the model as it is")
     else:
         replicas = config.policy.megatron_cfg.data_parallel_size
         size = math.ceil(SFT_SEQUENCES / replicas) * replicas
         derived.set("policy.train_global_batch_size", size, "the usual size")
+
+
+def _needs_no_earlier_logprobs(config: Config) -> bool:
+    """Whether training finds the log-probabilities from before a batch's only step itself."""
+    one_step = config.policy.train_global_batch_size == samples_per_step(config)
+    weighs_tokens = config.loss_fn.truncated_importance_sampling_type in ("tis", "icepop")
+    return config.algorithm == "grpo" and one_step and weighs_tokens and not config.grpo.overlap_logprobs
 
 
 def _set_lengths(derived: Derived) -> None:

@@ -89,7 +89,9 @@ def test_a_minimal_grpo_run_on_one_gpu(machine: Any) -> None:
     assert (policy.precision, policy.sequence_packing.enabled) == ("bfloat16", True)
     assert policy.megatron_cfg.optimizer.lr == 1e-6
     assert (config.sft.max_num_steps, config.grpo.max_num_steps) == (0, 100)  # 3200 prompts, 32 a step
-    assert policy.train_global_batch_size == 32 * 16
+    assert policy.train_global_batch_size == 32 * 16 and config.loss_fn.force_on_policy_ratio
+    several = resolve(minimal(policy={"train_global_batch_size": 64})).config
+    assert not several.loss_fn.force_on_policy_ratio  # later steps of a batch have other ratios
     assert policy.generation.colocated.enabled
     assert (engine.enforce_eager, engine.kv_cache_memory_bytes, engine.max_num_seqs) == (False, None, 512)
     assert policy.max_total_sequence_length == 1280  # 200 + 1024, rounded up to a multiple of 64
