@@ -34,7 +34,7 @@ from dagrl.bench.refit_sides import Side, described_side, leave_vllm, megatron_s
 from dagrl.bench.refit_truth import clear, fill, wrong
 from dagrl.bench.refit_vllm_engines import VllmEngine
 from dagrl.channels import Channel, ChannelSpec, open_channel
-from dagrl.channels.base import MAILBOX_SLOTS, ChannelKind
+from dagrl.channels.base import ChannelKind
 from dagrl.refit import RecordMode, RefitReceiver, RefitSender, Verify, commit_together, plan_refit
 from dagrl.refit.carry.autotune import TRIALS
 from dagrl.refit.slices import WeightSlice
@@ -276,7 +276,7 @@ class Rank:
             end = RefitReceiver(mine, side.tensors, channel)
         prepared = time.perf_counter()
         spares = 2 * max((bucket.nbytes for bucket in mine.receives), default=0) if verify == "bitwise" else 0
-        mailboxes = MAILBOX_SLOTS * max((bucket.nbytes for bucket in mine.sends), default=0) if case.colocated else 0
+        mailboxes = max((bucket.nbytes for bucket in mine.sends), default=0) if case.colocated else 0
 
         def carry() -> None:
             _ = end.send(1) if isinstance(end, RefitSender) else end.receive(1)
@@ -296,17 +296,23 @@ class Rank:
             self.control.barrier()
             carry()
         more["pause_s"] = self._pause(channel, carry)
+        if case.colocated:
+            more["pause_after_offload_s"] = self._pause(channel, carry, offloads=True)
         return self._time(case, method, side, carry, {**facts, **more}, verified=verify != "off")
 
-    def _pause(self, channel: Channel, carry: Callable[[], object]) -> float:
+    def _pause(self, channel: Channel, carry: Callable[[], object], offloads: bool = False) -> float:
         """Returns the seconds that a generation rank pauses, including the commit: the median of the slowest rank.
 
+        With `offloads` mailboxes are freed before each refit, as by a train worker that offloads and an engine that sleeps.
         Modules without an engine have no hooks; `RefitReport.pause_s` includes them and the engine's own work.
         """
         receives = self.rank >= self.settings.cases[0].train.world_size
         taken = []
         for _ in range(5):
             self.control.barrier()
+            if offloads:
+                channel.release()
+                self.control.barrier()
             start = time.perf_counter()
             with commit_together(channel, wait=receives):
                 carry()

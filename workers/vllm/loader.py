@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from dagrl.errors import ConfigError
 from dagrl.workers.vllm.quantization import quantize_checkpoint
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 LOAD_FORMAT = "dagrl"
 _ATTRIBUTE = "dagrl_loaded"
+
+Unmapped: TypeAlias = Literal["error", "load"]
+"""What to do with a parameter that vLLM's loader does not simply copy; see `record`."""
 
 Checkpoint: TypeAlias = "list[tuple[str, tuple[int, ...], torch.dtype]]"
 """Name, shape and dtype of each parameter of a checkpoint."""
@@ -46,7 +49,7 @@ class LoadedModel:
     recording: Recording
 
 
-def register_loader(quantizes: bool = False, unmapped: Literal["error", "load"] = "error") -> None:
+def register_loader(quantizes: bool = False, unmapped: Unmapped = "error") -> None:
     """Registers the load format for the next engine (`vllm.model_executor.model_loader.register_model_loader`).
 
     `quantizes`: a plain checkpoint is read into an FP8 model. What the model holds in FP8 is quantized while it is read.
@@ -86,18 +89,20 @@ def register_loader(quantizes: bool = False, unmapped: Literal["error", "load"] 
 def register_for_transfers(backend: str) -> None:
     """Makes vLLM's default loader keep the parameters in engines whose weight transfers use `backend`.
 
-    Other engines load as before. Registers the load format `auto` again.
+    Other engines load as before. Registers the load format `auto` again. The engine's
+    `additional_config={"refit": {"unmapped": "load"}}` is the key `refit.unmapped` of dagrl's own engines.
     """
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     class TransferLoader(DefaultModelLoader):  # type: ignore[misc]
         checkpoint: Checkpoint | None = None
+        unmapped: Unmapped = "error"
 
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
             transfers = vllm_config.weight_transfer_config
             if transfers is not None and transfers.backend == backend:
-                self.checkpoint = []
+                self.checkpoint, self.unmapped = [], _unmapped_of(vllm_config.additional_config)
             loaded: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
             return loaded
 
@@ -110,15 +115,22 @@ def register_for_transfers(backend: str) -> None:
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
             if self.checkpoint is not None:
-                _keep(model, self.checkpoint, model_config.dtype)
+                _keep(model, self.checkpoint, model_config.dtype, self.unmapped)
 
     for name in ("auto", "hf", "safetensors"):
         _LOAD_FORMAT_TO_MODEL_LOADER[name] = TransferLoader
 
 
-def _keep(
-    model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, unmapped: Literal["error", "load"] = "error"
-) -> None:
+def _unmapped_of(additional_config: Any) -> Unmapped:
+    """Returns `refit.unmapped` of an engine's `additional_config`. Raises ConfigError for another key or value of `refit`."""
+    refit = additional_config.get("refit", {}) if isinstance(additional_config, dict) else {}
+    if not isinstance(refit, dict) or refit.keys() - {"unmapped"} or refit.get("unmapped", "error") not in get_args(Unmapped):
+        raise ConfigError(f"additional_config.refit is {refit!r}; expected {{'unmapped': 'error'}} or {{'unmapped': 'load'}}")
+    unmapped: Unmapped = refit.get("unmapped", "error")
+    return unmapped
+
+
+def _keep(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, unmapped: Unmapped) -> None:
     """Records the model's loader for this checkpoint, and keeps the parameters as they are now."""
     from dagrl.workers.vllm.recording import record
 
