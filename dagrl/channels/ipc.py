@@ -1,7 +1,7 @@
 """Channel between processes of one host: CUDA IPC on GPUs, also between two processes on one GPU; shared memory on CPUs.
 
 NCCL cannot join two processes that share a GPU, which is how train and generation workers are colocated. Here each ordered
-pair of ranks has a mailbox for one message in the sender's memory. The sender allocates it as large as its largest message so
+pair of ranks has a mailbox for one message in the sender's memory. The sender makes it as large as its largest message so
 far; the receiver maps it once and keeps it until `release`. The owner frees or reuses it once it is unmapped. Senders copy
 into a mailbox and receivers copy out of it. Live tensors are never mapped, so they may move or lose their memory between two
 refits (vLLM's sleep, offloaded weights).
@@ -218,7 +218,7 @@ class IpcChannel:
         return sender * self.spec.size + receiver
 
     def _make_mailbox(self, peer: int, row: int, nbytes: int, device: torch.device) -> None:
-        """Gives the peer, which has read all messages, a mailbox for `nbytes` or more: one that it has unmapped, or a new one."""
+        """Makes a mailbox for `nbytes` or more: one that the peer, which has read all messages, has unmapped, or a new one."""
         if peer in self._outgoing:
             self._outgrow(peer)
         largest = self._largest[peer] = max(nbytes, self._largest.get(peer, 0))

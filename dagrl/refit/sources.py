@@ -72,7 +72,7 @@ def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple
             if part is not None:
                 found.append(part)
                 tensors[part.tensor] = place.of(local.detach())
-    return stack_experts(_quantized(found)), tensors
+    return stack_experts(_quantized(found, tensors)), tensors
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
@@ -85,14 +85,19 @@ def check_plain(name: str, tensor: Tensor) -> None:
         )
 
 
-def _quantized(slices: Sequence[WeightSlice]) -> list[WeightSlice]:
-    """Joins FP8 weights with their scales. Raises RefitPlanError if a shard ends inside a block."""
+def _quantized(slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> list[WeightSlice]:
+    """Joins FP8 weights with their scales. Raises RefitPlanError if a shard ends inside a block or scales are no float32."""
     found = list(with_scales(slices))
     for one in found:
         if one.dtype == FP8 and one.scales is None:
             raise RefitPlanError(
                 f"parameter {one.name!r}: this rank holds {one.box} in FP8 without the scales of just these blocks of "
                 f"{BLOCK}x{BLOCK}; give the module {one.name}{SCALE_SUFFIX}, and shard both between blocks"
+            )
+        if one.scales is not None and tensors[one.scales.tensor].dtype != torch.float32:
+            raise RefitPlanError(
+                f"parameter {one.name!r}: its scales are {tensors[one.scales.tensor].dtype}, but a refit sends float32, as "
+                f"engines hold them; make {one.scales.tensor} float32, which is exact for powers of two (ue8m0)"
             )
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,35 @@ def test_tied_parameters_once_and_other_dtypes_by_name() -> None:
 def test_what_is_no_view_of_a_parameter_is_refused() -> None:
     with pytest.raises(RefitPlanError, match="'sum' of the checkpoint is computed"):
         slices_of(Holder(a=torch.ones(2), b=torch.ones(2)), dtype="float32", to_hf=lambda s: {"sum": s["a"] + s["b"]})
+
+
+def test_fp8_experts_of_transformers_are_sent_with_their_scales() -> None:
+    """Gate and up projection of all experts in one parameter, and their scales in another."""
+    from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1, "num_experts": 3, "vocab_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, **heads), dtype=torch.bfloat16)
+        model = replace_with_fp8_linear(model, ["lm_head", "mlp.gate"], quantization_config=FineGrainedFP8Config())
+    model = model.to_empty(device="cpu")
+    tensors = tensors_of(model, dtype="bfloat16")
+    found = {one.name: one for one in expand(slices_of(model, dtype="bfloat16"))}
+    experts = model.model.layers[0].mlp.experts
+    for expert, (name, rows, blocks) in product(range(3), [("gate", (0, 256), (0, 2)), ("up", (256, 512), (2, 4))]):
+        one = found[f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight"]
+        assert (one.local, one.dtype) == (((expert, expert + 1), rows, (0, 256)), "float8_e4m3fn")
+        assert one.scales is not None and one.scales.local == ((expert, expert + 1), blocks, (0, 2))
+        assert tensors[one.tensor].data_ptr() == experts.gate_up_proj.data_ptr()
+        assert tensors[one.scales.tensor].data_ptr() == experts.gate_up_proj_scale_inv.data_ptr()
+
+
+def test_scales_in_another_form_are_refused() -> None:
+    scales = torch.ones(2, 2, dtype=torch.float8_e8m0fnu)
+    module = Holder(weight=torch.zeros(256, 200, dtype=torch.float8_e4m3fn), weight_scale_inv=scales)
+    with pytest.raises(RefitPlanError, match=r"scales are torch.float8_e8m0fnu, but a refit sends float32"):
+        slices_of(module, dtype="bfloat16")
 
 
 def test_fp8_weights_are_sent_with_their_scales() -> None:
