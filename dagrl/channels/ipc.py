@@ -218,7 +218,7 @@ class IpcChannel:
         return sender * self.spec.size + receiver
 
     def _make_mailbox(self, peer: int, row: int, nbytes: int, device: torch.device) -> None:
-        """Makes a mailbox for `nbytes` or more: one that the peer, which has read all messages, has unmapped, or a new one."""
+        """Makes a mailbox for `nbytes` or more: one that the peer, which has read everything, has unmapped, or a new one."""
         if peer in self._outgoing:
             self._outgrow(peer)
         largest = self._largest[peer] = max(nbytes, self._largest.get(peer, 0))
