@@ -8,6 +8,8 @@
     dagrl evaluate CONFIG [a.b=c ...] [--checkpoint DIR] [--samples N] [--k K ...]
     dagrl export SOURCE -o TARGET [a.b=c ...]
     dagrl replay RUN --step K [--phase P] [--cpu] [a.b=c ...]
+    dagrl scale RUN generation=N [--timeout S]
+    dagrl status RUN
     dagrl view RUN [RUN] [--export F]
     dagrl bench NAME [...]
     dagrl doctor
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
 OVERRIDES = "keys that override the file's; values are YAML"
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
+
+ANSWER_S = 30.0
+"""How long a driver may take to answer, beyond what it was asked to wait for."""
 
 BENCHES = {
     "overhead": "overhead of a step over 1 to 64 workers: plain calls, Ray graphs, dagrl by shards",
@@ -193,6 +198,18 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--cpu", action="store_true", help="on this machine's CPUs; compared within bounds")
     replay.set_defaults(command=_replay)
 
+    scale = commands.add_parser("scale", parents=[common], help="change the number of generation engines of a running job")
+    scale.add_argument("run", metavar="RUN", type=Path, help="the directory of a running job, on the host of its driver")
+    scale.add_argument("size", metavar="generation=N", help="the number of engines")
+    scale.add_argument(
+        "--timeout", metavar="S", type=float, default=600.0, help="seconds until it is given up (default: 600)"
+    )
+    scale.set_defaults(command=_scale)
+
+    status = commands.add_parser("status", parents=[common], help="what a running job does: its step, its workers")
+    status.add_argument("run", metavar="RUN", type=Path, help="the directory of a running job, on the host of its driver")
+    status.set_defaults(command=_status)
+
     view = commands.add_parser("view", parents=[common], help="show a run's curves, samples and conversations in a browser")
     view.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="the directory of a run; two are shown next to each other"
@@ -309,6 +326,24 @@ def _export(options: argparse.Namespace) -> None:
 
     _log(options, "INFO")
     sys.stdout.write(f"wrote {convert(options.source, options.output, options.overrides)}\n")
+
+
+def _scale(options: argparse.Namespace) -> None:
+    from dagrl.run.control import ask
+
+    role, _, number = options.size.partition("=")
+    if role != "generation" or not number.isascii() or not number.isdigit() or len(number) > 6:
+        raise ConfigError(f"{options.size!r} is not a size; expected generation=N, such as generation=3")
+    if not 0 < options.timeout < float("inf"):
+        raise ConfigError(f"--timeout is {options.timeout:g}; expected a finite number of seconds above 0")
+    arguments = {"engines": int(number), "timeout_s": options.timeout}
+    sys.stdout.write(ask(options.run, "scale", arguments, options.timeout + ANSWER_S) + "\n")
+
+
+def _status(options: argparse.Namespace) -> None:
+    from dagrl.run.control import ask
+
+    sys.stdout.write(ask(options.run, "status", {}, ANSWER_S) + "\n")
 
 
 def _replay(options: argparse.Namespace) -> None:

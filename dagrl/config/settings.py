@@ -81,6 +81,14 @@ def generation_config(config: Config) -> GenerationConfig:
     return config.policy.generation
 
 
+def with_engines(config: Config, engines: int) -> Config:
+    """Returns the configuration with another number of generation engines."""
+    generation = generation_config(config)
+    vllm = generation.vllm_cfg.model_copy(update={"data_parallel_size": engines})
+    generation = generation.model_copy(update={"vllm_cfg": vllm})
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+
+
 def generation_dtype(config: Config) -> str:
     """Returns the dtype of the generation workers' weights that are not in FP8."""
     precision = generation_config(config).vllm_cfg.precision

@@ -1,4 +1,4 @@
-"""Replaces generation engines that fail during a run, while training and the other engines go on.
+"""Replaces generation engines that fail during a run, and lets others join and leave, while training goes on.
 
     shards = replacement.replace(error)    # in the background: spares or new processes. Other shards go on without them
     replacement.connect()                  # once training rests: their graphs, a plan and a channel for the next refit
@@ -19,6 +19,7 @@ from dagrl.config import Config
 from dagrl.errors import WorkerError, WorkerFailure
 from dagrl.run.fleet import Fleet
 from dagrl.run.replays import Replays
+from dagrl.run.resizing import Resizing
 from dagrl.runtime.deadline import in_background
 from dagrl.runtime.revive import Revival, idle_ranks, revive_shards
 from dagrl.runtime.worker_group import WorkerGroup
@@ -37,14 +38,15 @@ class EngineReplacement:
     group: WorkerGroup
     replays: Replays
     plan: Callable[[], object]
+    resizing: Resizing
     absent: set[int] = field(default_factory=set, init=False)
     """Ranks of engines that were replaced and have no graphs yet."""
     _starting: Future[Revival] | None = field(default=None, init=False)
 
     @property
     def unconnected(self) -> bool:
-        """Whether engines were replaced since the groups were connected."""
-        return bool(self.absent)
+        """Whether engines were replaced, or a change of their number has begun, since the groups were connected."""
+        return bool(self.absent) or self.resizing.begun
 
     @property
     def ready(self) -> bool:
@@ -76,19 +78,27 @@ class EngineReplacement:
         return shards
 
     def connect(self) -> None:
-        """Connects new engines for refits, if there are any. Waits until they have started and all workers rest."""
+        """Connects new engines for refits, if there are any, and parts from those that leave.
+
+        Waits until new ones have started and all workers rest.
+        """
         if not self.unconnected:
             return
         self._started()
         scheduler, refit = self.replays.scheduler, self.replays.phases["refit"]
         with scheduler.at_rest(self.config.timeouts.replay_s):
-            scheduler.recover([ROLE])
+            if self.resizing.begun:
+                self.resizing.resize()
+            else:
+                scheduler.recover([ROLE])
             self.plan()
             scheduler.warmup(only=[refit.name])
         self.absent.clear()
+        self.resizing.finish()
 
     def end(self) -> None:
         """Waits for engines that are starting, at the end of a session: the next one may use the group."""
+        self.resizing.end()
         try:
             self._started()
         except Exception as error:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dagrl.errors import WorkerError
 from dagrl.rl.generation import FinishedRequest, Generated, pack_generated
-from dagrl.rl.rollout.engines import QuantumResult
+from dagrl.rl.rollout.engines import Change, QuantumResult
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.replays import Replays
 from dagrl.runtime.deadline import Deadline
@@ -55,6 +55,20 @@ class WorkerEngines:
     ) -> None:
         self._group, self._replays, self._deadline = group, replays, deadline
         self._replacement = replacement
+
+    @property
+    def shards(self) -> int:
+        """See `GenerationEngines`."""
+        return self._group.layout.dp
+
+    @property
+    def changing(self) -> bool:
+        """See `GenerationEngines`."""
+        return self._replacement is not None and self._replacement.resizing.ready
+
+    def take_change(self) -> Change | None:
+        """See `GenerationEngines`."""
+        return None if self._replacement is None else self._replacement.resizing.take_change()
 
     def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> ReplayedQuantum:
         """See `GenerationEngines`."""

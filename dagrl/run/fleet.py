@@ -47,6 +47,7 @@ class Fleet:
 
     def __init__(self, restarts: int = 0) -> None:
         self.restarts = restarts  # that may still follow
+        self.engines: int | None = None  # generation engines, once `dagrl scale` has changed their number
         self._cluster = ExitStack()
         self._workers = ExitStack()
         self._joined = self._settled = False

@@ -109,7 +109,7 @@ def preflight(config: Config) -> Inputs:
     check_settings(config)
     require_extras(config.logger)
     workers = worker_classes(config)
-    _check_machine(config)
+    check_machine(config)
     _check_outputs(config)
     check_encryption(config)
     trace_phases(config, workers)
@@ -255,8 +255,8 @@ def _check_outputs(config: Config) -> None:
         require_writable(paths.checkpoints, f"checkpointing.checkpoint_dir {config.checkpointing.checkpoint_dir}")
 
 
-def _check_machine(config: Config) -> None:
-    """Checks the number of workers against this machine. A running cluster is checked when it is joined."""
+def check_machine(config: Config) -> None:
+    """Raises LayoutError if this machine does not hold the workers. A running cluster is checked when it is joined."""
     groups = layouts(config)
     everyone = sum(layout.world_size for layout in groups.values())
     workers = device_count(config) if gpus_per_worker(config.cluster) else everyone

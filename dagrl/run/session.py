@@ -5,13 +5,16 @@ The loops (`dagrl.run.loops`) take a session and pass its pieces on: replays, th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dagrl.config import Config
-from dagrl.errors import StopRequestedError
+from dagrl.errors import LayoutError, StopRequestedError
 from dagrl.run.checkpoint_saver import Checkpoints, ranking_metric, require_shared
 from dagrl.run.checkpoints import TrainState
+from dagrl.run.control import Commands
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.preflight import Inputs
 from dagrl.run.recorder import Recorder
@@ -69,6 +72,24 @@ class Session:
             return
         self.recorder.record.log(self.step, stage, metrics)
         ranking_metric(self.config, stage, metrics)
+
+    @property
+    def commands(self) -> Commands:
+        """What `dagrl scale` and `dagrl status` can ask of the driver."""
+        return {"scale": self._scale, "status": self._status}
+
+    def _scale(self, arguments: Mapping[str, Any]) -> str:
+        if self.replacement is None:
+            raise LayoutError(
+                "only generation engines with GPUs of their own can be scaled, and this run has none (SFT, or "
+                "policy.generation.colocated.enabled)"
+            )
+        return self.replacement.resizing.scale(int(arguments["engines"]), float(arguments["timeout_s"]))
+
+    def _status(self, arguments: Mapping[str, Any]) -> str:
+        groups = self.replays.scheduler.groups.values()
+        workers = ", ".join(f"{len(group.actors)} {group.role.name} ({group.layout.describe()})" for group in groups)
+        return f"{self.config.name}: {self.step} steps done; workers: {workers}; driver: {os.getpid()}"
 
     def finish(self) -> None:
         """Saves the last checkpoint, and exports the policy for Hugging Face (`checkpointing.export_hf`)."""

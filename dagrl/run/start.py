@@ -27,12 +27,14 @@ from dagrl.config.settings import (
     layouts,
     model_roles,
     sharing_roles,
+    with_engines,
 )
 from dagrl.errors import ClusterError, ConfigError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
 from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
 from dagrl.run.checkpoints import Checkpoint, CheckpointStore
 from dagrl.run.colocated import GENERATION, SharedDevices
+from dagrl.run.control import control
 from dagrl.run.encryption import tls_files
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
@@ -41,6 +43,7 @@ from dagrl.run.plans import PhasePlan, with_records
 from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight
 from dagrl.run.recorder import Recorder, process_label
 from dagrl.run.replays import Replays
+from dagrl.run.resizing import Resizing
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Session
 from dagrl.run.stop import no_restart_after_stop, stop_on_signals
@@ -98,7 +101,8 @@ def open_session(
     """
     fleet = fleet or Fleet()
     inputs = preflight(config)
-    config, plans = inputs.config, plan(inputs.config)
+    config = inputs.config if fleet.engines is None else with_engines(inputs.config, fleet.engines)
+    plans = plan(config)
     with ExitStack() as stack:
         stack.enter_context(lock_run(RunPaths.of(config)))
         stop = stack.enter_context(stop_on_signals(saves=config.checkpointing.enabled))
@@ -156,6 +160,7 @@ def open_session(
                 session.checkpoints.restore()
         fleet.settle()
         clock.restart()
+        stack.enter_context(control(paths.directory, session.commands))
         stack.callback(session.recorder.write_trace)
         stack.callback(progress.stage, "Ending the workers and Ray", "shutdown")
         yield session
@@ -270,7 +275,8 @@ def _replacement(
     if generation is None or is_colocated(config):
         return None
     plan = partial(connect_refit, config, groups["train"], generation, inputs)
-    replacement = EngineReplacement(config, fleet, generation, replays, plan)
+    resizing = Resizing(config, fleet, generation, replays)
+    replacement = EngineReplacement(config, fleet, generation, replays, plan, resizing)
     stack.callback(replacement.end)
     return replacement
 

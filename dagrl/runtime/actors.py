@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,24 +27,45 @@ class GpuBundles:
     """Whole GPUs reserved from Ray. The workers of equal rank of several groups share one."""
 
     def __init__(self, count: int, timeout_s: float) -> None:
-        from ray.util.placement_group import placement_group
-
-        self._group = placement_group([{"GPU": 1.0}] * count, strategy="PACK")
-        if not self._group.wait(timeout_s):
-            self.release()
-            raise DeadlineError(
-                f"Ray did not have {count} free GPUs within timeouts.start_s = {timeout_s:g} s; use smaller layouts, or wait"
-            )
+        self.free: list[Any] = []
+        """Placements of workers that have left."""
+        self._groups: list[Any] = []
+        self._places = self._reserve(count, timeout_s)
 
     def of(self, rank: int) -> PlacementGroupSchedulingStrategy:
         """The placement of the worker of `rank`."""
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        return self._places[rank]
+
+    def add(self, count: int, timeout_s: float) -> None:
+        """Reserves GPUs for `count` more ranks: first those of workers that have left."""
+        missing = max(0, count - len(self.free))
+        reserved = self._reserve(missing, timeout_s) if missing else []
+        self._places += [*self.free[:count], *reserved]
+        del self.free[:count]
+
+    def keep(self, ranks: Sequence[int]) -> None:
+        """Makes `ranks` the ranks from 0 on; the GPUs of others are free for `add`."""
+        self.free += [place for rank, place in enumerate(self._places) if rank not in ranks]
+        self._places = [self._places[rank] for rank in ranks]
 
     def release(self) -> None:
         """Returns the GPUs to Ray."""
         from ray.util.placement_group import remove_placement_group
 
-        remove_placement_group(self._group)
+        while self._groups:
+            remove_placement_group(self._groups.pop())
+
+    def _reserve(self, count: int, timeout_s: float) -> list[PlacementGroupSchedulingStrategy]:
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        group = placement_group([{"GPU": 1.0}] * count, strategy="PACK")
+        if not group.wait(timeout_s):
+            remove_placement_group(group)
+            raise DeadlineError(
+                f"Ray did not have {count} free GPUs within timeouts.start_s = {timeout_s:g} s; use smaller layouts, or wait"
+            )
+        self._groups.append(group)
+        return [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index) for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -100,7 +122,7 @@ class ActorStarter:
     def start(self, rank: int) -> ActorHandle:
         """Starts the actor of a rank, which constructs its worker."""
         handle: ActorHandle = self._actor_class.options(**self.resources.options(rank)).remote(
-            self._context(rank), self.config
+            self.context(rank), self.config
         )
         return handle
 
@@ -112,7 +134,7 @@ class ActorStarter:
         """Gives the place of a lost worker to a spare of its node. Returns None if there is none."""
         spare = self._waiting.take(place.node)
         if spare is not None:
-            context, wait_s = self._context(rank), self.start_timeout_s
+            context, wait_s = self.context(rank), self.start_timeout_s
             spare.__ray_call__.remote(take_place, context, self.config, place.gpus, place.pid, wait_s)
         return spare
 
@@ -124,9 +146,10 @@ class ActorStarter:
         variables = {"env_vars": self._environment | (ALL_GPUS if self.resources.num_gpus else {})}
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_gpus": 0, "scheduling_strategy": there, "runtime_env": variables}
-        spare = self._actor_class.options(**options).remote(self._context(0), self.config)
+        spare = self._actor_class.options(**options).remote(self.context(0), self.config)
         prepares = "prepare" in methods_of(self.worker_class)
         return spare, spare.prepare.remote() if prepares else spare.__ray_call__.remote(answer)
 
-    def _context(self, rank: int) -> WorkerContext:
+    def context(self, rank: int) -> WorkerContext:
+        """What the worker of a rank is given."""
         return WorkerContext(self.role, rank, self.layout, self.seed, self.collective_timeout_s)

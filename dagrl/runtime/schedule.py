@@ -26,6 +26,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
@@ -146,7 +147,11 @@ class Scheduler:
             raise GraphError(f"a phase {phase.name!r} was added already; give one of the two another name")
         graph = phase.trace({name: group.role for name, group in self.groups.items()}, self.options.arity)
         if phase.inputs is not None:
-            self._check_batch_phase(phase, buckets, codec)
+            if codec is not None:
+                raise GraphError(f"phase {phase.name!r} takes batches, which are split by rows; give no codec")
+            if not buckets:
+                raise GraphError(f"phase {phase.name!r} takes batches; add it with buckets=[Bucket(sequences, tokens), ...]")
+            _check_batch_phase(phase, {role: self.groups[role].layout.dp for role in phase.roles})
         limits = GraphLimits(
             input_bytes=input_bytes or channel_bytes(phase, buckets, scalars, self._parts_of(phase, codec, warmup_value)),
             result_bytes=result_bytes or self.options.result_bytes,
@@ -350,6 +355,47 @@ class Scheduler:
             )
         self.groups[group.role.name] = group
 
+    def resize(self, role: str, shards: Sequence[int], joining: WorkerGroup | None = None) -> list[ActorHandle]:
+        """Goes on with these shards of a group, and those of `joining` (`WorkerGroup.start_shards`), in this order.
+
+        Compiles new shards, those with another number, and phases of several roles; the graphs of the others stay. The
+        group's workers must rest, and all of its results be read. Returns the actors that have left; the caller ends them.
+        Raises GraphError, and changes nothing, if a phase cannot run on so many shards.
+        """
+        with self._lock:
+            group, count = self.groups[role], len(shards) + (0 if joining is None else joining.layout.dp)
+            graphs = self.graphs_of(role, count)
+            ranks = [rank for shard in shards for rank in group.layout.shard(shard)]
+            kept = {rank for rank, former in enumerate(ranks) if rank == former}
+
+            def stays(one: Compiled) -> bool:
+                alone = {workers.role for workers in one.workers} == {role}
+                return alone and all(kept.issuperset(workers.ranks) for workers in one.workers)
+
+            self._teardown(lambda one: not stays(one), [role])
+            left = group.resize(shards, joining)
+            self._tickets.resize(role, ranks, self.groups.values())
+            for name, graph in graphs.items():
+                self._entries[name].graph = graph
+            self.recover([role])
+            return left
+
+    def graphs_of(self, role: str, shards: int) -> dict[str, PhaseGraph]:
+        """Returns the graphs of a role's phases for another number of its shards.
+
+        Raises GraphError if a phase cannot have that number, and if other roles are on the same actors.
+        """
+        if len(self._tickets.together([role])) > 1:
+            raise GraphError(f"the {role} group shares its actors with other roles, so its number of shards is fixed")
+        mine = self.groups[role].role
+        roles = {name: group.role for name, group in self.groups.items()}
+        roles[role] = replace(mine, layout=replace(mine.layout, dp=shards))
+        entries = {name: entry for name, entry in self._entries.items() if role in entry.phase.roles}
+        for entry in entries.values():
+            if entry.phase.inputs is not None:
+                _check_batch_phase(entry.phase, {name: roles[name].layout.dp for name in entry.phase.roles})
+        return {name: entry.phase.trace(roles, self.options.arity) for name, entry in entries.items()}
+
     def _check_shared_actors(self) -> None:
         """Raises LayoutError unless the same ranks share actors as before groups or workers were replaced."""
         if ticket_counters(self.groups.values()) != self._tickets.counters:
@@ -362,18 +408,6 @@ class Scheduler:
         """Tears every graph down within the teardown deadline."""
         self._teardown()
         self._entries.clear()
-
-    def _check_batch_phase(self, phase: Phase, buckets: Sequence[Bucket], codec: Codec | None) -> None:
-        if codec is not None:
-            raise GraphError(f"phase {phase.name!r} takes batches, which are split by rows; give no codec")
-        if not buckets:
-            raise GraphError(f"phase {phase.name!r} takes batches; add it with buckets=[Bucket(sequences, tokens), ...]")
-        shards = {role: self.groups[role].layout.dp for role in phase.roles}
-        if any(count != 1 for count in replicas_per_graph(shards).values()):
-            raise GraphError(
-                f"phase {phase.name!r} splits batches over shards, but its groups have different numbers of them: {shards}; "
-                "give them the same data-parallel size, or pass a value that is not a batch"
-            )
 
     def _compile(self, entry: AddedPhase, without: Sequence[int]) -> list[Compiled]:
         try:
@@ -468,3 +502,12 @@ class Scheduler:
             for entry in entries:
                 entry.compiled = [one for one in entry.compiled if one not in ended]
                 entry.in_flight.clear()
+
+
+def _check_batch_phase(phase: Phase, shards: Mapping[str, int]) -> None:
+    """Raises GraphError unless all roles of a phase that takes batches have the same number of shards."""
+    if any(count != 1 for count in replicas_per_graph(shards).values()):
+        raise GraphError(
+            f"phase {phase.name!r} splits batches over shards, but its groups have different numbers of them: {shards}; "
+            "give them the same data-parallel size, or pass a value that is not a batch"
+        )

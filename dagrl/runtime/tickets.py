@@ -15,6 +15,19 @@ class Tickets:
         self.counters = ticket_counters(groups)
         self._next = [0] * len({counter for mine in self.counters.values() for counter in mine})
 
+    def resize(self, role: str, ranks: Sequence[int], groups: Iterable[WorkerGroup]) -> None:
+        """Follows `groups`, in which the group of `role` has other workers: its former `ranks`, and then new ones.
+
+        No other role may use its actors.
+        """
+        before = {name: self.of(name) for name in self.counters}
+        before[role] = [before[role][rank] for rank in ranks]
+        self.counters = ticket_counters(groups)
+        known: dict[int, int] = {}
+        for name, mine in self.counters.items():
+            known |= zip(mine, before[name], strict=False)  # new workers have none
+        self._next = [known.get(counter, 0) for counter in range(1 + max(map(max, self.counters.values())))]
+
     def of(self, role: str) -> list[int]:
         """Returns the next ticket of each rank."""
         return [self._next[counter] for counter in self.counters[role]]

@@ -20,6 +20,8 @@ class WorkerHooks(Protocol):
 
     The constructor of a spare process is called twice: with rank 0 before `prepare`, and for the place that it takes.
 
+    The attribute `context` of a worker is replaced when its group is resized (`Scheduler.resize`), as its rank may change.
+
     A class may also have `requires`, a tuple of the top-level packages that it imports later. A run does not start unless
     they are installed.
     """

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -33,6 +34,7 @@ from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +103,24 @@ class WorkerGroup:
         )
         actors = [starter.start(rank) for rank in range(layout.world_size)]
         traced = Role(role, layout, methods_of(worker_class), group_transports(resources.num_gpus))
+        return cls._set_up(traced, actors, starter, while_waiting, before_setup)
+
+    @classmethod
+    def _set_up(
+        cls,
+        role: Role,
+        actors: Sequence[ActorHandle],
+        starter: ActorStarter,
+        while_waiting: Callable[[], None] | None,
+        before_setup: Callable[[], object] | None = None,
+    ) -> WorkerGroup:
+        """Makes a group of actors that have just been started. Kills them if that fails."""
         try:
             group = cls(
-                traced,
+                role,
                 actors,
                 owned=True,
-                deadline=Deadline(start_timeout_s, "timeouts.start_s"),
+                deadline=Deadline(starter.start_timeout_s, "timeouts.start_s"),
                 health_group=HEALTH,
                 while_waiting=while_waiting,
             )
@@ -182,6 +196,63 @@ class WorkerGroup:
         self.prepare(ranks)
         self.setup(setup)
         return used
+
+    def start_shards(self, count: int, while_waiting: Callable[[], None] | None = None) -> WorkerGroup:
+        """Starts `count` more shards and sets them up, in a group of their own, while this one works.
+
+        They join with `Scheduler.resize`; until then `end_shards` ends them. For layouts of `dp` and `tp` whose worker
+        class has `meets_by_shard`. Raises what `create` raises.
+        """
+        starter, size = self._starter, count * self.layout.shard_size
+        assert starter is not None, "a group around existing actors starts none"
+        more = replace(starter, layout=replace(self.layout, dp=self.layout.dp + count), spares=0)
+        first, bundles = len(self.actors), starter.resources.bundles
+        if bundles is not None:
+            bundles.add(size, starter.start_timeout_s)
+        role = replace(self.role, layout=replace(self.layout, dp=count))
+        try:
+            return self._set_up(role, [more.start(first + rank) for rank in range(size)], more, while_waiting)
+        except BaseException:
+            self._free_bundles()
+            raise
+
+    def end_shards(self, joining: WorkerGroup, timeout_s: float) -> None:
+        """Ends shards that `start_shards` made and that did not join."""
+        joining.shutdown(timeout_s)
+        self._free_bundles()
+
+    def resize(self, shards: Sequence[int], joining: WorkerGroup | None = None) -> list[ActorHandle]:
+        """Makes `shards`, and then those of `joining`, the group's shards. Returns the actors that have left.
+
+        `Scheduler.resize` calls it, once nothing runs on the group.
+        """
+        assert self._starter is not None and self.layout.world_size == self.layout.dp * self.layout.tp
+        ranks = [rank for shard in shards for rank in self.layout.shard(shard)]
+        left = [actor for rank, actor in enumerate(self.actors) if rank not in ranks]
+        if self._starter.resources.bundles is not None:
+            added = [] if joining is None else range(len(self.actors), len(self.actors) + len(joining.actors))
+            self._starter.resources.bundles.keep([*ranks, *added])
+        layout = replace(self.layout, dp=len(shards) + (0 if joining is None else joining.layout.dp))
+        self.layout = self._starter.layout = layout
+        self.role = replace(self.role, layout=layout)
+        self.actors = (*[self.actors[rank] for rank in ranks], *(() if joining is None else joining.actors))
+        self._late_runs = [self._late_runs[rank] for rank in ranks] + [()] * (len(self.actors) - len(ranks))
+        self._install([rank for rank in range(len(self.actors)) if ranks[rank : rank + 1] != [rank]], self._deadline)
+        numbered = [
+            actor.__ray_call__.remote(take_context, self._starter.context(rank)) for rank, actor in enumerate(self.actors)
+        ]
+        self.wait(numbered, self._deadline, "take_context")
+        return left
+
+    @property
+    def reserved_gpus(self) -> int:
+        """GPUs that the group has reserved and no worker uses."""
+        bundles = self._starter.resources.bundles if self._starter is not None else None
+        return 0 if bundles is None else len(bundles.free)
+
+    def _free_bundles(self) -> None:
+        if self._starter is not None and self._starter.resources.bundles is not None:
+            self._starter.resources.bundles.keep(range(len(self.actors)))
 
     def fill_spares(self) -> None:
         """Starts the spare processes that are missing; does not wait for them."""
@@ -365,13 +436,19 @@ def call_together(
 def shutdown_groups(groups: Sequence[WorkerGroup], timeout_s: float) -> None:
     """Calls `WorkerGroup.shutdown` on several groups at once."""
     mine = [group for group in groups if group.owned]
-    ending = [group for group in mine if "shutdown" in group.role.methods]
-    refs = [actor.shutdown.remote() for group in ending for actor in group.actors]
+    end_workers([(group.role, group.actors) for group in mine], timeout_s)
+    for group in mine:
+        group.end_spares()
+
+
+def end_workers(workers: Sequence[tuple[Role, Sequence[ActorHandle]]], timeout_s: float) -> None:
+    """Calls `shutdown()` of all these workers within the deadline, and then kills their processes."""
+    refs = [actor.shutdown.remote() for role, actors in workers if "shutdown" in role.methods for actor in actors]
     if refs:
         ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-    for group in mine:
-        group.kill(range(len(group.actors)))
-        group.end_spares()
+    for _, actors in workers:
+        for actor in actors:
+            ray.kill(actor)
 
 
 def _gather(
@@ -440,6 +517,11 @@ def _raised_in_constructor(died: ray.exceptions.RayActorError) -> tuple[str, str
 def first_line(error: Exception) -> str:
     """The first line of an error of Ray's, without Ray's advice."""
     return str(error).strip().splitlines()[0]
+
+
+def take_context(worker: Any, context: WorkerContext) -> None:
+    """Gives a worker its place in a resized group. Runs in the worker."""
+    worker.context = context
 
 
 def free_address(worker: object) -> str:

@@ -37,8 +37,27 @@ class Quantum(Protocol):
         """Returns what the shards that did not fail made, after `result` has raised."""
 
 
+@dataclass(frozen=True)
+class Change:
+    """The shards that stay when engines leave or join, and how many there are then. Those that stay are the first."""
+
+    kept: tuple[int, ...]
+    shards: int
+
+
 class GenerationEngines(Protocol):
     """The engines of all generation shards. Quanta run in the order in which they are submitted."""
+
+    @property
+    def shards(self) -> int:
+        """The number of engines."""
+
+    @property
+    def changing(self) -> bool:
+        """Whether engines can leave or join at the next refit."""
+
+    def take_change(self) -> Change | None:
+        """Returns what the next `connect` will change, if anything."""
 
     def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Quantum:
         """Starts a quantum. `rows[shard]` are the rows of `requests` that the shard adds to its engine."""
@@ -70,7 +89,9 @@ class GenerationEngines(Protocol):
         """
 
     def connect(self) -> None:
-        """Connects new engines for the next refit, once they have started. Does nothing without new engines.
+        """Connects new engines for the next refit, once they have started, and makes a `change` of their number.
+
+        Does nothing without new engines.
 
         No quantum may be in flight.
         """

@@ -133,9 +133,9 @@ class Experience:
     def work(self, other: Future[Any] | None = None) -> None:
         """Runs one quantum. With nothing to generate, waits for a score, an answer of the environment, or `other`.
 
-        Without `other`, which is the training under way, engines that were replaced get their weights first.
+        Without `other`, which is the training under way, engines that were replaced or join get their weights first.
         """
-        while other is None and not self.rollouts.serving and (self._engines.ready or not self.rollouts.generating):
+        while other is None and self._unfilled:
             self._refill()
         if self.rollouts.generating:
             self._sort(self.rollouts.advance())
@@ -186,17 +186,29 @@ class Experience:
             self._scoring = [item for item in self._scoring if item.group.number not in too_old]
 
     def connect(self) -> None:
-        """Connects engines that were replaced for a refit."""
-        if not self.rollouts.serving:
-            self.rest()  # replaces those that have failed since
+        """Connects engines that were replaced, or that join, for a refit. Others leave."""
+        if self._engines.changing or not self.rollouts.serving:
+            self._rest_and_change()
             self._engines.connect()
 
     def replace(self, error: WorkerError) -> None:
         """Goes on after a refit failed, which the caller then repeats; raises `error` if the run has to restart."""
         self._sort(self.rollouts.replace(error))
 
-    def _refill(self) -> None:
+    @property
+    def _unfilled(self) -> bool:
+        """Whether new engines wait for weights."""
+        starting = not self._engines.ready and self.rollouts.generating
+        return self._engines.changing or (not self.rollouts.serving and not starting)
+
+    def _rest_and_change(self) -> None:
         self.rest()  # replaces those that have failed since
+        change = self._engines.take_change()
+        if change is not None:
+            self.rollouts.resize(change.kept, change.shards)
+
+    def _refill(self) -> None:
+        self._rest_and_change()
         try:
             self._engines.refill(self.buffer.version)
             self.rollouts.serve()

@@ -71,7 +71,6 @@ class Rollouts:
         environment: EnvironmentRunner | AgentRunner | None = None,
     ) -> None:
         generation = generation_config(config)
-        layout = generation.vllm_cfg.layout
         self._engines, self._tokenizer = engines, tokenizer
         self._stops = generation.stop_strings
         self._agents = AgentTurns(environment) if isinstance(environment, AgentRunner) else None
@@ -79,8 +78,10 @@ class Rollouts:
         self._room = bucket_widths(config.policy)[-1]
         self._longest_first = generation.request_order == "longest_first"
         self._slots = request_slots(generation.vllm_cfg.max_num_seqs)
-        self._shards = [ShardLoad(self._slots) for _ in range(layout.dp)]
-        self.quantum_size = QuantumSize(generation.quantum_engine_steps, generation.quantum_seconds, IN_FLIGHT, layout.dp)
+        self._shards = [ShardLoad(self._slots) for _ in range(engines.shards)]
+        self.quantum_size = QuantumSize(
+            generation.quantum_engine_steps, generation.quantum_seconds, IN_FLIGHT, engines.shards
+        )
         self.history = LengthHistory(float(generation.max_new_tokens))
         self._groups: dict[int, RolloutGroup] = {}
         self._requests: dict[int, tuple[RolloutGroup, Episode]] = {}  # waiting or in an engine
@@ -189,6 +190,19 @@ class Rollouts:
         """Gives all engines requests."""
         for shard in self._shards:
             shard.slots = self._slots
+
+    def resize(self, kept: Sequence[int], shards: int) -> None:
+        """Goes on with the engines `kept`, which are now the first of `shards`. Call `settle` first.
+
+        The requests of the others continue elsewhere, from their tokens. New ones get requests after a refit and `serve`.
+        """
+        leaving = [shard for number, shard in enumerate(self._shards) if number not in kept]
+        if running := [request for shard in leaving for request in shard.requests]:
+            made = self._made_so_far()
+            self._engines.abort([request for request in running if request in made])
+            self._move(running, made)
+        self._shards = [self._shards[number] for number in kept] + [ShardLoad(0) for _ in range(shards - len(kept))]
+        self.quantum_size.resize(kept, shards)
 
     def leave_questions(self) -> None:
         """Forgets unanswered calls of the environment before it closes. Their episodes stay `awaiting` in a checkpoint."""
