@@ -12,7 +12,7 @@ import ray
 
 from dagrl.errors import DeadlineError, PhaseError
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.phase import Shard, phase
+from dagrl.runtime.phase import Shard, join, phase
 from dagrl.runtime.revive import Revival, revive, revive_shards
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.spares import take_place
@@ -68,6 +68,11 @@ def slow(train: Shard, until):
 @phase
 def misbehave(other: Shard, how):
     return other.map("misbehave", how)
+
+
+@phase
+def both(train: Shard, other: Shard, how):
+    return join(train.map("misbehave", how), other.map("misbehave", how))
 
 
 def replayed(group: WorkerGroup) -> object:
@@ -154,6 +159,44 @@ def test_one_shard_is_replaced_while_another_role_computes(cluster: None, tmp_pa
             assert working.result() == ("done",)
             with scheduler.at_rest(START_S):
                 assert scheduler.replay(slow, 0.0).result() == ("done",)
+    finally:
+        train.shutdown(2.0)
+        other.shutdown(2.0)
+
+
+def test_shards_join_and_leave_while_another_role_computes(cluster: None, tmp_path: Path) -> None:
+    """Graphs of shards that keep their number stay. Of three, the first leaves: the others have new ranks and graphs."""
+    train = WorkerGroup.create("train", Resettable, ParallelLayout(), None)
+    other = WorkerGroup.create("other", ByShard, ParallelLayout(), None)
+    done = tmp_path / "done"
+    try:
+        with Scheduler([train, other], SchedulerOptions(fallback="error", teardown_s=4.0)) as scheduler:
+            for added in (slow, misbehave, both):
+                scheduler.add(added, warmup_value=0.0 if added is slow else {"rank": -1})
+            scheduler.compile()
+            scheduler.warmup()
+            working = scheduler.replay(slow, str(done))
+            joining = other.start_shards(2)
+            assert scheduler.replay(misbehave, {"rank": -1}).result() == (0,), "the shard works while others start"
+            assert not working.ready()
+            done.touch()
+            kept = scheduler._entries["misbehave"].compiled
+            with scheduler.at_rest(START_S):
+                assert scheduler.resize("other", [0], joining) == []
+            assert scheduler._entries["misbehave"].compiled[:1] == kept
+            assert scheduler.replay(misbehave, {"rank": -1}).result() == (0, 1, 2)
+            assert scheduler.replay(both, {"rank": -1}).result() == ([0, [0, 1, 2]],)
+            second, third = pids(other)[1:]
+            (left,) = scheduler.resize("other", [1, 2])
+            ray.kill(left)
+            assert pids(other) == [second, third]
+            assert scheduler.replay(misbehave, {"rank": -1}).result() == (0, 1)
+            assert scheduler.replay(both, {"rank": -1}).result() == ([0, [0, 1]],)
+            with pytest.raises(PhaseError, match=r"other worker 1 .* died"):
+                scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
+            assert revive_shards(other, {1}, rest_s=REST_S) == Revival(kept=0, spares=0, started=1)
+            assert scheduler.recover(["other"]) == {"misbehave": [1], "both": [0]}
+            assert scheduler.replay(misbehave, {"rank": -1}).result() == (0, 1), "a new process has the new rank"
     finally:
         train.shutdown(2.0)
         other.shutdown(2.0)

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from dagrl.errors import RunError, error_text
@@ -170,9 +171,14 @@ class FunctionProcess:
             if self._closed:
                 raise EOFError
             self._connection, theirs = Pipe()
-            command = [sys.executable, "-m", "dagrl.rl.functions.child", str(theirs.fileno()), *self._command]
+            reaper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")), str(os.getpid())]
+            child = [sys.executable, "-m", "dagrl.rl.functions.child", str(theirs.fileno()), *self._command]
             self._process = subprocess.Popen(  # noqa: S603  # our own module, with the user's import path
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+                [*reaper, *child],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
             theirs.close()
             return self._connection
@@ -187,8 +193,13 @@ def _unpickled(answers: bytes) -> Answers | str:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process, its session and all its descendants, including those in sessions of their own."""
-    started = descendants_of(process.pid)
+    """Kills the process and all its descendants, including those in sessions of their own (`reaper.py`)."""
+    process.send_signal(signal.SIGUSR1)
+    try:
+        process.wait(GRACE_S)
+        return
+    except subprocess.TimeoutExpired:  # it is stopped, or the machine is busy
+        started = descendants_of(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     for pid in started:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from dagrl.errors import RunError
+from dagrl.machine import descendants_of
 from dagrl.rl.functions.process import START_TRIES, FunctionProcess
 from dagrl.runtime.deadline import Deadline
 
@@ -20,6 +25,47 @@ if len(starts.read_text()) <= {bad}:
 def reward(prompt, completion, reference):
     return 1.0
 """
+
+
+STARTS_OTHERS = """
+import subprocess
+def reward(prompt, completion, reference):
+    own = dict(start_new_session=True)
+    started = [subprocess.Popen(["sleep", "600"], **own), subprocess.Popen(["sh", "-c", "sleep 600 & wait"], **own)]
+    open(completion, "w").write(" ".join(str(one.pid) for one in started))
+    return 1.0
+"""
+
+DRIVER = """
+import sys, time
+from dagrl.rl.functions.process import FunctionProcess
+from dagrl.runtime.deadline import Deadline
+deadline = Deadline(60.0, "reward.timeout_s")
+process = FunctionProcess("starting_reward:reward", "reward.function", False, deadline, deadline)
+process.ask([["p"], [sys.argv[1]], ["r"]])
+print(process._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_that_a_function_started_outlives_a_killed_driver(tmp_path: Path) -> None:
+    (tmp_path / "starting_reward.py").write_text(STARTS_OTHERS)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", DRIVER, str(tmp_path / "pids")]
+    until = time.monotonic() + 20.0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as driver:
+        try:
+            assert driver.stdout is not None
+            reaper = int(driver.stdout.readline())
+            started = list(map(int, (tmp_path / "pids").read_text().split()))
+            while len(gone := [reaper, *descendants_of(reaper)]) < 5 and time.monotonic() < until:
+                time.sleep(0.02)
+            assert len(gone) == 5 and set(started) < set(gone), "it, the function's process, and those that it started"
+        finally:
+            driver.kill()
+    while (left := [pid for pid in gone if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not left
 
 
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int) -> list[object]:

@@ -504,7 +504,8 @@ def test_a_process_that_starts_during_close_is_killed(functions: str, monkeypatc
     with runner:
         assert starting.wait(30.0)
         threading.Timer(0.5, closing.set).start()  # during close
-    assert [process.wait(30.0) for process in started] == [-signal.SIGKILL]
+    (process,) = started
+    assert process.wait(30.0) in (-signal.SIGUSR1, 1), "before or after it has started another one, which it then ends"
 
 
 def test_a_closed_runner_starts_no_process(functions: str, tmp_path: Path) -> None:
