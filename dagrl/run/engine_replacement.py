@@ -17,9 +17,10 @@ from functools import partial
 
 from dagrl.config import Config
 from dagrl.errors import WorkerError, WorkerFailure
+from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.fleet import Fleet
 from dagrl.run.replays import Replays
-from dagrl.run.resizing import Resizing
+from dagrl.run.resizing import Resizing, has_room
 from dagrl.runtime.deadline import in_background
 from dagrl.runtime.revive import Revival, idle_ranks, revive_shards
 from dagrl.runtime.worker_group import WorkerGroup
@@ -60,21 +61,28 @@ class EngineReplacement:
         """
         if not self.fleet.restarts or not self._replaceable(error.failures):
             return None
-        self.fleet.restarts -= 1
         self._started()
         failed = {failure.rank for failure in error.failures if failure.role == ROLE}
         resting = set(idle_ranks(self.group, self.config.timeouts.grace_s))
         lost = failed | (set(range(len(self.group.actors))) - resting)
         shards = {self.group.layout.coordinates(rank).dp for rank in lost}
+        room = has_room(self.group, lost, gpus_per_worker(self.config.cluster))
+        if not room and len(shards) == self.group.layout.dp:
+            return None
+        self.fleet.restarts -= 1
         logger.warning(
-            "replacing the engines of generation shards %s (%d restarts left), training goes on, after: %s",
+            "%s the engines of generation shards %s (%d restarts left), training goes on, after: %s",
+            "replacing" if room else "going on without",
             sorted(shards),
             self.fleet.restarts,
             error,
         )
         self.absent |= {rank for shard in shards for rank in self.group.layout.shard(shard)}
         self.replays.scheduler.recover([ROLE], {ROLE: self.absent})
-        self._starting = in_background(partial(self._revive, lost), "replace-engines")
+        if room:
+            self._starting = in_background(partial(self._revive, lost), "replace-engines")
+        else:
+            self.resizing.drop(shards)
         return shards
 
     def connect(self) -> None:

@@ -14,18 +14,19 @@ Training does not stop: engines start in the background, and the change is made 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
 import ray
-from ray.actor import ActorHandle
 
 from dagrl.config import Config
 from dagrl.config.settings import with_engines
-from dagrl.errors import DagrlError, DeadlineError, LayoutError, RunError
+from dagrl.errors import DeadlineError, LayoutError, RunError
 from dagrl.machine import available_memory, private_memory
 from dagrl.rl.rollout.engines import Change
 from dagrl.run.cluster import gpus_per_worker
@@ -45,16 +46,19 @@ POLL_S = 0.1
 
 @dataclass
 class _Asked:
-    """A request: how many engines there were and shall be, and how far it is."""
+    """A request: how many engines there were and shall be, which of them stay, and how far it is."""
 
     before: int
     engines: int
-    until: float  # `time.monotonic`
+    kept: tuple[int, ...]
+    until: float = math.inf  # `time.monotonic`
     joining: WorkerGroup | None = None
     started_s: float = 0.0
     started: bool = False
     begun: bool = False
-    leaving: list[ActorHandle] = field(default_factory=list)
+    joined: bool = False
+    lost: RunError | None = None
+    """Why it cannot be done any more."""
     done: Future[None] = field(default_factory=Future)
 
 
@@ -84,11 +88,12 @@ class Resizing:
             asked.started = True
             self._wait(asked)
         except BaseException:
-            if asked.joining is not None and self._group.layout.dp == asked.before:
+            if asked.joining is not None and not asked.joined:
                 self._group.end_shards(asked.joining, self._config.timeouts.teardown_s / 2)
             raise
         finally:
-            self._asked = None
+            with self._lock:
+                self._asked = None if self._asked is asked else self._asked
             self._over.set()
         started = f"; the new ones had started after {asked.started_s:.1f} s" if asked.started_s else ""
         return f"done after {time.monotonic() - begin:.1f} s: {engines} engines, before {asked.before}{started}"
@@ -110,37 +115,44 @@ class Resizing:
             if asked is None or not self.ready:
                 return None
             asked.begun = True
-            return Change(tuple(range(min(asked.before, asked.engines))), asked.engines)
+            return Change(asked.kept, asked.engines)
 
     def resize(self) -> None:
-        """Makes the change that was taken. All workers rest."""
+        """Makes the change that was taken. All workers rest. Engines that leave end in the background."""
         asked = self._asked
         assert asked is not None and asked.begun
-        kept = range(min(asked.before, asked.engines))
-        asked.leaving = self._replays.scheduler.resize(ROLE, kept, asked.joining)
+        leaving = [(self._group.role, self._replays.scheduler.resize(ROLE, asked.kept, asked.joining))]
+        asked.joined = True
+        # at once: NCCL ends a channel on all of its ranks, and the others open the next one now
+        in_background(partial(end_workers, leaving, self._config.timeouts.teardown_s / 2), "end-engines")
         self._replays.devices += (asked.engines - asked.before) * self._group.layout.shard_size
         self._fleet.engines = asked.engines
 
     def finish(self) -> None:
-        """Ends the engines that have left, in the background, and the request. Does nothing without one."""
+        """Answers the request, if one has begun."""
         asked = self._asked
         if asked is None or not asked.begun:
             return
-        in_background(partial(self._end_leaving, asked), "end-engines")
         logger.info("%d generation engines, before %d", asked.engines, asked.before)
         self._fleet.settle()
+        with self._lock:
+            self._asked = None
         asked.done.set_result(None)
 
-    def end(self) -> None:
-        """Gives up a request at the end of a session, and ends the engines that it started or that leave."""
+    def drop(self, shards: set[int]) -> None:
+        """Lets engines that are lost leave at the next refit, and gives up a request under way."""
         with self._lock:
-            self._ended, asked = True, self._asked
-        if asked is not None and not asked.done.done():
-            self._end_leaving(asked)
-        self._over.wait(self._config.timeouts.teardown_s)
+            if self._asked is not None:
+                self._asked.lost = RunError(f"the engines of shards {sorted(shards)} were lost meanwhile; ask again")
+            before = self._group.layout.dp
+            kept = tuple(shard for shard in range(before) if shard not in shards)
+            self._asked = _Asked(before, len(kept), kept, started=True)
 
-    def _end_leaving(self, asked: _Asked) -> None:
-        end_workers([(self._group.role, asked.leaving)], self._config.timeouts.teardown_s / 2)
+    def end(self) -> None:
+        """Gives up a request at the end of a session, and ends the engines that it started."""
+        with self._lock:
+            self._ended = True
+        self._over.wait(self._config.timeouts.teardown_s)
 
     def _accept(self, engines: int, until: float) -> _Asked:
         with self._lock:
@@ -150,7 +162,7 @@ class Resizing:
                 raise LayoutError(f"it is being scaled to {self._asked.engines} engines; ask again when that is done")
             before = self._group.layout.dp
             self._check_layout(engines, before)
-            self._asked = _Asked(before, engines, until)
+            self._asked = _Asked(before, engines, tuple(range(min(before, engines))), until)
             self._over.clear()
             return self._asked
 
@@ -184,8 +196,11 @@ class Resizing:
         """Raises if new engines are no longer wanted."""
         if self._ended:
             raise RunError("the run ends, or restarts")
-        if time.monotonic() > asked.until:
-            raise DeadlineError("the new engines have not started in time")
+        if asked.lost is not None:
+            raise asked.lost
+        if time.monotonic() > asked.until and not asked.begun:
+            missed = "no refit came, at which engines join and leave" if asked.started else "the new ones have not started"
+            raise DeadlineError(f"{missed}; nothing has changed")
 
     def _wait(self, asked: _Asked) -> None:
         """Waits until the loop has made the change; withdraws it at the deadline, or if the session ends, if it can."""
@@ -194,17 +209,18 @@ class Resizing:
                 return asked.done.result(timeout=POLL_S)
             except TimeoutError:
                 with self._lock:
-                    self._give_up(asked)
+                    try:
+                        self._check(asked)
+                    except RunError:
+                        asked.started = False  # it will not begin
+                        raise
 
-    def _give_up(self, asked: _Asked) -> None:
-        error: DagrlError | None = None
-        if self._ended:
-            error = RunError("the run ends, or restarts")
-        elif time.monotonic() > asked.until and not asked.begun:
-            error = DeadlineError("no refit came in time, at which engines join and leave; nothing has changed")
-        if error is not None:
-            asked.started = False  # if it has not begun, it will not
-            raise error
+
+def has_room(group: WorkerGroup, ranks: Collection[int], gpus: float) -> bool:
+    """Whether workers with so many `gpus` can start again in the places of `ranks`: on living hosts, or free GPUs."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    gone = [rank for rank in ranks if group.locations[rank].node not in alive]
+    return gpus * len(gone) <= ray.available_resources().get("GPU", 0.0)
 
 
 def memory(worker: object) -> tuple[int, int]:

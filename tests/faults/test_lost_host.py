@@ -1,0 +1,114 @@
+"""A host goes away with its engine, and no GPU is free elsewhere: the other engines go on, and the next refit is theirs.
+
+The hosts are raylets of this machine with a GPU each that only Ray believes in.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import ray
+
+from dagrl.config.file import load_config
+from dagrl.errors import PhaseError
+from dagrl.rl.rollout.engines import Change
+from dagrl.run.engine_replacement import EngineReplacement
+from dagrl.run.fleet import Fleet
+from dagrl.run.resizing import Resizing
+from dagrl.runtime.actors import Resources
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Shard, join, phase
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.worker_group import WorkerGroup
+from tests.faults.test_spares import ByShard, Resettable
+
+ROOT = Path(__file__).parents[2]
+START_S = 60.0
+
+
+class Engine(ByShard):
+    """May be put on a GPU by Ray."""
+
+
+@phase
+def generate(generation: Shard, how):
+    return generation.map("misbehave", how)
+
+
+@phase
+def refit(train: Shard, generation: Shard, version):
+    return join(train.map("rank", version), generation.map("rank", version))
+
+
+@pytest.fixture
+def hosts(cluster: None) -> Iterator[list[subprocess.Popen[bytes]]]:
+    address = ray.get_runtime_context().gcs_address
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", f"--address={address}"]
+    command += ["--num-gpus=1", "--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    started = [subprocess.Popen(command, **quiet) for _ in range(2)]
+    try:
+        wait_for(lambda: ray.cluster_resources().get("GPU") == 2.0)
+        yield started
+    finally:
+        for host in started:
+            os.killpg(host.pid, signal.SIGKILL)
+            host.wait()
+
+
+def wait_for(found: Any) -> None:
+    until = time.monotonic() + START_S
+    while not found():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_engines_of_a_lost_host_leave_if_there_is_no_room_elsewhere(hosts: list[subprocess.Popen[bytes]]) -> None:
+    config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", ["cluster.gpus_per_worker=1"])
+    train = WorkerGroup.create("train", Resettable, ParallelLayout(), None)
+    engines = WorkerGroup.create("generation", Engine, ParallelLayout(dp=2), None, resources=Resources(num_gpus=1.0))
+    try:
+        with Scheduler([train, engines], SchedulerOptions(fallback="error", teardown_s=4.0)) as scheduler:
+            scheduler.add(generate, warmup_value={"rank": -1})
+            scheduler.add(refit, warmup_value=0)
+            scheduler.compile()
+            scheduler.warmup()
+            replays = cast(
+                Any, SimpleNamespace(scheduler=scheduler, devices=3, phases={"generate": generate, "refit": refit})
+            )
+            fleet = Fleet(restarts=1)
+            resizing = Resizing(config, fleet, engines, replays)
+            replacement = EngineReplacement(config, fleet, engines, replays, lambda: None, resizing)
+            first = engines.locations[0]
+            kill_host(first.pid)
+            with pytest.raises(PhaseError, match="died") as lost:
+                scheduler.replay(generate, {"rank": -1}).result()
+            wait_for(lambda: first.node not in {node["NodeID"] for node in ray.nodes() if node["Alive"]})
+            assert replacement.replace(lost.value) == {0}
+            assert scheduler.replay(generate, {"rank": -1}).result() == (0,), "the other goes on"
+            assert replacement.ready and resizing.take_change() == Change((1,), 1)
+            replacement.connect()
+            assert (engines.layout.dp, fleet.engines, replays.devices) == (1, 1, 2)
+            assert scheduler.replay(generate, {"rank": -1}).result() == (0,)
+            assert scheduler.replay(refit, 1).result() == ([0, 0],), "it is the first engine now"
+            assert not resizing.ready and not replacement.unconnected
+    finally:
+        train.shutdown(2.0)
+        engines.shutdown(2.0)
+
+
+def kill_host(worker: int) -> None:
+    """Kills the raylet that started a worker, which ends with it, as all of a host's processes do."""
+    status = Path(f"/proc/{worker}/status").read_text().splitlines()
+    os.kill(int(next(line.split()[1] for line in status if line.startswith("PPid:"))), signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
