@@ -220,7 +220,8 @@ def has_room(group: WorkerGroup, ranks: Collection[int], gpus: float) -> bool:
     """Whether workers with so many `gpus` can start again in the places of `ranks`: on living hosts, or free GPUs."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     gone = [rank for rank in ranks if group.locations[rank].node not in alive]
-    return gpus * len(gone) <= ray.available_resources().get("GPU", 0.0)
+    free = float(ray.available_resources().get("GPU", 0.0))
+    return gpus * len(gone) <= free
 
 
 def memory(worker: object) -> tuple[int, int]:
