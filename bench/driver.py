@@ -57,6 +57,8 @@ class ReadyEngines:
     An answer is packed once, because in a run the workers pack it.
     """
 
+    shards, changing = 1, False
+
     def __init__(self, completions: npt.NDArray[np.int64]) -> None:
         self._tokens = completions.tolist()
         self._logprobs = np.full(completions.shape, -0.5).tolist()
@@ -92,6 +94,9 @@ class ReadyEngines:
     def ready(self) -> bool:
         """No engine starts."""
         return True
+
+    def take_change(self) -> None:
+        """No engine leaves or joins."""
 
     def refill(self, version: int) -> None:
         """No engine is new."""
