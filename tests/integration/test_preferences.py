@@ -85,13 +85,9 @@ def test_every_step_is_that_of_plain_torch(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_with_its_reference_policy(tmp_path: Path) -> None:
-    whole = preference_config(tmp_path, "whole")
-    train(whole)
     with pytest.raises(StopRequestedError):
         train(preference_config(tmp_path, "parts"), last_step=LastStep(3))
     checkpointing = {"export_hf": False, "save_period": 2, "resume": True}
-    train(preference_config(tmp_path, "parts", checkpointing=checkpointing))
-    expected, found = (
-        [step["loss"] for step in steps_of(config)] for config in (whole, preference_config(tmp_path, "parts"))
-    )
-    assert found == expected
+    train(config := preference_config(tmp_path, "parts", checkpointing=checkpointing))
+    losses, _ = plain_losses(encoded(config))
+    assert [step["loss"] for step in steps_of(config)] == pytest.approx(losses, abs=1e-6)

@@ -40,6 +40,7 @@ def again(run: Path, monkeypatch: pytest.MonkeyPatch, phase: str | None = None, 
     return Request(run, STEP, phase, overrides=overrides)
 
 
+@pytest.mark.slow
 def test_a_phase_in_another_layout_is_within_bounds(learned: Run, cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas become two ranks, which sum in another order. No generation worker starts."""
     one_cluster.__wrapped__(None, monkeypatch)

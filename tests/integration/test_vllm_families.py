@@ -8,21 +8,13 @@ import sys
 import pytest
 
 
-def test_slices_are_what_vllm_loads() -> None:
+def test_slices_and_lora_slots_are_what_vllm_loads_and_fills() -> None:
+    """In one process, because importing vLLM and all families takes longest."""
     pytest.importorskip("vllm")
     from tests.integration.vllm_loads import CASES, FP8_CASES
-
-    command = [sys.executable, "-m", "tests.integration.vllm_loads"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("agrees:") == len(CASES) + len(FP8_CASES)
-
-
-def test_lora_slots_are_what_vllm_fills() -> None:
-    pytest.importorskip("vllm")
-    from tests.integration.vllm_loads import CASES
 
     command = [sys.executable, "-m", "tests.integration.vllm_slots"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("agrees:") == len(CASES)
+    assert done.stdout.count("agrees:") == len(CASES) + len(FP8_CASES)
+    assert done.stdout.count("slots agree:") == len(CASES)

@@ -50,7 +50,13 @@ def my_step(train: Shard, batch: Input) -> Value:
     return train.reduce("merge_metrics", train.map("train_step", batch, loss="policy"))
 """
 
-SHORT = ("sft.max_num_steps=4", "grpo.max_num_steps=2", "sft.max_val_samples=32", "grpo.max_val_samples=32")
+SHORT = (
+    "sft.max_num_steps=4",
+    "grpo.max_num_steps=2",
+    "sft.max_val_samples=32",
+    "grpo.max_val_samples=32",
+    "policy.megatron_cfg.data_parallel_size=1",
+)
 OWN = (
     "reward.function=workers.reward:score",
     "policy.worker=workers.counting:CountingWorker",
@@ -129,7 +135,7 @@ def test_the_quickstart_trains_from_the_wheel_with_the_users_own_packages(instal
     trained = [line for line in lines if "loss" in line]
     assert len(trained) == 6 and all(line["grad_norm"] > 0 for line in trained)
     assert sum(map(int, (tmp_path / "reward_calls").read_text().split())) >= 2 * 128
-    assert {path.name for path in tmp_path.glob("train_step_*")} == {"train_step_0", "train_step_1"}
+    assert {path.name for path in tmp_path.glob("train_step_*")} == {"train_step_0"}
     assert list((tmp_path / "runs/grpo_quickstart/final_model").glob("*.safetensors"))
 
 

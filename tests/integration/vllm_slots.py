@@ -1,4 +1,7 @@
-"""Compares LoRA slots as described with what vLLM's own code makes of adapters; test_vllm_families.py runs it."""
+"""Compares LoRA slots as described with what vLLM's own code makes of adapters, after what `vllm_loads` compares.
+
+test_vllm_families.py runs it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ from dagrl.workers.megatron.adapter_slices import adapter_names, stacked_shapes,
 from dagrl.workers.vllm.lora import describe_slots, find_slots
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import Hf, random_model
-from tests.integration.vllm_loads import CASES, begin, build_rank
+from tests.integration import vllm_loads
+from tests.integration.vllm_loads import CASES, build_rank
 
 PEFT = PeftConfig(enabled=True, refit="adapters", dim=4)
 
@@ -91,7 +95,7 @@ def read_adapters(adapters: dict[str, Tensor]) -> Iterator[tuple[str, LoRALayerW
 
 
 def main() -> None:
-    begin()
+    vllm_loads.main()
     with tempfile.TemporaryDirectory() as root:
         # vLLM makes its expert-parallel group when the first model has experts.
         for number, case in enumerate(sorted(CASES, key=lambda case: "expert" not in str(case.config))):
@@ -101,7 +105,7 @@ def main() -> None:
             for rank in range(case.tp):
                 place = VllmRank(case.tp, rank, expert_parallel=case.ep)
                 slots = check_slots(build_rank(directory, case, rank), config, place)
-            print("agrees:", case.family, case.tp, case.ep, slots, flush=True)
+            print("slots agree:", case.family, case.tp, case.ep, slots, flush=True)
 
 
 if __name__ == "__main__":
