@@ -107,7 +107,8 @@ def check_fsdp_with_tensor_parallel() -> None:
 def test_dtensors_on_real_meshes(tmp_path: Path) -> None:
     import torch.multiprocessing as mp
 
-    mp.spawn(run_rank, args=(str(tmp_path / "store"),), nprocs=RANKS)  # type: ignore[no-untyped-call]
+    mp.get_context("forkserver").set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+    mp.start_processes(run_rank, (str(tmp_path / "store"),), RANKS, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "nemotron_h"])

@@ -76,6 +76,7 @@ def exports(directory: Path, failing: int, kinds: list[str]) -> list[list[str | 
     """Returns the answer of each rank, None if it died. Fails if one does not answer within half the groups' deadline."""
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "dagrl.workers.megatron.hf_export"])
     port, running = reserve_port(), []
     for rank in range(RANKS):
         ours, theirs = context.Pipe()
