@@ -108,10 +108,10 @@ def test_extreme_logits_stay_finite() -> None:
 
 
 def test_half_precision_gradients_accumulate_in_float32() -> None:
-    """2000 tokens, two at a time: a bfloat16 sum stops growing when it is 256 times the addend."""
+    """800 tokens, two at a time: a bfloat16 sum stops growing when it is 256 times the addend."""
     torch.manual_seed(0)
-    hidden, weight = torch.rand(2000, HIDDEN).bfloat16(), torch.zeros(SIZE, HIDDEN, dtype=torch.bfloat16)
-    labels = torch.zeros(2000, dtype=torch.int64)
+    hidden, weight = torch.rand(800, HIDDEN).bfloat16(), torch.zeros(SIZE, HIDDEN, dtype=torch.bfloat16)
+    labels = torch.zeros(800, dtype=torch.int64)
     logprobs, _ = token_logprobs(hidden, labels, OutputLayer(weight.requires_grad_(), VocabularyShard(0, SIZE), 1.0, 2))
     logprobs.sum().backward()
     expected = hidden.double().sum(0) * (torch.nn.functional.one_hot(labels[:1], SIZE).T - 1 / SIZE)
