@@ -21,6 +21,7 @@ INDEPENDENT = (
     "embed_nemo_rl",
     "environments",
     "foreign_actors",
+    "own_algorithm",
     "refit_layouts",
     "replay_growth",
     "vllm_families",
