@@ -10,7 +10,7 @@ content = $(shell cat $(1) | sha256sum | cut -c1-16)
 SETUP := $(VENV)/.setup-$(call content,requirements/cpu.lock pyproject.toml)
 PEERS := .venv-peers
 PEERS_TORCH := $(shell grep '^torch==' requirements/peers.lock)
-# In a folder apart, on the path of its own tests alone: where verl's workers find a TRL, they import classes that it has no more.
+# In a folder of its own, on the path of its tests only: verl's workers import classes that this TRL no longer has.
 TRL := trl==1.16.0
 PEERS_SETUP := $(PEERS)/.setup-$(call content,requirements/peers.lock pyproject.toml)
 AGENTS := .venv-agents

@@ -95,7 +95,7 @@ class Calls:
 
 
 def answer_calls(control: Control, worker: object) -> None:
-    """Runs the trainer's calls as methods of `worker`, until the trainer has no more. Raises RunError if it failed."""
+    """Runs the trainer's calls as methods of `worker` until the last one. Raises RunError if the trainer failed."""
     while True:
         call: Any = control.gather(None)[0]
         method, arguments = call

@@ -28,13 +28,12 @@ INDEPENDENT = (
     "wheel",
 )
 APART = ("tests/unit/", *(f"tests/integration/test_{name}.py" for name in INDEPENDENT))
-"""Where the tests of one of two processes are: as many as take half of the time, of those that share no pool of workers with
-the others'."""
+"""Tests of one of two processes: about half by time, of those that share no pool of workers with the others."""
 
 # Ray runs its workers at niceness 15, where they would wait for whatever the tests of the other process do.
 os.environ["RAY_worker_niceness"] = "0"
 
-# Machines that run tests are shared; how long one example took, or took to be made up, says nothing of the code.
+# Machines that run tests are shared: the time to draw or run one example says nothing about the code.
 # pytest-timeout bounds a whole test.
 hypothesis.settings.register_profile("dagrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("dagrl")
@@ -42,7 +41,7 @@ hypothesis.settings.load_profile("dagrl")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist: what needs no worker pools of other tests in one process, all the rest in another."""
+    """With pytest-xdist: tests that share no worker pools run in one process, all others in another."""
     from xdist.scheduler import LoadScopeScheduling
 
     class InTwo(LoadScopeScheduling):  # type: ignore[misc]

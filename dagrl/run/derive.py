@@ -45,7 +45,7 @@ CACHE_BLOCK = 16
 """Tokens of a block of vLLM's KV cache."""
 
 ENGINE_ROOM = 6 << 30
-"""Bytes of a GPU that an engine needs beside weights and KV cache: activations, logits of a step, CUDA graphs."""
+"""Bytes of a GPU that an engine needs in addition to weights and KV cache: activations, logits of a step, CUDA graphs."""
 
 LEAST_CACHE = 1 << 30
 """Bytes of the smallest derived KV cache of a GPU."""

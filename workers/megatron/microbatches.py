@@ -87,7 +87,7 @@ class Microbatch:
 
     @property
     def layer_inputs(self) -> LayerInputs | None:
-        """What layers need beside hidden states. None: nothing."""
+        """What layers need in addition to hidden states. None: nothing."""
         return LayerInputs(self.segments, self.routed) if self.segments or self.routed else None
 
 

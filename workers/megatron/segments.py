@@ -1,4 +1,4 @@
-"""What layers need of a microbatch beside hidden states: attention segments, and the tokens that routers see.
+"""What layers need of a microbatch in addition to hidden states: attention segments, and the tokens that routers see.
 
 Segments exist if rows are packed or split over context-parallel workers.
 

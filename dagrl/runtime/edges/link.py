@@ -393,7 +393,7 @@ def _sum_of(table: bytes | memoryview, pickled: bytes | memoryview) -> int:
 
 
 def _shown(stranger: socket.socket) -> bytes:
-    """Returns the secret that a connecting process shows; less of it if no more comes in time."""
+    """Returns the secret that a connecting process shows; or the part of it that came in time."""
     shown, until = b"", time.monotonic() + _STRANGER_S
     try:
         while len(shown) < SECRET_BYTES and (left := until - time.monotonic()) > 0:

@@ -19,7 +19,7 @@ ALIVE = 2
 
 
 class Graph(Protocol):
-    """What is told of the death of one of its actors, once."""
+    """A graph that is notified once when one of its actors dies."""
 
     def on_death(self) -> None:
         """Called on the watching thread; must not block."""
