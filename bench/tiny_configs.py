@@ -98,6 +98,9 @@ SIZES: Mapping[str, Any] = {
 """Values by key, for keys that the configuration has and that are not None."""
 EXTRA: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "cosmos3_edge_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e8, "mrope_section": [4, 2, 2]},
+    },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}, "max_seq_len": 128},
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "deepseek_v32": {"topk_method": "noaux_tc"},
@@ -106,6 +109,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "falcon": {"ffn_hidden_size": 256},
     "glm4_moe": {"head_dim": 16},
     "glm4v_moe_text": {"head_dim": 16, "use_qk_norm": False},
+    "glm5_next_text": {"num_key_value_heads": 4},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True},
     "kimi_linear": {
@@ -152,6 +156,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "hc_lowrank": 32,
         "output_gate_type": "silu",
     },
+    "radio": {"video_temporal_patch_size": 2},
     "zamba2": {
         "num_key_value_heads": 4,
         "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
@@ -162,6 +167,10 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
 """Keys that vLLM reads and published configurations have, but the class's default configuration lacks; by model type."""
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
 
+
+PREFIXED = {"CLIPVisionModel", "SiglipVisionModel", "Siglip2VisionModel"}
+"""Encoders whose published checkpoints have a prefix that transformers drops on loading. It saves it only in models that it
+has loaded, and vLLM expects it."""
 
 KEPT = ("transformers_version", "architectures", "id2label", "label2id", "dtype")
 """Declared fields that are not sizes of the model."""
@@ -188,6 +197,10 @@ def tiny_model(architecture: str, seed: int) -> torch.nn.Module:
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:160]}"
         raise NoTinyConfigError(f"transformers does not build it tiny: {reason}") from error
+    if PREFIXED & {type(module).__name__ for module in model.modules()}:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False)  # as of a loaded model
     generator = torch.Generator().manual_seed(seed)
     for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
         if tensor.is_floating_point():

@@ -13,6 +13,7 @@ from torch import Tensor
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import expand
 from dagrl.workers.vllm.destinations import check_complete
+from dagrl.workers.vllm.loader import _unmapped_of
 from dagrl.workers.vllm.recording import Recording, record
 
 Load = Callable[["Model", Tensor], object]
@@ -258,3 +259,10 @@ def test_what_cannot_be_followed_may_be_left_to_the_loader() -> None:
     assert found.unmapped == {name: (shapes[name], torch.float32) for name in "abc"}
     assert [one.name for one in found.slices] == ["d"] and not found.refused
     check_complete("Odd", found)
+
+
+@pytest.mark.parametrize("refit", [{"unmapped": "skip"}, {"unmaped": "load"}, "load"])
+def test_an_engine_with_another_value_of_unmapped_is_refused(refit: object) -> None:
+    assert [_unmapped_of(one) for one in ({}, {"refit": {}}, {"refit": {"unmapped": "load"}})] == ["error", "error", "load"]
+    with pytest.raises(ConfigError, match=r"additional_config.refit is .* expected \{'unmapped': 'error'\}"):
+        _unmapped_of({"refit": refit})
