@@ -118,6 +118,13 @@ def takes_turns(config: Config) -> bool:
     return is_colocated(config) and generation_config(config).colocated.exchange != "never"
 
 
+def starts_together(config: Config) -> bool:
+    """Whether roles on shared GPUs may take memory at once: all of it stays, and vLLM need not measure what is free."""
+    generation = config.policy.generation
+    known = generation is not None and generation.vllm_cfg.kv_cache_memory_bytes is not None
+    return is_colocated(config) and not takes_turns(config) and known
+
+
 def device_count(config: Config) -> int:
     """GPUs of a run, or workers if there are no GPUs. Colocated roles share theirs."""
     sizes, sharing = {role: layout.world_size for role, layout in layouts(config).items()}, sharing_roles(config)

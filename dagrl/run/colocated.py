@@ -70,7 +70,7 @@ class Residency:
 
     def __str__(self) -> str:
         if self.everything:
-            return "all of it stays on the GPUs"
+            return "all of it stays on the GPUs; policy.generation.colocated.exchange=never would start faster"
         return f"{_text(self.generating)} during generation, {_text(self.training)} while another role trains"
 
 
@@ -122,8 +122,8 @@ class SharedDevices:
 
     `states` are the groups with a train state, by role: `train`, and a critic or a teacher on the same GPUs. The callbacks
     of `before_sleep` run while generation still has its memory, so that work in flight can end; `finish(role)` waits for
-    the replays in flight of a role with a train state. Generation starts last: at first it holds all its parts, and the
-    train states are on the host.
+    the replays in flight of a role with a train state. At first generation holds all its parts, and the train states are on
+    the host, or with exchange `never` on the GPU.
     """
 
     def __init__(
@@ -140,8 +140,9 @@ class SharedDevices:
         self.before_sleep: list[Callable[[], None]] = []
         self.finish: Callable[[str], None] = lambda role: None
         self._none = Residency(tuple(states))
-        self._held: dict[str, Parts] = {**dict.fromkeys(states, ()), GENERATION: GENERATION_PARTS}
         self._settled, self._still = exchange != "auto", exchange == "never"
+        self._held: dict[str, Parts] = dict.fromkeys(states, TRAIN_PARTS if self._still else ())
+        self._held[GENERATION] = GENERATION_PARTS
         self._residency = self._everything if self._still else self._none
         self._caching = set[str]()  # roles that have computed, and not released the memory that no tensor uses
         self._free: dict[str, list[DeviceMemory]] = {}

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from dagrl.config import Config
 from dagrl.config.roles import role_config
-from dagrl.config.settings import generation_config, is_colocated, layouts, sharing_roles
+from dagrl.config.settings import generation_config, is_colocated, layouts, sharing_roles, starts_together, takes_turns
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import gpus_per_worker, ray_cluster
 from dagrl.run.colocated import GENERATION, TRAIN_PARTS
@@ -129,7 +129,8 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, check: Calla
     """Starts the groups of `roles`, which phases use. `check` is called again and again, and may raise to give up.
 
     They spend long on imports, so they start in parallel. On GPUs shared with generation, each group takes memory only after
-    the one before it has moved its train state to the host.
+    the one before it has moved its train state to the host, unless they start together (`starts_together`). If nothing is
+    ever exchanged, the states are back on the GPUs at the end.
     """
     resources = shared_resources(config, stack)
     groups: list[WorkerGroup] = []
@@ -165,7 +166,8 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, check: Calla
         group.call("offload", TRAIN_PARTS)
         return group
 
-    turns = sharing_roles(config) if is_colocated(config) and GENERATION in roles else ()
+    one_by_one = is_colocated(config) and GENERATION in roles and not starts_together(config)
+    turns = sharing_roles(config) if one_by_one else ()
     with ThreadPoolExecutor(len(layouts(config))) as pool:
         before: Callable[[], object] | None = None
         starting = list[Future[WorkerGroup]]()
@@ -178,8 +180,10 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, check: Calla
     groups += [future.result() for future in starting if future.exception() is None]
     for future in starting:
         future.result()  # raises the error of a group that did not start
-    if config.logger.nvtx_enabled:
-        for group in groups:
+    for group in groups:
+        if group.role.name in turns and group.role.name != GENERATION and not takes_turns(config):
+            group.call("reload", TRAIN_PARTS)
+        if config.logger.nvtx_enabled:
             group.call_function(enable_ranges)
     return groups
 

@@ -21,6 +21,7 @@ from tests.integration.unigram_workers import EXCHANGES
 
 STATES = ("train", "critic", "teacher")
 COLOCATED = {"generation": {"colocated": {"enabled": True, "exchange": "always"}}}
+RESIDENT = {"generation": {"colocated": {"enabled": True, "exchange": "never"}}}
 
 
 def exchanges(config: Config) -> list[tuple[str, str, list[str], list[str]]]:
@@ -30,7 +31,7 @@ def exchanges(config: Config) -> list[tuple[str, str, list[str], list[str]]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> dict[str, Config]:
-    """The same run of PPO, with a critic and a teacher, on separate devices and colocated."""
+    """The same run of PPO, with a critic and a teacher, on separate devices and colocated, in turns and all resident."""
     output = tmp_path_factory.mktemp("colocated")
     write_teacher(output / "teacher")
     sections: dict[str, Any] = {"critic": CRITIC, "teacher": {**TEACHER, "model_name": str(output / "teacher")}}
@@ -39,6 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> dict[str, C
     configs = {
         "apart": ppo(output, "apart", **sections),
         "together": ppo(output, "together", **sections | shared, policy=COLOCATED),
+        "resident": ppo(output, "resident", **sections | shared, policy=RESIDENT),
     }
     with pytest.MonkeyPatch.context() as patch:
         one_cluster.__wrapped__(cluster, patch)
@@ -51,9 +53,15 @@ def test_losses_equal_those_on_separate_devices(runs: dict[str, Config]) -> None
     """Each worker also checks that it holds what it computes with."""
     names = ("step", "loss", "policy/kl", "reward/mean", "completion_tokens", "validation/reward")
     names += ("critic/loss", "critic/explained_variance")
-    apart, together = ([[line.get(name) for name in names] for line in steps_of(config)] for config in runs.values())
-    assert apart == together and len(apart) == 5
+    apart, *others = ([[line.get(name) for name in names] for line in steps_of(config)] for config in runs.values())
+    assert others == [apart, apart] and len(apart) == 5
     assert all(line["timing_s/exchange"] > 0 for line in steps_of(runs["together"]))
+
+
+def test_roles_that_start_together_never_move(runs: dict[str, Config]) -> None:
+    config = runs["resident"]
+    assert not (Path(config.output_dir) / config.name / EXCHANGES).exists()
+    assert all("timing_s/exchange" not in line for line in steps_of(config))
 
 
 def test_one_role_releases_before_another_acquires_and_a_refit_holds_only_weights(runs: dict[str, Config]) -> None:

@@ -42,6 +42,7 @@ OWN_ARGUMENTS = frozenset(
         "model",
         "seed",
         "skip_tokenizer_init",
+        "speculative_config",
         "structured_outputs_config",
         "tensor_parallel_size",
         "tokenizer",

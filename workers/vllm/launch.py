@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlparse
 
 from dagrl.config import Config
+from dagrl.config.settings import starts_together
 from dagrl.errors import DeadlineError, MissingDependencyError
 from dagrl.machine import VISIBLE, device_index
 from dagrl.runtime.garbage import gc_paused
@@ -254,7 +255,8 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "max_num_seqs": vllm.max_num_seqs,
         "enforce_eager": vllm.enforce_eager,
         "enable_prefix_caching": vllm.enable_prefix_caching,
-        "gpu_memory_utilization": vllm.gpu_memory_utilization,
+        # Of no effect with a given KV cache, but this much must be free, next to what training may hold by now.
+        "gpu_memory_utilization": 0.05 if starts_together(config) else vllm.gpu_memory_utilization,
         "kv_cache_memory_bytes": vllm.kv_cache_memory_bytes,
         "tensor_parallel_size": context.layout.tp,
         "enable_expert_parallel": context.layout.ep > 1,
@@ -264,6 +266,7 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "enable_sleep_mode": require_generation(config).colocated.enabled and features.can_sleep(),
         # With it, ranks on H200 returned different tokens in the first batch after a start.
         "disable_custom_all_reduce": True,
+        "speculative_config": None,  # log-probabilities of sampled tokens differed from transformers' (0.32 on CPUs)
         "async_scheduling": _schedules_asynchronously(vllm.async_scheduling, context.layout.tp),
         "distributed_timeout_seconds": timeout,
         "cpu_distributed_timeout_seconds": timeout,

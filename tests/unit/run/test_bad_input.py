@@ -707,6 +707,11 @@ TABLE = [
         ("policy.generation.vllm_kwargs={async_scheduling: true}",),
     ),
     Row(
+        "speculative decoding",
+        ("vllm_kwargs sets speculative_config", "remove them"),
+        ("policy.generation.vllm_kwargs={speculative_config: {method: ngram}}",),
+    ),
+    Row(
         "workers of a group sharing a GPU",
         ("cluster.gpus_per_worker is 0.5", "2 train workers", "set it to 1"),
         ("cluster.gpus_per_worker=0.5", f"{MEGATRON}.tensor_model_parallel_size=2"),
