@@ -55,9 +55,11 @@ def hosts(cluster: None) -> Iterator[list[subprocess.Popen[bytes]]]:
     command = [str(Path(sys.executable).with_name("ray")), "start", "--block", f"--address={address}"]
     command += ["--num-gpus=1", "--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    started = [subprocess.Popen(command, **quiet) for _ in range(2)]
+    started: list[subprocess.Popen[bytes]] = []
     try:
-        wait_for(lambda: ray.cluster_resources().get("GPU") == 2.0)
+        for count in (1, 2):  # one after the other: they choose ports
+            started.append(subprocess.Popen(command, **quiet))
+            wait_for(lambda count=count: ray.cluster_resources().get("GPU") == count)
         yield started
     finally:
         for host in started:
