@@ -101,8 +101,13 @@ class ReadyEngines:
     def refill(self, version: int) -> None:
         """No engine is new."""
 
+    @property
+    def unconnected(self) -> bool:
+        """No worker is new."""
+        return False
+
     def connect(self) -> None:
-        """No engine is new."""
+        """No worker is new."""
 
 
 class DriverStep:

@@ -329,7 +329,7 @@ class SparesConfig(Section):
     train: NonNegativeInt = 0
     """Spare train processes on each host with train workers. Each takes about 0.5 GB of host memory and no GPU memory."""
 
-    generation: NonNegativeInt = 0
+    generation: NonNegativeInt = derived(0, "1 with `on_failure: restart` on hosts with at least 16 GB of memory", ge=0)
     """Spare generation processes on each host with generation workers. Each takes about 1 GB of host memory and no GPU
     memory."""
 
@@ -390,7 +390,8 @@ class Config(Section):
 
     on_failure: Literal["stop", "restart"] = "stop"
     """After a worker raised, died or hung: end the run, or go on. `restart` replaces a generation engine while training
-    goes on, and after any other failure restarts from the newest checkpoint."""
+    goes on, and a train worker that dies by its data-parallel peer's state. After any other failure the run restarts from
+    the newest checkpoint."""
 
     max_restarts: PositiveInt = 3
     """Maximum number of restarts and replaced engines together."""

@@ -165,12 +165,12 @@ def check_experts(config: Config) -> None:
 def check_spares(config: Config) -> None:
     """Checks that spare processes have a place to take."""
     for role, count in config.spares:
-        reason, advice = _no_place(config, role) if count else ("", "")
+        reason, advice = no_place(config, role) if count else ("", "")
         if reason:
             raise ConfigError(f"spares.{role} is {count}, but {reason}. {advice}, or spares.{role}=0")
 
 
-def _no_place(config: Config, role: str) -> tuple[str, str]:
+def no_place(config: Config, role: str) -> tuple[str, str]:
     """Why spares of a role would never be used, and what to set instead; two empty texts if they may be."""
     if config.on_failure != "restart":
         return "on_failure is 'stop': no worker is replaced", "Set on_failure=restart"

@@ -41,6 +41,11 @@ def quantum_seconds(batch: Batch) -> float:
     return batch.number("seconds", math.inf)
 
 
+def quantum_streams(batch: Batch) -> bool:
+    """Whether a quantum returns the new tokens of all running requests: the scalar `stream`."""
+    return bool(batch.number("stream", 0))
+
+
 @dataclass(frozen=True)
 class RequestOptions:
     """How a request is sampled where it differs from the configuration (None), and which strings end it too.

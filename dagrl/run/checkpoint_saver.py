@@ -7,6 +7,7 @@ most `timeouts.checkpoint_s`.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,12 @@ class CheckpointSaver:
                 self._call(group, "finish_checkpoint")
         self._publish(state, directory)
 
+    def drop(self) -> None:
+        """Gives up the pending checkpoint, of which workers have lost their part."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            shutil.rmtree(pending[1], ignore_errors=True)
+
     def load(self, directory: Path) -> None:
         """Loads a checkpoint's state into the workers. Raises CheckpointError if it lacks that of a role."""
         for role, group in self.groups.items():
@@ -101,6 +108,7 @@ class Checkpoints:
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
     parts: list[DriverPart] = field(default_factory=list)
     saved_step: int = 0
+    _overdue: bool = field(default=False, init=False)
 
     def restore(self) -> None:
         """Loads the checkpoint that the run resumes from, if any, into the train workers."""
@@ -115,8 +123,13 @@ class Checkpoints:
         self.state = state
         self.saver.poll()
         config = self.saver.config.checkpointing
-        if config.enabled and state.step % config.save_period == 0:
+        if config.enabled and (self._overdue or state.step % config.save_period == 0):
             self.save()
+
+    def drop_pending(self) -> None:
+        """Gives up a checkpoint that workers may still be writing, and saves at the end of the next step instead."""
+        self.saver.drop()
+        self.saved_step, self._overdue = 0, True
 
     def save(self) -> None:
         """Saves the last finished step, unless it is saved already."""
@@ -126,7 +139,7 @@ class Checkpoints:
         self.replays.hold("train", keep_generation_weights=True)
         with self.replays.clock.measure("checkpoint"):
             self.saver.save(self.state, self.parts)
-        self.saved_step = self.state.step
+        self.saved_step, self._overdue = self.state.step, False
 
     def save_last(self) -> None:
         """Saves the last finished step, unless it is saved already, and waits until the checkpoint is complete."""

@@ -24,6 +24,7 @@ from dagrl.config.settings import (
     sends_adapters,
     uses_reference,
 )
+from dagrl.config.worker_checks import no_place
 from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count, gpus, host_memory
 from dagrl.rl.algorithm import algorithm_of
@@ -62,6 +63,9 @@ LAYOUT = (
     *(f"{ENGINE}.{name}" for name in VllmConfig.model_fields if name.endswith("_parallel_size")),
     f"{ROLLOUT}.colocated.enabled",
 )
+SPARE_HOST_BYTES = 16 * 10**9
+"""Least memory of a host that keeps a spare engine unasked."""
+
 GPU_SECONDS = {"start_s": 600.0, "warmup_s": 600.0, "replay_s": 600.0, "collective_s": 300.0, "checkpoint_s": 600.0}
 
 
@@ -96,6 +100,7 @@ def derive_from_machine(config: Config) -> Derived:
     if sends_adapters(derived.config):
         derived.set(f"{ROLLOUT}.colocated.sleep_level", 1, "refits send adapters alone")
     _set_rates(derived)
+    _set_spares(derived)
     _set_batch(derived)
     _set_lengths(derived)
     return derived
@@ -207,6 +212,13 @@ def _may_share(config: Config) -> bool:
 def _set_worker(derived: Derived) -> None:
     if gives_scores(algorithm_of(derived.config)):
         derived.set("policy.worker", "dagrl.workers.megatron:MegatronValueWorker", "a reward model has a scalar head")
+
+
+def _set_spares(derived: Derived) -> None:
+    """Keeps a spare engine, which is imported for seconds and holds about 1 GB of host memory and none of a GPU."""
+    allowed = host_memory() >= SPARE_HOST_BYTES and not any(no_place(derived.config, "generation"))
+    if allowed and derived.open(f"{ROLLOUT}.worker"):
+        derived.set("spares.generation", 1, "on_failure is restart, and the host has memory for it")
 
 
 def _set_rates(derived: Derived) -> None:

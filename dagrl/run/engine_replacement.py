@@ -42,12 +42,14 @@ class EngineReplacement:
     resizing: Resizing
     absent: set[int] = field(default_factory=set, init=False)
     """Ranks of engines that were replaced and have no graphs yet."""
+    outdated: bool = field(default=False, init=False)
+    """Whether train workers were replaced since the groups were connected."""
     _starting: Future[Revival] | None = field(default=None, init=False)
 
     @property
     def unconnected(self) -> bool:
-        """Whether engines were replaced, or a change of their number has begun, since the groups were connected."""
-        return bool(self.absent) or self.resizing.begun
+        """Whether workers were replaced, or a change of their number has begun, since the groups were connected."""
+        return self.outdated or bool(self.absent) or self.resizing.begun
 
     @property
     def ready(self) -> bool:
@@ -102,6 +104,7 @@ class EngineReplacement:
             self.plan()
             scheduler.warmup(only=[refit.name])
         self.absent.clear()
+        self.outdated = False
         self.resizing.finish()
 
     def end(self) -> None:

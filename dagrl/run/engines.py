@@ -103,9 +103,14 @@ class WorkerEngines:
     def _absent(self) -> Collection[int]:
         return () if self._replacement is None else self._replacement.absent
 
+    @property
+    def unconnected(self) -> bool:
+        """See `GenerationEngines`."""
+        return self._replacement is not None and self._replacement.unconnected
+
     def refill(self, version: int) -> None:
         """See `GenerationEngines`."""
-        if self._replacement is not None and self._replacement.unconnected:
+        if self.unconnected:
             self.connect()
             self._replays.replay("refit", version)
 

@@ -184,7 +184,12 @@ def generate_plan(config: Config) -> PhasePlan:
         "generate",
         _request_buckets(requests, bucket_widths(config.policy)[-1]),
         result_bytes,
-        scalars={"engine_steps": steps, "seconds": generation.quantum_seconds, **_room_for_options(config, requests)},
+        scalars={
+            "engine_steps": steps,
+            "stream": 1,
+            "seconds": generation.quantum_seconds,
+            **_room_for_options(config, requests),
+        },
     )
 
 

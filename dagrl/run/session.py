@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from dagrl.config import Config
 from dagrl.errors import LayoutError, StopRequestedError
@@ -20,7 +21,10 @@ from dagrl.run.preflight import Inputs
 from dagrl.run.recorder import Recorder
 from dagrl.run.replays import Replays
 from dagrl.run.stop import StopSignal
+from dagrl.run.train_recovery import TrainRecovery
 from dagrl.runtime.worker_group import WorkerGroup
+
+T = TypeVar("T")
 
 
 def _nothing(session: Session) -> None:
@@ -49,6 +53,7 @@ class Session:
     stop: StopSignal
     last_step: LastStep | None = None
     replacement: EngineReplacement | None = None  # of generation engines that fail
+    recovery: TrainRecovery | None = None  # of train workers that die
     check: Callable[[], None] = lambda: None  # raises ClusterError if Ray has ended
 
     @property
@@ -56,10 +61,14 @@ class Session:
         """The last finished step, counted over all stages."""
         return self.checkpoints.state.step
 
+    def recovered(self, action: Callable[[], T]) -> T:
+        """Runs a part of a step that updates the weights once, or not at all; see `TrainRecovery.run`."""
+        return action() if self.recovery is None else self.recovery.run(action)
+
     def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
         """Records a finished step and saves it if it is due. Leaves the loop after `last_step` or if a stop is requested."""
         self.recorder.step(stage, state.step, position, total, metrics)
-        self.checkpoints.finish_step(state)
+        self.recovered(partial(self.checkpoints.finish_step, state))
         self.stop.check()
         self.check()
         if self.last_step is not None and state.step == self.last_step.number:
@@ -95,7 +104,7 @@ class Session:
         """Saves the last checkpoint, and exports the policy for Hugging Face (`checkpointing.export_hf`)."""
         config, directory = self.config, self.recorder.paths.final_model
         if config.checkpointing.enabled:
-            self.checkpoints.save_last()
+            self.recovered(self.checkpoints.save_last)
         if config.checkpointing.export_hf:
             self.recorder.progress.stage("Writing the final policy", "export")
             self.replays.hold("train", keep_generation_weights=True)

@@ -47,6 +47,7 @@ from dagrl.run.resizing import Resizing
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Session
 from dagrl.run.stop import no_restart_after_stop, stop_on_signals
+from dagrl.run.train_recovery import TrainRecovery
 from dagrl.runtime.phase import Phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker_group import WorkerGroup
@@ -138,6 +139,8 @@ def open_session(
         rollouts = _rollout_log(config, inputs, paths, train, resumed)
         if rollouts is not None:
             stack.enter_context(rollouts)
+        checkpoints = Checkpoints(saver, replays, progress.status, resumed)
+        replacement = _replacement(config, fleet, inputs, by_role, replays, stack)
         session = Session(
             config=config,
             inputs=inputs,
@@ -145,10 +148,11 @@ def open_session(
             generation=generation,
             replays=replays,
             recorder=Recorder(paths, record, progress, trace, clock, groups, at_end, rollouts),
-            checkpoints=Checkpoints(saver, replays, progress.status, resumed),
+            checkpoints=checkpoints,
             stop=stop,
             last_step=last_step,
-            replacement=_replacement(config, fleet, inputs, by_role, replays, stack),
+            replacement=replacement,
+            recovery=TrainRecovery(config, fleet, train, replays, replacement, checkpoints.drop_pending),
             check=fleet.check,
         )
         if trace is not None:

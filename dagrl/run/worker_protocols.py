@@ -6,7 +6,7 @@ Every call goes to all workers of a group at once. The methods that phases name 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from dagrl.config import Config, Json
 from dagrl.config.roles import CRITIC, TEACHER
@@ -48,6 +48,22 @@ class LogprobKeeper(Protocol):
     def kept_logprobs(self) -> Mapping[str, Mapping[int, Array]]:
         """Returns the log-probabilities of the current step, by name (`prev_logprobs`, `reference_logprobs`, `entropy`)
         and row id: float32 [tokens] of the whole row. One worker of each shard gives them, the others nothing."""
+        ...
+
+
+class PeerRestored(Protocol):
+    """Optional methods of train workers: a peer's state replaces that of one that died (`on_failure: restart`)."""
+
+    def last_update(self) -> tuple[str, int] | None:
+        """Returns the phase and number of the last replay in which this worker began to update its weights. None: none."""
+        ...
+
+    def copy_state(self) -> object:
+        """Returns everything that the next step depends on. Works after `abort` too."""
+        ...
+
+    def restore_state(self, state: Any, /) -> None:
+        """Continues from what `copy_state` of a worker with the same part of the model returned."""
         ...
 
 

@@ -285,6 +285,10 @@ class Scheduler:
             raise RunError(f"deadline_s is {deadline_s}; expected a finite number of seconds above 0")
         return self._submit(entry, value, warmup=False, deadline_s=deadline_s, rows=rows)
 
+    def next_replays(self) -> dict[str, int]:
+        """Returns the number that the next replay of each phase will have."""
+        return {name: entry.replays for name, entry in self._entries.items()}
+
     def graphs(self) -> dict[str, PhaseGraph]:
         """Returns the traced graph of each phase."""
         return {name: entry.graph for name, entry in self._entries.items()}

@@ -107,6 +107,11 @@ def current_replay() -> ReplayContext:
     return replay
 
 
+def running_replay() -> ReplayContext | None:
+    """Returns the replay that this thread runs; None outside a replay."""
+    return _current.get()
+
+
 def in_warmup() -> bool:
     """Whether this thread runs a warm-up replay. False outside a replay."""
     replay = _current.get()

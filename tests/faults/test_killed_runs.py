@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 from dagrl.bench.gpu.dying import PLACES
-from dagrl.bench.gpu.faults import CONFIG, measure
+from dagrl.bench.gpu.faults import CONFIG, DEATH_AT, measure
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_with_spares_ends_as_an_undisturbed_one() -> None:
-    """A train worker in a step, a generation worker in a quantum, and one in a refit."""
+    """A train worker in a step, a generation worker in a quantum, and one in a refit: no step is repeated."""
     pytest.importorskip("vllm")
-    faults = measure(CONFIG, ["spares.train=1", "spares.generation=1"])
+    replicas = "policy.megatron_cfg.data_parallel_size=2"
+    faults = measure(CONFIG, [replicas, "checkpointing.save_period=100", "spares.train=1", "spares.generation=1"])
     assert [fault.place for fault in faults] == list(PLACES)
+    assert faults[0].resumed_from_step == DEATH_AT["all_reduce"]
     for fault in faults:
         assert fault.steps_compared >= 2
         assert fault.loss_difference == fault.grad_norm_difference == 0.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dagrl.bench.gpu.dying import PLACES
-from dagrl.bench.gpu.faults import CONFIG, Fault, measure
+from dagrl.bench.gpu.faults import CONFIG, DEATH_AT, Fault, measure
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 pytestmark = [
@@ -16,15 +16,15 @@ pytestmark = [
 ]
 
 
-REPLICAS = "policy.megatron_cfg.data_parallel_size=2"
+REPLICAS = ("policy.megatron_cfg.data_parallel_size=2", "checkpointing.save_period=100")
 
 
 @pytest.fixture(scope="module")
 def faults() -> list[Fault]:
     """Of a GRPO run; of two runs on two GPUs, as an all-reduce takes both."""
     if torch.cuda.device_count() >= 3:
-        return measure(CONFIG, [REPLICAS, "spares.train=2", "spares.generation=1"])
-    sft = measure(CONFIG, [REPLICAS, "algorithm=sft", "sft.max_num_steps=8", "spares.train=2"], ["all_reduce"])
+        return measure(CONFIG, [*REPLICAS, "spares.train=2", "spares.generation=1"])
+    sft = measure(CONFIG, [*REPLICAS, "algorithm=sft", "sft.max_num_steps=8", "spares.train=2"], ["all_reduce"])
     return sft + measure(CONFIG, ["spares.train=1", "spares.generation=1"], ["quantum", "refit"])
 
 
@@ -37,4 +37,6 @@ def test_the_run_goes_on(faults: list[Fault], place: str) -> None:
         in {"all_reduce": ("train_step", "demonstration_step"), "quantum": ("generate",), "refit": ("refit",)}[place]
     )
     assert fault.steps_compared >= 2
+    if place == "all_reduce":
+        assert fault.resumed_from_step == DEATH_AT[place], "its peer has the state"
     assert fault.loss_difference < 1e-3 and fault.grad_norm_difference < 1e-2

@@ -146,6 +146,8 @@ def test_requests_with_options_of_their_own(vllm_ranks: Ranks, tmp_path: Path) -
     assert len(pieces) > 2 and {row.request_id for row in pieces} == {3}
     streamed = [token for row in pieces for token in row.tokens]
     assert streamed == whole.tokens[: len(streamed)], "each token once"
+    assert [value for row in pieces for value in row.logprobs] == whole.logprobs[: len(streamed)]
+    assert {version for row in pieces for version in row.versions} == set(whole.versions)
     for ends in ({"stop_strings": [tokenizer.decode([free.tokens[at]])]}, {"stop_token_ids": [free.tokens[at]]}):
         with vllm_ranks.engine(make_config(checkpoint, ends), 1) as engine:
             [row] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))

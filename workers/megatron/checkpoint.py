@@ -137,7 +137,7 @@ def load_checkpoint(
     with torch.no_grad(), _loading_in(group):
         for part in _rounds(load_targets(trainer, reference), group):
             _load(path, part, group)
-        _restore(trainer, _load_common(path, trainer, manifest, group))
+        restore_counters(trainer, _load_common(path, trainer, manifest, group))
     return reference, manifest["state"]
 
 
@@ -153,7 +153,7 @@ def _state_dict(trainer: Trainer, reference: Mapping[str, Tensor] | None, to_hos
     with torch.no_grad():
         entries = {str(number): entry for number, entry in enumerate(entries_to_save(trainer, reference, to_host))}
     _wait_for_copies()  # Megatron's plan copies some tensors
-    return {**entries, "random": _random_object(trainer.layout, random_state()), "trainer": _counters(trainer)}
+    return {**entries, "random": _random_object(trainer.layout, random_state()), "trainer": counters(trainer)}
 
 
 def _random_object(layout: ParallelLayout, data: Any) -> ShardedObject:
@@ -161,7 +161,8 @@ def _random_object(layout: ParallelLayout, data: Any) -> ShardedObject:
     return ShardedObject("random", data, (layout.world_size,), (dist.get_rank(),))
 
 
-def _counters(trainer: Trainer) -> dict[str, Any]:
+def counters(trainer: Trainer) -> dict[str, Any]:
+    """Returns how far the schedule and the optimizer are."""
     return {
         "schedule_steps": trainer.scheduler.num_steps,
         "steps": step_count(trainer),
@@ -169,11 +170,12 @@ def _counters(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _restore(trainer: Trainer, content: Mapping[str, Any]) -> None:
-    counters = content["trainer"]
-    trainer.restart_schedule(counters["schedule_steps"])
-    set_step_count(trainer, counters["steps"])
-    trainer.skipped_steps = counters["skipped_steps"]
+def restore_counters(trainer: Trainer, content: Mapping[str, Any]) -> None:
+    """Restores `counters` in `content["trainer"]`, and `random_state` in `content["random"]` if that is there."""
+    found = content["trainer"]
+    trainer.restart_schedule(found["schedule_steps"])
+    set_step_count(trainer, found["steps"])
+    trainer.skipped_steps = found["skipped_steps"]
     if "random" in content:
         _set_random_state(content["random"])
 

@@ -21,7 +21,7 @@ from dagrl.rl.algorithm import Algorithm, algorithm_for
 from dagrl.rl.routed_experts import without_record
 from dagrl.run.comparison import WeightDifference
 from dagrl.runtime.shapes import Array, Batch
-from dagrl.runtime.worker import current_replay, in_warmup
+from dagrl.runtime.worker import current_replay, in_warmup, running_replay
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.worker_base import MegatronWorkerBase
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dagrl.workers.megatron.forward_backward import MicrobatchLoss
     from dagrl.workers.megatron.microbatches import Microbatches, ParallelRank
     from dagrl.workers.megatron.model import ModelChunks
+    from dagrl.workers.megatron.peer_state import PeerState
 
 
 class MegatronWorker(MegatronWorkerBase):
@@ -69,7 +70,7 @@ class MegatronWorker(MegatronWorkerBase):
                 with counting(trainer.model, microbatches) as load:
                     losses = run_losses(trainer.chunks, trainer.model_pass, microbatches, scored, True)
             load = load.after(before.loads)
-            shared = trainer.step(rate, apply=not in_warmup(), on_update=load.update_expert_biases)
+            shared = trainer.step(rate, not in_warmup(), load.update_expert_biases, self._begin_update)
             early = divided(before.metrics, algorithm, denominators)
             metrics = merge_step_metrics([early, losses.read(), StepMetrics(shared=shared)])
             experts = load.read()
@@ -412,6 +413,47 @@ class MegatronWorker(MegatronWorkerBase):
         pairs = ((name, tensor, had[name]) for name, tensor in self.weight_tensors().items())
         found = [different_weights(name, self.context.rank, saved, mine) for name, saved, mine in pairs]
         return len(had), [one for one in found if one is not None]
+
+    def last_update(self) -> tuple[str, int] | None:
+        """Returns the phase and the number of the last replay in which this worker began to update its weights."""
+        return self._last_update
+
+    def _begin_update(self) -> None:
+        self._check_aborted()  # an aborted collective has not agreed on anything
+        replay = running_replay()
+        self._last_update = None if replay is None else (replay.phase, replay.replay)
+
+    def copy_state(self) -> PeerState:
+        """Returns everything that the next step depends on, for workers with the same part of the model.
+
+        Works after `abort` too.
+        """
+        import torch
+
+        from dagrl.workers.megatron.peer_state import copy_state
+
+        if self._trainer is None:
+            raise RunError("the worker is not set up and has no state")
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self._device)
+            torch.cuda.synchronize()
+        reference = None if self._reference is None else self._reference.tensors
+        return copy_state(self._trainer, reference, self._more_state())
+
+    def restore_state(self, state: PeerState) -> None:
+        """Continues from the state of a worker with the same part of the model. All workers call it together."""
+        from dagrl.workers.megatron.peer_state import restore_state
+
+        trainer = self._ready("weights", "optimizer")
+        with self._running():
+            reference = restore_state(trainer, state, self._more_state())
+            if reference is not None:
+                self._keep_reference(reference)
+        if self.config.policy.reference_model_name is not None and holds_reference(self.config):
+            self.snapshot_reference()
+
+    def _more_state(self) -> list[Tensor]:
+        return [] if self._kv_scales is None else list(self._kv_scales.tensors.values())
 
     def _finish_saving(self) -> None:
         saving, self._saving = self._saving, None

@@ -66,6 +66,7 @@ class MegatronWorkerBase:
         self._checkpoint_group: ProcessGroup | None = None
         self._aborted = False
         self._sending = False
+        self._last_update: tuple[str, int] | None = None
         self._kv_scales: KvScales | None = None
         self._accumulated = AccumulatedParts()
         self._kept = KeptLogprobs()

@@ -56,7 +56,8 @@ class _Running:
     """State of a running request. `name` is vLLM's own for it.
 
     `starts` has `(version, tokens generated before it)` for each version that worked on it. `progress` is what the last
-    quantum reported, and `streamed` are the tokens that quanta have returned so far.
+    quantum reported. `streamed` and `streamed_parts` are the tokens that quanta have returned so far, and the arrays of
+    log-probabilities.
     """
 
     request: Request
@@ -64,6 +65,7 @@ class _Running:
     progress: RequestProgress
     starts: list[tuple[int, int]]
     streamed: int = 0
+    streamed_parts: int = 0
 
 
 class QuantumEngine:
@@ -107,8 +109,12 @@ class QuantumEngine:
         """Maximum length of prompt plus continuation, in tokens."""
         return int(self._engine.model_config.max_model_len)
 
-    def run(self, requests: Sequence[Request], engine_steps: int, seconds: float = math.inf) -> Generated:
+    def run(
+        self, requests: Sequence[Request], engine_steps: int, seconds: float = math.inf, *, stream: bool = False
+    ) -> Generated:
         """Adds requests, runs up to `engine_steps` steps and returns what finished. With 0 steps it drains the engine.
+
+        With `stream` it also returns the new tokens of all running requests, else only of those whose options say so.
 
         Once `seconds` of wall-clock time have passed, the quantum ends after the current step. Tensor-parallel ranks ignore
         `seconds`: their clocks differ, and a rank that stopped alone would leave the others waiting.
@@ -118,7 +124,7 @@ class QuantumEngine:
         if engine_steps == 0 or not self._running:
             self.drain()
         finished, self._held = self._held + finished, []
-        return pack_generated([*finished, *self._streams()], self._progress(), steps)
+        return pack_generated([*finished, *self._streams(stream)], self._progress(), steps)
 
     def warm_up(self, requests: Sequence[Request], engine_steps: int) -> Generated:
         """Runs a quantum and removes every trace of `requests`, whose ids are negative so that they cannot collide.
@@ -311,16 +317,13 @@ class QuantumEngine:
         experts = None if self._recorder is None else self._recorder.peek(running.name, tokens)
         return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "unfinished", experts)
 
-    def _streams(self) -> Iterator[FinishedRequest]:
-        """Yields the new tokens of the running requests that stream, without a finish reason."""
-        streams = {name: running for name, running in self._running.items() if running.request.options.stream}
+    def _streams(self, everything: bool) -> Iterator[FinishedRequest]:
+        """Yields the new tokens of `everything` that runs, or of the requests that stream, without a finish reason."""
+        streams = {name: one for name, one in self._running.items() if everything or one.request.options.stream}
         states = self._states() if streams else {}
         for name, running in streams.items():
-            made = self._partial(running, states.get(name))
-            begin, running.streamed = running.streamed, len(made.tokens)
-            if running.streamed > begin:
-                new = made.tokens[begin:], made.logprobs[begin:], made.versions[begin:]
-                yield FinishedRequest(running.request.request_id, *new, "")
+            if name in states and (new := _new_tokens(running, states[name])):
+                yield new
 
     def _states(self) -> dict[str, Any]:
         """vLLM's state of each request, by our name for it."""
@@ -356,6 +359,16 @@ class SampledLogprobs:
         """Adds those of the tokens that a step made. The sampled token is in the first column."""
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs.logprobs[:, 0])
+
+
+def _new_tokens(running: _Running, state: Any) -> FinishedRequest | None:
+    """Returns the tokens that were made since the last call, if any. Long sequences are not read again."""
+    begin, parts = running.streamed, state.logprobs_processor.logprobs
+    tokens = [int(token) for token in state.detokenizer.output_token_ids[begin:]]
+    logprobs = _flat(parts[running.streamed_parts :])
+    running.streamed, running.streamed_parts = begin + len(tokens), len(parts)
+    versions = _token_versions(running.starts, running.streamed)[begin:]
+    return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "") if tokens else None
 
 
 def _flat(parts: Any) -> list[float]:

@@ -23,6 +23,7 @@ from dagrl.rl.generation import (
     quantum_options,
     quantum_seconds,
     quantum_steps,
+    quantum_streams,
 )
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
@@ -196,15 +197,16 @@ class VllmWorker:
 
         Fields: `tokens` [n, P] prompts, `lengths` [n] (0: padding row), `request_ids`, `seeds`, `max_new_tokens`, `greedy`
         [n]. Scalars: `engine_steps`, of all shards or of each (optional in a warm-up); 0 drains the engine. `seconds`
-        (optional): a single-rank engine ends the quantum after the step in which they have passed. `options` (optional):
-        how some requests are sampled (`dagrl.rl.generation.RequestOptions`).
+        (optional): a single-rank engine ends the quantum after the step in which they have passed. `stream` (optional):
+        unless it is 0, the new tokens of running requests are returned too. `options` (optional): how some requests are
+        sampled (`dagrl.rl.generation.RequestOptions`).
         """
         engine = self._ready_engine()
         self._enter_device()
         steps = quantum_steps(batch, self.context.coordinates.dp)
         if in_warmup():
             return self._warm_up(engine, batch, steps)
-        return engine.run(_requests(batch), steps, quantum_seconds(batch))
+        return engine.run(_requests(batch), steps, quantum_seconds(batch), stream=quantum_streams(batch))
 
     def merge_generated(self, parts: Sequence[Generated]) -> Generated:
         """Merges the results of a shard's ranks. Raises RunError if they differ."""

@@ -88,10 +88,14 @@ class GenerationEngines(Protocol):
         No quantum may be in flight.
         """
 
-    def connect(self) -> None:
-        """Connects new engines for the next refit, once they have started, and makes a `change` of their number.
+    @property
+    def unconnected(self) -> bool:
+        """Whether engines or train workers were replaced since they were connected for refits."""
 
-        Does nothing without new engines.
+    def connect(self) -> None:
+        """Connects new workers for the next refit, once they have started, and makes a `change` of the number of engines.
+
+        Does nothing without new workers.
 
         No quantum may be in flight.
         """

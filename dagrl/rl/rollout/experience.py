@@ -186,8 +186,8 @@ class Experience:
             self._scoring = [item for item in self._scoring if item.group.number not in too_old]
 
     def connect(self) -> None:
-        """Connects engines that were replaced, or that join, for a refit. Others leave."""
-        if self._engines.changing or not self.rollouts.serving:
+        """Connects workers that were replaced, or engines that join, for a refit. Others leave."""
+        if self._engines.changing or self._engines.unconnected or not self.rollouts.serving:
             self._rest_and_change()
             self._engines.connect()
 

@@ -89,6 +89,8 @@ class Rollouts:
         self._asked: list[_Asked] = []
         self._quanta: deque[tuple[tuple[int, ...], Quantum]] = deque()  # with the engine steps requested from each shard
         self._next_request = 0
+        self._streams = config.on_failure == "restart" and self._agents is None
+        self._known: dict[int, list[FinishedRequest]] = {}  # tokens of running requests, for when their engine dies
 
     @property
     def busy(self) -> bool:
@@ -281,7 +283,7 @@ class Rollouts:
     def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: tuple[int, ...]) -> None:
         """Submits a quantum of `engine_steps[shard]` steps; each shard gets its `rows` of the requests."""
         limit = {} if self.quantum_size.most_s is None else {"seconds": self.quantum_size.most_s}
-        batch = self._batch(requests).with_scalars(engine_steps=engine_steps, **limit)
+        batch = self._batch(requests).with_scalars(engine_steps=engine_steps, stream=int(self._streams), **limit)
         if options := options_text({request: self._requests[request][1].options for request in requests}):
             batch = batch.with_scalars(options=options)
         self._quanta.append((engine_steps, self._engines.submit(batch, rows)))
@@ -319,21 +321,24 @@ class Rollouts:
                 self._move(list(shard.requests), made)
 
     def _move(self, requests: Sequence[int], made: Mapping[int, FinishedRequest]) -> None:
-        """Makes these requests wait for any engine again, with the tokens that were made so far."""
+        """Makes these requests wait for any engine again, with the tokens `made` so far, or else those known here."""
         for request in requests:
             group, episode = self._requests[request]
+            parts = [made[request]] if request in made else self._known.get(request, [])
             self._forget(request)
-            if request in made and not episode.options.constraint:  # a grammar begins with the request
-                episode.append(made[request])
+            for part in () if episode.options.constraint else parts:  # a grammar begins with the request
+                episode.append(part)
             self._request(group, episode)
 
     def _take(self, made: FinishedRequest) -> Turn | None:
-        """Takes a finished request (see `_finish`), or passes on the new tokens of one that streams."""
+        """Takes a finished request (see `_finish`), or the new tokens of one that runs."""
         if made.finish_reason:
             return self._finish(made)
         _, episode = self._requests[made.request_id]
-        assert isinstance(episode, TurnEpisode)
-        episode.stream(made)
+        if isinstance(episode, TurnEpisode):
+            episode.stream(made)
+        else:
+            self._known.setdefault(made.request_id, []).append(made)
         return None
 
     def _finish(self, made: FinishedRequest) -> Turn | None:
@@ -432,6 +437,7 @@ class Rollouts:
     def _forget(self, request: int) -> None:
         del self._requests[request]
         self._waiting.pop(request, None)
+        self._known.pop(request, None)
         for shard in self._shards:
             shard.requests.pop(request, None)
 

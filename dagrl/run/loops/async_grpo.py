@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.scoring import ScoredGroup
@@ -55,7 +56,7 @@ def train_async(session: Session, reward: RewardRunner) -> None:
                 with exposed(metrics) if learning is None else nullcontext():
                     experience.work(learning)
                 if learning is None:
-                    early.advance(experience.next_batch(), session.step + 1)
+                    session.recovered(partial(early.advance, experience.next_batch(), session.step + 1))
                 continue
             learned, ended = learning.result()
             learning, metrics = None, metrics | learned
@@ -71,7 +72,7 @@ def timed_learn(
     session: Session, groups: Sequence[ScoredGroup], step: int, early: EarlyWork
 ) -> tuple[dict[str, float], float]:
     """Runs `learn` with the early work; returns its metrics and when it ended (`time.perf_counter`)."""
-    return learn(session, groups, step, early.take()), time.perf_counter()
+    return learn(session, groups, step, early.take), time.perf_counter()
 
 
 @contextmanager

@@ -11,14 +11,15 @@ so nothing computed before a weight update is used after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from dagrl.config import Config
 from dagrl.config.settings import samples_per_step
-from dagrl.errors import StopRequestedError
+from dagrl.errors import StopRequestedError, WorkerError
 from dagrl.rl.rollout.batches import Key, row_ids, sample_keys, scored_batch, with_experts
 from dagrl.rl.rollout.episodes import Episode, token_rows
 from dagrl.rl.rollout.experience import NextBatch
@@ -70,23 +71,36 @@ class EarlyWork:
     def advance(self, batch: NextBatch, step: int) -> None:
         """Reads finished chunks, and starts others with what is new in `batch`. `step` trains on the batch.
 
-        Never waits for a chunk, because generation would wait too. Raises the PhaseError of a failed chunk.
+        Never waits for a chunk, because generation would wait too. Raises the PhaseError of a failed chunk, and begins again
+        when it is called after that.
         """
         self._step = step
         options = self._config.grpo
-        if options.overlap_logprobs:
-            self._advance_logprobs({key: episode for key, episode in batch.episodes().items() if episode.finish_reason})
-        if options.overlap_training:
-            self._advance_gradients(batch.scored)
+        with self._forgetting():
+            if options.overlap_logprobs:
+                self._advance_logprobs({key: one for key, one in batch.episodes().items() if one.finish_reason})
+            if options.overlap_training:
+                self._advance_gradients(batch.scored)
 
     def take(self) -> Early:
         """Waits for chunks in flight, returns all work done since the last call, and forgets it."""
-        if self._chunk is not None:
-            self._read_chunk(self._chunk)
-        if self._part is not None:
-            self._read_part(self._part)
+        with self._forgetting():
+            if self._chunk is not None:
+                self._read_chunk(self._chunk)
+            if self._part is not None:
+                self._read_part(self._part)
         done, self._done = self._done, Early()
         return done
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """Forgets all work if workers fail in the block: it is lost with one of them."""
+        try:
+            yield
+        except WorkerError:
+            self._chunk = self._part = None
+            self._done = Early()
+            raise
 
     def _advance_logprobs(self, finished: Mapping[Key, Episode]) -> None:
         if self._chunk is not None and all(replay.ready() for replay in self._chunk.replays.values()):

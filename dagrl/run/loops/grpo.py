@@ -7,6 +7,7 @@ asynchronous loop, `dagrl.run.loops.async_grpo`, overlaps the same steps.
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from dagrl.config import Config
 from dagrl.rl.rewards import RewardRunner
@@ -45,7 +46,7 @@ def train_grpo(session: Session, reward: RewardRunner) -> None:
             with exposed(metrics):
                 groups = generate_batch(session, experience, early)
             metrics |= experience.metrics(groups)
-            metrics |= learn(session, groups, step, early.take())
+            metrics |= learn(session, groups, step, early.take)
             metrics |= update(session, experience, time.perf_counter())
             finish_step(session, experience, metrics)
 
@@ -55,6 +56,6 @@ def generate_batch(session: Session, experience: Experience, early: EarlyWork) -
     while (groups := experience.take()) is None:
         experience.fill()
         experience.work()
-        early.advance(experience.next_batch(), session.step + 1)
+        session.recovered(partial(early.advance, experience.next_batch(), session.step + 1))
         session.stop.check()
     return groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -96,8 +96,13 @@ def _counters(config: Config, experience: Experience) -> dict[str, Json]:
     return {**experience.state(), REFERENCE: saved}
 
 
-def learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Early) -> dict[str, float]:
-    """Trains the train workers on one batch of groups. `early` is work on it that was done with the current weights."""
+def learn(session: Session, groups: Sequence[ScoredGroup], step: int, take: Callable[[], Early]) -> dict[str, float]:
+    """Trains the train workers on one batch of groups. `take` returns the work on it that was done with the current weights,
+    and after a failure what is left of that."""
+    return session.recovered(lambda: _learn(session, groups, step, take()))
+
+
+def _learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Early) -> dict[str, float]:
     config, replays = session.config, session.replays
     keys, batch = row_keys(config, groups), scored_batch(config, groups, step)
     splits = split_minibatches(config, batch)

@@ -133,7 +133,7 @@ def _train_step(session: Session, rows: Sequence[Row], *, known: bool) -> None:
         session.replays.hold("train", keep_generation_weights=True)
         session.train.call(KEEP, columns, deadline=config.timeouts.replay)
         early = Early(known=set(row_keys(config, groups)))
-    _finish(session, learn(session, groups, step, early))
+    _finish(session, learn(session, groups, step, lambda: early))
 
 
 def _score(session: Session, rows: Sequence[Row], names: Sequence[str]) -> None:

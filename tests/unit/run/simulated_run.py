@@ -24,7 +24,14 @@ from dagrl.data.tokenization import Prompt
 from dagrl.errors import PhaseError, StopRequestedError, WorkerFailure
 from dagrl.rl.environments import FAILED, Question, Reply
 from dagrl.rl.functions.answers import Failed
-from dagrl.rl.generation import FinishedRequest, RequestProgress, pack_generated, quantum_options, quantum_steps
+from dagrl.rl.generation import (
+    FinishedRequest,
+    RequestProgress,
+    pack_generated,
+    quantum_options,
+    quantum_steps,
+    quantum_streams,
+)
 from dagrl.rl.rewards import Judged, Rewards, check_failures
 from dagrl.rl.rollout import experience
 from dagrl.rl.rollout.engines import Change
@@ -134,18 +141,22 @@ class Engines:
         self.layout, self.role = ParallelLayout(dp=vllm.data_parallel_size), SimpleNamespace(name="generation")
         self.slots, self.version = vllm.max_num_seqs, 0
         self.requests: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.layout.dp)]
+        self.asked: list[list[int]] = []  # the tokens that each request began with
+        self.lost: list[list[int]] = []  # tokens of unfinished requests that dead engines had returned before
 
     def generate(self, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Parts:
         """Runs one quantum on every living shard."""
         streams = {number for number, options in quantum_options(batch).items() if options.stream}
+        everything = quantum_streams(batch)
         for shard, mine in zip(self.requests, rows, strict=True):
             for row in mine.tolist():
                 names = ("request_ids", "seeds", "max_new_tokens", "lengths")
                 number, seed, limit, length = (int(batch[name][row]) for name in names)
                 assert limit > 0 and length > 0 and number not in shard
+                self.asked.append(batch["tokens"][row, :length].tolist())
                 drawn = random.Random(seed)  # noqa: S311
                 shard[number] = {"made": [], "drawn": drawn, "ends": drawn.randint(1, 2 * limit), "limit": limit}
-                shard[number]["streamed"] = 0 if number in streams else None
+                shard[number]["streamed"] = 0 if everything or number in streams else None
         assert not any(self.requests[shard] for shard in self.empty), "requests for an engine without weights"
         present = self._present()
         steps = [quantum_steps(batch, number) for number in range(len(self.requests))]
@@ -177,6 +188,8 @@ class Engines:
         assert error.failures and self.dead
         replaced, self.dead = self.dead, set()
         for shard in replaced:
+            for request in self.requests[shard].values():
+                self.lost.append([token for token, _ in request["made"][: request["streamed"] or 0]])
             self.requests[shard] = {}
         self.empty |= replaced
         self.absent |= replaced

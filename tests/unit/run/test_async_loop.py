@@ -125,16 +125,22 @@ def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, 
 
 @settings(deadline=None, max_examples=25)
 @given(seed=seeds, loop=st.sampled_from([{}, asynchronous(0, True), asynchronous(2, True)]), turns=st.booleans())
-def test_engines_that_die_join_or_leave_at_any_moment_cost_no_step_and_no_group(
+def test_engines_that_die_join_or_leave_at_any_moment_cost_no_step_and_no_token(
     seed: int, loop: dict[str, Any], turns: bool
 ) -> None:
-    """Nothing is lost, trained twice, or made without weights, whether an engine dies in a quantum or a refit."""
-    run = Run(configuration(loop, turns=turns), seed, dying=0.05, scaling=0.2)
+    """Nothing is lost, trained twice, or made without weights, whether an engine dies in a quantum or a refit.
+
+    Other engines continue the sequences of a dead one after the tokens that its quanta had returned.
+    """
+    config = configuration(loop, turns=turns).model_copy(update={"on_failure": "restart"})
+    run = Run(config, seed, dying=0.05, scaling=0.2)
     assert run.train() is None
     assert sorted(numbers_of(run.trained)) == list(range(STEPS * PROMPTS))
     check_tokens(run.trained, loop.get("max_trajectory_age_steps", 0))
     for episode in (one for groups in run.trained.values() for one in episodes_of(groups)):
         assert episode.finish_reason in ("stop", "length") and len(episode.tokens) > 0
+    for tokens in filter(None, run.engines.lost):
+        assert any(asked[-len(tokens) :] == tokens for asked in run.engines.asked), "they are not made again"
 
 
 def test_a_quantum_is_queued_behind_every_update_in_flight() -> None:

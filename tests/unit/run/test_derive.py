@@ -156,6 +156,21 @@ def test_without_gpus(machine: Any) -> None:
     assert engine.kv_cache_memory_bytes is not None and engine.kv_cache_memory_bytes > 1280 * token
 
 
+def test_a_run_that_restarts_keeps_a_spare_engine_where_memory_allows(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(0)
+    shared = {"generation": {"colocated": {"enabled": True}}}
+    for gigabytes, more, spares in (
+        (32, {"on_failure": "restart"}, 1),
+        (32, {"on_failure": "restart", "spares": {"generation": 0}}, 0),
+        (32, {"on_failure": "restart", "policy": shared}, 0),
+        (32, {}, 0),
+        (8, {"on_failure": "restart"}, 0),
+    ):
+        monkeypatch.setattr(derive, "host_memory", lambda gigabytes=gigabytes: gigabytes * 10**9)
+        assert resolve(minimal(**more)).config.spares.generation == spares
+    assert resolve(minimal("sft", on_failure="restart"), demonstrations=300).config.spares.generation == 0
+
+
 def test_sft_takes_one_pass_and_the_longest_example(machine: Any) -> None:
     machine(0)
     derived = resolve(minimal("sft"), demonstrations=300)
@@ -219,7 +234,8 @@ def test_a_resolved_configuration_derives_nothing_more(machine: Any, tmp_path: P
     assert again == derived.config and derive_from_machine(again).reasons == {}
 
 
-def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
+def test_the_reference_says_which_keys_are_derived(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derive, "host_memory", lambda: 64 << 30)
     marked = {key for key, field in all_keys() if isinstance(field.json_schema_extra, dict)}
     found: set[str] = set()
     for gpus in (0, 1, 2):
@@ -233,6 +249,7 @@ def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
         ):
             found |= set(resolve(config, demonstrations=rows).reasons)
         found |= set(resolve(minimal(policy=ADAPTERS)).reasons)
+        found |= set(resolve(minimal(on_failure="restart")).reasons)
         found |= set(resolve(minimal(grpo={"async_grpo": {"enabled": True}})).reasons)
     assert found == marked
 
