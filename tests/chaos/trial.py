@@ -37,7 +37,7 @@ KEPT = ("ray", "torchinductor")
 """Temporary directories that outlive a run: Ray's logs and sockets, and a cache."""
 
 EDGES = "memfd:dagrl"
-RESTARTS = b"restarting from the newest checkpoint"
+RESTARTS = (b"restarting from the newest checkpoint", b"replacing train workers")
 RESUME = "checkpointing.resume=true"
 
 Outcome = Literal["went on", "restarted", "stopped", "hung"]
@@ -234,7 +234,8 @@ class Trial:
 
     def _restarts(self) -> int:
         assert self.run is not None
-        return b"".join(self.run._shown).count(RESTARTS)
+        shown = b"".join(self.run._shown)
+        return sum(map(shown.count, RESTARTS))
 
     def _check_stop(self, row: Row, fault: Fault | None) -> None:
         """What a run that stopped must have left: one message, an exit code, nothing else."""
