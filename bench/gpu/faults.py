@@ -3,8 +3,7 @@
     python -m dagrl.bench.gpu.faults --json F [--places all_reduce,quantum,refit] [--deadline S] [--config YAML] [a.b=c ...]
 
 Two runs with the same seed: one undisturbed; the other loses a train worker in an all-reduce, a generation worker in a
-quantum and one in a refit, and continues from its newest checkpoint each time (`on_failure: restart`). They run at the same
-time, on separate GPUs if there are enough. Losses after each restart are compared with those of the undisturbed run. If a
+quantum and one in a refit, and goes on each time (`on_failure: restart`). They run at the same time, on separate GPUs if there are enough. Losses after each restart are compared with those of the undisturbed run. If a
 run fails or the deadline passes, both are stopped.
 """
 
@@ -44,7 +43,8 @@ Metrics = Mapping[str, Any]
 class Fault:
     """One death. Seconds from the death to the driver's error, and to the end of the first training step after it.
 
-    `resumed_from_step` is the step before that one, whose checkpoint the run resumed from. `loss_difference` and
+    `resumed_from_step` is the step before that one: with train state of a peer the last step before the death, else that of
+    the newest checkpoint. `loss_difference` and
     `grad_norm_difference` are the largest relative differences between steps from the restart to the next death and the same
     steps of the undisturbed run. `phase` is the phase named by the driver's error.
     """
