@@ -3,8 +3,9 @@
     python -m dagrl.bench.gpu.faults --json F [--places all_reduce,quantum,refit] [--deadline S] [--config YAML] [a.b=c ...]
 
 Two runs with the same seed: one undisturbed; the other loses a train worker in an all-reduce, a generation worker in a
-quantum and one in a refit, and goes on each time (`on_failure: restart`). They run at the same time, on separate GPUs if there are enough. Losses after each restart are compared with those of the undisturbed run. If a
-run fails or the deadline passes, both are stopped.
+quantum and one in a refit, and goes on each time (`on_failure: restart`). They run at the same time, on separate GPUs if
+there are enough. Losses after each restart are compared with those of the undisturbed run. If a run fails or the deadline
+passes, both are stopped.
 """
 
 from __future__ import annotations
