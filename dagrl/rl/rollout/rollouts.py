@@ -424,7 +424,9 @@ class Rollouts:
         return Question(_key(group, episode), episode.prompt, episode.seed, texts, closed, first)
 
     def _drop_cancelled(self) -> None:
-        """Takes requests whose clients have gone out of the queue and the engines."""
+        """Takes requests whose clients have gone out of the queue and the engines. Only agents have clients."""
+        if self._agents is None:
+            return
         gone = cancelled((request, episode) for request, (_, episode) in self._requests.items())
         if any(request not in self._waiting for request in gone):
             while self._quanta:
