@@ -30,6 +30,7 @@ from dagrl.config.worker_checks import (
     check_experts,
     check_shared_gpus,
     check_spares,
+    check_speculation,
 )
 from dagrl.errors import ConfigError, LayoutError, UserError
 
@@ -55,6 +56,7 @@ def check_settings(config: Config) -> None:
     check_delta(config)
     check_shared_gpus(config)
     check_adapters(config)
+    check_speculation(config)
     check_cuda_graphs(config)
     check_communication(config)
     _check_models(config)

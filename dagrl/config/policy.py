@@ -237,6 +237,30 @@ class MegatronConfig(Section):
         )
 
 
+class SpeculativeConfig(Section):
+    """Speculative decoding: a drafter proposes tokens, and one step of the policy verifies them by rejection sampling.
+
+    Samples follow the policy's distribution for any drafter, and have the policy's log-probabilities and version.
+    """
+
+    method: Literal["ngram", "eagle", "eagle3"] | None = None
+    """The drafter. `ngram`: continues as the sequence did after the same last tokens. `eagle`, `eagle3`: a small model on
+    the policy's hidden states, which refits leave as it is, so fewer of its tokens are accepted as the policy changes.
+    null: none."""
+
+    num_speculative_tokens: PositiveInt = 4
+    """Tokens that are proposed for a step."""
+
+    prompt_lookup_min: PositiveInt = 2
+    """`ngram`: fewest last tokens that must have occurred before."""
+
+    prompt_lookup_max: PositiveInt = 5
+    """`ngram`: most last tokens that are looked for."""
+
+    model: PathText | None = None
+    """`eagle`, `eagle3`: the drafter's checkpoint."""
+
+
 class VllmConfig(Section):
     """vLLM generation workers: parallel layout, precision, memory."""
 
@@ -273,6 +297,9 @@ class VllmConfig(Section):
     num_scheduler_steps: PositiveInt | None = None
     """Decode steps for each run of vLLM's scheduler, while every request decodes. A sequence may compute that many tokens
     less one after its end. Always 1 with `stop_strings`, an agent or `policy.router_replay`. null: 16 on GPUs, else 1."""
+
+    speculative: SpeculativeConfig = SpeculativeConfig()
+    """Speculative decoding."""
 
     enable_prefix_caching: bool = True
     """Share the KV cache of common prefixes, such as the prompt of a GRPO group."""

@@ -62,6 +62,38 @@ def check_adapters(config: Config) -> None:
             raise ConfigError(f"{problem}; change it, or set policy.megatron_cfg.peft.refit=merged")
 
 
+def check_speculation(config: Config) -> None:
+    """Checks that a drafter has what it needs, and that nothing else decides where a sequence ends or what is recorded."""
+    if not generates(config):
+        return
+    generation = generation_config(config)
+    vllm, drafter, key = generation.vllm_cfg, generation.vllm_cfg.speculative, "policy.generation.vllm_cfg.speculative"
+    if drafter.method is None:
+        return
+    learned, found = drafter.method != "ngram", f"{key}.method is {drafter.method}"
+    problems = {
+        f"and {key}.model is not set; set it to the drafter's checkpoint": learned and drafter.model is None,
+        f"and {key}.model is set, which an n-gram drafter lacks; remove it": not learned and drafter.model is not None,
+        f"and prompt_lookup_min = {drafter.prompt_lookup_min} is above prompt_lookup_max = {drafter.prompt_lookup_max}; "
+        "lower it": not learned and drafter.prompt_lookup_min > drafter.prompt_lookup_max,
+        "and policy.generation.colocated.sleep_level is 2, which drops the drafter's weights; no refit brings them back; "
+        "set it to 1": learned and generation.colocated.enabled and generation.colocated.sleep_level == 2,
+        "and policy.generation.vllm_cfg.async_scheduling is true, but the next step's drafts need this one's tokens; set it "
+        "to false": bool(vllm.async_scheduling),
+        "and policy.generation.vllm_cfg.num_scheduler_steps is above 1, but every step has drafts of its own; set it to 1": (
+            (vllm.num_scheduler_steps or 1) > 1
+        ),
+        "but stop_strings, an agent, policy.router_replay and policy.megatron_cfg.peft.refit=adapters work one token at a "
+        f"time; set {key}.method to null, or do without them": bool(generation.stop_strings)
+        or config.environment.agent is not None
+        or config.policy.router_replay
+        or sends_adapters(config),
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise ConfigError(f"{found}, {problem}")
+
+
 def check_delta(config: Config) -> None:
     """Checks that a refit of changed weights alone is possible."""
     if config.refit.delta == "off":

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlparse
 
 from dagrl.config import Config
+from dagrl.config.policy import SpeculativeConfig
+from dagrl.config.policy import VllmConfig as VllmSection
 from dagrl.config.settings import starts_together
 from dagrl.errors import DeadlineError, MissingDependencyError
 from dagrl.machine import VISIBLE, device_index
@@ -266,8 +268,8 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "enable_sleep_mode": require_generation(config).colocated.enabled and features.can_sleep(),
         # With it, ranks on H200 returned different tokens in the first batch after a start.
         "disable_custom_all_reduce": True,
-        "speculative_config": None,  # log-probabilities of sampled tokens differed from transformers' (0.32 on CPUs)
-        "async_scheduling": _schedules_asynchronously(vllm.async_scheduling, context.layout.tp),
+        "async_scheduling": _schedules_asynchronously(vllm, context.layout.tp),
+        "speculative_config": _speculation(vllm.speculative),
         "distributed_timeout_seconds": timeout,
         "cpu_distributed_timeout_seconds": timeout,
     }
@@ -301,12 +303,26 @@ def _compilation(config: Config) -> dict[str, Any]:
     if generation.vllm_cfg.enforce_eager or not own:
         return {}
     assert isinstance(given, dict)
-    return {"compilation_config": {"cudagraph_capture_sizes": capture_sizes(generation.vllm_cfg.max_num_seqs), **given}}
+    vllm = generation.vllm_cfg
+    tokens = 1 if vllm.speculative.method is None else 1 + vllm.speculative.num_speculative_tokens
+    return {"compilation_config": {"cudagraph_capture_sizes": capture_sizes(tokens * vllm.max_num_seqs), **given}}
 
 
-def _schedules_asynchronously(wanted: bool | None, ranks: int) -> bool | None:
-    """Returns the setting; None: where vLLM can. Several ranks are untested on GPUs and need an explicit true."""
-    return False if wanted is None and ranks > 1 else wanted
+def _schedules_asynchronously(vllm: VllmSection, ranks: int) -> bool | None:
+    """Returns the setting; None: where vLLM can. Several ranks are untested on GPUs and need an explicit true. Drafts need
+    the tokens of the step before."""
+    drafts = vllm.speculative.method is not None
+    return False if vllm.async_scheduling is None and (ranks > 1 or drafts) else vllm.async_scheduling
+
+
+def _speculation(drafter: SpeculativeConfig) -> dict[str, Any] | None:
+    """Returns vLLM's `speculative_config`."""
+    if drafter.method is None:
+        return None
+    features.mend_draft_temperatures()
+    lookup = {"prompt_lookup_min": drafter.prompt_lookup_min, "prompt_lookup_max": drafter.prompt_lookup_max}
+    own = lookup if drafter.method == "ngram" else {"model": drafter.model}
+    return {"method": drafter.method, "num_speculative_tokens": drafter.num_speculative_tokens, **own}
 
 
 def read_hf_config(config: Config) -> dict[str, Any]:

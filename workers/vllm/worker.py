@@ -152,13 +152,14 @@ class VllmWorker:
             self._stream = torch.cuda.current_stream(self._device)
 
     def _burst_steps(self) -> int:
-        """Steps of the model for each run of vLLM's scheduler. One if a string may end a request, which is found later, and
-        for router replay, which reads the experts of each step."""
+        """Steps of the model for each run of vLLM's scheduler. One if a string may end a request, which is found later, for
+        router replay, which reads the experts of each step, and with drafts, which every step has of its own."""
         asked = self.generation.vllm_cfg.num_scheduler_steps
         strings = (
             self.generation.stop_strings or self.config.environment.agent is not None
         )  # requests of agents have some too
-        if strings or self.config.policy.router_replay:
+        drafts = self.generation.vllm_cfg.speculative.method is not None
+        if strings or drafts or self.config.policy.router_replay:
             return 1
         return asked or (GPU_BURST_STEPS if self._device.type == "cuda" else 1)
 

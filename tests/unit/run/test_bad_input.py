@@ -89,6 +89,7 @@ MEGATRON = "policy.megatron_cfg"
 GRAPHS = f"{MEGATRON}.cuda_graphs=true"
 PEFT = f"{MEGATRON}.peft"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
+SPECULATIVE = "policy.generation.vllm_cfg.speculative"
 MIXTURE = (
     "policy.random_init.hf_config={architectures: [Qwen3MoeForCausalLM], model_type: qwen3_moe, "
     "hidden_size: 64, intermediate_size: 128, moe_intermediate_size: 64, num_experts: 4, "
@@ -710,6 +711,26 @@ TABLE = [
         "speculative decoding",
         ("vllm_kwargs sets speculative_config", "remove them"),
         ("policy.generation.vllm_kwargs={speculative_config: {method: ngram}}",),
+    ),
+    Row(
+        "EAGLE without a drafter",
+        ("speculative.method is eagle", "speculative.model is not set", "set it to the drafter's checkpoint"),
+        (f"{SPECULATIVE}.method=eagle",),
+    ),
+    Row(
+        "n-grams from more tokens to fewer",
+        ("prompt_lookup_min = 6 is above prompt_lookup_max = 5", "lower it"),
+        (f"{SPECULATIVE}.method=ngram", f"{SPECULATIVE}.prompt_lookup_min=6"),
+    ),
+    Row(
+        "drafts where a string ends a request",
+        ("speculative.method is ngram", "one token at a time", "set policy.generation.vllm_cfg.speculative.method to null"),
+        (f"{SPECULATIVE}.method=ngram", "policy.generation.stop_strings=[x]"),
+    ),
+    Row(
+        "a drafter that sleep would drop",
+        ("sleep_level is 2", "no refit brings them back", "set it to 1"),
+        (f"{SPECULATIVE}={{method: eagle, model: drafter}}", "policy.generation.colocated.enabled=true"),
     ),
     Row(
         "workers of a group sharing a GPU",
