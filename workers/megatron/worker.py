@@ -1,30 +1,28 @@
 """MegatronWorker: one rank of a train group, on Megatron-Core, with or without a GPU.
 
-Its methods implement the phases `train_step`, `logprobs` and `refit`. `MegatronWorkerBase` has the lifecycle.
+Its methods implement the phases `train_step`, `logprobs` and `refit`. `MegatronWorkerState` has what is kept between them,
+`MegatronWorkerBase` the lifecycle.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dagrl.config import Json
-from dagrl.config.settings import generates, holds_reference, sends_adapters, shares_logprobs
+from dagrl.config.settings import generates, sends_adapters, shares_logprobs
 from dagrl.errors import RunError
-from dagrl.machine import DeviceMemory
 from dagrl.refit import commit_together
-from dagrl.refit.slices import WeightSlice, expand
+from dagrl.refit.slices import WeightSlice
 from dagrl.rl.algorithm import Algorithm, algorithm_for
 from dagrl.rl.routed_experts import without_record
-from dagrl.run.comparison import WeightDifference
 from dagrl.runtime.shapes import Array, Batch
-from dagrl.runtime.worker import current_replay, in_warmup, running_replay
+from dagrl.runtime.worker import current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 from dagrl.workers.megatron.accumulation import AccumulatedParts
-from dagrl.workers.megatron.worker_base import MegatronWorkerBase
+from dagrl.workers.megatron.worker_state import MegatronWorkerState
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,11 +34,10 @@ if TYPE_CHECKING:
     from dagrl.workers.megatron.forward_backward import MicrobatchLoss
     from dagrl.workers.megatron.microbatches import Microbatches, ParallelRank
     from dagrl.workers.megatron.model import ModelChunks
-    from dagrl.workers.megatron.peer_state import PeerState
 
 
-class MegatronWorker(MegatronWorkerBase):
-    """A train worker: steps, log-probabilities, offloading, refits and checkpoints of its part of the policy."""
+class MegatronWorker(MegatronWorkerState):
+    """A train worker: steps, log-probabilities and refits of its part of the policy."""
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
         """Runs one optimizer step on the shard's rows: `tokens`, `lengths`, `loss_mask`, and what the loss reads.
@@ -219,49 +216,6 @@ class MegatronWorker(MegatronWorkerBase):
         inside = torch.arange(batch.tokens, device=self._device) < lengths[:, None]
         return [torch.where(inside, column, 0.0) for column in columns]
 
-    def offload(self, what: tuple[str, ...]) -> None:
-        """Moves some of `weights`, `gradients` and `optimizer` to host memory and frees the GPU memory.
-
-        Weights and optimizer state come back unchanged, gradients as zeros. Using an offloaded part raises RunError.
-        """
-        if self._channel is not None:
-            self._channel.release()
-        trainer = self._ready()
-        with self._running():
-            trainer.offload(what)
-        if "gradients" in what:
-            self._accumulated = AccumulatedParts()
-
-    def reload(self, what: tuple[str, ...]) -> None:
-        """Reverses `offload`. Addresses of tensors may change."""
-        with self._running():
-            self._ready().offloader.reload(what)
-
-    def device_memory(self) -> DeviceMemory | None:
-        """Returns the memory of this worker's GPU; None without one. The parts are those of `offload`."""
-        import torch
-
-        from dagrl.workers.megatron.offload import STATE_PARTS
-
-        if self._device.type != "cuda":
-            return None
-        with self._running():
-            offloader = self._ready().offloader
-            free, total = torch.cuda.mem_get_info(self._device)
-            return DeviceMemory(free, total, {part: offloader.nbytes(part) for part in STATE_PARTS})
-
-    def prepare_for_logprobs(self, step: int) -> None:
-        """Starts moving the optimizer's state to the host while log-probabilities are computed."""
-        offloader = self._ready().offloader
-        with self._running():
-            offloader.offload(("optimizer",), wait=False)
-            if in_warmup():  # allocate the host memory, but keep the state on the device
-                offloader.reload(("optimizer",))
-
-    def prepare_for_training(self, step: int) -> None:
-        """Schedules the optimizer's state to come back while the next step's gradients are computed."""
-        self._ready().offloader.reload_soon(("optimizer",))
-
     def calibrate_kv_scales(self, batch: Batch) -> dict[str, float]:
         """Calibrates the scales of generation's FP8 KV cache on `batch` under the current weights.
 
@@ -288,29 +242,6 @@ class MegatronWorker(MegatronWorkerBase):
         assert len(found) <= 1, f"{len(found)} workers of one shard gave rows"
         return found[0] if found else None
 
-    def snapshot_reference(self) -> None:
-        """Keeps a copy of the current weights as the reference policy, where `policy.reference_weights` says.
-
-        With LoRA there is no copy: the reference policy is the base model, also after earlier steps. With
-        `policy.reference_model_name` it loads that model instead, once.
-        """
-        from dagrl.workers.megatron.reference_model import ReferenceModel
-
-        name, policy = self.config.policy.reference_model_name, self.config.policy
-        if name is None and self._adapters is not None:
-            return
-        with self._running():
-            if name is None:
-                self._keep_reference(self.weight_tensors())
-            elif self._reference_model is None:
-                self._reference_model = ReferenceModel(Path(name), policy, self.context, self._device)
-
-    def _keep_reference(self, weights: Mapping[str, Tensor]) -> None:
-        from dagrl.workers.megatron.reference import ReferencePolicy
-
-        self._reference = None  # free its memory before allocating
-        self._reference = ReferencePolicy(weights, self.config.policy.reference_weights, self._device)
-
     def weight_slices(self) -> list[WeightSlice]:
         """Returns which boxes of the HF parameters, or of their adapters, a refit sends, and any FP8 KV-cache scales."""
         return self.describe(self.config, self._hf_config, self.context.layout, self.context.rank)
@@ -320,10 +251,6 @@ class MegatronWorker(MegatronWorkerBase):
         from dagrl.workers.families.hf_config import model_keys
 
         return model_keys(self._hf_config)
-
-    def weight_tensors(self) -> dict[str, Tensor]:
-        """Returns live local tensors by name. An overlapped parameter gathering may be pending in them."""
-        return self._ready("weights").model.tensors()
 
     def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
         """Opens the channel to the generation workers and prepares to send by `plan`."""
@@ -360,147 +287,6 @@ class MegatronWorker(MegatronWorkerBase):
             self._adapters.scale_sent()
             return nullcontext()
         return self._merged()
-
-    def save_checkpoint(self, directory: str, state: dict[str, Json], background: bool = False) -> None:
-        """Writes everything the next step depends on, and the driver's `state`, to `directory`; all workers together.
-
-        A background checkpoint is still being written when this returns. `finish_checkpoint`, or the next save, completes
-        and renames it.
-        """
-        from dagrl.workers.megatron.checkpoint import CheckpointSave
-
-        trainer = self._ready("weights", "optimizer")
-        with self._running():
-            self._finish_saving()
-            identity = self._identity
-            reference = None if self._reference is None else self._reference.tensors
-            group = self._files_group
-            self._saving = CheckpointSave(directory, trainer, reference, state, identity, group, background=background)
-            if not background:
-                self._finish_saving()
-
-    def checkpoint_written(self) -> bool:
-        """Whether this worker has written its part of a background checkpoint."""
-        return self._saving is None or self._saving.is_written
-
-    def finish_checkpoint(self) -> None:
-        """Completes a background checkpoint within `timeouts.checkpoint_s`; all workers together."""
-        self._ready()
-        with self._running():
-            self._finish_saving()
-
-    def load_checkpoint(self, directory: str) -> dict[str, Json]:
-        """Loads a checkpoint of the same model from any layout. Returns the driver's state.
-
-        Raises CheckpointError, with everything unchanged, if that is not possible.
-        """
-        from dagrl.workers.megatron.checkpoint import load_checkpoint
-
-        trainer = self._ready("weights", "optimizer")
-        with self._running():
-            self._finish_saving()
-            reference, state = load_checkpoint(directory, trainer, self._identity, self._files_group)
-            self._reference = None
-            if reference is not None and holds_reference(self.config) and self._reference_model is None:
-                self._keep_reference(reference)
-        return state
-
-    def compare_checkpoint(self, directory: str) -> tuple[int, list[WeightDifference]]:
-        """Loads a checkpoint as `load_checkpoint`. Returns the number of its tensors here, and those that differ from what
-        this worker had, in the model's order."""
-        had = {name: tensor.detach().clone() for name, tensor in self.weight_tensors().items()}
-        self.load_checkpoint(directory)
-        pairs = ((name, tensor, had[name]) for name, tensor in self.weight_tensors().items())
-        found = [different_weights(name, self.context.rank, saved, mine) for name, saved, mine in pairs]
-        return len(had), [one for one in found if one is not None]
-
-    def last_update(self) -> tuple[str, int] | None:
-        """Returns the phase and the number of the last replay in which this worker began to update its weights."""
-        return self._last_update
-
-    def _begin_update(self) -> None:
-        self._check_aborted()  # an aborted collective has not agreed on anything
-        replay = running_replay()
-        self._last_update = None if replay is None else (replay.phase, replay.replay)
-
-    def copy_state(self) -> PeerState:
-        """Returns everything that the next step depends on, for workers with the same part of the model.
-
-        Works after `abort` too.
-        """
-        import torch
-
-        from dagrl.workers.megatron.peer_state import copy_state
-
-        if self._trainer is None:
-            raise RunError("the worker is not set up and has no state")
-        if torch.cuda.is_available():
-            torch.cuda.set_device(self._device)
-            torch.cuda.synchronize()
-        reference = None if self._reference is None else self._reference.tensors
-        return copy_state(self._trainer, reference, self._more_state())
-
-    def restore_state(self, state: PeerState) -> None:
-        """Continues from the state of a worker with the same part of the model. All workers call it together."""
-        from dagrl.workers.megatron.peer_state import restore_state
-
-        trainer = self._ready("weights", "optimizer")
-        with self._running():
-            reference = restore_state(trainer, state, self._more_state())
-            if reference is not None:
-                self._keep_reference(reference)
-        if self.config.policy.reference_model_name is not None and holds_reference(self.config):
-            self.snapshot_reference()
-
-    def _more_state(self) -> list[Tensor]:
-        return [] if self._kv_scales is None else list(self._kv_scales.tensors.values())
-
-    def _finish_saving(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.finish(self.config.timeouts.checkpoint_s)
-
-    def export_hf(self, directory: str) -> None:
-        """Writes the policy as a Hugging Face directory that transformers can load; all workers together.
-
-        With LoRA the weights are merged, and `adapter/` has the adapters in PEFT's format.
-        """
-        from dagrl.workers.megatron.hf_export import export_hf
-
-        slices = [self._slices_of(rank) for rank in range(self.context.layout.world_size)]
-        with self._running(), self._merged():
-            export_hf(self._source, directory, slices, self.weight_tensors(), self.context.rank, self._files_group)
-            self._export_adapters(Path(directory) / "adapter", slices)
-
-    def _export_adapters(self, directory: Path, slices: list[list[WeightSlice]]) -> None:
-        """Writes the adapters in PEFT's format. The first rank with a part of a parameter gives its adapter."""
-        from dagrl.workers.megatron.adapter_files import write_adapters
-        from dagrl.workers.megatron.groups import gather_objects, run_on_all_ranks
-
-        if self._adapters is None:
-            return
-        owners = {piece.name: rank for rank, held in reversed(list(enumerate(slices))) for piece in expand(held)}
-        mine = {
-            name: [part.detach().cpu() for part in adapter]
-            for name, adapter in self._adapters.held.items()
-            if owners[name] == self.context.rank
-        }
-        adapters = {name: one for part in gather_objects(self._files_group, mine) for name, one in part.items()}
-        settings, base = self.config.policy.megatron_cfg.peft, str(self._source.absolute())
-        write = self.context.rank == 0
-        run_on_all_ranks(self._files_group, lambda: write_adapters(directory, base, settings, adapters) if write else None)
-
-    def reset_optimizer(self) -> None:
-        """Resets moments and schedule, as if training started with the current weights."""
-        trainer = self._ready()
-        with self._running():
-            trainer.reset_optimizer()
-
-    @property
-    def _identity(self) -> dict[str, Json]:
-        from dagrl.workers.megatron.manifest import identity_of
-
-        return identity_of(self.config.policy, self._hf_config)
 
     @property
     def _temperature(self) -> float:
@@ -548,12 +334,6 @@ class MegatronWorker(MegatronWorkerBase):
         return MicrobatchLoss(algorithm, denominators, layer, group)
 
     @contextmanager
-    def _merged(self) -> Iterator[None]:
-        """Context in which the model's parameters include any adapters."""
-        with self._adapters.merged() if self._adapters is not None else nullcontext():
-            yield
-
-    @contextmanager
     def _chunks_of(
         self, model: Literal["policy", "reference"], model_pass: ModelPass
     ) -> Iterator[tuple[ModelChunks, list[Any], ModelPass]]:
@@ -581,17 +361,6 @@ def sums_of(batch: Batch, column: Array) -> Batch:
     """Returns `sums` [rows] float64: of `column` [rows, tokens] over the tokens in `loss_mask`."""
     sums = (column.astype("float64") * batch["loss_mask"]).sum(axis=1)
     return Batch({"lengths": batch["lengths"], "sums": sums}, batch.scalars)
-
-
-def different_weights(name: str, rank: int, recorded: Tensor, found: Tensor) -> WeightDifference | None:
-    """Returns how two tensors of one shape differ; None if they are equal bit for bit."""
-    unequal = recorded != found
-    if not unequal.any():
-        return None
-    index = tuple(unequal.nonzero()[0].tolist())
-    values = float(recorded[index]), float(found[index])
-    largest, scale = float((recorded.float() - found.float()).abs().max()), float(recorded.float().abs().max())
-    return WeightDifference(name, rank, index, *values, largest, scale)
 
 
 def _denominators(batch: Batch) -> Denominators:
