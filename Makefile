@@ -1,8 +1,7 @@
 # make setup | quickstart | test | test-versions | peers | test-peers | test-agents | test-trackers | chaos | lint | docs | audit | gpu. Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
-# Modules are compiled when they are first imported: compiling all of them is nearly half of the time.
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps --no-compile
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps
 PIP := $(VENV)/bin/python $(PIP_INSTALL)
 TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 # A stamp is named after a hash of what was installed, because the file times of a fresh clone say nothing.
