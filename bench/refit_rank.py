@@ -34,7 +34,7 @@ from dagrl.bench.refit_sides import Side, described_side, leave_vllm, megatron_s
 from dagrl.bench.refit_truth import clear, fill, wrong
 from dagrl.bench.refit_vllm_engines import VllmEngine
 from dagrl.channels import Channel, ChannelSpec, open_channel
-from dagrl.channels.base import ChannelKind
+from dagrl.channels.base import MAILBOX_SLOTS, ChannelKind
 from dagrl.refit import RecordMode, RefitReceiver, RefitSender, Verify, commit_together, plan_refit
 from dagrl.refit.carry.autotune import TRIALS
 from dagrl.refit.slices import WeightSlice
@@ -276,7 +276,7 @@ class Rank:
             end = RefitReceiver(mine, side.tensors, channel)
         prepared = time.perf_counter()
         spares = 2 * max((bucket.nbytes for bucket in mine.receives), default=0) if verify == "bitwise" else 0
-        mailboxes = max((bucket.nbytes for bucket in mine.sends), default=0) if case.colocated else 0
+        mailboxes = MAILBOX_SLOTS * max((bucket.nbytes for bucket in mine.sends), default=0) if case.colocated else 0
 
         def carry() -> None:
             _ = end.send(1) if isinstance(end, RefitSender) else end.receive(1)

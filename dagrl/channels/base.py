@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 ChannelKind = Literal["gloo", "nccl", "ipc"]
 
+MAILBOX_SLOTS = 2
+"""Messages that a mailbox of an IPC channel holds (`ipc.py`): one is written while another is read."""
+
 
 @dataclass(frozen=True)
 class ChannelSpec:

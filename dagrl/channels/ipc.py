@@ -1,13 +1,10 @@
 """Channel between processes of one host: CUDA IPC on GPUs, also between two processes on one GPU; shared memory on CPUs.
 
 NCCL cannot join two processes that share a GPU, which is how train and generation workers are colocated. Here each ordered
-pair of ranks has a mailbox for one message in the sender's memory. The sender makes it as large as its largest message so
-far; the receiver maps it once and keeps it until `release`. The owner frees or reuses it once it is unmapped. Senders copy
-into a mailbox and receivers copy out of it. Live tensors are never mapped, so they may move or lose their memory between two
+pair of ranks has a mailbox of two slots in the sender's memory. The sender allocates it for its first message, and again for
+a larger one; the receiver maps it once and keeps it until `release`. The owner frees it once it is unmapped. Senders copy
+into a slot and receivers copy out of it. Live tensors are never mapped, so they may move or lose their memory between two
 refits (vLLM's sleep, offloaded weights).
-
-Two processes on one GPU take turns, and a turn costs as much as copying 300 MB. A mailbox for two messages of half the size
-would therefore be slower.
 
 A small table, mapped by all ranks, counts the messages written and read. A waiting rank polls the counters, a flag that an
 abort sets, and whether its peer's process is alive.
@@ -27,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.channels.agreement import Agreement
-from dagrl.channels.base import ChannelSpec, as_bytes, cannot_join, check_message, open_store
+from dagrl.channels.base import MAILBOX_SLOTS, ChannelSpec, as_bytes, cannot_join, check_message, open_store
 from dagrl.channels.ipc_memory import HostSegment, Segment, attach_segment, create_segment
 from dagrl.errors import ChannelError
 from dagrl.runtime.deadline import within
@@ -68,7 +65,6 @@ class IpcChannel:
         self._agreement = Agreement(self._store, spec)
         self._outgoing: dict[int, Segment] = {}  # the newest mailbox for each receiver
         self._outgrown: list[_Outgrown] = []
-        self._largest: dict[int, int] = {}  # bytes of a mailbox, by receiver
         self._incoming: dict[int, tuple[int, Segment]] = {}  # by sender: which of its mailboxes, and the mapping
         self._waiting: dict[int, list[IpcPending]] = {}
         self._table_segment: HostSegment | None = None
@@ -107,7 +103,7 @@ class IpcChannel:
             ) from error
 
     def send(self, tensor: torch.Tensor, peer: int) -> IpcPending:
-        """Copies `tensor` into the peer's mailbox, once the peer has emptied it. It may change when this returns."""
+        """Copies `tensor` into the peer's mailbox, after waiting for a free slot. It may change when this returns."""
         return self.exchange([(tensor, peer)], [])[0]
 
     def receive(self, tensor: torch.Tensor, peer: int) -> IpcPending:
@@ -117,7 +113,7 @@ class IpcChannel:
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[IpcPending]:
-        """Posts several messages at once. Those of one peer lie in its mailbox back to back."""
+        """Posts several messages at once. Those of one peer share a slot of its mailbox, back to back."""
         self._check_usable()
         for tensor, peer in (*sends, *receives):
             check_message(self.spec, tensor, peer, _device_type(tensor))
@@ -127,12 +123,12 @@ class IpcChannel:
     def _send(self, tensors: Sequence[torch.Tensor], peer: int) -> IpcPending:
         row = self._row(self.spec.rank, peer)
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        number = int(self._table[row, _WRITTEN])
-        self._wait_until(lambda: int(self._table[row, _READ]) == number, peer, f"sending {nbytes} bytes to")
-        if peer not in self._outgoing or len(self._outgoing[peer].bytes) < nbytes:
+        if peer not in self._outgoing or len(self._outgoing[peer].bytes) < MAILBOX_SLOTS * nbytes:
             self._make_mailbox(peer, row, nbytes, tensors[0].device)
-        for tensor, place in zip(tensors, _places(self._outgoing[peer], tensors), strict=True):
-            place.copy_(as_bytes(tensor))
+        number = int(self._table[row, _WRITTEN])
+        self._wait_until(lambda: number - int(self._table[row, _READ]) < MAILBOX_SLOTS, peer, f"sending {nbytes} bytes to")
+        for tensor, slot in zip(tensors, _slot_parts(self._outgoing[peer], number, tensors), strict=True):
+            slot.copy_(as_bytes(tensor))
         self._finish_copies(tensors[0].device)
         fence()
         self._table[row, _WRITTEN] = number + 1
@@ -218,16 +214,13 @@ class IpcChannel:
         return sender * self.spec.size + receiver
 
     def _make_mailbox(self, peer: int, row: int, nbytes: int, device: torch.device) -> None:
-        """Makes a mailbox for `nbytes` or more: one that the peer, which has read everything, has unmapped, or a new one."""
+        """Allocates a mailbox for messages of `nbytes`, after the peer has emptied the earlier one."""
+        number = int(self._table[row, _WRITTEN])
+        self._wait_until(lambda: int(self._table[row, _READ]) == number, peer, "waiting for the mailbox to be emptied by")
         if peer in self._outgoing:
             self._outgrow(peer)
-        largest = self._largest[peer] = max(nbytes, self._largest.get(peer, 0))
-        fitting = (one for one in self._outgrown if one.row == row and len(one.segment.bytes) == largest)
-        unused = next((one for one in fitting if not self._is_used(one)), None)
-        if unused is not None:
-            self._outgrown.remove(unused)
         self._free_outgrown()
-        segment = self._outgoing[peer] = unused.segment if unused is not None else create_segment(largest, device)
+        segment = self._outgoing[peer] = create_segment(MAILBOX_SLOTS * nbytes, device)
         count = int(self._table[row, _MAILBOX]) + 1
         self._publish(f"mailbox/{row}/{count}", segment.handle)
         self._table[row, _MAILBOX] = count
@@ -274,10 +267,10 @@ class IpcChannel:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         self._wait_until(lambda: int(self._table[row, _WRITTEN]) > number, peer, f"receiving {nbytes} bytes from")
         fence()
-        for tensor, place in zip(tensors, _places(self._mailbox(peer, row), tensors), strict=True):
+        for tensor, slot in zip(tensors, _slot_parts(self._mailbox(peer, row), number, tensors), strict=True):
             # From another GPU, copy through memory of torch's allocator: the other GPU makes the copy, and cannot write to
             # memory that is mapped for this GPU alone, such as the memory that vLLM puts to sleep.
-            as_bytes(tensor).copy_(place.to(tensor.device))
+            as_bytes(tensor).copy_(slot.to(tensor.device))
         self._finish_copies(tensors[0].device)
         fence()
         self._table[row, _READ] = number + 1
@@ -376,9 +369,9 @@ def _by_peer(messages: Sequence[tuple[torch.Tensor, int]]) -> dict[int, list[tor
     return found
 
 
-def _places(segment: Segment, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yields the bytes of each of `tensors` in a mailbox."""
-    start = 0
+def _slot_parts(segment: Segment, number: int, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yields the bytes of each of `tensors` in the slot of message `number`."""
+    start = number % MAILBOX_SLOTS * (len(segment.bytes) // MAILBOX_SLOTS)
     for tensor in tensors:
         yield segment.bytes[start : start + tensor.nbytes]
         start += tensor.nbytes

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dagrl.channels.base import MAILBOX_SLOTS
 from dagrl.errors import RefitPlanError
 from dagrl.refit.fp8 import FP8
 from dagrl.refit.plan.buckets import BucketContents, BucketFiller, BucketLimits, PartBytes
@@ -55,8 +56,7 @@ from dagrl.runtime.garbage import gc_paused
 BUCKET_BYTES = (64 << 20, 256 << 20)
 """Smallest and largest default bucket. NCCL uses all its channels only for messages above 128 MB, which are faster."""
 PAIR_BUCKET_BYTES = 512 << 20
-"""Largest default bucket if one rank sends to one other in its host, or through mailboxes; each end stages at most
-`BUCKET_BYTES` of it.
+"""Largest default bucket if one rank sends to one other in its host; each end stages at most `BUCKET_BYTES` of it.
 
 Starting a round takes as long as sending 10 MB over NVLink. Only between two ranks a bucket is a group of messages. Between
 more ranks NCCL uses half of its channels for messages under 256 MB, also in groups: 4B from TP2 to TP2 then took 16.2 ms
@@ -71,7 +71,8 @@ MAILBOXES_BYTES = 1 << 30
 """Most memory for the mailboxes of a sender.
 
 If processes share a GPU, each bucket costs two switches between them: 0.3 ms, in which 600 MB could be copied. Each GiB of
-mailboxes costs 7 ms when it is allocated and freed. Buckets are therefore as large as this and `PAIR_BUCKET_BYTES` allow."""
+mailboxes, which every refit allocates and frees, costs 7 ms. Buckets are therefore as large as this and `BUCKET_BYTES`
+allow. 4B on one H200, with its pause: 175 ms in buckets of 16 MB, 27 ms of 256 MB, 28 ms of 512 MB."""
 GROUPS = 4
 """A bucket's staging is split into at least this many groups if buckets may be larger than it, so that they fill up."""
 BUCKETS = 8
@@ -207,7 +208,7 @@ def _limits(
     `relays`: a rank may stage `RELAYING_BUCKETS` at once.
     """
     if mailboxed:
-        largest = min(PAIR_BUCKET_BYTES, MAILBOXES_BYTES // mailboxed)
+        largest = min(BUCKET_BYTES[1], MAILBOXES_BYTES // (MAILBOX_SLOTS * mailboxed))
     else:
         largest = min(max(BUCKET_BYTES[0], most // BUCKETS), PAIR_BUCKET_BYTES if pair else BUCKET_BYTES[1])
     bucket = bucket_bytes or largest

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dagrl.channels.base import MAILBOX_SLOTS
 from dagrl.refit.plan.links import LinkSpeeds
 from dagrl.refit.plan.ordering import simulate
 from dagrl.refit.plan.routes import RankPair
@@ -58,7 +59,7 @@ class PlanSummary:
             found[rank] += nbytes if relays else 2 * nbytes
         if self.mailboxes:
             for (sender, _), nbytes in boxes.items():
-                found[sender] += nbytes
+                found[sender] += MAILBOX_SLOTS * nbytes
         return max(found.values(), default=0)
 
     @property

@@ -260,11 +260,11 @@ def configurations(gpus: int) -> dict[str, Config]:
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 def test_training_runs_fit_their_gpus(gpus: int) -> None:
-    from dagrl.run.preflight import _check_machine
+    from dagrl.run.preflight import check_machine
 
     for name, config in configurations(gpus).items():
         check_settings(config)
-        _check_machine(config)
+        check_machine(config)
         assert trace_phases(config, worker_classes(config)), name
 
 

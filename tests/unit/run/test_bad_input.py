@@ -402,7 +402,7 @@ TABLE = [
         ("policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"),
     ),
     Row("not an import path", ("policy.worker: 'here'", "module:attribute"), ("policy.worker=here",)),
-    Row("missing module", ("policy.worker: there is no module 'nowhere'",), ("policy.worker=nowhere.at:Worker",)),
+    Row("missing module", ("policy.worker: there is no module 'no_such'",), ("policy.worker=no_such.module:Worker",)),
     Row(
         "missing attribute",
         ("policy.worker: module 'dagrl.workers.megatron' has no 'MegatronWorkr'", "did you mean 'MegatronWorker'"),
