@@ -50,7 +50,17 @@ def refit(train: Shard, generation: Shard, version):
 
 
 @pytest.fixture
-def hosts(cluster: None) -> Iterator[list[subprocess.Popen[bytes]]]:
+def train(cluster: None) -> Iterator[WorkerGroup]:
+    """On the driver's host, as there is no other yet."""
+    group = WorkerGroup.create("train", Resettable, ParallelLayout(), None)
+    try:
+        yield group
+    finally:
+        group.shutdown(2.0)
+
+
+@pytest.fixture
+def hosts(train: WorkerGroup) -> Iterator[None]:
     address = ray.get_runtime_context().gcs_address
     command = [str(Path(sys.executable).with_name("ray")), "start", "--block", f"--address={address}"]
     command += ["--num-gpus=1", "--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
@@ -60,7 +70,7 @@ def hosts(cluster: None) -> Iterator[list[subprocess.Popen[bytes]]]:
         for count in (1, 2):  # one after the other: they choose ports
             started.append(subprocess.Popen(command, **quiet))
             wait_for(lambda count=count: ray.cluster_resources().get("GPU") == count)
-        yield started
+        yield
     finally:
         for host in started:
             os.killpg(host.pid, signal.SIGKILL)
@@ -75,9 +85,9 @@ def wait_for(found: Any) -> None:
 
 
 @pytest.mark.slow
-def test_engines_of_a_lost_host_leave_if_there_is_no_room_elsewhere(hosts: list[subprocess.Popen[bytes]]) -> None:
+@pytest.mark.usefixtures("hosts")
+def test_engines_of_a_lost_host_leave_if_there_is_no_room_elsewhere(train: WorkerGroup) -> None:
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", ["cluster.gpus_per_worker=1"])
-    train = WorkerGroup.create("train", Resettable, ParallelLayout(), None)
     engines = WorkerGroup.create("generation", Engine, ParallelLayout(dp=2), None, resources=Resources(num_gpus=1.0))
     try:
         with Scheduler([train, engines], SchedulerOptions(fallback="error", teardown_s=4.0)) as scheduler:
@@ -105,7 +115,6 @@ def test_engines_of_a_lost_host_leave_if_there_is_no_room_elsewhere(hosts: list[
             assert scheduler.replay(refit, 1).result() == ([0, 0],), "it is the first engine now"
             assert not resizing.ready and not replacement.unconnected
     finally:
-        train.shutdown(2.0)
         engines.shutdown(2.0)
 
 
