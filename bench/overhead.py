@@ -32,10 +32,9 @@ from dagrl.bench.report import (
     check_plot,
     command_line,
     plot,
-    print_first_steps,
+    print_replays,
     print_shard_costs,
     print_table,
-    print_waiting,
 )
 from dagrl.bench.variants import ARITY, COUNTED, SHAPES, VARIANTS, Actors, Step, StepSetup, argument, steps
 from dagrl.bench.waiting import waiting
@@ -123,8 +122,7 @@ def run(options: argparse.Namespace) -> None:
     for shape in plan.shapes:
         print_table(report, shape)
     print_shard_costs(report)
-    print_first_steps(report)
-    print_waiting(report)
+    print_replays(report)
     deadline.tell()
     if options.plot and report.rows:
         plot(report, options.plot)

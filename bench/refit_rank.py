@@ -296,23 +296,17 @@ class Rank:
             self.control.barrier()
             carry()
         more["pause_s"] = self._pause(channel, carry)
-        if case.colocated:
-            more["pause_after_offload_s"] = self._pause(channel, carry, offloads=True)
         return self._time(case, method, side, carry, {**facts, **more}, verified=verify != "off")
 
-    def _pause(self, channel: Channel, carry: Callable[[], object], offloads: bool = False) -> float:
+    def _pause(self, channel: Channel, carry: Callable[[], object]) -> float:
         """Returns the seconds that a generation rank pauses, including the commit: the median of the slowest rank.
 
-        With `offloads` mailboxes are freed before each refit, as by a train worker that offloads and an engine that sleeps.
         Modules without an engine have no hooks; `RefitReport.pause_s` includes them and the engine's own work.
         """
         receives = self.rank >= self.settings.cases[0].train.world_size
         taken = []
         for _ in range(5):
             self.control.barrier()
-            if offloads:
-                channel.release()
-                self.control.barrier()
             start = time.perf_counter()
             with commit_together(channel, wait=receives):
                 carry()

@@ -154,8 +154,8 @@ def print_table(report: BenchReport, shape: str = "scatter-gather") -> None:
     Console(width=max(120, Console().width)).print(table)
 
 
-def print_first_steps(report: BenchReport) -> None:
-    """Prints a line per number of workers for which first steps were measured."""
+def print_replays(report: BenchReport) -> None:
+    """Prints a line for each number of workers at which first steps, or many replays, were measured."""
     from rich.console import Console
 
     console = Console(width=max(120, Console().width))
@@ -165,14 +165,6 @@ def print_first_steps(report: BenchReport) -> None:
                 f"first step after warm-up, {row['workers']} workers: {row['p50_us']} us, later {row['later_us']} us, ratio "
                 f"{row['ratio']} (worst of {row['n']} schedulers {row['worst_ratio']})"
             )
-
-
-def print_waiting(report: BenchReport) -> None:
-    """Prints a line per number of workers for which many replays were measured."""
-    from rich.console import Console
-
-    console = Console(width=max(120, Console().width))
-    for row in report.rows:
         if "waiting_cpu_s" in row:
             console.print(
                 f"{row['n']} replays, {row['workers']} workers: median {row['p50_us']} us, p99 {row['p99_us']} us, ratio "

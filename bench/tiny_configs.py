@@ -109,7 +109,6 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "falcon": {"ffn_hidden_size": 256},
     "glm4_moe": {"head_dim": 16},
     "glm4v_moe_text": {"head_dim": 16, "use_qk_norm": False},
-    "glm5_next_text": {"num_key_value_heads": 4},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True},
     "kimi_linear": {
