@@ -11,22 +11,21 @@ from dagrl.config.algorithm import (
     RewardShapingConfig,
     SftConfig,
 )
-from dagrl.config.models import CriticConfig, TeacherConfig
-from dagrl.config.policy import (
-    ColocatedConfig,
+from dagrl.config.generation import ColocatedConfig, ForcedLengths, GenerationConfig, VllmConfig
+from dagrl.config.megatron import (
     DistributedDataParallelConfig,
-    DynamicBatchingConfig,
-    ForcedLengths,
-    GenerationConfig,
     MegatronConfig,
     OptimizerConfig,
     PeftConfig,
+    SchedulerConfig,
+)
+from dagrl.config.models import CriticConfig, TeacherConfig
+from dagrl.config.policy import (
+    DynamicBatchingConfig,
     PolicyConfig,
     RandomInit,
-    SchedulerConfig,
     SequencePackingConfig,
     TokenizerConfig,
-    VllmConfig,
 )
 from dagrl.config.run import (
     CheckpointConfig,

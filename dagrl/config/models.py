@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from dagrl.config.policy import MegatronConfig, OptimizerConfig, SequencePackingConfig
+from dagrl.config.megatron import MegatronConfig, OptimizerConfig
+from dagrl.config.policy import SequencePackingConfig
 from dagrl.config.section import PathText, Section
 
 

@@ -1,7 +1,8 @@
 """The configuration of a run: one YAML file, overridden by `a.b=c` arguments, validated before anything starts.
 
 Keys and defaults follow NeMo-RL where it has them (`policy.*`, `grpo.*`, `loss_fn.*`, `checkpointing.*`). The resolved
-configuration is saved with the run. Sections are by subject in `policy.py`, `algorithm.py` and `task.py`.
+configuration is saved with the run. Sections are by subject in `policy.py`, `megatron.py`, `generation.py`, `algorithm.py`
+and `task.py`.
 """
 
 from __future__ import annotations

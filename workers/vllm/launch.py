@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlparse
 
 from dagrl.config import Config
-from dagrl.config.policy import SpeculativeConfig
-from dagrl.config.policy import VllmConfig as VllmSection
+from dagrl.config.generation import SpeculativeConfig
+from dagrl.config.generation import VllmConfig as VllmSection
 from dagrl.config.settings import starts_together
 from dagrl.errors import DeadlineError, MissingDependencyError
 from dagrl.machine import VISIBLE, device_index

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config
-from dagrl.config.policy import VllmConfig
+from dagrl.config.generation import VllmConfig
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.environments import FAILED, Question, Reply
 from dagrl.rl.rollout.dispatch import LengthHistory

@@ -1,0 +1,181 @@
+"""The section `policy.generation`: sampling, quanta, colocation and the vLLM engines."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from dagrl.config.section import Json, PathText, Section, derived
+from dagrl.errors import LayoutError
+from dagrl.runtime.layout import ParallelLayout
+
+
+class SpeculativeConfig(Section):
+    """Speculative decoding: a drafter proposes tokens, and one step of the policy verifies them by rejection sampling.
+
+    Samples follow the policy's distribution for any drafter, and have the policy's log-probabilities and version.
+    """
+
+    method: Literal["ngram", "eagle", "eagle3"] | None = None
+    """The drafter. `ngram`: continues as the sequence did after the same last tokens. `eagle`, `eagle3`: a small model on
+    the policy's hidden states, which refits leave as it is, so fewer of its tokens are accepted as the policy changes.
+    null: none."""
+
+    num_speculative_tokens: PositiveInt = 4
+    """Tokens that are proposed for a step."""
+
+    prompt_lookup_min: PositiveInt = 2
+    """`ngram`: fewest last tokens that must have occurred before."""
+
+    prompt_lookup_max: PositiveInt = 5
+    """`ngram`: most last tokens that are looked for."""
+
+    model: PathText | None = None
+    """`eagle`, `eagle3`: the drafter's checkpoint."""
+
+
+class VllmConfig(Section):
+    """vLLM generation workers: parallel layout, precision, memory."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks of one engine."""
+
+    expert_parallel_size: PositiveInt = 1
+    """1, or `tensor_parallel_size`: then each rank of an engine holds whole experts."""
+
+    data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine if no layout is set, else 1")
+    """Number of engines."""
+
+    max_model_len: PositiveInt | None = None
+    """Longest sequence of an engine, in tokens. null: `policy.max_total_sequence_length`."""
+
+    precision: Literal["float32", "bfloat16", "fp8"] | None = None
+    """Precision of the weights. `fp8`: quantized in blocks of 128x128. null: `policy.precision`."""
+
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """`auto`: the engine's dtype. `fp8`: train workers calibrate the scales, and each refit sends them."""
+
+    max_num_seqs: PositiveInt = derived(64, "GPUs: an engine's share of a batch, at most 512; else 64")
+    """Sequences that an engine decodes at once."""
+
+    max_num_batched_tokens: PositiveInt | None = None
+    """Tokens of one engine step. null: vLLM's default."""
+
+    enforce_eager: bool = derived(True, "GPUs: false; else true")
+    """Run the model without torch.compile and CUDA graphs."""
+
+    async_scheduling: bool | None = None
+    """Prepare the next engine step while the current one computes. null: where vLLM can, with `tensor_parallel_size` 1."""
+
+    num_scheduler_steps: PositiveInt | None = None
+    """Decode steps for each run of vLLM's scheduler, while every request decodes. A sequence may compute that many tokens
+    less one after its end. Always 1 with `stop_strings`, an agent or `policy.router_replay`. null: 16 on GPUs, else 1."""
+
+    speculative: SpeculativeConfig = SpeculativeConfig()
+    """Speculative decoding."""
+
+    enable_prefix_caching: bool = True
+    """Share the KV cache of common prefixes, such as the prompt of a GRPO group."""
+
+    gpu_memory_utilization: float = derived(0.6, "0.6 if colocated, else 0.85", gt=0, lt=1)
+    """Share of the GPU's memory for vLLM. Used when `kv_cache_memory_bytes` is null."""
+
+    kv_cache_memory_bytes: PositiveInt | None = derived(
+        64 << 20,
+        "what `max_num_seqs` sequences need: on colocated GPUs if it fits, without GPUs at most an eighth of the memory; "
+        "else null",
+    )
+    """Bytes of the KV cache of one rank. null: what `gpu_memory_utilization` leaves."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The generation group's parallel layout.
+
+        Raises LayoutError if `expert_parallel_size` is neither 1 nor `tensor_parallel_size`.
+        """
+        ep, tp = self.expert_parallel_size, self.tensor_parallel_size
+        if ep not in (1, tp):
+            raise LayoutError(f"expert_parallel_size is {ep}; expected: 1, or tensor_parallel_size ({tp})")
+        return ParallelLayout(dp=self.data_parallel_size, tp=tp, ep=ep, etp=1 if ep > 1 else None)
+
+
+class ForcedLengths(Section):
+    """Completions of fixed lengths, for benchmarks: drawn from a log-normal distribution, whatever the model generates.
+
+    The end-of-sequence token is ignored. A request's prompt and seed decide its length.
+    """
+
+    median: PositiveFloat
+    """Median length in tokens."""
+
+    sigma: NonNegativeFloat = 1.0
+    """Standard deviation of the length's logarithm."""
+
+    between_prompts: float = Field(default=0.5, ge=0, le=1)
+    """Share of the variance that all requests of a prompt have in common."""
+
+
+class ColocatedConfig(Section):
+    """Train and generation workers on the same GPUs, taking turns: one side frees its memory while the other works."""
+
+    enabled: bool = derived(False, "true on a machine with GPUs if no layout is set and both roles may take turns")
+    """Place both groups on the same GPUs."""
+
+    train_share: float = Field(default=0.5, gt=0, lt=1)
+    """Fraction of a GPU that Ray accounts to the train worker, together with a critic and a teacher there; the generation
+    worker gets the rest."""
+
+    exchange: Literal["auto", "always", "never"] = "auto"
+    """What leaves the GPU while the other role works. auto: only what does not fit, by the memory that is free during
+    warm-up. always: everything. never: nothing, and a run ends if memory is too small."""
+
+    sleep_level: Literal[1, 2] = derived(2, "1 if refits send adapters alone, else 2")
+    """Where generation's weights are while it sleeps during training. 1: in host memory. 2: dropped, and sent again by the
+    refit."""
+
+
+class GenerationConfig(Section):
+    """How completions are generated."""
+
+    worker: str = "dagrl.workers.vllm:VllmWorker"
+    """Import path of the generation worker's class."""
+
+    max_new_tokens: PositiveInt = derived(64, "half of `policy.max_total_sequence_length` if that is set, else 1024")
+    """Longest completion, in tokens."""
+
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature. 0: greedy."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling: sample from the most likely tokens that together have this probability."""
+
+    top_k: int | None = Field(default=None, ge=-1)
+    """Sample from this many most likely tokens. null, 0 or -1: from all."""
+
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a completion."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion, in addition to those of the tokenizer, config.json and generation_config.json."""
+
+    quantum_engine_steps: PositiveInt | None = None
+    """Engine steps of one `generate` replay. null: chosen by `quantum_seconds` and the measured replay overhead."""
+
+    quantum_seconds: PositiveFloat = 0.5
+    """Longest time that a weight update waits for running quanta. Unused if `quantum_engine_steps` is set."""
+
+    request_order: Literal["longest_first", "fifo"] = "longest_first"
+    """Order of new requests. `longest_first` sorts by the lengths of past completions of the same prompt."""
+
+    forced_lengths: ForcedLengths | None = None
+    """Fixed completion lengths, for benchmarks. null: completions end where the model ends them."""
+
+    colocated: ColocatedConfig = ColocatedConfig()
+    """Train and generation workers on the same GPUs."""
+
+    vllm_cfg: VllmConfig = VllmConfig()
+    """The vLLM engines."""
+
+    vllm_kwargs: dict[str, Json] = Field(default_factory=dict)
+    """Further arguments of vLLM's `EngineArgs`, by name."""

@@ -1,0 +1,201 @@
+"""The section `policy.megatron_cfg`: parallel layout, recomputation, adapters and optimizer of the train workers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from dagrl.config.section import PathText, Section, derived
+from dagrl.runtime.layout import ParallelLayout
+
+
+class OptimizerConfig(Section):
+    """AdamW, as Megatron implements it."""
+
+    lr: PositiveFloat = derived(1e-6, "1e-6 for GRPO, 1e-5 for SFT and LoRA")
+    """Peak learning rate."""
+
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay; at most `lr`."""
+
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+
+    adam_eps: PositiveFloat = 1e-8
+    """Term added to the denominator of the update."""
+
+    clip_grad: NonNegativeFloat = 1.0
+    """Maximum norm of the gradient over all parameters. 0: no clipping."""
+
+    use_distributed_optimizer: bool = derived(False, "true if `data_parallel_size` is derived and above 1, else false")
+    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
+
+
+class SchedulerConfig(Section):
+    """The learning-rate schedule, counted in optimizer steps.
+
+    There is one optimizer step for every `policy.train_global_batch_size` samples, so a GRPO step may have several.
+    """
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay from `optimizer.lr` to `optimizer.min_lr`."""
+
+    lr_warmup_iters: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+
+    lr_warmup_init: NonNegativeFloat = 0.0
+    """Learning rate at the start of the warm-up; at most `optimizer.lr`."""
+
+    lr_decay_iters: PositiveInt | None = None
+    """Optimizer steps until the decay ends. null: all optimizer steps of the run."""
+
+
+class DistributedDataParallelConfig(Section):
+    """Megatron's data-parallel wrapper."""
+
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce gradients in float32. false: in `policy.precision`."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce each bucket of gradients while the backward pass computes the next one."""
+
+    overlap_param_gather: bool = False
+    """Gather sharded parameters while the next forward pass runs.
+
+    Needs `overlap_grad_reduce` and `optimizer.use_distributed_optimizer`. Not for models with experts.
+    """
+
+
+class PeftConfig(Section):
+    """LoRA: small trained matrices next to frozen weights, `W + alpha / dim * B @ A`."""
+
+    enabled: bool = False
+    """Train adapters instead of all weights. The reference policy is then the base model, without a copy."""
+
+    refit: Literal["merged", "adapters"] = "merged"
+    """What a refit sends: all weights with the adapters added to them, or the adapters alone, into vLLM's LoRA slots."""
+
+    target_modules: tuple[str, ...] = ()
+    """Linear layers with an adapter, by Hugging Face names such as `q_proj` or `layers.0.mlp.up_proj`. Empty: all."""
+
+    dim: PositiveInt = 8
+    """Rank of the adapters."""
+
+    alpha: PositiveFloat = 32.0
+    """Numerator of the scale."""
+
+    use_rslora: bool = False
+    """Divide `alpha` by the square root of `dim` instead of `dim` (rsLoRA)."""
+
+    use_dora: bool = False
+    """Also train the norm of each row of the adapted weights (DoRA)."""
+
+    adapter_path: PathText | None = None
+    """Directory with adapters in PEFT's format to start from. null: A is random and B is zero."""
+
+
+class MegatronConfig(Section):
+    """Megatron train workers: parallel layout, recomputation, optimizer."""
+
+    data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine if no layout is set, else 1")
+    """Replicas of the model, each trained on its share of the batch."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks over which each layer's weights are split."""
+
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Pipeline stages."""
+
+    virtual_pipeline_model_parallel_size: PositiveInt = 1
+    """Model chunks of each pipeline stage, for the interleaved schedule."""
+
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first pipeline stage. null: as many as the middle stages."""
+
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last pipeline stage. null: as many as the middle stages."""
+
+    context_parallel_size: PositiveInt = 1
+    """Ranks over which each sequence is split."""
+
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks over which the experts of a mixture-of-experts layer are distributed."""
+
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Ranks over which each expert's weights are split. null: `tensor_model_parallel_size`."""
+
+    sequence_parallel: bool = False
+    """Split activations outside attention and MLP over the tensor-parallel ranks, along the sequence."""
+
+    tp_comm_overlap: bool = False
+    """Must be false: Megatron's user-buffer overlap needs Transformer Engine's layers.
+
+    The Megatron layers in use always overlap the reduction of input gradients with the weight gradients.
+    """
+
+    activation_checkpointing: bool = derived(False, "true if a sequence does not fit the GPU without, else false")
+    """Recompute activations in the backward pass. Saves memory and runs the recomputed layers twice."""
+
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """What `activation_checkpointing` recomputes: whole layers, or the attention core alone."""
+
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """For granularity `full`: recompute all layers (`uniform`) or the first ones of each pipeline stage (`block`)."""
+
+    recompute_num_layers: PositiveInt = 1
+    """`uniform`: layers per saved input. `block`: layers per pipeline stage that are recomputed."""
+
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    """The load-balancing loss of a mixture of experts. It compares each expert's probability with its share of the tokens
+    of the microbatch (`aux_loss`), of the sequence (`seq_aux_loss`), or of the step so far on all shards
+    (`global_aux_loss`)."""
+
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of each layer."""
+
+    moe_z_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the z loss of each layer, which keeps the router's logits small."""
+
+    moe_router_bias_update_rate: NonNegativeFloat = 0.0
+    """By how much each optimizer step moves the bias of each expert: up if it had fewer tokens than the mean, down if it had
+    more. For models whose router has a bias (GLM-4.5). 0: the biases stay as they are."""
+
+    cuda_graphs: bool = False
+    """Replay a microbatch's forward and backward pass as CUDA graphs. For dense models without pipeline parallelism."""
+
+    peft: PeftConfig = PeftConfig()
+    """LoRA."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """The learning-rate schedule."""
+
+    distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
+    """Megatron's data-parallel wrapper."""
+
+    peak_tflops: PositiveFloat | None = None
+    """Peak TFLOP/s of a GPU, the denominator of the MFU. null: looked up by the GPU's name, for bfloat16."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The train group's parallel layout."""
+        return ParallelLayout(
+            dp=self.data_parallel_size,
+            pp=self.pipeline_model_parallel_size,
+            tp=self.tensor_model_parallel_size,
+            cp=self.context_parallel_size,
+            ep=self.expert_model_parallel_size,
+            etp=self.expert_tensor_parallel_size,
+            vpp=self.virtual_pipeline_model_parallel_size,
+            first_stage_layers=self.num_layers_in_first_pipeline_stage,
+            last_stage_layers=self.num_layers_in_last_pipeline_stage,
+        )
