@@ -33,8 +33,9 @@ from dagrl.bench.report import command_line, commit, hardware, versions
 from dagrl.bench.worker import BenchWorker
 from dagrl.runtime.executors.node import drain_runs
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Input, Shard, Value, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.worker_group import WorkerGroup
 
 WINDOW = 1000

@@ -35,8 +35,9 @@ from dagrl.graphs.train import demonstration_step, train_step
 from dagrl.refit import RefitReport, merge_reports
 from dagrl.rl.generation import FinishedRequest, Generated, merge_generated, pack_generated
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.runtime.worker_group import WorkerGroup

@@ -103,7 +103,8 @@ class DagrlSteps:
 
     def ready(self) -> None:
         from dagrl.graphs.train import demonstration_step
-        from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+        from dagrl.runtime.options import SchedulerOptions
+        from dagrl.runtime.schedule import Scheduler
 
         self.group.wait(self._building, Deadline(DEADLINE_S, "DEADLINE_S"), "become")
         options = SchedulerOptions(fallback="error", warmup_s=DEADLINE_S)

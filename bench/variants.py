@@ -33,8 +33,9 @@ from ray.dag import DAGContext, InputNode, MultiOutputNode
 
 from dagrl.bench.worker import SMALL, BenchWorker
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Input, Phase, Shard, Value, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker_group import WorkerGroup
 

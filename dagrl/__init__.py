@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from dagrl.runtime.arguments import Arguments
     from dagrl.runtime.codec import Codec, register_codec
     from dagrl.runtime.layout import ParallelLayout
+    from dagrl.runtime.options import SchedulerOptions
     from dagrl.runtime.phase import Input, Phase, Shard, Value, join, phase
     from dagrl.runtime.replay import Replay
-    from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+    from dagrl.runtime.schedule import Scheduler
     from dagrl.runtime.shapes import Batch, Bucket, Field
     from dagrl.runtime.static import Static
     from dagrl.runtime.worker import WorkerContext, in_warmup
@@ -105,7 +106,8 @@ _MODULES = {
     "dagrl.runtime.layout": ("ParallelLayout",),
     "dagrl.runtime.phase": ("Input", "Phase", "Shard", "Value", "join", "phase"),
     "dagrl.runtime.replay": ("Replay",),
-    "dagrl.runtime.schedule": ("Scheduler", "SchedulerOptions"),
+    "dagrl.runtime.options": ("SchedulerOptions",),
+    "dagrl.runtime.schedule": ("Scheduler",),
     "dagrl.runtime.shapes": ("Batch", "Bucket", "Field"),
     "dagrl.runtime.static": ("Static",),
     "dagrl.runtime.worker": ("WorkerContext", "in_warmup"),

@@ -23,7 +23,8 @@ from dagrl.run.cluster import ray_cluster
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.options import SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.runtime.worker_group import WorkerGroup

@@ -33,8 +33,9 @@ from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.fleet import Fleet
 from dagrl.run.preflight import check_machine
 from dagrl.run.replays import Replays
+from dagrl.runtime.answers import end_workers
 from dagrl.runtime.deadline import in_background
-from dagrl.runtime.worker_group import WorkerGroup, end_workers
+from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

@@ -48,8 +48,9 @@ from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Session
 from dagrl.run.stop import no_restart_after_stop, stop_on_signals
 from dagrl.run.train_recovery import TrainRecovery
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.progress import Progress
 from dagrl.telemetry.record import RunPaths, RunRecord, lock_run, prepare_run_directory

@@ -10,8 +10,9 @@ from typing import Any
 
 import ray
 
+from dagrl.runtime.answers import first_line
 from dagrl.runtime.executors.node import DIED, NO_ANSWER
-from dagrl.runtime.worker_group import WorkerGroup, first_line
+from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

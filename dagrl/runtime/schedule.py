@@ -21,8 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,14 +31,14 @@ from ray.exceptions import RayError
 from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
 from dagrl.runtime.added_phase import AddedPhase, channel_bytes
 from dagrl.runtime.codec import Codec, codec_of
-from dagrl.runtime.compile import Absent, Compiled, Engine, compile_phase, executor_of, shards_with, ticket_counters
+from dagrl.runtime.compile import Absent, Compiled, compile_phase, executor_of, shards_with, ticket_counters
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Header, Packet
-from dagrl.runtime.edges.tls import TlsFiles
-from dagrl.runtime.executors.base import Executor, GraphLimits, accelerated
+from dagrl.runtime.executors.base import Executor, accelerated
 from dagrl.runtime.executors.node import DIED
 from dagrl.runtime.failures import PendingReplay
 from dagrl.runtime.graph import PhaseGraph
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase, replicas_per_graph
 from dagrl.runtime.replay import Breakage, Replay, ReplayQueue
 from dagrl.runtime.shapes import Bucket, Scalar, field_types
@@ -61,44 +60,8 @@ SLOW_S = 1.0
 """A first replay that takes longer is not repeated: imports and opening edges alone do not explain its time."""
 
 
-MAX_IN_FLIGHT = 2
-"""Replays of a phase under way at once, if a mapping of `max_in_flight` has neither the phase nor a `default`."""
-
-
 _schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 """The schedulers of this process. A worker follows the tickets of one, so no two may have graphs on it at once."""
-
-
-@dataclass(frozen=True)
-class SchedulerOptions:
-    """How phases are compiled and how long anything may take; the fields are those of `executor_cfg` and `timeouts`.
-
-    `engine`: compiled graphs run on dagrl's loop and channels, or on Ray's own. `fuse_shards`: data-parallel shards on the
-    same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once; a mapping
-    gives the number by phase name, with `default` for all others. `overlap_communication`: graphs with accelerator edges
-    overlap their transfers with computation. `tls`: files with which edges between hosts are encrypted, by this engine.
-    """
-
-    executor: Literal["compiled", "eager"] = "compiled"
-    engine: Engine = "dagrl"
-    fallback: Literal["eager", "error"] = "eager"
-    fuse_shards: bool = False
-    max_in_flight: int | Mapping[str, int] = 2
-    overlap_communication: bool = False
-    tls: TlsFiles | None = None
-    arity: int = 8
-    result_bytes: int = 1 << 20
-    compile_s: float = 60.0
-    warmup_s: float = 180.0
-    replay_s: float = 120.0
-    grace_s: float = 30.0
-    teardown_s: float = 8.0
-
-    def in_flight(self, phase: str) -> int:
-        """Returns how many replays of `phase` may be under way at once."""
-        if isinstance(self.max_in_flight, int):
-            return self.max_in_flight
-        return self.max_in_flight.get(phase, self.max_in_flight.get("default", MAX_IN_FLIGHT))
 
 
 class Scheduler:
@@ -152,18 +115,12 @@ class Scheduler:
             if not buckets:
                 raise GraphError(f"phase {phase.name!r} takes batches; add it with buckets=[Bucket(sequences, tokens), ...]")
             _check_batch_phase(phase, {role: self.groups[role].layout.dp for role in phase.roles})
-        limits = GraphLimits(
-            input_bytes=input_bytes or channel_bytes(phase, buckets, scalars, self._parts_of(phase, codec, warmup_value)),
-            result_bytes=result_bytes or self.options.result_bytes,
-            max_in_flight=max_in_flight or self.options.in_flight(phase.name),
-            compile_s=self.options.compile_s,
-            replay_s=self.options.replay_s,
-            teardown_s=self.options.teardown_s,
-            overlap_communication=self.options.overlap_communication,
-            tls=self.options.tls,
-            input_key=room_key or f"input_bytes of Scheduler.add({phase.name}), or add a larger bucket",
-            result_key=room_key
-            or (f"result_bytes of Scheduler.add({phase.name})" if result_bytes else GraphLimits.result_key),
+        limits = self.options.limits(
+            phase.name,
+            input_bytes or channel_bytes(phase, buckets, scalars, self._parts_of(phase, codec, warmup_value)),
+            result_bytes,
+            max_in_flight,
+            room_key,
         )
         fields = None if phase.inputs is None else field_types(phase.inputs)
         carried = dict(scalars or {}), token_ids, warmup_value, codec

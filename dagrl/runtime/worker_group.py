@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,9 +12,9 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from dagrl import errors
-from dagrl.errors import DeadlineError, LayoutError, RunError, UserError, WorkerError, WorkerFailure, cause_first, error_text
+from dagrl.errors import LayoutError, RunError, WorkerFailure
 from dagrl.runtime.actors import HEALTH, ActorStarter, Resources, WorkerLocation
+from dagrl.runtime.answers import end_workers, gather
 from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.executors.node import (
@@ -37,12 +36,6 @@ from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
-
-POLL_S = 0.2
-"""How often `while_waiting` is called while workers start."""
-
-GRACE_S = 3.0
-"""How long to wait for other workers' reports after one failed in a plain call, or broke a graph."""
 
 
 class WorkerGroup:
@@ -412,7 +405,7 @@ class WorkerGroup:
         """Returns the results of one call per rank. Raises the first error, with its rank, as soon as one fails;
         DeadlineError if late.
         """
-        return _gather([(self, doing, refs)], deadline, self._while_waiting)[0]
+        return gather([(self.failure, doing, refs)], deadline, self._while_waiting)[0]
 
 
 Groups = Mapping[str, WorkerGroup]
@@ -427,10 +420,14 @@ def call_together(
     For methods that wait for each other across groups. Returns results in the order of the calls, then of the ranks.
     """
     started = [
-        (group, method, [getattr(actor, method).remote(*mine) for actor, mine in zip(group.actors, args, strict=True)])
+        (
+            group.failure,
+            method,
+            [getattr(actor, method).remote(*mine) for actor, mine in zip(group.actors, args, strict=True)],
+        )
         for group, method, args in calls
     ]
-    return _gather(started, deadline)
+    return gather(started, deadline)
 
 
 def shutdown_groups(groups: Sequence[WorkerGroup], timeout_s: float) -> None:
@@ -439,84 +436,6 @@ def shutdown_groups(groups: Sequence[WorkerGroup], timeout_s: float) -> None:
     end_workers([(group.role, group.actors) for group in mine], timeout_s)
     for group in mine:
         group.end_spares()
-
-
-def end_workers(workers: Sequence[tuple[Role, Sequence[ActorHandle]]], timeout_s: float) -> None:
-    """Calls `shutdown()` of all these workers within the deadline, and then kills their processes."""
-    refs = [actor.shutdown.remote() for role, actors in workers if "shutdown" in role.methods for actor in actors]
-    if refs:
-        ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-    for _, actors in workers:
-        for actor in actors:
-            ray.kill(actor)
-
-
-def _gather(
-    calls: Sequence[tuple[WorkerGroup, str, Sequence[Any]]],
-    deadline: Deadline,
-    while_waiting: Callable[[], None] | None = None,
-) -> list[list[Any]]:
-    callers = {ref: (group, rank, doing) for group, doing, refs in calls for rank, ref in enumerate(refs)}
-    until = time.monotonic() + deadline.seconds
-    waiting = list(callers)
-    results: dict[Any, Any] = {}
-    failures: list[WorkerFailure] = []
-    while waiting:
-        left = max(0.0, until - time.monotonic())
-        ready, waiting = ray.wait(waiting, timeout=min(left, POLL_S) if while_waiting else left)
-        if while_waiting:
-            while_waiting()
-        for ref in ready:
-            result = _result(ref, *callers[ref])
-            if isinstance(result, WorkerFailure):
-                failures.append(result)
-                until = min(until, time.monotonic() + GRACE_S)
-            else:
-                results[ref] = result
-        if not ready and time.monotonic() >= until:
-            break
-    if failures:
-        raise WorkerError(cause_first(failures))
-    if waiting:
-        late = [callers[ref] for ref in waiting]
-        names = [group.failure(rank, "hung", doing, deadline.missed).describe() for group, rank, doing in late]
-        raise DeadlineError("\n".join(names) + f"; raise {deadline.key} if it is slow")
-    return [[results[ref] for ref in refs] for _, _, refs in calls]
-
-
-def _result(ref: Any, group: WorkerGroup, rank: int, doing: str) -> Any:
-    """Returns the worker's result, or its failure. Raises UserErrors unchanged."""
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayTaskError as failed:
-        if isinstance(failed.cause, UserError):
-            raise failed.cause from None
-        return group.failure(rank, "raised", doing, error_text(failed.cause), str(failed))
-    except ray.exceptions.RayActorError as died:
-        if died.actor_init_failed:
-            return group.failure(rank, "raised", doing, *_raised_in_constructor(died))
-        return group.failure(rank, "died", doing, first_line(died))
-    except ray.exceptions.RayError as unread:  # its result or error cannot be unpickled here
-        return group.failure(rank, "raised", doing, f"its result cannot be read: {first_line(unread)}", str(unread))
-
-
-def _raised_in_constructor(died: ray.exceptions.RayActorError) -> tuple[str, str]:
-    """Returns what a worker's constructor raised, and its traceback. Raises UserErrors unchanged.
-
-    For an error while an actor is created, Ray keeps only coloured text.
-    """
-    text = re.sub(r"\x1b\[[\d;]*m", "", str(died)).strip()
-    raised = re.split(r'^  File ".*\n(?:    .*\n)*', text, flags=re.MULTILINE)[-1]  # the text after the last frame
-    name, _, message = raised.partition(": ")
-    kind = getattr(errors, name.removeprefix(f"{errors.__name__}."), None)
-    if isinstance(kind, type) and issubclass(kind, UserError):
-        raise kind(message)
-    return raised, text
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error of Ray's, without Ray's advice."""
-    return str(error).strip().splitlines()[0]
 
 
 def take_context(worker: Any, context: WorkerContext) -> None:

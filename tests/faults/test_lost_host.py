@@ -26,8 +26,9 @@ from dagrl.run.fleet import Fleet
 from dagrl.run.resizing import Resizing
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, join, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.faults.test_spares import ByShard, Resettable
 

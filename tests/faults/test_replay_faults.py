@@ -20,8 +20,9 @@ from dagrl.runtime.executors import ray_dag
 from dagrl.runtime.executors.base import Actors, Executable, GraphLimits
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
 from dagrl.workers.megatron.groups import abort_groups
 from tests.integration.fake_workers import ENGINES, FakeWorker

@@ -12,9 +12,10 @@ import ray
 
 from dagrl.errors import DeadlineError, PhaseError
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, join, phase
 from dagrl.runtime.revive import Revival, revive, revive_shards
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.spares import take_place
 from dagrl.runtime.worker import WorkerContext
 from dagrl.runtime.worker_group import WorkerGroup

@@ -20,7 +20,8 @@ from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.replays import Replays
 from dagrl.run.train_recovery import TrainRecovery, state_sources
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.options import SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Bucket
 from dagrl.runtime.worker import current_replay, in_warmup
 from dagrl.runtime.worker_group import WorkerGroup

@@ -24,7 +24,8 @@ from dagrl.run.loops.sft import train_sft
 from dagrl.run.plans import PhasePlan, grpo_plans
 from dagrl.run.session import Session
 from dagrl.run.start import open_session
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.options import SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.telemetry.record import read_metrics
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")

@@ -14,7 +14,8 @@ from dagrl.errors import PhaseError
 from dagrl.graphs.pipeline import one_forward_one_backward, pipeline_phase
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.options import SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import ENGINES

@@ -16,8 +16,9 @@ from dagrl.runtime import codec as codecs
 from dagrl.runtime.arguments import Arguments
 from dagrl.runtime.codec import Codec, register_codec
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.worker_group import WorkerGroup
 
 Array = npt.NDArray[Any]

@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from dagrl.errors import ConfigError, PhaseError, RunError, WorkerError
+from dagrl.runtime.answers import GRACE_S
 from dagrl.runtime.executors.node import drain_runs
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, join, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker import WorkerContext
-from dagrl.runtime.worker_group import GRACE_S, WorkerGroup
+from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import ENGINES, FakeWorker
 from tests.unit.runtime.unreadable import unreadable
 

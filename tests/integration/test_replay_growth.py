@@ -16,8 +16,9 @@ import pytest
 from dagrl.bench.endurance import two_workers
 from dagrl.bench.worker import BenchWorker
 from dagrl.runtime.executors.node import TRACE_CAPACITY, drain_runs, state_of
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Input, Phase, Shard, Value, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker_group import WorkerGroup
 

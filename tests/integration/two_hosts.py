@@ -20,8 +20,9 @@ from dagrl.errors import PhaseError
 from dagrl.runtime.edges.tls import TlsFiles
 from dagrl.runtime.executors import edge
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, join, phase
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker_group import WorkerGroup
 

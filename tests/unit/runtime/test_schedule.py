@@ -22,9 +22,10 @@ from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.executors.base import Actors, GraphLimits
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase, Role, Shard, join, methods_of, phase
 from dagrl.runtime.replay import Replay
-from dagrl.runtime.schedule import SETTLING_REPLAYS, Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import SETTLING_REPLAYS, Scheduler
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.unit.runtime.phase_worker import Both

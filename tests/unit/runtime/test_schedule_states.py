@@ -13,9 +13,10 @@ from ray.exceptions import RayChannelError
 from dagrl.errors import DeadlineError, PhaseError
 from dagrl.runtime.executors.base import Actors, GraphLimits
 from dagrl.runtime.graph import PhaseGraph
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, phase
 from dagrl.runtime.replay import Replay
-from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.schedule import Scheduler
 from tests.unit.runtime.test_schedule import Graph, Group
 
 SHARDS, IN_FLIGHT = 2, 2

@@ -1,0 +1,64 @@
+"""SchedulerOptions: how a scheduler compiles phases, and its deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dagrl.runtime.compile import Engine
+from dagrl.runtime.edges.tls import TlsFiles
+from dagrl.runtime.executors.base import GraphLimits
+
+MAX_IN_FLIGHT = 2
+"""Replays of a phase under way at once, if a mapping of `max_in_flight` has neither the phase nor a `default`."""
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """How phases are compiled and how long anything may take; the fields are those of `executor_cfg` and `timeouts`.
+
+    `engine`: compiled graphs run on dagrl's loop and channels, or on Ray's own. `fuse_shards`: data-parallel shards on the
+    same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once; a mapping
+    gives the number by phase name, with `default` for all others. `overlap_communication`: graphs with accelerator edges
+    overlap their transfers with computation. `tls`: files with which edges between hosts are encrypted, by this engine.
+    """
+
+    executor: Literal["compiled", "eager"] = "compiled"
+    engine: Engine = "dagrl"
+    fallback: Literal["eager", "error"] = "eager"
+    fuse_shards: bool = False
+    max_in_flight: int | Mapping[str, int] = 2
+    overlap_communication: bool = False
+    tls: TlsFiles | None = None
+    arity: int = 8
+    result_bytes: int = 1 << 20
+    compile_s: float = 60.0
+    warmup_s: float = 180.0
+    replay_s: float = 120.0
+    grace_s: float = 30.0
+    teardown_s: float = 8.0
+
+    def in_flight(self, phase: str) -> int:
+        """Returns how many replays of `phase` may be under way at once."""
+        if isinstance(self.max_in_flight, int):
+            return self.max_in_flight
+        return self.max_in_flight.get(phase, self.max_in_flight.get("default", MAX_IN_FLIGHT))
+
+    def limits(
+        self, phase: str, input_bytes: int, result_bytes: int | None, max_in_flight: int | None, room_key: str
+    ) -> GraphLimits:
+        """Returns the limits of a phase's graphs; `room_key` says how the caller's own users set both sizes."""
+        result_key = f"result_bytes of Scheduler.add({phase})" if result_bytes else GraphLimits.result_key
+        return GraphLimits(
+            input_bytes=input_bytes,
+            result_bytes=result_bytes or self.result_bytes,
+            max_in_flight=max_in_flight or self.in_flight(phase),
+            compile_s=self.compile_s,
+            replay_s=self.replay_s,
+            teardown_s=self.teardown_s,
+            overlap_communication=self.overlap_communication,
+            tls=self.tls,
+            input_key=room_key or f"input_bytes of Scheduler.add({phase}), or add a larger bucket",
+            result_key=room_key or result_key,
+        )
