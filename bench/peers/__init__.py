@@ -11,8 +11,8 @@ that is not counted. Between turns they give the memory that no tensor uses back
 than the others. `--apart` starts each side for its turn alone, for models of which two do not fit on the GPU. Cases of
 `grpo` or `generate` in a row, of one model, share processes, which are built for the largest.
 
-With `--deadline S`, every comparison gets a share of the time that is left, and at least one round of turns. The rows so
-far are written after every round.
+With `--deadline S`, every comparison gets a share of the time that is left, and at least one round of turns if it ends in
+time. The rows so far are written after every round; at the deadline sides that still work are killed.
 
 `dagrl-fp8` and `dagrl-fp8-kv` are dagrl with weights in FP8, and with a KV cache in FP8 too, to compare with its bfloat16.
 The notes of a row have the seconds that each side took to start, next to the others, and for `grpo` of dagrl

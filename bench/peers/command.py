@@ -55,9 +55,6 @@ PEERS = {
     )
 }
 OTHERS = [peer.name for peer in PEERS.values() if peer.package != "dagrl"]
-START_S = 400.0
-"""How long a side may take to start, and to take a turn."""
-
 WEIGHTS = {"grpo": 3.0, "sft": 1.0, "generate": 2.0}
 """Shares of the time that is left, by kind: engines start slowly, and whole steps take longest."""
 
@@ -162,9 +159,9 @@ def run(options: argparse.Namespace) -> None:
             if left <= 0:
                 found.leave_out(comparison, TIME_IS_UP)
                 continue
-            until = time.monotonic() + left * WEIGHTS[comparison.cases[0].kind] / later
+            now, share = time.monotonic(), WEIGHTS[comparison.cases[0].kind] / later
             try:
-                for row in compare(comparison, options, Path(directory), until, min(START_S, left)):
+                for row in compare(comparison, options, Path(directory), now + left * share, now + left):
                     found.keep(row)
             except RunError as error:  # reported; others may still run
                 found.leave_out(comparison, str(error))
@@ -191,14 +188,16 @@ def comparisons_of(cases: Sequence[PeerCase], peers: Sequence[Peer]) -> list[Com
 
 
 def compare(
-    comparison: Comparison, options: argparse.Namespace, directory: Path, until: float, start_s: float
+    comparison: Comparison, options: argparse.Namespace, directory: Path, until: float, deadline: float
 ) -> Iterator[PeerRow]:
-    """Lets dagrl and the peers take turns until about `until`, at least one each. Yields the rows of a case after every
-    round."""
-    sides = sides_of(comparison, options.logs or directory, directory)
+    """Lets dagrl and the peers take turns until about `until`, at least one each before `deadline`.
+
+    Yields the rows of a case after every round. Raises RunError if a side fails, or works at the deadline.
+    """
+    sides = sides_of(comparison, options.logs or directory, directory, deadline)
     with ExitStack() as stack:
         if not options.apart:
-            started(sides, stack, start_s)
+            started(sides, stack)
         for number, case in enumerate(comparison.cases):
             left = (until - time.monotonic()) / (len(comparison.cases) - number)
             rounds: list[Round] = []
@@ -210,26 +209,26 @@ def compare(
                     yield as_row(case, peer, turns, sides[0].notes, sides[side].notes)
 
 
-def sides_of(comparison: Comparison, logs: Path, directory: Path) -> list[Side]:
+def sides_of(comparison: Comparison, logs: Path, directory: Path, deadline: float) -> list[Side]:
     """Returns dagrl's side and the peers', which have not started."""
     logs.mkdir(parents=True, exist_ok=True)
     kind, order = comparison.cases[0].kind, SideOrder(comparison.cases, write_checkpoint(comparison.cases[0], directory))
-    ours = Side(OURS[kind], order, logs / f"dagrl-{comparison.name}.log")
+    ours = Side(OURS[kind], order, logs / f"dagrl-{comparison.name}.log", deadline)
     theirs = (
-        Side(peer.modules[kind], replace(order, variant=peer.variant), logs / f"{peer.name}-{comparison.name}.log")
+        Side(peer.modules[kind], replace(order, variant=peer.variant), logs / f"{peer.name}-{comparison.name}.log", deadline)
         for peer in comparison.peers
     )
     return [ours, *theirs]
 
 
-def started(sides: Sequence[Side], stack: ExitStack, start_s: float) -> None:
+def started(sides: Sequence[Side], stack: ExitStack) -> None:
     """Starts sides at the same time, and waits for all."""
     for side in sides:
         stack.enter_context(side)
     for side in sides:
-        side.begin(start_s)
+        side.begin()
     for side in sides:
-        side.ready(start_s)
+        side.ready()
 
 
 def within(rounds: Iterator[Round], until: float) -> Iterator[Round]:
@@ -246,9 +245,9 @@ def together(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace)
     """Yields rounds of turns of sides that stay. The first turns of a case compile and are not counted."""
     first = replace(case, completion=min(WARM_TOKENS, case.completion)) if case.kind == "generate" else case
     for side in sides:
-        side.take(first, 1, START_S)
+        side.take(first, 1)
     for _ in range(options.pairs):
-        yield [side.take(case, options.steps, START_S) for side in sides]
+        yield [side.take(case, options.steps) for side in sides]
 
 
 def apart(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) -> Iterator[Round]:
@@ -257,9 +256,9 @@ def apart(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) ->
         taken = []
         for side in sides:
             with ExitStack() as stack:
-                started([side], stack, START_S)
-                side.take(case, 1, START_S)
-                taken.append(side.take(case, options.steps, START_S))
+                started([side], stack)
+                side.take(case, 1)
+                taken.append(side.take(case, options.steps))
         yield taken
 
 

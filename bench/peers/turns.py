@@ -1,15 +1,16 @@
 """A side of `bench peers` in a process of its own: it builds its case, and then takes steps when it is told to.
 
-    with Side("dagrl.bench.peers.trl_sft", order, log) as side:
-        side.begin(deadline_s)
-        side.ready(deadline_s)
-        seconds = side.take(case, 4, deadline_s)
+    with Side("dagrl.bench.peers.trl_sft", order, log, deadline) as side:
+        side.begin()
+        side.ready()
+        seconds = side.take(case, 4)
 
 The process calls `serve(work)`, or uses a `Told` where a library owns the loop.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
@@ -22,13 +23,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import IO, NoReturn, TypeVar, cast
 
+from dagrl.bench.deadline import TIME_IS_UP
 from dagrl.bench.peers.case import PeerCase, SideOrder
 from dagrl.errors import RunError
 
+LONGEST_S = 400.0
+"""How long a side may take to start, to build its cases, and to take a turn."""
+
 END_S = 30.0
 """How long a side has to end by itself."""
+
+CLOSE_S = 3.0
+"""Part of a deadline in which sides end instead of working."""
 
 T = TypeVar("T")
 Take = Callable[[PeerCase, int], list[float]]
@@ -36,10 +44,13 @@ Take = Callable[[PeerCase, int], list[float]]
 
 
 class Side:
-    """The benchmark's end: starts `python -m module`, whose output goes to `log`, and talks to it."""
+    """The benchmark's end: starts `python -m module`, whose output goes to `log`, and talks to it.
 
-    def __init__(self, module: str, order: SideOrder, log: Path) -> None:
-        self.module, self.order, self.log = module, order, log
+    Every wait ends `CLOSE_S` before `deadline`, a reading of the monotonic clock, with RunError; the process ends by then.
+    """
+
+    def __init__(self, module: str, order: SideOrder, log: Path, deadline: float = math.inf) -> None:
+        self.module, self.order, self.log, self._deadline = module, order, log, deadline
         self.notes: dict[str, float] = {}  # what else the side measured, as of its last answer
 
     def __enter__(self) -> Side:
@@ -59,34 +70,42 @@ class Side:
         )
         return self
 
-    def begin(self, deadline_s: float) -> None:
-        """Waits for the process and tells it what to build. Raises RunError if it ends or takes longer than `deadline_s`."""
+    def begin(self) -> None:
+        """Waits for the process and tells it what to build. Raises RunError if it ends or is late."""
         arrived: list[Connection] = []
         accepting = threading.Thread(target=lambda: arrived.append(self._listener.accept()), daemon=True)
         accepting.start()
-        until = time.monotonic() + deadline_s
+        until = time.monotonic() + self._left()
         while accepting.is_alive() and time.monotonic() < until and self._process.poll() is None:
             accepting.join(0.2)
         if not arrived:
-            raise RunError(f"{self.module} did not connect within {deadline_s:.0f} s; {self._last_words()}")
+            self._late("connect")
         self._connection = arrived[0]
         self._connection.send(self.order)
 
-    def ready(self, deadline_s: float) -> None:
-        """Waits until the side has built its cases. Raises RunError if it fails or takes longer than `deadline_s`."""
-        self._answer(deadline_s)
+    def ready(self) -> None:
+        """Waits until the side has built its cases. Raises RunError if it fails or is late."""
+        self._answer()
 
-    def take(self, case: PeerCase, steps: int, deadline_s: float) -> list[float]:
-        """Returns the seconds of `steps` steps. Raises RunError if the side fails or takes longer than `deadline_s`."""
+    def take(self, case: PeerCase, steps: int) -> list[float]:
+        """Returns the seconds of `steps` steps. Raises RunError if the side fails or is late."""
         assert self._connection is not None
         self._connection.send((case, steps))
-        return cast("list[float]", self._answer(deadline_s))
+        return cast("list[float]", self._answer())
 
-    def _answer(self, deadline_s: float) -> object:
+    def _left(self) -> float:
+        return max(0.0, min(LONGEST_S, self._deadline - CLOSE_S - time.monotonic()))
+
+    def _late(self, doing: str) -> NoReturn:
+        if not self._left():
+            raise RunError(TIME_IS_UP)
+        raise RunError(f"{self.module} did not {doing} within {LONGEST_S:.0f} s; {self._last_words()}")
+
+    def _answer(self) -> object:
         assert self._connection is not None
         try:
-            if not self._connection.poll(max(deadline_s, 0.0)):
-                raise RunError(f"{self.module} did not answer in time; {self._last_words()}")
+            if not self._connection.poll(self._left()):
+                self._late("answer")
             error, value, self.notes = self._connection.recv()
         except (EOFError, OSError) as broken:
             raise RunError(f"{self.module} ended; {self._last_words()}") from broken
@@ -105,7 +124,7 @@ class Side:
         else:
             self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+            self._process.wait(max(0.0, min(END_S, self._deadline - time.monotonic())))
         with suppress(ProcessLookupError):  # its session, which it leads, has children of its own
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

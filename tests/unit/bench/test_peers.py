@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from dagrl.bench.deadline import TIME_IS_UP
+from dagrl.bench.peers import command
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
-from dagrl.bench.peers.command import PEERS, as_row, comparisons_of, within
+from dagrl.bench.peers.command import PEERS, Peer, as_row, comparisons_of, started, within
 from dagrl.bench.peers.turns import Side
 from dagrl.errors import ConfigError, RunError
 
@@ -89,7 +92,11 @@ def work(told):
         raise ValueError("no such GPU")
     if told.order.variant == "silent":
         time.sleep(600)
-    take_turns(told, lambda case, steps: [0.5 * case.sequences] * steps)
+    def take(case, steps):
+        if case.sequences > 16:
+            time.sleep(600)
+        return [0.5 * case.sequences] * steps
+    take_turns(told, take)
 serve(work)
 """
 
@@ -104,30 +111,52 @@ def side_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_side_takes_turns(side_module: str, tmp_path: Path) -> None:
     small, large = case("generate 0.6b 8"), case("generate 0.6b 16")
     with Side(side_module, SideOrder((small, large), tmp_path), tmp_path / "log") as side:
-        side.begin(60)
-        side.ready(60)
-        assert (side.take(small, 2, 10), side.take(large, 1, 10)) == ([4.0, 4.0], [8.0])
+        side.begin()
+        side.ready()
+        assert (side.take(small, 2), side.take(large, 1)) == ([4.0, 4.0], [8.0])
 
 
-@pytest.mark.parametrize(("variant", "reason"), [("broken", "no such GPU"), ("silent", "did not answer in time")])
+@pytest.mark.parametrize(("variant", "reason"), [("broken", "no such GPU"), ("silent", "did not answer within 5 s")])
 def test_a_side_that_fails_or_hangs_is_an_error_and_leaves_no_process(
     variant: str, reason: str, side_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dagrl.bench.peers.turns.END_S", 0.5)
+    monkeypatch.setattr("dagrl.bench.peers.turns.LONGEST_S", 5.0)
     side = Side(side_module, SideOrder((case(),), tmp_path, variant), tmp_path / "log")
     with pytest.raises(RunError, match=reason), side:
-        side.begin(8.0)
-        side.ready(8.0)
+        side.begin()
+        side.ready()
     assert side._process.poll() is not None
+
+
+def test_at_the_deadline_sides_that_hang_are_ended_and_rows_are_kept(
+    side_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dagrl.bench.peers.turns.CLOSE_S", 0.5)
+    kinds = dict.fromkeys(("generate", "sft"), side_module)
+    monkeypatch.setattr(command, "OURS", kinds)
+    monkeypatch.setattr(command, "PEERS", {"double": Peer("double", "dagrl", kinds)})
+    monkeypatch.setattr(command, "write_checkpoint", lambda case, directory: directory)
+    sides: list[Side] = []
+    monkeypatch.setattr(command, "started", lambda some, stack: (sides.extend(some), started(some, stack)))
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    cases = ["--cases", "generate 0.6b 8", "generate 0.6b 64", "sft 0.6b 8"]
+    words = ["--pairs", "1", "--tiny", "--deadline", "6", "--json", str(tmp_path / "rows.json")]
+    command.run(parser.parse_args([*cases, "--peers", "double", *words]))
+    report = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["case"], row["ratio"]) for row in report["rows"]] == [("generate 0.6b 8", 1.0)]
+    assert report["left_out"] == dict.fromkeys(("generate 0.6b 64 double", "sft 0.6b 8 double"), TIME_IS_UP)
+    assert sides and all(side._process.poll() is not None for side in sides)
 
 
 @pytest.mark.slow
 def test_generation_is_compared_with_vllm(tmp_path: Path) -> None:
     rows = tmp_path / "peers.json"
-    command = [sys.executable, "-m", "dagrl.cli.main", "bench", "peers", "--cases", "generate 0.6b 16", "--peers", "vllm"]
+    words = [sys.executable, "-m", "dagrl.cli.main", "bench", "peers", "--cases", "generate 0.6b 16", "--peers", "vllm"]
     options = ["--tiny", "--completion", "16", "--pairs", "2", "--steps", "2", "--kv-gib", "0.06", "--json", str(rows)]
     started = time.monotonic()
-    subprocess.run([*command, *options], check=True, timeout=280)
+    subprocess.run([*words, *options], check=True, timeout=280)
     (row,) = json.loads(rows.read_text())["rows"]
     assert row["case"] == "generate 0.6b 16" and row["pairs"] == 2 and row["tokens"] == 256
     assert 0 < row["ours_s"] * row["steps"] < time.monotonic() - started
