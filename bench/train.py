@@ -6,12 +6,12 @@
 
 A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `30b@6:dp4ep4` (a model shortened to 6 layers). Suffixes:
 `0.6b:dp2d` uses the distributed optimizer; `0.6b:dp1m` gives the plain loop Megatron's cross-entropy instead of the loss of
-dagrl's worker; `0.6b:tp2g` replays microbatches as CUDA graphs; `4b:dp1!` leaves out the plain loop; `4b:dp1:lora` trains
-adapters, without a plain loop. dagrl's workers under Ray and the plain loop's processes (`dagrl.bench.train_plain`, under
-torchrun) run at the same time, build the case from the same checkpoint, and take turns of a few steps. Weights are random,
-of the real shape, in bfloat16 with float32 master weights. dagrl's time is a whole replay: it sends the batch and reads the
-metrics. The plain loop's step starts with its batch on the device. Losses are compared, by relative norm, with those of the
-model's first case on one GPU. `--tiny` also runs without GPUs, to try the benchmark.
+dagrl's worker; `0.6b:tp2g` replays microbatches as CUDA graphs; `4b:dp1f` computes in FP8; `4b:dp1!` leaves out the plain
+loop; `4b:dp1:lora` trains adapters, without a plain loop. dagrl's workers under Ray and the plain loop's processes
+(`dagrl.bench.train_plain`, under torchrun) run at the same time, build the case from the same checkpoint, and take turns of
+a few steps. Weights are random, of the real shape, in bfloat16 with float32 master weights. dagrl's time is a whole replay:
+it sends the batch and reads the metrics. The plain loop's step starts with its batch on the device. Losses are compared, by
+relative norm, with those of the model's first case on one GPU. `--tiny` also runs without GPUs, to try the benchmark.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dagrl.runtime.shapes import Batch
 
 MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "30b": "qwen3-30b-a3b"}
 _CASE = re.compile(
-    r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<end>d?m?g?)(?P<lora>:lora)?(?P<alone>!?)"
+    r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<end>d?m?g?f?)(?P<lora>:lora)?(?P<alone>!?)"
 )
 _SIZE = re.compile(r"(dp|tp|pp|cp|ep)(\d+)")
 
@@ -54,7 +54,7 @@ class TrainCase:
     """A model in a layout. `own_loss`: the plain loop uses Megatron's loss. `alone`: no plain loop, to save memory.
 
     `lora`: dagrl's workers train adapters on all linear layers, and there is no plain loop. `graphs`: dagrl's workers
-    replay microbatches as CUDA graphs; the plain loop does not.
+    replay microbatches as CUDA graphs; the plain loop does not. `float8`: both compute in FP8.
     """
 
     name: str
@@ -63,6 +63,7 @@ class TrainCase:
     sharded: bool
     own_loss: bool
     graphs: bool
+    float8: bool
     lora: bool
     alone: bool
 
@@ -162,9 +163,9 @@ def parse_case(text: str, tiny: bool) -> TrainCase:
     shape = shape.with_layers(int(match["layers"])) if match["layers"] else shape
     sizes = {name: int(size) for name, size in _SIZE.findall(match["layout"])}
     layout = ParallelLayout(**sizes, etp=1) if "ep" in sizes else ParallelLayout(**sizes)
-    sharded, own_loss, graphs = (mark in match["end"] for mark in "dmg")
+    sharded, own_loss, graphs, float8 = (mark in match["end"] for mark in "dmgf")
     lora, alone = bool(match["lora"]), bool(match["alone"] or match["lora"])
-    return TrainCase(text.rstrip("!"), shape, layout, sharded, own_loss, graphs, lora, alone)
+    return TrainCase(text.rstrip("!"), shape, layout, sharded, own_loss, graphs, float8, lora, alone)
 
 
 def require_gpu() -> None:
@@ -243,6 +244,7 @@ def case_config(case: TrainCase, model: Path, options: argparse.Namespace) -> Co
         "megatron_cfg": {
             "sequence_parallel": case.layout.tp > 1,
             "cuda_graphs": case.graphs,
+            "fp8_cfg": {"enabled": case.float8},
             "peft": {"enabled": case.lora},
             "optimizer": {"lr": 1e-5, "use_distributed_optimizer": case.sharded},
         },

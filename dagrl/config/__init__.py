@@ -14,6 +14,7 @@ from dagrl.config.algorithm import (
 from dagrl.config.generation import ColocatedConfig, ForcedLengths, GenerationConfig, VllmConfig
 from dagrl.config.megatron import (
     DistributedDataParallelConfig,
+    Fp8Config,
     MegatronConfig,
     OptimizerConfig,
     PeftConfig,
@@ -69,6 +70,7 @@ __all__ = [
     "EnvironmentConfig",
     "ExecutorConfig",
     "ForcedLengths",
+    "Fp8Config",
     "FunctionConfig",
     "GenerationConfig",
     "GrpoConfig",

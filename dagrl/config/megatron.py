@@ -101,6 +101,20 @@ class PeftConfig(Section):
     """Directory with adapters in PEFT's format to start from. null: A is random and B is zero."""
 
 
+class Fp8Config(Section):
+    """Training with matrix products in FP8."""
+
+    enabled: bool = False
+    """Compute the linear layers of attention and MLPs, forward and backward, in FP8. Embedding, output layer, router, norms
+    and the experts of a mixture stay in `policy.precision`, and so do all weights. Needs GPUs of compute capability 8.9."""
+
+    fp8: Literal["e4m3", "hybrid"] = "hybrid"
+    """Format of gradients. `hybrid`: E5M2, with a wider range. Activations and weights are always in E4M3."""
+
+    fp8_recipe: Literal["tensorwise"] = "tensorwise"
+    """Scaling. `tensorwise`: one scale for a whole tensor, from its values at the time."""
+
+
 class MegatronConfig(Section):
     """Megatron train workers: parallel layout, recomputation, optimizer."""
 
@@ -169,6 +183,9 @@ class MegatronConfig(Section):
 
     cuda_graphs: bool = False
     """Replay a microbatch's forward and backward pass as CUDA graphs. For dense models without pipeline parallelism."""
+
+    fp8_cfg: Fp8Config = Fp8Config()
+    """FP8."""
 
     peft: PeftConfig = PeftConfig()
     """LoRA."""

@@ -74,8 +74,10 @@ def is_linear(module: torch.nn.Module) -> bool:
 def leave_weight_out(module: torch.nn.Module, running: Running, scale: float) -> None:
     """Makes a linear layer, whose weight is frozen or merged without a gradient, give its adapters their gradients."""
 
+    frozen = module.__dict__.get("_forward_impl", linear_with_frozen_weight)  # the former in FP8
+
     def forward(input: Tensor, weight: Tensor, **options: Any) -> Tensor:  # Megatron's names
-        output: Tensor = linear_with_frozen_weight(input, weight, **options)
+        output: Tensor = frozen(input, weight, **options)
         found = running() if torch.is_grad_enabled() else None
         if found is None:
             return output

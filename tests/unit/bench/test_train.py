@@ -78,14 +78,14 @@ def test_failed_cases_raise_after_the_last_case(
     assert "no room for 0.6b:tp2" in capsys.readouterr().out
 
 
-def test_cases_with_adapters(tmp_path: Path) -> None:
+def test_cases_with_adapters_and_in_float8(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    options = parser.parse_args(["--cases", "4b:dp1:lora", "4b:dp2d!"])
+    options = parser.parse_args(["--cases", "4b:dp1:lora", "4b:dp2df!"])
     lora, whole = (train.parse_case(text, tiny=False) for text in options.cases)
     assert (lora.lora, lora.alone, lora.sharded, lora.name) == (True, True, False, "4b:dp1:lora")
-    assert (whole.lora, whole.alone, whole.sharded, whole.name) == (False, True, True, "4b:dp2d")
-    adapters = [train.case_config(case, tmp_path, options).policy.megatron_cfg.peft.enabled for case in (lora, whole)]
-    assert adapters == [True, False]
+    assert (whole.lora, whole.alone, whole.sharded, whole.name) == (False, True, True, "4b:dp2df")
+    found = [train.case_config(case, tmp_path, options).policy.megatron_cfg for case in (lora, whole)]
+    assert [(keys.peft.enabled, keys.fp8_cfg.enabled) for keys in found] == [(True, False), (False, True)]
     with pytest.raises(ConfigError, match=r"expected MODEL:LAYOUT"):
         train.parse_case("4b:dp1:dora", tiny=False)

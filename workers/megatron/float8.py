@@ -1,0 +1,174 @@
+"""Linear layers whose products are of FP8 matrices, forward and backward: Megatron's recipe `tensorwise`.
+
+Each matrix is divided by a scale that brings its largest value to the format's ("current scaling" in Transformer Engine).
+Activations and weights are in E4M3, gradients in E4M3 or E5M2 (`hybrid`; arXiv:2209.05433). Weights keep their precision
+and are quantized for each microbatch, so the optimizer, checkpoints and refits are those of other precisions. A layer keeps
+its input in FP8 for the backward pass. Imported only where Megatron is.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dagrl.config import Fp8Config
+from dagrl.errors import ConfigError
+from dagrl.workers.megatron.attention import gather_sequence
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+GRADIENTS = {"e4m3": E4M3, "hybrid": E5M2}
+MULTIPLE = 16  # of the sizes of a matrix that cuBLAS takes
+SMALLEST_SCALE = 1e-30  # of a matrix of zeros
+FIRST_CAPABILITY = (8, 9)
+
+
+class Quantized(NamedTuple):
+    """A matrix over its `scale`, a float32 number on the device: as `rows` [n, m] and as `columns` [m, n].
+
+    `columns` has zeros up to a multiple of 16 of n.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    scale: Tensor
+
+
+def use_float8(model: torch.nn.Module, settings: Fp8Config) -> None:
+    """Makes the linear layers of a model's decoder compute in FP8. Routers and grouped experts are not among them.
+
+    Raises ConfigError if the GPU has no FP8, or for a weight with a size that is no multiple of 16.
+    """
+    key = "policy.megatron_cfg.fp8_cfg.enabled is true"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < FIRST_CAPABILITY:
+        found = "{}.{}".format(*torch.cuda.get_device_capability())
+        raise ConfigError(
+            f"{key}, which needs GPUs of compute capability 8.9 or more (Ada, Hopper, Blackwell); "
+            f"{torch.cuda.get_device_name()} has {found}. Set it to false, or use other GPUs"
+        )
+    for name, layer in model.named_modules():
+        if not isinstance(layer, ColumnParallelLinear | RowParallelLinear) or not _in_float8(name):
+            continue
+        if any(size % MULTIPLE for size in layer.weight.shape):
+            raise ConfigError(
+                f"{key}, and the weight of {name} is {list(layer.weight.shape)} on this worker: FP8 products need multiples "
+                f"of {MULTIPLE}. Set it to false, or choose a smaller tensor_model_parallel_size"
+            )
+        layer._forward_impl = partial(_forward, GRADIENTS[settings.fp8])
+
+
+def _in_float8(name: str) -> bool:
+    return name.startswith("decoder.layers.") and ".local_experts." not in name
+
+
+def _forward(
+    gradients: torch.dtype,
+    input: Tensor,  # Megatron's names
+    weight: Tensor,
+    bias: Tensor | None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: dist.ProcessGroup | None,
+    **_: Any,
+) -> Tensor:
+    trained = torch.is_grad_enabled() and weight.requires_grad
+    group = tp_group if allreduce_dgrad or sequence_parallel else None
+    output: Tensor = _Float8Linear.apply(input, weight, gradients, trained, group, sequence_parallel)  # type: ignore[no-untyped-call]
+    return output if bias is None else output + bias
+
+
+class _Float8Linear(torch.autograd.Function):
+    """`inputs` [..., m] times `weight` [n, m] -> [..., n]. The gradient of `inputs` is summed over `group`.
+
+    With `split` this worker has its part of `inputs` along dimension 0, and the output has all of it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        gradients: torch.dtype,
+        trained: bool,
+        group: dist.ProcessGroup | None,
+        split: bool,
+    ) -> Tensor:
+        whole = gather_sequence(inputs, group) if split else inputs
+        states, held = quantize(whole.flatten(0, -2), E4M3, columns=trained), quantize(weight, E4M3)
+        ctx.save_for_backward(states.columns, states.scale, weight, held.scale)
+        ctx.gradients, ctx.group, ctx.split, ctx.shape = gradients, group, split, whole.shape
+        output = product(states.rows, held.rows, states.scale, held.scale, inputs.dtype, fast=True)
+        return output.view(*whole.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        columns, scale, weight, weight_scale = ctx.saved_tensors
+        upper = quantize(grads[0].flatten(0, -2), ctx.gradients, columns=ctx.needs_input_grad[1])
+        held = quantize(weight, E4M3, rows=False, columns=True, scale=weight_scale)
+        of_inputs = product(upper.rows, held.columns, upper.scale, weight_scale, grads[0].dtype).view(ctx.shape)
+        of_inputs, reduction = _start_sum(of_inputs, ctx.group, ctx.split)
+        of_weight = _weight_gradient(weight, upper, columns, scale) if ctx.needs_input_grad[1] else None
+        if reduction is not None:
+            reduction.wait()
+        return of_inputs, of_weight, None, None, None, None
+
+
+def _start_sum(gradient: Tensor, group: dist.ProcessGroup | None, split: bool) -> tuple[Tensor, dist.Work | None]:
+    """Starts to sum the gradient over the group, if there is one; with `split` this worker gets its part of it."""
+    if group is None:
+        return gradient, None
+    if not split:
+        return gradient, dist.all_reduce(gradient, group=group, async_op=True)
+    part = gradient.new_empty(len(gradient) // group.size(), *gradient.shape[1:])
+    return part, dist.reduce_scatter_tensor(part, gradient, group=group, async_op=True)
+
+
+def _weight_gradient(weight: Any, upper: Quantized, inputs: Tensor, scale: Tensor) -> Tensor:
+    """Returns the gradient, or adds it to Megatron's buffer, as with `gradient_accumulation_fusion`."""
+    total: Tensor | None = getattr(weight, "main_grad", None)
+    dtype = weight.dtype if total is None else total.dtype
+    gradient = product(upper.columns, inputs, upper.scale, scale, dtype)
+    if total is None:
+        return gradient
+    total.add_(gradient)
+    weight.grad_added_to_main_grad = True  # Megatron then drops the weight's own gradient
+    return torch.empty_like(weight)
+
+
+def product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """Multiplies quantized `left` [n, k] by the transpose of `right` [m, k] -> [n, m] in `dtype`.
+
+    `fast` sums in less than float32 on some GPUs, which Transformer Engine does in forward products alone, too.
+    """
+    found: Tensor = torch._scaled_mm(
+        left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast
+    )
+    return found
+
+
+def quantize(
+    matrix: Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False, scale: Tensor | None = None
+) -> Quantized:
+    """Quantizes `matrix` [n, m] as `rows`, `columns` or both; what is left out is empty. No `scale`: that of the peak."""
+    if scale is None:
+        peak = torch.linalg.vector_norm(matrix, math.inf, dtype=torch.float32)
+        scale = (peak / torch.finfo(dtype).max).clamp_(min=SMALLEST_SCALE)
+    length = -(-len(matrix) // MULTIPLE) * MULTIPLE
+    if matrix.is_cuda:
+        from dagrl.workers.megatron.float8_kernel import quantize_to
+
+        found = matrix.new_empty(matrix.shape if rows else (0,), dtype=dtype)
+        turned = matrix.new_empty((matrix.shape[1], length) if columns else (0,), dtype=dtype)
+        quantize_to(found, turned, matrix, scale)
+        return Quantized(found, turned, scale)
+    values = pad(matrix.float() * (1 / scale), (0, 0, 0, length - len(matrix)))
+    found = values[: len(matrix) if rows else 0].to(dtype)
+    return Quantized(found, values[:, : matrix.shape[1] if columns else 0].t().contiguous().to(dtype), scale)
