@@ -1,4 +1,4 @@
-"""Keeps what each step trained on, validated or dropped in `rollouts/`, written while the run continues."""
+"""Keeps what each step trained on, validated or dropped in `rollouts/`, and shows a part in the trace, during the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from dagrl.rl.rollout.scoring import ScoredGroup, Untrained
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.telemetry.conversations import ConversationTrace
 from dagrl.telemetry.rollouts import OTHER, RolloutFiles, load_writer
+from dagrl.telemetry.trace import TraceWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -26,9 +28,15 @@ class RolloutLog:
     """Reads the train workers' log-probabilities and writes the files, both in a thread. A context manager."""
 
     def __init__(
-        self, files: RolloutFiles, train: WorkerGroup, tokenizer: PreTrainedTokenizerFast, deadline: Deadline
+        self,
+        files: RolloutFiles,
+        train: WorkerGroup,
+        tokenizer: PreTrainedTokenizerFast,
+        deadline: Deadline,
+        trace: TraceWriter | None = None,
     ) -> None:
         self._files, self._train, self._deadline = files, train, deadline
+        self._trace, self._conversations = trace, ConversationTrace()
         self._texts = TokenTexts(tokenizer)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._writing: Future[None] = self._pool.submit(load_writer)
@@ -65,7 +73,10 @@ class RolloutLog:
         return kept_columns(self._train, self._deadline)
 
     def _write(self, groups: Sequence[ScoredGroup], batch: Batch, kept: Kept, step: int) -> None:
-        self._files.write(step, rollout_rows(groups, batch, kept, step, self._texts))
+        rows = rollout_rows(groups, batch, kept, step, self._texts)
+        self._files.write(step, rows)
+        if self._trace is not None:
+            self._trace.write(self._conversations.events(rows))
 
     def _write_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
         self._files.write(step, untrained_rows(untrained, step, self._texts), OTHER)

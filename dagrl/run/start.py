@@ -137,7 +137,7 @@ def open_session(
         replays = Replays(phases, scheduler, clock, device_count(config), shared)
         saved = {role: by_role[role] for role in ("train", CRITIC) if role in by_role}
         saver = CheckpointSaver(config, store, saved, lambda role: replays.hold(role, keep_generation_weights=True))
-        rollouts = _rollout_log(config, inputs, paths, train, resumed)
+        rollouts = _rollout_log(config, inputs, paths, train, resumed, trace)
         if rollouts is not None:
             stack.enter_context(rollouts)
         checkpoints = Checkpoints(saver, replays, progress.status, resumed)
@@ -172,13 +172,18 @@ def open_session(
 
 
 def _rollout_log(
-    config: Config, inputs: Inputs, paths: RunPaths, train: WorkerGroup, resumed: Checkpoint | None
+    config: Config,
+    inputs: Inputs,
+    paths: RunPaths,
+    train: WorkerGroup,
+    resumed: Checkpoint | None,
+    trace: TraceWriter | None,
 ) -> RolloutLog | None:
     if not config.logger.rollouts_enabled or not generates(config):
         return None
     step = resumed.state.step if resumed else 0
     files = RolloutFiles(paths.rollouts, max_bytes=config.logger.rollouts_max_bytes, resumed_step=step)
-    return RolloutLog(files, train, inputs.tokenizer, config.timeouts.replay)
+    return RolloutLog(files, train, inputs.tokenizer, config.timeouts.replay, trace)
 
 
 def load_phases(config: Config, plans: Sequence[PhasePlan]) -> dict[str, Phase]:

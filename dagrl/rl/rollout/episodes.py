@@ -34,7 +34,8 @@ class Episode:
 
     An agent may have several conversations: `more` are those after the first, each with a prompt of its own, `others` those
     that are not trained on, and `untrained` counts sampled tokens that are in the loss of none. `reward_parts` are the
-    rewards that it named.
+    rewards that it named. `times` says when each turn of the policy, by number, was requested and when it had ended, in
+    nanoseconds since the epoch; a checkpoint does not keep it.
     """
 
     prompt: Prompt
@@ -58,6 +59,7 @@ class Episode:
     others: list[Episode] = field(default_factory=list)
     untrained: int = 0
     reward_parts: dict[str, float] = field(default_factory=dict)
+    times: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.tokens)

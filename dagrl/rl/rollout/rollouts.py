@@ -13,6 +13,7 @@ continues as a new request. A refit submitted between two calls of `advance` run
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -259,6 +260,8 @@ class Rollouts:
             # Engines search the tokens of one request only: a prefix of a stop string is generated again.
             decode = partial(self._tokenizer.decode, skip_special_tokens=True)
             episode.take_back(half_stop(episode.tokens[episode.turn_start :], stops, decode))
+        now = time.time_ns()
+        episode.times.setdefault(episode.turns, (now, now))
         request, self._next_request = self._next_request, self._next_request + 1
         self._requests[request] = (group, episode)
         expected = max(self.history.expected(group.key) - (len(episode.tokens) - episode.turn_start), 1.0)
@@ -346,6 +349,7 @@ class Rollouts:
         group, episode = self._requests[made.request_id]
         self._forget(made.request_id)
         episode.append(made)
+        episode.times[episode.turns] = episode.times[episode.turns][0], time.time_ns()
         episode.turns += 1
         self.history.record(group.key, len(episode.tokens) - episode.turn_start)
         if isinstance(episode, TurnEpisode):
