@@ -113,17 +113,28 @@ def lock_run(paths: RunPaths) -> Iterator[None]:
     The lock file of a directory is next to it, as a run may rename the directory. Raises ConfigError, before anything is
     changed, if another run holds a lock.
     """
+    with ExitStack() as stack:
+        _lock(paths, stack)
+        yield
+
+
+def check_not_running(paths: RunPaths) -> None:
+    """Raises ConfigError if another run holds a lock that `lock_run` would take. Makes no file."""
+    with ExitStack() as stack:
+        _lock(paths, stack, existing=True)
+
+
+def _lock(paths: RunPaths, stack: ExitStack, *, existing: bool = False) -> None:
     files = {paths.directory: _lock_of(paths.directory)}
     if not paths.checkpoints.is_relative_to(paths.directory):
         files[paths.checkpoints] = paths.checkpoints / ".lock"
         owner = paths.checkpoints.parent
         if (owner / paths.config.name).exists():  # the directory of another run
             files[owner] = _lock_of(owner)
-    with ExitStack() as stack:
-        for directory, file in files.items():
-            advice = "let that run end first, or choose another name, output_dir or checkpointing.checkpoint_dir"
+    advice = "let that run end first, or choose another name, output_dir or checkpointing.checkpoint_dir"
+    for directory, file in files.items():
+        if file.exists() or not existing:
             stack.enter_context(locked(file, str(directory), advice))
-        yield
 
 
 def _lock_of(directory: Path) -> Path:

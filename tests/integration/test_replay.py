@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from dagrl.errors import ConfigError, PhaseError, RunError, WorkerError
@@ -108,9 +109,20 @@ def scheduler(request: pytest.FixtureRequest, groups: list[WorkerGroup]) -> Iter
         scheduler.add(slow_generation, warmup_value=0.0)
         scheduler.add(misbehave, warmup_value={"rank": -1, "kind": "raise"})
         scheduler.add(large, warmup_value=1)
+        before = set(ray._private.state.actors())
         scheduler.compile()
+        STARTED[request.param] = len(set(ray._private.state.actors()) - before)
         scheduler.warmup()
         yield scheduler
+
+
+STARTED: dict[str, int] = {}
+"""Actors that were started to compile, by engine."""
+
+
+def test_graphs_start_no_process_except_on_rays_engine(scheduler: Scheduler) -> None:
+    engine, started = list(STARTED.items())[-1]
+    assert (started > 0) == (engine == "ray"), STARTED
 
 
 def ragged(lengths: list[int]) -> Batch:

@@ -22,6 +22,7 @@ from dagrl.errors import ConfigError, RunError, UserError
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.kept_logprobs import KeptLogprobs
 from dagrl.rl.routed_experts import routed_layers
+from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext
@@ -140,12 +141,13 @@ class MegatronWorkerBase:
 
     def prepare(self) -> None:
         """Imports Megatron-Core."""
-        with warnings.catch_warnings(), self.start_parts.part("imports"):
+        with warnings.catch_warnings(), gc_paused(), self.start_parts.part("imports"):
             warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
             from dagrl.workers.megatron import cpu
 
             cpu.adapt()
-            import dagrl.workers.megatron.model  # noqa: F401
+            import dagrl.workers.megatron.model
+            import dagrl.workers.megatron.optimizer  # noqa: F401
 
     def setup(self, address: str) -> None:
         """Joins the group at `address`, builds this rank's part of the model and loads its weights.

@@ -6,7 +6,7 @@ How each limit of Ray's engine is handled (docs/runtime.md has the whole list):
 - Actors run one live graph by default, on a thread of Ray's; our loops have threads of their own, any number on any actor.
 - Ray's shared-memory channels poll, grow and leave semaphores behind; `edge.py` replaces them.
 - Ray's loop takes 10 us per node on top of reading, running and writing; `loop.py` replaces it.
-- Ray starts a proxy actor of the driver for each graph; ours share one (`ray_dag.py`).
+- Ray starts an actor for each graph, through which its channels reach the driver; ours need none (`ray_dag.py`).
 - `teardown` of a hung graph blocks forever; ours has a deadline, then kills the actors with running loops.
 """
 

@@ -12,16 +12,17 @@ import inspect
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.dag import DAGContext, InputNode, MultiOutputNode
 from ray.exceptions import GetTimeoutError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dagrl.runtime.deadline import in_background
 from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, packet_sources
@@ -248,51 +249,41 @@ def driver_settings(limits: GraphLimits) -> Iterator[None]:
 
 @contextmanager
 def replaced_parts(name: str, accelerator: bool) -> Iterator[None]:
-    """Replaces Ray's loop and its driver proxies for a graph, called `name`, compiled inside.
+    """Replaces Ray's loop and the driver's proxy for a graph, called `name`, compiled inside.
 
-    Graphs with edges between accelerators keep Ray's loop, on a thread of ours. All graphs of a driver share one proxy
-    actor; Ray starts one, a whole process, for each graph (ray/dag/compiled_dag_node.py, `CompiledDAG.__init__`).
+    Ray starts an actor for each graph, a whole process, through which its channels to the driver are made
+    (ray/dag/compiled_dag_node.py, `CompiledDAG.__init__`); ours need only an id. Graphs with edges between accelerators keep
+    that actor, and Ray's loop, on a thread of ours.
     """
     nodes: Any = importlib.import_module("ray.dag.compiled_dag_node")
     loop, proxy_class = nodes.do_exec_tasks, nodes.CompiledDAG.DAGDriverProxyActor
     nodes.do_exec_tasks = functools.partial(start_loop, run_rays_tasks if accelerator else run_tasks, name)
-    nodes.CompiledDAG.DAGDriverProxyActor = _SharedProxy(_driver_proxy(proxy_class))
+    if not accelerator:
+        nodes.CompiledDAG.DAGDriverProxyActor = DriverId
     try:
         yield
     finally:
         nodes.do_exec_tasks, nodes.CompiledDAG.DAGDriverProxyActor = loop, proxy_class
 
 
+@dataclass(frozen=True)
+class DriverId:
+    """Stands for the driver among the readers of an edge, with the parts of an actor's class and handle that Ray uses."""
+
+    _actor_id: bytes
+
+    @staticmethod
+    def options(**options: object) -> type[DriverId]:
+        """Returns the class: there is no process to place."""
+        return DriverId
+
+    @staticmethod
+    def remote() -> DriverId:
+        """Returns a new id."""
+        return DriverId(uuid.uuid4().bytes)
+
+
 def run_rays_tasks(worker: HasState, tasks: Sequence[Any], *rays: object) -> None:
     """Runs Ray's own loop, which ends silently. Raises RayChannelError if a link was lost. Runs in the worker."""
     importlib.import_module("ray.dag.compiled_dag_node").do_exec_tasks(worker, tasks, *rays)
     raise_lost_link(worker, tasks)
-
-
-_proxies: dict[str, ActorHandle] = {}
-"""The proxy actor of this driver, by host and Ray job. It lives as long as the job. A process's next cluster numbers jobs
-from the start again, but its hosts have other ids."""
-
-
-def _driver_proxy(proxy_class: Any) -> ActorHandle:
-    context = ray.get_runtime_context()
-    node = context.get_node_id()
-    job = f"{node}/{context.get_job_id()}"
-    if job not in _proxies:
-        _proxies.clear()
-        here = NodeAffinitySchedulingStrategy(node, soft=False)
-        _proxies[job] = proxy_class.options(scheduling_strategy=here).remote()
-    return _proxies[job]
-
-
-class _SharedProxy:
-    """Replaces an actor class; `remote` always returns the same actor."""
-
-    def __init__(self, actor: ActorHandle) -> None:
-        self._actor = actor
-
-    def options(self, **options: object) -> _SharedProxy:
-        return self
-
-    def remote(self) -> ActorHandle:
-        return self._actor

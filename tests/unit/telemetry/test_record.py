@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dagrl.config import CheckpointConfig, Config
 from dagrl.errors import ConfigError, MissingDependencyError
-from dagrl.telemetry.record import RunPaths, RunRecord, lock_run, prepare_run_directory, read_metrics
+from dagrl.telemetry.record import RunPaths, RunRecord, check_not_running, lock_run, prepare_run_directory, read_metrics
 from tests.unit.run.full_disk import full_disk
 
 
@@ -232,6 +232,8 @@ def test_the_lock_of_a_killed_run_is_free_although_its_child_lives(tmp_path: Pat
             lock_run(paths),
         ):
             pass
+        with pytest.raises(ConfigError, match=f"tiny is in use by pid {run.pid}"):
+            check_not_running(paths)
         run.kill()
     try:
         for _ in range(2):  # twice, like a restart in the same process
@@ -239,6 +241,11 @@ def test_the_lock_of_a_killed_run_is_free_although_its_child_lives(tmp_path: Pat
                 os.kill(child, 0)
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_check_for_running_runs_makes_no_file(tmp_path: Path) -> None:
+    check_not_running(RunPaths.of(config(tmp_path)))
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_run_that_saves_into_anothers_checkpoints_is_locked_out(tmp_path: Path) -> None:
