@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dagrl.bench.train_inputs import single_worker
 from tests.integration import megatron_reference as reference
+from tests.integration.megatron_worker import TestedWorker
 from tests.integration.test_megatron_experts import WAYS, step_of
+from tests.unit.workers.test_dispatch import dispatched, looped, routed
 from tests.unit.workers.test_megatron_experts import inputs_of, make_experts, relative, run
 
 pytest.importorskip("megatron.core")
@@ -63,25 +66,39 @@ def test_float32_equals_sequential_experts(case: str) -> None:
         torch.testing.assert_close(value, exact[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_nothing_waits_for_the_device() -> None:
-    if torch.cuda.get_device_capability()[0] not in (9, 10):
-        pytest.skip("torch has a grouped kernel for Hopper and Blackwell; elsewhere it goes from expert to expert")
-    (width, ffn), counts = CASES["empty"]
-    layer = make_experts("grouped", len(counts), hidden=width, ffn=ffn, dtype=torch.bfloat16).cuda()
-    states, probs, weights = (tensor.cuda() for tensor in inputs_of(counts, width))
-    hidden, weights, tokens = states.bfloat16().requires_grad_(), weights.bfloat16(), torch.tensor(counts)
-    layer(hidden, tokens, probs)[0].backward(weights)  # what the first call alone does
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        layer(hidden, tokens, probs)[0].backward(weights)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
     return {name: reference.make_model(name, directory) for name in ("qwen3_moe", "mixtral")}
+
+
+@pytest.mark.parametrize("width", [40, 2048])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 4, 2), (333, 128, 8), (64, 3, 1)])
+def test_sorted_rows_and_their_sums_are_those_of_a_loop(tokens: int, experts: int, chosen: int, width: int) -> None:
+    ids, mask, weights = routed(tokens, experts, chosen, "cuda")
+    hidden, upper = (torch.randn(tokens, 1, width, device="cuda", dtype=torch.float64) for _ in range(2))
+    scales = torch.randn(experts, width, device="cuda", dtype=torch.float64)
+    exact = [one.requires_grad_() for one in (hidden, weights, scales)]
+    near = [one.detach().float().requires_grad_() for one in exact]
+    found, expected = dispatched(near[0], ids, mask, *near[1:]), looped(hidden, mask, weights, scales)
+    gradients = torch.autograd.grad(found, near, upper.float()), torch.autograd.grad(expected, exact, upper)
+    for one, truth in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
+        assert relative(one, truth) < 1e-6
+
+
+def test_no_layer_waits_for_the_device(models: dict[str, Path]) -> None:
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("torch has a grouped kernel for Hopper and Blackwell; elsewhere it goes from expert to expert")
+    with single_worker(reference.make_config(models["qwen3_moe"], precision="bfloat16"), TestedWorker) as made:
+        layer = made._ready().model.chunks[0].decoder.layers[0].mlp
+        hidden = torch.randn(32, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        upper = torch.randn_like(hidden)
+        layer(hidden)[0].backward(upper)  # what the first call alone does
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            layer(hidden)[0].backward(upper)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def error(found: dict[str, Any], expected: Any) -> float:

@@ -3,7 +3,7 @@
 Parameters, names and checkpoints are those of Megatron's `SequentialMLP`, with one weight per expert. Megatron's own grouped
 experts need Transformer Engine or the `grouped_gemm` extension. torch's `grouped_mm` needs all weights in one tensor, so
 those of a layer's experts lie at equal distances in one memory (`join_weights`, and `experts_last_first` for Megatron's
-buffers). A product over experts of which some have no token copies the weights of the others.
+buffers). Nothing waits for the device: it knows where the rows of each expert end.
 
 In bfloat16 on Hopper and Blackwell a product is one kernel; elsewhere torch loops over the experts. Rows must be a multiple
 of 16 bytes (`architecture.EXPERT_MULTIPLE`). Imported only where Megatron is.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,14 +48,14 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Returns outputs [tokens, hidden size] and no bias, for `hidden` [tokens, hidden size] sorted by expert.
 
-        `tokens_per_expert` [experts] is int64, on the host if the dispatcher copied it there. `probs` [tokens] are the
-        router's weights.
+        `tokens_per_expert` [experts] is int64, on the device (`dispatch.py`) or on the host (Megatron's dispatcher).
+        `probs` [tokens] are the router's weights.
         """
         if self.config.moe_apply_probs_on_input:
             hidden, probs = (probs.unsqueeze(-1) * hidden).to(hidden.dtype), torch.ones_like(probs)
-        groups = RowGroups.of(tokens_per_expert, hidden)
+        offsets = row_offsets(tokens_per_expert, hidden)
         layers = [(expert.linear_fc1.weight, expert.linear_fc2.weight) for expert in self.local_experts]
-        first, second = (_linear(weights, groups) for weights in zip(*layers, strict=True))
+        first, second = (_linear(weights, offsets) for weights in zip(*layers, strict=True))
         output, _ = MLP.forward(_MlpModule(self.config, self.local_experts[0].activation_func, first, second), hidden, probs)
         return output, None
 
@@ -77,31 +76,17 @@ class _MlpModule(NamedTuple):
     linear_fc2: Callable[[Tensor], tuple[Tensor, None]]
 
 
-@dataclass(frozen=True)
-class RowGroups:
-    """Which rows belong to which expert, in a tensor whose rows are sorted by expert.
+def row_offsets(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
+    """Returns where the rows of each expert end [experts], int32 on the device of `rows`, without waiting for it."""
+    counted = not tokens_per_expert.is_cuda  # otherwise nobody knows yet
+    assert not counted or int(tokens_per_expert.sum()) == len(rows), f"{len(rows)} rows for experts with {tokens_per_expert}"
+    return tokens_per_expert.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
 
-    `experts` lists the experts with rows. Their rows end at `offsets` [len(experts)], int32 on the rows' device. Experts
-    without rows are left out of products, because on some GPUs they would get non-zero gradients
-    (https://github.com/pytorch/pytorch/issues/172439).
-    """
 
-    experts: tuple[int, ...]
-    offsets: Tensor
-
-    @classmethod
-    def of(cls, tokens_per_expert: Tensor, rows: Tensor) -> RowGroups:
-        """Builds the groups from counts on the host, without waiting for the device. Counts must sum to the rows."""
-        counts: list[int] = tokens_per_expert.tolist()
-        assert sum(counts) == len(rows), f"{len(rows)} rows for experts with {counts}"
-        experts = tuple(expert for expert, count in enumerate(counts) if count)
-        offsets = torch.tensor([counts[expert] for expert in experts]).cumsum(0, dtype=torch.int32)
-        return cls(experts, offsets.to(rows.device, non_blocking=True))
-
-    def stack(self, weights: Sequence[Tensor]) -> Tensor:
-        """Returns the weights of experts with rows as [len(experts), outputs, inputs], without a copy if it can."""
-        whole = joined(weights) if len(self.experts) == len(weights) else None
-        return torch.stack([weights[expert] for expert in self.experts]) if whole is None else whole
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Returns weights of one shape as [experts, outputs, inputs], without a copy if they lie at equal distances."""
+    whole = joined(weights)
+    return torch.stack(list(weights)) if whole is None else whole
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -131,13 +116,13 @@ def experts_last_first(named: Iterable[tuple[str, Held]]) -> Iterator[tuple[str,
         yield from sorted(items, key=place)
 
 
-def _linear(weights: Sequence[Tensor], groups: RowGroups) -> Callable[[Tensor], tuple[Tensor, None]]:
-    return lambda rows: (expert_products(rows, groups, weights), None)
+def _linear(weights: Sequence[Tensor], offsets: Tensor) -> Callable[[Tensor], tuple[Tensor, None]]:
+    return lambda rows: (expert_products(rows, offsets, weights), None)
 
 
-def expert_products(rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
+def expert_products(rows: Tensor, offsets: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Multiplies each row of `rows` [tokens, inputs] by its expert's weight [outputs, inputs] -> [tokens, outputs]."""
-    products: Tensor = _ExpertProducts.apply(rows, groups, *weights)  # type: ignore[no-untyped-call]
+    products: Tensor = _ExpertProducts.apply(rows, offsets, *weights)  # type: ignore[no-untyped-call]
     return products
 
 
@@ -145,54 +130,47 @@ class _ExpertProducts(torch.autograd.Function):
     """Saves the original weights, so that a layer keeps no second copy until its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, groups: RowGroups, *weights: Tensor) -> Tensor:
-        ctx.groups, rows = groups, rows.contiguous()
-        ctx.save_for_backward(rows, *weights)
-        if not groups.experts:
+    def forward(ctx: Any, rows: Tensor, offsets: Tensor, *weights: Tensor) -> Tensor:
+        rows = rows.contiguous()
+        ctx.save_for_backward(rows, offsets, *weights)
+        if not len(rows):
             return rows.new_empty(0, len(weights[0]))
-        return grouped_mm(rows, groups.stack(weights).transpose(1, 2), offs=groups.offsets)
+        return grouped_mm(rows, stacked(weights).transpose(1, 2), offs=offsets)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *weights = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        of_rows = _row_gradients(gradient, rows, ctx.groups, weights) if ctx.needs_input_grad[0] else None
+        rows, offsets, *weights = ctx.saved_tensors
+        gradient, of_rows = gradients[0].contiguous(), None
+        if ctx.needs_input_grad[0]:
+            of_rows = grouped_mm(gradient, stacked(weights), offs=offsets) if len(rows) else torch.zeros_like(rows)
         if not any(ctx.needs_input_grad[2:]):
             return of_rows, None, *(None for _ in weights)
-        return of_rows, None, *_weight_gradients(gradient, rows, ctx.groups, weights)
+        return of_rows, None, *_weight_gradients(gradient, rows, offsets, weights)
 
 
-def _row_gradients(gradient: Tensor, rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
-    if not groups.experts:
-        return torch.zeros_like(rows)
-    return grouped_mm(gradient, groups.stack(weights), offs=groups.offsets)
+def _weight_gradients(gradient: Tensor, rows: Tensor, offsets: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns a gradient for each weight, zeros for experts without rows: views of one tensor."""
+    if not len(rows):
+        return [torch.zeros_like(weight) for weight in weights]
+    # Left column-major, right row-major: no other layout supports any number of rows per expert.
+    gradients = grouped_mm(gradient.t(), rows, offs=offsets)
+    if gradients.is_cuda:  # some GPUs leave those of experts without rows (https://github.com/pytorch/pytorch/issues/172439)
+        from dagrl.workers.megatron.expert_kernels import clear_empty
+
+        clear_empty(gradients, offsets)
+    _add_to_buffers(gradients, weights)
+    return gradients.unbind()
 
 
-def _weight_gradients(gradient: Tensor, rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields a gradient for each weight: views of one tensor, and zeros for experts without rows."""
-    made: dict[int, Tensor] = {}
-    if groups.experts:
-        # Left column-major, right row-major: no other layout supports any number of rows per expert.
-        parts = grouped_mm(gradient.t(), rows, offs=groups.offsets)
-        made.update(zip(groups.experts, parts.unbind(), strict=True))
-        _add_to_buffers(parts, groups.experts, weights)
-    return (made[expert] if expert in made else torch.zeros_like(weight) for expert, weight in enumerate(weights))
+def _add_to_buffers(gradients: Tensor, weights: Sequence[Any]) -> None:
+    """Adds `gradients` [experts, outputs, inputs] to Megatron's buffers in one kernel, if the weights have joined ones.
 
-
-def _add_to_buffers(gradients: Tensor, experts: Sequence[int], weights: Sequence[Any]) -> None:
-    """Adds `gradients` [len(experts), outputs, inputs] to Megatron's buffers, if the weights have joined ones.
-
-    This is one kernel, unless some expert has no gradient. Megatron then drops the weights' own gradients, as with
-    `gradient_accumulation_fusion`.
+    Megatron then drops the weights' own gradients, as with `gradient_accumulation_fusion`.
     """
     buffers = [getattr(weight, "main_grad", None) for weight in weights]
     total = None if any(buffer is None for buffer in buffers) else joined(buffers)  # type: ignore[arg-type]
     if total is None:
         return
-    if len(experts) == len(weights):
-        total.add_(gradients)
-    else:
-        for expert, part in zip(experts, gradients, strict=True):
-            total[expert].add_(part)
+    total.add_(gradients)
     for weight in weights:
         weight.grad_added_to_main_grad = True

@@ -27,6 +27,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import padded_vocabulary
 from dagrl.workers.megatron.architecture import ROPE_PARAMETERS, Architecture
 from dagrl.workers.megatron.attention import CausalAttention, RMSNorm
+from dagrl.workers.megatron.dispatch import use_local_dispatch
 from dagrl.workers.megatron.experts import GroupedExperts, experts_last_first, join_experts
 from dagrl.workers.megatron.float8 import use_float8
 from dagrl.workers.megatron.groups import parallel_sizes
@@ -216,6 +217,7 @@ def build_model(
     chunks = tuple(_build_chunk(architecture, config, layout, stage).to(device) for stage in range(layout.vpp))
     for chunk in chunks:
         join_experts(chunk)
+        use_local_dispatch(chunk)
         if policy.megatron_cfg.fp8_cfg.enabled:
             use_float8(chunk, policy.megatron_cfg.fp8_cfg)
     return ModelChunks(architecture, config, chunks)

@@ -88,10 +88,14 @@ def has_record(recorded: Tensor, experts: int) -> Tensor:
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """See the module's docstring. `tokens` are of the microbatch that runs; `counts` is None outside of training steps."""
+    """See the module's docstring. `tokens` are of the microbatch that runs; `counts` is None outside of training steps.
+
+    `chosen` are the last experts [tokens, top k].
+    """
 
     tokens: RoutedTokens | None = None
     counts: StepCounts | None = None
+    chosen: Tensor
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns probabilities and the map of chosen experts [tokens, experts], for hidden states [s, b, hidden size]."""
@@ -107,6 +111,7 @@ class Router(TopKRouter):  # type: ignore[misc]
             score_function=self.score_function,
             router_replay=choice,
         )
+        self.chosen = choice.chosen
         # Once per microbatch: recomputed activations are first computed without gradients.
         if self.counts is not None and self.tokens is not None and torch.is_grad_enabled():
             has_loss = bool(config.moe_aux_loss_coeff or config.moe_z_loss_coeff)

@@ -85,8 +85,8 @@ class MegatronWorkerBase:
         check_layout(hf_config, config.policy.megatron_cfg.layout)
         if config.policy.megatron_cfg.cuda_graphs and read_architecture(hf_config).experts:
             raise ConfigError(
-                "policy.megatron_cfg.cuda_graphs is true, and the model has experts: the host learns their token counts "
-                "only while the step runs; set cuda_graphs=false"
+                "policy.megatron_cfg.cuda_graphs is true, and the model has experts: their routers count into memory of each "
+                "step, and a graph writes to the same memory each time; set cuda_graphs=false"
             )
         if config.policy.megatron_cfg.cuda_graphs and config.policy.megatron_cfg.peft.enabled:
             raise ConfigError(
