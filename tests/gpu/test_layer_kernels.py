@@ -58,19 +58,23 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize("shape", [(4096, 2, 6144), (33, 2, 100), (0, 64), (1, 2)], ids=str)
-def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("shape", [(4096, 2, 6144), (33, 2, 100), (0, 64), (1, 2), (700, 1536)], ids=str)
+def test_swiglu(shape: tuple[int, ...], weighted: bool, dtype: torch.dtype) -> None:
     from dagrl.workers.megatron.layer_kernels import swiglu
 
-    states = torch.randn(shape, device="cuda", dtype=dtype).mul(3).requires_grad_()
-    exact = states.detach().double().requires_grad_()
-    gate, linear = exact.chunk(2, -1)
-    expected, found = torch.nn.functional.silu(gate) * linear, swiglu(states)
+    inputs = [torch.randn(shape, device="cuda", dtype=dtype).mul(3).requires_grad_()]
+    if weighted:  # as a router gives them
+        inputs.append(torch.rand(*shape[:-1], 1, device="cuda", requires_grad=True))
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    gate, linear = exact[0].chunk(2, -1)
+    expected, found = torch.nn.functional.silu(gate) * linear * (exact[1] if weighted else 1), swiglu(*inputs)
     upper = torch.randn_like(found)
-    gradients = torch.autograd.grad(found, states, upper)[0], torch.autograd.grad(expected, exact, upper.double())[0]
+    gradients = torch.autograd.grad(found, inputs, upper), torch.autograd.grad(expected, exact, upper.double())
+    assert found.shape == expected.shape and found.dtype is dtype
     if found.numel():
-        close(found, expected, dtype)
-        close(*gradients, dtype)
+        for mine, truth in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
+            close(mine, truth, dtype)
 
 
 def test_megatron_calls_the_kernels() -> None:

@@ -15,7 +15,7 @@ import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
 
 BLOCK_ELEMENTS = 4096  # elements of a tile: rows times padded row length
-SWIGLU_BLOCK = 1024  # elements of a program of SwiGLU
+SWIGLU_BLOCK = 1024  # columns that a program of SwiGLU reads at once
 NORM_PROGRAMS = 1024  # programs that each sum the weight gradient over their rows
 
 
@@ -30,9 +30,9 @@ def use_layer_kernels(config: Any) -> None:
     config.bias_activation_fusion = True
 
 
-def swiglu(states: Tensor) -> Tensor:
-    """Returns silu(a) * b for `states` [..., 2 d], whose first half is a and second half b."""
-    activated: Tensor = _Swiglu.apply(states)  # type: ignore[no-untyped-call]
+def swiglu(states: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Returns silu(a) * b for `states` [..., 2 d], whose first half is a and second half b, times `weights` [..., 1]."""
+    activated: Tensor = _Swiglu.apply(states, weights)  # type: ignore[no-untyped-call]
     return activated
 
 
@@ -41,7 +41,7 @@ def _biased_swiglu(states: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
 
 
 def _weighted_swiglu(states: Tensor, bias: Tensor | None, weights: Tensor, *_: Any) -> Tensor:
-    return (_biased_swiglu(states, bias) * weights).to(states.dtype)
+    return swiglu(states if bias is None else states + bias, weights)
 
 
 def rotate(states: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
@@ -115,53 +115,66 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor) -> Tensor:
+    def forward(ctx: Any, states: Tensor, weights: Tensor | None) -> Tensor:
         states = states.contiguous()
-        ctx.save_for_backward(states)
+        factors = states if weights is None else weights.contiguous()  # the kernel does not read factors without weights
+        ctx.save_for_backward(states, factors)
+        ctx.weighted = weights is not None
         activated = torch.empty(*states.shape[:-1], states.shape[-1] // 2, dtype=states.dtype, device=states.device)
-        grid, sizes = _swiglu_grid(states)
-        _swiglu_kernel[grid](states, activated, *sizes)
+        if states.numel():
+            _swiglu_kernel[_rows(states)](states, factors, activated, activated.shape[-1], ctx.weighted, SWIGLU_BLOCK)
         return activated
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (states,) = ctx.saved_tensors
-        grad_states = torch.empty_like(states)
-        grid, sizes = _swiglu_grid(states)
-        _swiglu_backward_kernel[grid](states, grads[0].contiguous(), grad_states, *sizes)
-        return grad_states
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        states, factors = ctx.saved_tensors
+        grad_states, grad_factors = torch.empty_like(states), torch.empty_like(factors) if ctx.weighted else states
+        if states.numel():
+            tensors = states, factors, grads[0].contiguous(), grad_states, grad_factors
+            _swiglu_backward_kernel[_rows(states)](*tensors, states.shape[-1] // 2, ctx.weighted, SWIGLU_BLOCK)
+        return grad_states, grad_factors if ctx.weighted else None
 
 
-def _swiglu_grid(states: Tensor) -> tuple[tuple[int], tuple[int, int, int]]:
-    """Returns the grid, and its elements, the size of a half, and the elements of a program."""
-    elements, half = states.numel() // 2, states.shape[-1] // 2
-    return (triton.cdiv(elements, SWIGLU_BLOCK),), (elements, half, SWIGLU_BLOCK)
+def _rows(states: Tensor) -> tuple[int]:
+    return (states.numel() // states.shape[-1],)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _swiglu_kernel(states, activated, elements, half: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < elements
-    source = states + at // half * (2 * half) + at % half
-    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    linear = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    tl.store(activated + at, (gate * tl.sigmoid(gate) * linear).to(activated.dtype.element_ty), mask=inside)
+def _swiglu_kernel(  # type: ignore[no-untyped-def]
+    states, weights, activated, half: tl.constexpr, weighted: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(weights + row).to(tl.float32) if weighted else 1.0
+    for start in range(0, half, block):
+        column = start + tl.arange(0, block)
+        inside, source = column < half, states + row * (2 * half) + column
+        gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        linear = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+        value = gate * tl.sigmoid(gate) * linear * factor
+        tl.store(activated + row * half + column, value.to(activated.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
-    states, grad, grad_states, elements, half: tl.constexpr, block: tl.constexpr
+    states, weights, grad, grad_states, grad_weights, half: tl.constexpr, weighted: tl.constexpr, block: tl.constexpr
 ):
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < elements
-    place = at // half * (2 * half) + at % half
-    gate = tl.load(states + place, mask=inside, other=0.0).to(tl.float32)
-    linear = tl.load(states + place + half, mask=inside, other=0.0).to(tl.float32)
-    upper = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-    open_share = tl.sigmoid(gate)
-    of_gate = upper * linear * open_share * (1.0 + gate * (1.0 - open_share))
-    tl.store(grad_states + place, of_gate.to(grad_states.dtype.element_ty), mask=inside)
-    tl.store(grad_states + place + half, (upper * gate * open_share).to(grad_states.dtype.element_ty), mask=inside)
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(weights + row).to(tl.float32) if weighted else 1.0
+    total = tl.zeros((block,), dtype=tl.float32)
+    for start in range(0, half, block):
+        column = start + tl.arange(0, block)
+        inside, place = column < half, row * (2 * half) + column
+        gate = tl.load(states + place, mask=inside, other=0.0).to(tl.float32)
+        linear = tl.load(states + place + half, mask=inside, other=0.0).to(tl.float32)
+        upper = tl.load(grad + row * half + column, mask=inside, other=0.0).to(tl.float32)
+        open_share = tl.sigmoid(gate)
+        total += upper * gate * open_share * linear
+        upper *= factor
+        of_gate = upper * linear * open_share * (1.0 + gate * (1.0 - open_share))
+        tl.store(grad_states + place, of_gate.to(grad_states.dtype.element_ty), mask=inside)
+        tl.store(grad_states + place + half, (upper * gate * open_share).to(grad_states.dtype.element_ty), mask=inside)
+    if weighted:
+        tl.store(grad_weights + row, tl.sum(total, axis=0).to(grad_weights.dtype.element_ty))
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -85,7 +85,7 @@ class MegatronWorkerBase:
         check_layout(hf_config, config.policy.megatron_cfg.layout)
         if config.policy.megatron_cfg.cuda_graphs and read_architecture(hf_config).experts:
             raise ConfigError(
-                "policy.megatron_cfg.cuda_graphs is true, and the model has experts: their routers count into memory of each "
+                "policy.megatron_cfg.cuda_graphs is true, and the model has experts: their routers count into memory of the "
                 "step, and a graph writes to the same memory each time; set cuda_graphs=false"
             )
         if config.policy.megatron_cfg.cuda_graphs and config.policy.megatron_cfg.peft.enabled:
