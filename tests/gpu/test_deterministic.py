@@ -16,7 +16,10 @@ from dagrl.config.file import load_config
 from dagrl.run.reexecute import Request, replay_step
 from dagrl.run.train import train
 from tests.gpu.test_vllm_worker import PROMPTS, SHAPES, gpu_config, make_gpu_checkpoint, started
+from tests.integration.test_async_grpo import one_cluster
 from tests.integration.vllm_ranks import requests
+
+__all__ = ["one_cluster"]  # a fixture: both tests use one cluster
 
 pytest.importorskip("vllm")
 pytestmark = [

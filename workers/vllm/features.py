@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm import LLMEngine
     from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
@@ -68,6 +69,26 @@ def require_batch_invariance() -> None:
             f"policy.deterministic is true, and vLLM's batch-invariant kernels need compute capability 9.0; {found}. "
             "Set it to false, or use other GPUs"
         )
+    _mend_fused_norm()
+
+
+def _mend_fused_norm() -> None:
+    """Adds residuals outside the norm in batch-invariant mode, where engines do not compile the model.
+
+    The fused kernel of vLLM 0.26 sums a row in another order once 256 tokens are in a step (`fused_add_rms_norm` in
+    csrc/layernorm_kernels.cu).
+    """
+    from vllm.model_executor.layers import layernorm
+
+    norm = layernorm.rms_norm_batch_invariant
+
+    def unfused(x: Tensor, weight: Tensor | None, eps: float = 1e-6, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return norm(x, weight, eps)
+        residual.add_(x)
+        return norm(residual, weight, eps), residual
+
+    layernorm.rms_norm_batch_invariant = unfused
 
 
 def mend_draft_temperatures() -> None:
