@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
-from dagrl.bench.report import report_while_measuring
+from dagrl.bench.report import print_rows, report_while_measuring
 from dagrl.bench.step import VARIANTS, Variant, add_run_arguments, begin_again, chosen
 
 if TYPE_CHECKING:
@@ -161,15 +161,12 @@ def summary(curves: Sequence[Curve]) -> list[dict[str, Any]]:
 
 def print_table(curves: Sequence[Curve]) -> None:
     """Prints a line per variant."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("variant", "seeds", "reward, last quarter", "over seeds", "held out", "seconds", "age")
-    for row in summary(curves):
-        spread = f"{row['lowest']:.3f} to {row['highest']:.3f}"
-        cells = (f"{row['reward']:.3f}", spread, f"{row['held_out']:.3f}", f"{row['seconds']:.0f}", f"{row['age']:.2f}")
-        table.add_row(row["variant"], str(row["seeds"]), *cells)
-    Console(width=110).print(table)
+    rows = (
+        (row["variant"], row["seeds"], f"{row['reward']:.3f}", f"{row['lowest']:.3f} to {row['highest']:.3f}",
+         f"{row['held_out']:.3f}", f"{row['seconds']:.0f}", f"{row['age']:.2f}")
+        for row in summary(curves)
+    )  # fmt: skip
+    print_rows(("variant", "seeds", "reward, last quarter", "over seeds", "held out", "seconds", "age"), rows)
 
 
 def plot(curves: Sequence[Curve], path: Path) -> None:

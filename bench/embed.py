@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from dagrl.bench.report import BenchReport, ReportRow, command_line
+from dagrl.bench.report import BenchReport, ReportRow, command_line, print_rows
 from dagrl.errors import MissingDependencyError
 
 WARMUP = 3
@@ -159,14 +159,9 @@ def _row(mode: str, workers: int, size: int, taken: np.ndarray[Any, np.dtype[np.
 
 
 def _print(rows: Sequence[ReportRow]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("mode", "workers", "bytes", "verl, ms", "dagrl, ms", "ratio", "quartiles")
-    for row in rows:
-        times = [f"{float(row[name]) / 1000:.2f}" for name in ("verl_us", "dagrl_us")]
-        quartiles = f"{row['ratio_low']} to {row['ratio_high']}"
-        table.add_row(
-            str(row["mode"]), str(row["workers"]), f"{row['payload_bytes']:,}", *times, f"{row['ratio']}x", quartiles
-        )
-    Console(width=max(110, Console().width)).print(table)
+    lines = (
+        (row["mode"], row["workers"], f"{row['payload_bytes']:,}", f"{float(row['verl_us']) / 1000:.2f}",
+         f"{float(row['dagrl_us']) / 1000:.2f}", f"{row['ratio']}x", f"{row['ratio_low']} to {row['ratio_high']}")
+        for row in rows
+    )  # fmt: skip
+    print_rows(("mode", "workers", "bytes", "verl, ms", "dagrl, ms", "ratio", "quartiles"), lines)

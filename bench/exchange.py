@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from dagrl.bench.models import SHAPES, write_model
+from dagrl.bench.report import print_rows
 from dagrl.bench.train_inputs import measure_and_report, one_gpu_config, single_worker, train_batch
 from dagrl.run.colocated import TRAIN_PARTS
 
@@ -100,11 +101,7 @@ def as_row(direction: str, model: str, size: int, rounds: list[tuple[float, floa
 
 def print_table(rows: list[ExchangeRow]) -> None:
     """Prints the rows."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("direction", "GiB", "ms", "GB/s", "link GB/s", "share", title=rows[0].model)
-    for row in rows:
-        cells = (row.gib, round(row.seconds * 1e3, 1), row.gb_per_s, row.link_gb_per_s, row.share)
-        table.add_row(row.direction, *map(str, cells))
-    Console(width=100).print(table)
+    cells = (
+        (row.direction, row.gib, round(row.seconds * 1e3, 1), row.gb_per_s, row.link_gb_per_s, row.share) for row in rows
+    )
+    print_rows(("direction", "GiB", "ms", "GB/s", "link GB/s", "share"), cells, rows[0].model)

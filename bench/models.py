@@ -32,6 +32,11 @@ _QWEN3: dict[str, Json] = {
 }
 
 
+def _sizes(*, layers: int, hidden: int, intermediate: int, heads: int) -> dict[str, Json]:
+    sizes: dict[str, Json] = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate}
+    return {**sizes, "num_attention_heads": heads}
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A model's name and its `config.json`."""
@@ -55,36 +60,15 @@ class ModelShape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        ModelShape(
-            "qwen3-0.6b",
-            {
-                **_QWEN3,
-                "num_hidden_layers": 28,
-                "hidden_size": 1024,
-                "intermediate_size": 3072,
-                "num_attention_heads": 16,
-            },
-        ),
-        ModelShape(
-            "qwen3-4b",
-            {
-                **_QWEN3,
-                "num_hidden_layers": 36,
-                "hidden_size": 2560,
-                "intermediate_size": 9728,
-                "num_attention_heads": 32,
-            },
-        ),
+        ModelShape("qwen3-0.6b", {**_QWEN3, **_sizes(layers=28, hidden=1024, intermediate=3072, heads=16)}),
+        ModelShape("qwen3-4b", {**_QWEN3, **_sizes(layers=36, hidden=2560, intermediate=9728, heads=32)}),
         ModelShape(
             "qwen3-30b-a3b",
             {
                 **_QWEN3,
+                **_sizes(layers=48, hidden=2048, intermediate=6144, heads=32),
                 "model_type": "qwen3_moe",
                 "architectures": ["Qwen3MoeForCausalLM"],
-                "num_hidden_layers": 48,
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "num_attention_heads": 32,
                 "num_key_value_heads": 4,
                 "num_experts": 128,
                 "num_experts_per_tok": 8,

@@ -7,7 +7,7 @@ The variants are described in `dagrl/bench/variants.py`: plain Ray calls, a hand
 phases with one graph per data-parallel shard, fused, on Ray's engine, or eager. Each row of the JSON file has the variant,
 the numbers of workers, shards and hosts, and the bytes of one input and of one worker's result. Below the tables the command
 prints what each further shard costs as a graph of its own, compared with the fused form, then first steps after warm-up, and
-the 99th percentile of many replays with the processor time that waiting for a slow worker burns (`dagrl/bench/waiting.py`).
+the 99th percentile of many replays with the processor time that waiting for a slow worker burns (`dagrl/bench/replays.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 from dagrl.bench.copied import computed, counted
 from dagrl.bench.deadline import BenchDeadline, add_deadline
-from dagrl.bench.first_step import first_steps
 from dagrl.bench.measure import FULL, QUICK, Effort, side_by_side, wait_for_quiet
+from dagrl.bench.replays import first_steps, waiting
 from dagrl.bench.report import (
     BenchReport,
     ReportRow,
@@ -37,7 +37,6 @@ from dagrl.bench.report import (
     print_table,
 )
 from dagrl.bench.variants import ARITY, COUNTED, SHAPES, VARIANTS, Actors, Step, StepSetup, argument, steps
-from dagrl.bench.waiting import waiting
 from dagrl.bench.worker import SMALL, payload
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -6,36 +6,15 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
+from dagrl.bench.models import SHAPES
 from dagrl.config import Config, Json
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron import MegatronWorker
 
 Hf = dict[str, Any]
 
-QWEN3_4B: Hf = {
-    "model_type": "qwen3",
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-QWEN3_30B: Hf = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-}
+QWEN3_4B: Hf = dict(SHAPES["qwen3-4b"].config)
+QWEN3_30B: Hf = dict(SHAPES["qwen3-30b-a3b"].config)
 QWEN3_235B: Hf = {
     **QWEN3_30B,
     "hidden_size": 4096,

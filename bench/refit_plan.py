@@ -17,7 +17,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from dagrl.bench.refit_mappings import TABLE, RefitMapping
-from dagrl.bench.report import BenchReport, ReportRow, command_line
+from dagrl.bench.report import BenchReport, ReportRow, command_line, print_rows
 from dagrl.errors import ConfigError, RunError
 
 _LIMIT_S, _POLL_S = 300.0, 0.05
@@ -142,13 +142,6 @@ def _row(case: RefitMapping, rounds: Sequence[InspectRun], load: float) -> Repor
     }
 
 
-def _print(rows: Sequence[Mapping[str, str | int | float]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="dagrl inspect --phase refit: seconds (median, slowest), memory at the peak")
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name == "mapping" else "right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=max(170, Console().width)).print(table)
+def _print(rows: Sequence[ReportRow]) -> None:
+    title = "dagrl inspect --phase refit: seconds (median, slowest), memory at the peak"
+    print_rows(list(rows[0]), (list(row.values()) for row in rows), title)

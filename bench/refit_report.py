@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dagrl.bench.report import BenchReport
+from dagrl.bench.report import BenchReport, print_rows
 
 RefitRow = Mapping[str, Any]
 
@@ -25,30 +25,11 @@ def label(row: RefitRow) -> str:
 def print_table(rows: Sequence[RefitRow], left_out: Mapping[str, str]) -> None:
     """Prints a line per case and method, then errors and left-out cases."""
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title="refit: median and 90th percentile of the slowest rank, GB/s into a rank, share of the raw link")
-    columns = (
-        "case",
-        "dtype",
-        "method",
-        "GB",
-        "ms",
-        "p90",
-        "GB/s",
-        "raw",
-        "share",
-        "staging MB",
-        "pack/wire/unpack ms",
-        "pause ms",
-    )
-    for name in (*columns, "wrong"):
-        table.add_column(name, justify="left" if name in ("case", "dtype", "method") else "right")
-    for row in rows:
-        if "median_s" in row:
-            table.add_row(*_cells(row))
+    columns = "case, dtype, method, GB, ms, p90, GB/s, raw, share, staging MB, pack/wire/unpack ms, pause ms, wrong"
+    title = "refit: median and 90th percentile of the slowest rank, GB/s into a rank, share of the raw link"
+    print_rows(columns.split(", "), (_cells(row) for row in rows if "median_s" in row), title)
     console = Console(width=max(170, Console().width))
-    console.print(table)
     for row in rows:
         if "error" in row:
             console.print(f"[red]{label(row)}[/red]: {row['error']}", markup=True)

@@ -134,24 +134,31 @@ def command_line() -> str:
     return shlex.join([*(["python", "-m", name] if is_module else ["dagrl"]), *sys.argv[1:]])
 
 
-def print_table(report: BenchReport, shape: str = "scatter-gather") -> None:
-    """Prints a line per case and a column per variant: median / p99 in us (with n if it is small), bytes copied."""
+def print_rows(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", caption: str = "") -> None:
+    """Prints a table; the first column is aligned on the left, the others on the right. None is an empty cell."""
     from rich.console import Console
     from rich.table import Table
 
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in row))
+    Console(width=max(190, Console().width)).print(table)
+
+
+def print_table(report: BenchReport, shape: str = "scatter-gather") -> None:
+    """Prints a line per case and a column per variant: median / p99 in us (with n if it is small), bytes copied."""
     rows = [row for row in report.rows if row.get("shape", shape) == shape]
     variants = list(dict.fromkeys(str(row["variant"]) for row in rows))
-    title = f"{shape}: median / p99 in us, ratio to the hand-written graph, bytes copied into memory\n{report.hardware}"
-    table = Table(title=title, title_justify="left")
-    arities = any("arity" in row for row in rows)
-    for name in ("workers", "hosts", "shards", "payload", "result", *(["arity"] if arities else []), *variants):
-        table.add_column(name, justify="right")
+    arities = ["arity"] if any("arity" in row for row in rows) else []
+    lines = []
     for case, by_variant in _cases(rows).items():
         flat = by_variant.get("ray_flat_graph")
         cells = [_cell(by_variant.get(variant), flat) for variant in variants]
-        arity = [str(case[5])] if arities else []
-        table.add_row(*map(str, case[:3]), _size(case[3]), _size(case[4]), *arity, *cells)
-    Console(width=max(120, Console().width)).print(table)
+        lines.append([*case[:3], _size(case[3]), _size(case[4]), *([case[5]] if arities else []), *cells])
+    title = f"{shape}: median / p99 in us, ratio to the hand-written graph, bytes copied into memory\n{report.hardware}"
+    print_rows(["workers", "hosts", "shards", "payload", "result", *arities, *variants], lines, title)
 
 
 def print_replays(report: BenchReport) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dagrl.bench.models import SHAPES, ModelShape, write_model
+from dagrl.bench.report import print_rows
 from dagrl.bench.train_inputs import add_model_arguments, measure_and_report, one_gpu_config, single_worker, train_batch
 
 if TYPE_CHECKING:
@@ -298,15 +299,10 @@ def as_row(
 
 def print_table(rows: list[SettingRow]) -> None:
     """Prints the rows: milliseconds with spreads, and times the first row's speed."""
-    from rich.console import Console
-    from rich.table import Table
-
-    first = rows[0]
-    sizes = f"{first.sequences} sequences, {first.tokens} tokens, the longest {first.longest}"
-    table = Table(first.comparison, "padding", *first.ms, "GiB held, peaks", "fits", "loss", title=f"{first.model}: {sizes}")
+    first, lines = rows[0], []
     for row in rows:
         parts = [f"{row.ms[part]} ({row.spread_ms[part]}) {row.times[part]:.2f}x" for part in row.ms]
         memory = f"{row.held_gib} {row.logprobs_peak_gib} {row.step_peak_gib}"
-        fits = "" if row.fits is None else str(row.fits)
-        table.add_row(row.setting, f"{row.padding_share:.1%}", *parts, memory, fits, f"{row.loss:.5f}")
-    Console(width=160).print(table)
+        lines.append((row.setting, f"{row.padding_share:.1%}", *parts, memory, row.fits, f"{row.loss:.5f}"))
+    title = f"{first.model}: {first.sequences} sequences, {first.tokens} tokens, the longest {first.longest}"
+    print_rows((first.comparison, "padding", *first.ms, "GiB held, peaks", "fits", "loss"), lines, title)

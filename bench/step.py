@@ -29,7 +29,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline, hurried
-from dagrl.bench.report import report_while_measuring
+from dagrl.bench.report import print_rows, report_while_measuring
 from dagrl.telemetry.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE, UPDATE_PAUSE
 
 if TYPE_CHECKING:
@@ -327,23 +327,21 @@ def _total(steps: Sequence[Metrics], name: str) -> float:
 
 def print_table(results: Sequence[StepRow]) -> None:
     """Prints the rows."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="seconds per step, by phase; x: speedup", title_justify="left")
-    columns = ("exposed", "idle train", "idle gen", "update ms", "pause ms", "quantum +", "age", "max")
-    for name in ("variant", "tok/s/worker", "x", "step", *PHASES, *columns, "MFU train", "MFU", "KL"):
-        table.add_column(name.replace("_", " "), justify="left" if name == "variant" else "right", no_wrap=name == "variant")
-    for row in results:
-        table.add_row(
+    numbers = "exposed, idle train, idle gen, update ms, pause ms, quantum +, age, max, MFU train, MFU, KL"
+    phases = [phase.replace("_", " ") for phase in PHASES]
+    rows = (
+        (
             row.variant, f"{row.tokens_per_s_per_worker:,.0f}", f"{row.speedup:.2f}", f"{row.step_s:.2f}",
             *(f"{row.phases_s[phase]:.3f}" for phase in PHASES), f"{row.exposed_generation_s:.2f}",
             f"{row.idle_train:.0%}", f"{row.idle_generation:.0%}", f"{row.update_s * 1000:.0f}",
             f"{row.update_pause_s * 1000:.0f}", f"{row.quantum_overhead:.2%}", f"{row.policy_age_mean:.2f}",
             f"{row.policy_age_max:.0f}", *(f"{mfu:.1%}" if mfu else "" for mfu in (row.mfu_train_step, row.mfu)),
             f"{row.gen_kl_error:.1e}",
-        )  # fmt: skip
-    Console(width=190).print(table)
+        )
+        for row in results
+    )  # fmt: skip
+    columns = ("variant", "tok/s/worker", "x", "step", *phases, *numbers.split(", "))
+    print_rows(columns, rows, "seconds per step, by phase; x: speedup")
 
 
 def plot(results: Sequence[StepRow], path: Path) -> None:

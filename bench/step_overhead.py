@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
-from dagrl.bench.report import report_while_measuring
+from dagrl.bench.report import print_rows, report_while_measuring
 from dagrl.errors import LayoutError
 from dagrl.graphs.generate import generate
 from dagrl.graphs.logprobs import logprobs, reference_logprobs
@@ -284,18 +284,14 @@ def _row(kind: str, executor: str, workers: int, samples: Sequence[tuple[float, 
 
 def print_table(results: Sequence[StepOverheadRow]) -> None:
     """Prints the rows."""
-    from rich.console import Console
-    from rich.table import Table
-
+    rows = (
+        (row.kind, row.workers, row.executor, f"{row.step_s * 1e3:.1f}", f"{row.busy_s * 1e3:.1f}",
+         f"{row.overhead_s * 1e3:.1f}", f"{row.overhead_low_s * 1e3:.1f} to {row.overhead_high_s * 1e3:.1f}",
+         f"{row.share:.1%}")
+        for row in results
+    )  # fmt: skip
     title = f"grpo: a step of {QUANTA} quanta, 2 log-probabilities, 1 optimizer step, 1 refit; sft: 1 optimizer step"
-    table = Table(title=title, title_justify="left")
-    for name in ("kind", "workers", "executor", "step ms", "busy ms", "overhead ms", "quartiles", "share"):
-        table.add_column(name, justify="right")
-    for row in results:
-        quartiles = f"{row.overhead_low_s * 1e3:.1f} to {row.overhead_high_s * 1e3:.1f}"
-        times = [f"{seconds * 1e3:.1f}" for seconds in (row.step_s, row.busy_s, row.overhead_s)]
-        table.add_row(row.kind, str(row.workers), row.executor, *times, quartiles, f"{row.share:.1%}")
-    Console(width=110).print(table)
+    print_rows(("kind", "workers", "executor", "step ms", "busy ms", "overhead ms", "quartiles", "share"), rows, title)
 
 
 def plot(results: Sequence[StepOverheadRow], path: Path) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
 from dagrl.bench.models import SHAPES, ModelShape, write_model
-from dagrl.bench.report import BenchReport, command_line
+from dagrl.bench.report import BenchReport, command_line, print_rows
 from dagrl.bench.train_checkpoint import checkpoint_stalls, print_stalls
 from dagrl.bench.train_inputs import train_batch
 from dagrl.bench.train_parts import HEAD, print_parts
@@ -304,26 +305,15 @@ def compared(rows: Sequence[TrainRow]) -> list[TrainRow]:
 
 def print_table(rows: Sequence[TrainRow], hardware: str, problems: Mapping[str, str]) -> None:
     """Prints the rows and the failures."""
-    from rich.console import Console
-    from rich.table import Table
-
-    names = "case, who, step ms, spread, overhead ms, of plain, tokens/s/GPU, TFLOP/s/GPU, MFU, peak GiB, loss error"
-    table = Table(*names.split(", "), title=hardware)
-    for row in rows:
-        mfu = "" if row.mfu is None else f"{row.mfu:.1%}"
-        numbers = (
-            row.step_ms,
-            row.spread_ms,
-            row.overhead_ms,
-            row.of_plain,
-            row.tokens_per_s_per_gpu,
-            row.model_tflops_per_gpu,
-        )
-        table.add_row(row.case, row.who, *map(str, numbers), mfu, str(row.peak_gib), str(row.loss_error))
-    console = Console(width=140)
-    console.print(table)
+    columns = "case, who, step ms, spread, overhead ms, of plain, tokens/s/GPU, TFLOP/s/GPU, MFU, peak GiB, loss error"
+    lines = (
+        (row.case, row.who, row.step_ms, row.spread_ms, row.overhead_ms, row.of_plain, row.tokens_per_s_per_gpu,
+         row.model_tflops_per_gpu, None if row.mfu is None else f"{row.mfu:.1%}", row.peak_gib, row.loss_error)
+        for row in rows
+    )  # fmt: skip
+    print_rows(columns.split(", "), lines, hardware)
     for case, problem in problems.items():
-        console.print(f"{case}:\n{problem}", markup=False)
+        sys.stdout.write(f"{case}:\n{problem}\n")
 
 
 def plot(rows: Sequence[TrainRow], hardware: str, path: Path) -> None:

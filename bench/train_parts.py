@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dagrl.bench.report import print_rows
+
 OUTPUT_LAYER = "_TokenLogprobs"
 """Part of the names of the output layer's functions, forward and backward."""
 
@@ -67,15 +69,10 @@ def step_parts(events: Iterable[Event], profiled_ms: float) -> StepParts:
 
 def print_parts(case: str, parts: StepParts, step_ms: float, layers_mfu: float | None) -> None:
     """Prints the kinds with their shares of the step, and the MFU of the layers alone."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("kernels", "ms", "of the step", title=f"{case}: step {step_ms:.1f} ms, kernels {parts.busy_ms:.1f} ms")
-    for kind, spent in parts.parts_ms.items():
-        table.add_row(kind, f"{spent:.1f}", f"{spent / step_ms:.1%}")
-    if layers_mfu is not None:
-        table.caption = f"MFU of the layers alone: {layers_mfu:.1%}"
-    Console(width=100).print(table)
+    rows = ((kind, f"{spent:.1f}", f"{spent / step_ms:.1%}") for kind, spent in parts.parts_ms.items())
+    title = f"{case}: step {step_ms:.1f} ms, kernels {parts.busy_ms:.1f} ms"
+    caption = "" if layers_mfu is None else f"MFU of the layers alone: {layers_mfu:.1%}"
+    print_rows(("kernels", "ms", "of the step"), rows, title, caption)
 
 
 def _below_output_layer(event: Any) -> bool:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dagrl.bench.gpu.dying import DEATHS, PLACES, ask_for_death, died_at, has_died
-from dagrl.bench.report import write_rows
+from dagrl.bench.report import print_rows, write_rows
 from dagrl.errors import DagrlError, RunError
 
 if TYPE_CHECKING:
@@ -233,29 +233,13 @@ def _lines(path: Path) -> list[Any]:
 
 def print_table(faults: Sequence[Fault]) -> None:
     """Prints the rows."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="A worker killed with SIGKILL", title_justify="left")
-    for name in (
-        "in",
-        "role",
-        "told in phase",
-        "known after s",
-        "trained again after s",
-        "from step",
-        "steps",
-        "loss",
-        "grad norm",
-    ):
-        table.add_column(name, justify="right")
-    for fault in faults:
-        table.add_row(
-            fault.place, fault.role, fault.phase, f"{fault.detected_s:.3f}", f"{fault.training_again_s:.1f}",
-            str(fault.resumed_from_step), str(fault.steps_compared),
-            f"{fault.loss_difference:.1e}", f"{fault.grad_norm_difference:.1e}",
-        )  # fmt: skip
-    Console(width=120).print(table)
+    columns = "in, role, told in phase, known after s, trained again after s, from step, steps, loss, grad norm"
+    rows = (
+        (one.place, one.role, one.phase, f"{one.detected_s:.3f}", f"{one.training_again_s:.1f}", one.resumed_from_step,
+         one.steps_compared, f"{one.loss_difference:.1e}", f"{one.grad_norm_difference:.1e}")
+        for one in faults
+    )  # fmt: skip
+    print_rows(columns.split(", "), rows, "A worker killed with SIGKILL")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from statistics import median
 from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
 from dagrl.bench.peers.turns import Side
-from dagrl.bench.report import write_rows
+from dagrl.bench.report import print_rows, write_rows
 from dagrl.errors import ConfigError, RunError
 
 
@@ -309,20 +309,10 @@ def as_row(
 
 def print_table(rows: Sequence[PeerRow]) -> None:
     """Prints the rows."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("case", "peer", "dagrl s", "peer s", "ratio", "low to high", "pairs", "dagrl tokens/s", "peer tokens/s")
-    for row in rows:
-        table.add_row(
-            row.case,
-            row.peer,
-            f"{row.ours_s:.3f}",
-            f"{row.theirs_s:.3f}",
-            f"{row.ratio:.2f}",
-            f"{row.low:.2f} to {row.high:.2f}",
-            str(row.pairs),
-            f"{row.ours_tokens_per_s:,.0f}",
-            f"{row.theirs_tokens_per_s:,.0f}",
-        )
-    Console(width=130).print(table)
+    lines = (
+        (row.case, row.peer, f"{row.ours_s:.3f}", f"{row.theirs_s:.3f}", f"{row.ratio:.2f}",
+         f"{row.low:.2f} to {row.high:.2f}", row.pairs, f"{row.ours_tokens_per_s:,.0f}", f"{row.theirs_tokens_per_s:,.0f}")
+        for row in rows
+    )  # fmt: skip
+    columns = "case, peer, dagrl s, peer s, ratio, low to high, pairs, dagrl tokens/s, peer tokens/s"
+    print_rows(columns.split(", "), lines)

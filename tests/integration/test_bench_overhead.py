@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from dagrl.bench import waiting as module
-from dagrl.bench.first_step import first_steps
+from dagrl.bench.replays import first_steps, waiting
 from dagrl.bench.variants import Actors
-from dagrl.bench.waiting import waiting
 
 WORKERS = 2
 
