@@ -29,6 +29,7 @@ from dagrl.config.worker_checks import (
     check_delta,
     check_experts,
     check_shared_gpus,
+    check_shared_prefixes,
     check_spares,
     check_speculation,
 )
@@ -61,6 +62,7 @@ def check_settings(config: Config) -> None:
     check_communication(config)
     _check_models(config)
     check_experts(config)
+    check_shared_prefixes(config)
     check_spares(config)
 
 

@@ -14,6 +14,9 @@ from dagrl.runtime.layout import ParallelLayout
 SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM's LoRA slots can have (`MaxLoRARanks` in its config/lora.py)."""
 
+LEAST_SHARED = 0.05
+"""Prefixes that save less of a batch's tokens are not shared: attention takes a launch more for them."""
+
 LearnsFrom = Literal["samples", "demonstrations", "preferences"]
 """The kinds of data that algorithms learn from."""
 
@@ -142,6 +145,26 @@ def width_key(policy: PolicyConfig) -> str:
     return "policy.sequence_buckets" if policy.sequence_buckets else "policy.max_total_sequence_length"
 
 
+def least_shared(policy: PolicyConfig) -> float | None:
+    """Returns the part of a batch's tokens that shared prefixes must save for packed rows to have them; None: no row has."""
+    choice = policy.sequence_packing.shared_prefix
+    if choice is False or unshared_reason(policy):
+        return None
+    return LEAST_SHARED if choice == "auto" else 0.0
+
+
+def unshared_reason(policy: PolicyConfig) -> str:
+    """Returns why packed rows cannot share prefixes, and what to set instead; empty if they can."""
+    megatron = policy.megatron_cfg
+    if not policy.sequence_packing.enabled:
+        return "policy.sequence_packing.enabled is false; set it to true"
+    if megatron.context_parallel_size > 1:
+        return f"context_parallel_size is {megatron.context_parallel_size}, which splits every sequence; set it to 1"
+    if megatron.moe_aux_loss_coeff or megatron.moe_z_loss_coeff:
+        return "the router's loss (moe_aux_loss_coeff, moe_z_loss_coeff) counts the tokens of every sequence; set both to 0"
+    return ""
+
+
 def samples_per_step(config: Config) -> int:
     """Returns the samples of a generated batch: prompts times generations."""
     return config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
@@ -150,6 +173,13 @@ def samples_per_step(config: Config) -> int:
 def rows_per_sample(config: Config) -> int:
     """Returns the rows of a batch that each sample has: one, or the conversations of an agent, with empty rows for fewer."""
     return config.environment.max_conversations if config.environment.agent is not None else 1
+
+
+def rows_together(config: Config) -> int:
+    """Returns how many neighbours of a batch should stay on one shard, as they share a prefix; 1: it does not matter."""
+    if least_shared(config.policy) is None:
+        return 1
+    return 2 if compares(config) else config.grpo.num_generations_per_prompt * rows_per_sample(config)
 
 
 def uses_reference(config: Config) -> bool:

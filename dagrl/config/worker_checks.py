@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dagrl.config import Config
+from dagrl.config.roles import role_config
 from dagrl.config.settings import (
     SLOT_RANKS,
     generates,
@@ -10,9 +11,11 @@ from dagrl.config.settings import (
     has_fp8_kv_cache,
     is_colocated,
     layouts,
+    model_roles,
     sends_adapters,
     sharing_roles,
     takes_turns,
+    unshared_reason,
     uses_reference,
 )
 from dagrl.errors import ConfigError, LayoutError
@@ -171,6 +174,16 @@ def check_cuda_graphs(config: Config) -> None:
             f"{option} and policy.precision is {policy.precision!r}, but with sequence packing or context parallelism "
             "attention is one kernel in bfloat16 only; set policy.precision=bfloat16, or cuda_graphs=false"
         )
+
+
+def check_shared_prefixes(config: Config) -> None:
+    """Checks that packed rows can share prefixes, if they must."""
+    for role in ("train", *model_roles(config)):
+        policy = role_config(config, role).policy
+        if policy.sequence_packing.shared_prefix is True and (reason := unshared_reason(policy)):
+            raise ConfigError(
+                f"sequence_packing.shared_prefix is true for {role} workers, but {reason}, or set shared_prefix=auto"
+            )
 
 
 def check_experts(config: Config) -> None:

@@ -35,9 +35,11 @@ QUANTUM_OVERHEAD = "perf/quantum_overhead"  # share of the time of quanta in whi
 
 # Tokens
 VALID_TOKENS = "valid_tokens"  # tokens in the loss
-FILLED_TOKENS = "filled_tokens"  # tokens of the batch
+FILLED_TOKENS = "filled_tokens"  # tokens of the batch, without those that were shared
+SAVED_TOKENS = "saved_tokens"  # tokens of the batch that were not computed, as sequences share a prefix
 PROCESSED_TOKENS = "processed_tokens"  # tokens that the model processed, including padding
 MICROBATCH_PADDING = "microbatch_padding_share"  # padding among the processed tokens; `padding_share` is of the sent batch
+SHARED_PREFIXES = "shared_prefix_share"  # share of the batch's tokens that were not computed, as sequences share a prefix
 TOKENS_PER_SEC = "perf/tokens_per_sec"  # prompt and completion tokens of the step per second
 TOKENS_PER_SEC_PER_GPU = "perf/tokens_per_sec_per_gpu"  # per GPU of the run, or per worker without GPUs
 
@@ -76,7 +78,9 @@ RANK_TOKENS_PER_SEC = "policy_training_tokens_per_sec"
 RANK_TFLOPS = "train_tflops"
 RANK_MFU = "train_fp_utilization"
 
-COUNTS = frozenset({VALID_TOKENS, FILLED_TOKENS, PROCESSED_TOKENS, TRAIN_TFLOP, TRAIN_TOKENS})  # other `sums` are means
+COUNTS = frozenset(  # other `sums` are means
+    {VALID_TOKENS, FILLED_TOKENS, SAVED_TOKENS, PROCESSED_TOKENS, TRAIN_TFLOP, TRAIN_TOKENS}
+)
 
 
 def is_measured(name: str) -> bool:
@@ -102,7 +106,9 @@ class StepMetrics:
         if TRAIN_SECONDS in metrics:
             metrics |= throughput(metrics)
         if PROCESSED_TOKENS in metrics:
-            metrics[MICROBATCH_PADDING] = 1.0 - metrics.pop(FILLED_TOKENS) / metrics.pop(PROCESSED_TOKENS)
+            filled, saved = metrics.pop(FILLED_TOKENS), metrics.pop(SAVED_TOKENS)
+            metrics[MICROBATCH_PADDING] = 1.0 - filled / metrics.pop(PROCESSED_TOKENS)
+            metrics[SHARED_PREFIXES] = saved / max(filled + saved, 1.0)
         return metrics
 
 

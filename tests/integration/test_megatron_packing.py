@@ -13,6 +13,7 @@ import pytest
 
 from dagrl.config import DynamicBatchingConfig, LossConfig, SequencePackingConfig
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool
 from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
@@ -66,11 +67,60 @@ def test_losses_and_gradients_are_those_of_padded_microbatches(
                 np.testing.assert_allclose(found["gradients"][name] / scale, gradient / scale, atol=5e-6, err_msg=name)
 
 
-def run(group: Group) -> dict[str, Any]:
-    """Returns loss, gradients, log-probabilities, entropy, and the padding share of the model's input."""
-    batch = reference.make_batch(grpo=True)
+SHARED = [
+    ParallelLayout(),
+    ParallelLayout(dp=2, tp=2),
+    pytest.param(ParallelLayout(pp=2, vpp=2), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("layout", SHARED, ids=lambda layout: layout.describe().replace(" ", ""))
+def test_shared_prefixes_give_the_gradients_of_whole_sequences(
+    layout: ParallelLayout, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    """The truth is Hugging Face, one sequence at a time."""
+    packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 96, "shared_prefix": True}
+    megatron = {"sequence_parallel": layout.tp > 1}
+    config = reference.make_config(
+        tiny_models["qwen3"], megatron_cfg=megatron, sequence_packing=packing, optimizer=UNCLIPPED
+    )
+    batch = group_batch()
+    truth = reference.train_reference(tiny_models["qwen3"], batch, config, reference.sft_reference)
+    apart = SequencePackingConfig.model_validate({**packing, "shared_prefix": False})
+    with megatron_pool.group(layout, config) as group:
+        found = run(group, batch, "likelihood")
+        group.call("configure", {"sequence_packing": apart})
+        whole = run(group, batch, "likelihood")
+    assert found["saved"] > 0.1 and whole["saved"] == 0
+    inside = np.arange(batch.tokens) < batch["lengths"][:, None]
+    for name, expected in (("logprobs", truth.logprobs), ("entropy", truth.entropy)):
+        np.testing.assert_allclose(found[name], whole[name], atol=2e-6, rtol=0)
+        np.testing.assert_allclose(found[name], expected * inside, atol=1e-5, rtol=0)
+    assert found["loss"] == pytest.approx(whole["loss"], abs=1e-6) == pytest.approx(truth.losses[0], abs=2e-6)
+    for name, gradient in whole["gradients"].items():
+        scale = float(np.abs(gradient).max()) or 1.0
+        np.testing.assert_allclose(found["gradients"][name] / scale, gradient / scale, atol=5e-6, err_msg=name)
+        np.testing.assert_allclose(found["gradients"][name] / scale, truth.gradients[name] / scale, atol=2e-5, err_msg=name)
+
+
+def group_batch() -> Batch:
+    """Three prompts with completions of different lengths, one of them without a token in the loss."""
+    prompts, lengths = np.array([12] * 3 + [9] * 3 + [15] * 2), np.array([22, 13, 17, 12, 21, 9, 20, 16])
+    places, batch = np.arange(reference.WIDTH), reference.make_batch(grpo=True)
+    tokens = np.random.default_rng(5).integers(0, reference.VOCABULARY, batch["tokens"].shape)
+    for row in (1, 2, 4, 5, 7):
+        tokens[row, : prompts[row]] = tokens[row - 1, : prompts[row]]
+    inside = places < lengths[:, None]
+    mask = (inside & (places >= prompts[:, None])).astype(np.float32)
+    counts = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float((mask.sum(1) > 0).sum())}
+    return batch.with_fields(tokens=tokens * inside, lengths=lengths, loss_mask=mask).with_scalars(**counts)
+
+
+def run(group: Group, batch: Batch | None = None, loss: str = "policy") -> dict[str, Any]:
+    """Returns loss, gradients, log-probabilities, entropy, and the shares of padding and of saved tokens."""
+    batch = batch or reference.make_batch(grpo=True)
     rows = logprobs(group, batch)
-    step = train(group, batch, "policy", warmup=True)  # gradients, but no update
-    metrics = {"loss": step["loss"], "share": step["microbatch_padding_share"]}
+    step = train(group, batch, loss, warmup=True)  # gradients, but no update
+    metrics = {"loss": step["loss"], "share": step["microbatch_padding_share"], "saved": step["shared_prefix_share"]}
     gradients = reference.assemble(group.call("gradients"))
     return {**metrics, "gradients": gradients, "logprobs": rows["logprobs"], "entropy": rows["entropy"]}

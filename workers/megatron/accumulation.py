@@ -17,20 +17,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AccumulatedParts:
-    """The parts of a batch processed so far: undivided metrics, seconds, row lengths and routing."""
+    """The parts of a batch processed so far: undivided metrics, seconds, lengths of rows and saved prefixes,
+    and routing."""
 
     parts: int = 0
     metrics: StepMetrics = field(default_factory=StepMetrics)
     seconds: float = 0.0
     lengths: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    saved: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     loads: tuple[ExpertLoad, ...] = ()
 
     def with_part(
-        self, metrics: StepMetrics, seconds: float, lengths: npt.NDArray[Any], load: ExpertLoad
+        self,
+        metrics: StepMetrics,
+        seconds: float,
+        lengths: npt.NDArray[Any],
+        saved: npt.NDArray[np.int64],
+        load: ExpertLoad,
     ) -> AccumulatedParts:
         """Returns these parts and one more."""
-        merged, rows = merge_step_metrics([self.metrics, metrics]), np.concatenate([self.lengths, lengths])
-        return AccumulatedParts(self.parts + 1, merged, self.seconds + seconds, rows, (*self.loads, load))
+        merged, spent = merge_step_metrics([self.metrics, metrics]), self.seconds + seconds
+        rows, prefixes = np.concatenate([self.lengths, lengths]), np.concatenate([self.saved, saved])
+        return AccumulatedParts(self.parts + 1, merged, spent, rows, prefixes, (*self.loads, load))
 
     def before(self, parts: int) -> AccumulatedParts:
         """Returns what the next part is added to, after `parts` earlier ones; nothing if it is the first.

@@ -10,6 +10,7 @@ one by one. Imported only where Megatron is.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,7 +84,13 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     """Attention within segments. `query` [queries, heads, d], `key` and `value` [keys, kv_heads, d] -> like `query`."""
     if _flash_takes(query):
         # Variable-length FlashAttention 2: differentiable, causal from the end of each segment.
-        out: Tensor = torch.ops.aten._flash_attention_forward(
+        out: Tensor
+        if segments.prefixes is not None:
+            from dagrl.workers.megatron.prefix_attention import prefix_attention
+
+            out = prefix_attention(query, key, value, segments, scale)
+            return out
+        out = torch.ops.aten._flash_attention_forward(
             query,
             key,
             value,
@@ -98,9 +105,16 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
         )[0]
         return out
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, tokens, d]
-    queries, keys = list(segments.query_lengths), list(segments.key_lengths)
-    parts = zip(torch.split(q, queries, 2), torch.split(k, keys, 2), torch.split(v, keys, 2), strict=True)
+    seen = [_seen(torch.split(one, list(segments.key_lengths), 2), segments.heads) for one in (k, v)]
+    parts = zip(torch.split(q, list(segments.query_lengths), 2), *seen, strict=True)
     return torch.cat([_attend(part_q, part_k, part_v, scale)[0].transpose(0, 1) for part_q, part_k, part_v in parts])
+
+
+def _seen(parts: Sequence[Tensor], heads: Sequence[int]) -> Sequence[Tensor]:
+    """Returns the keys or values that each segment sees: its prefix's, and its own."""
+    if not heads:
+        return parts
+    return [torch.cat((parts[head], own), 2) if head >= 0 else own for own, head in zip(parts, heads, strict=True)]
 
 
 def _flash_takes(query: Tensor) -> bool:

@@ -40,36 +40,48 @@ def plain_pass(chunk: Any, microbatch: Microbatch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _PassShape:
-    """The key under which microbatches share a recording: shape of `tokens` [b, s], gradients, and segment capacity.
+class _Capacity:
+    """The segments that a recording has room for. Count and lengths are rounded up; kernels skip empty segments."""
 
-    Segment count and lengths are rounded up; kernels skip empty segments.
-    """
+    number: int
+    longest_query: int
+    longest_key: int
+    prefixes: _Capacity | None
+
+    @staticmethod
+    def of(segments: Segments | None) -> _Capacity | None:
+        """Returns the capacity for segments like these."""
+        if segments is None:
+            return None
+        number = _rounded(len(segments.query_lengths), FEWEST_SEGMENTS)
+        query = min(_rounded(segments.longest_query, SHORTEST_SEGMENT), sum(segments.query_lengths))
+        key = min(_rounded(segments.longest_key, SHORTEST_SEGMENT), sum(segments.key_lengths))
+        return _Capacity(number, query, key, _Capacity.of(segments.prefixes))
+
+    def allocate(self, segments: Segments) -> Segments:
+        """Copies segments to static memory of this capacity."""
+        queries, keys = (_pad_starts(one, self.number + 1) for one in (segments.query_starts, segments.key_starts))
+        order = None if segments.key_order is None else segments.key_order.clone()
+        prefixes = self.prefixes.allocate(segments.prefixes) if self.prefixes and segments.prefixes else None
+        return Segments((self.longest_query,), (self.longest_key,), queries, keys, order, (), prefixes)
+
+
+@dataclass(frozen=True)
+class _PassShape:
+    """The key under which microbatches share a recording: shape of `tokens` [b, s], gradients, and segment capacity."""
 
     tokens: tuple[int, ...]
     backward: bool
-    segments: int
-    longest_query: int
-    longest_key: int
+    segments: _Capacity | None
 
     @staticmethod
     def of(microbatch: Microbatch) -> _PassShape:
         """Returns the shape of a microbatch in the current gradient mode."""
-        shape, backward, segments = tuple(microbatch.tokens.shape), torch.is_grad_enabled(), microbatch.segments
-        if segments is None:
-            return _PassShape(shape, backward, 0, 0, 0)
-        number = _rounded(len(segments.query_lengths), FEWEST_SEGMENTS)
-        query = min(_rounded(segments.longest_query, SHORTEST_SEGMENT), sum(segments.query_lengths))
-        key = min(_rounded(segments.longest_key, SHORTEST_SEGMENT), sum(segments.key_lengths))
-        return _PassShape(shape, backward, number, query, key)
+        return _PassShape(tuple(microbatch.tokens.shape), torch.is_grad_enabled(), _Capacity.of(microbatch.segments))
 
     def allocate(self, microbatch: Microbatch) -> Microbatch:
         """Copies the microbatch to static memory for recording. Later microbatches are copied into it."""
-        segments = microbatch.segments
-        if segments is not None:
-            queries, keys = (_pad_starts(one, self.segments + 1) for one in (segments.query_starts, segments.key_starts))
-            order = None if segments.key_order is None else segments.key_order.clone()
-            segments = Segments((self.longest_query,), (self.longest_key,), queries, keys, order)
+        segments = self.segments.allocate(microbatch.segments) if self.segments and microbatch.segments else None
         tokens, positions = microbatch.tokens.clone(), microbatch.positions.clone()
         return replace(microbatch, tokens=tokens, positions=positions, data={}, segments=segments)
 
@@ -184,13 +196,17 @@ class _Recording:
     def _fill(self, microbatch: Microbatch) -> None:
         self._input.tokens.copy_(microbatch.tokens)
         self._input.positions.copy_(microbatch.positions)
-        here, there = self._input.segments, microbatch.segments
-        if here is None or there is None:
-            return
-        here.query_starts.copy_(_pad_starts(there.query_starts, len(here.query_starts)))
-        here.key_starts.copy_(_pad_starts(there.key_starts, len(here.key_starts)))
-        if here.key_order is not None and there.key_order is not None:
-            here.key_order.copy_(there.key_order)
+        _fill_segments(self._input.segments, microbatch.segments)
+
+
+def _fill_segments(here: Segments | None, there: Segments | None) -> None:
+    if here is None or there is None:
+        return
+    here.query_starts.copy_(_pad_starts(there.query_starts, len(here.query_starts)))
+    here.key_starts.copy_(_pad_starts(there.key_starts, len(here.key_starts)))
+    if here.key_order is not None and there.key_order is not None:
+        here.key_order.copy_(there.key_order)
+    _fill_segments(here.prefixes, there.prefixes)
 
 
 class _ReplayedPass(torch.autograd.Function):

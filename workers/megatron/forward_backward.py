@@ -21,7 +21,7 @@ from torch import Tensor
 from dagrl.rl.algorithm import Algorithm
 from dagrl.rl.losses import Denominators, batch_loss
 from dagrl.rl.token_losses import Sequences
-from dagrl.telemetry.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, StepMetrics
+from dagrl.telemetry.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, SAVED_TOKENS, StepMetrics
 from dagrl.workers.megatron.cuda_graphs import ModelPass
 from dagrl.workers.megatron.logprobs import OutputLayer, token_logprobs
 from dagrl.workers.megatron.microbatches import Microbatch, Microbatches
@@ -78,7 +78,8 @@ class BatchLosses:
     def read(self) -> StepMetrics:
         """Returns the metrics over all microbatches. Waits for the device, so launch other work first."""
         sums, maxima = ([part[kind] for part in self.parts] for kind in ("sums", "maxima"))
-        tokens = {FILLED_TOKENS: self.batch.filled, PROCESSED_TOKENS: self.batch.processed}
+        saved = float(self.batch.saved.sum())
+        tokens = {FILLED_TOKENS: self.batch.filled, SAVED_TOKENS: saved, PROCESSED_TOKENS: self.batch.processed}
         return StepMetrics(sums=_merge(sums, torch.sum) | tokens, maxima=_merge(maxima, torch.amax))
 
 

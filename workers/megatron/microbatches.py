@@ -1,8 +1,7 @@
 """Splits a padded batch into microbatches for one context-parallel worker, and assembles the results.
 
-`SplitRule` has three kinds. `rows` takes the rows as they are, equally many per microbatch. `dynamic` groups rows of similar
-length and pads them to the longest. `packed` puts many sequences into one row. In all of them a table maps each token of a
-microbatch to its position in the batch, and every field is gathered by that table.
+`dagrl.workers.megatron.row_plans` decides which sequences go together. A table maps each token of a microbatch to its
+position in the batch, and every field is gathered by that table.
 
 Megatron predicts the next token: position `t` of the model's output belongs to token `t + 1`. The batch is token aligned
 (`dagrl.runtime.shapes`), so labels and token fields are shifted by one here, and results are shifted back. Imported only
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,49 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dagrl.config import PolicyConfig
 from dagrl.rl.losses import row_sums
 from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, RoutedLayers, field_bytes
-from dagrl.runtime.layout import Coordinates, ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron.host_memory import upload
-from dagrl.workers.megatron.packing import Bins, by_length, fitting_width, largest, pack, pack_widths, spread
+from dagrl.workers.megatron.row_plans import ParallelRank, PlannedRow, SplitRule, plan_rows, row_widths
 from dagrl.workers.megatron.scored import scored_tokens
 from dagrl.workers.megatron.segments import Indices, LayerInputs, RoutedTokens, Segments, make_segments, zigzag
-
-TAIL = 64  # tokens of one padding sequence: short ones cost attention little
-
-
-@dataclass(frozen=True)
-class SplitRule:
-    """How a batch is split into microbatches: of up to `rows` rows, or up to `tokens` tokens."""
-
-    kind: Literal["rows", "packed", "dynamic"]
-    rows: int
-    tokens: int
-    algorithm: str
-    round_to: int
-
-    @staticmethod
-    def of(policy: PolicyConfig, purpose: Literal["train", "logprob"]) -> SplitRule:
-        """Reads the rule for training or for log-probabilities."""
-        packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-        kind: Literal["rows", "packed", "dynamic"] = (
-            "packed" if packing.enabled else "dynamic" if dynamic.enabled else "rows"
-        )
-        rows = policy.train_micro_batch_size if purpose == "train" else policy.logprob_batch_size
-        return SplitRule(kind, rows, policy.microbatch_tokens(purpose), packing.algorithm, dynamic.sequence_length_round)
-
-
-@dataclass(frozen=True)
-class ParallelRank:
-    """A worker's coordinates, device, and its context-parallel and data-parallel process groups."""
-
-    layout: ParallelLayout
-    at: Coordinates
-    context_group: Any
-    data_group: Any
-    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -103,7 +65,9 @@ class RoutedModel:
 class Microbatches:
     """All microbatches of a batch of `rows` x `width`. `shape` is that of the first, before context parallelism.
 
-    `filled` of the `processed` tokens are not padding. Both are this worker's share of the sums over all workers.
+    `filled` of the `processed` tokens are not padding. Both are this worker's share of the sums over all workers. `prefixes`
+    [2, rows] has the row in which each row's first tokens are computed, and their number; None: no tokens are shared.
+    `saved` are the lengths of the prefixes that are not computed again.
     """
 
     items: tuple[Microbatch, ...]
@@ -113,6 +77,8 @@ class Microbatches:
     filled: float
     processed: float
     rank: ParallelRank
+    prefixes: Tensor | None
+    saved: Indices
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
         """Assembles one [b, s] per microbatch to token-aligned [rows, width]. Entry 0 of each row and padding are 0."""
@@ -121,7 +87,12 @@ class Microbatches:
         whole = values.new_zeros(self.rows * self.width + 1).index_copy_(0, targets, values)
         if self.rank.layout.cp > 1:
             dist.all_reduce(whole, group=self.rank.context_group)  # each token's value is on one worker
-        return whole[:-1].view(self.rows, self.width)
+        whole = whole[:-1].view(self.rows, self.width)
+        if self.prefixes is None:
+            return whole
+        first, shared = self.prefixes
+        inside = torch.arange(self.width, device=whole.device) <= shared[:, None]
+        return torch.where(inside, whole[first], whole)
 
 
 def split_batch(
@@ -135,11 +106,13 @@ def split_batch(
     `masked`, all tokens are scored.
     """
     lengths = batch["lengths"].astype(np.int64)
-    plans = [_MicrobatchPlan.of(rows, rank) for rows in _plan_rows(batch, lengths, rule, rank)]
-    sequences = np.array([sequence for plan in plans for sequence in plan.sequences], np.int64).T
+    plans = [_MicrobatchPlan.of(rows, rank) for rows in plan_rows(batch, rule, rank)]
+    pieces = np.array([piece for plan in plans for piece in plan.pieces], np.int64).T
+    prefixes = _prefixes(plans, batch.rows)
+    saved = prefixes[1][prefixes[0] != np.arange(batch.rows)]
     arrays = {name: field_bytes(array) if name == ROUTED_EXPERTS else array for name, array in batch.fields.items()}
     del arrays["lengths"]
-    whole, own, *columns = upload([sequences, lengths, *arrays.values()], rank.device)
+    whole, own, sources, *columns = upload([pieces, lengths, prefixes, *arrays.values()], rank.device)
     size = sum(rows * width for rows, width in (plan.shape for plan in plans))
     table = _table(whole, own, size, batch, rank)
     fields = dict(zip(arrays, columns, strict=True))
@@ -148,13 +121,14 @@ def split_batch(
     if model is not None:
         items = _with_routed_tokens(items, table, recorded, model, rank)
     if masked and "loss_mask" in batch.fields and rank.layout.cp == 1:
-        rows_of = [[row for row, _ in plan.sequences] for plan in plans]
+        rows_of = [{piece.row for piece in plan.pieces} for plan in plans]
         scored = scored_tokens([item.data["loss_mask"] for item in items], rows_of, batch)
         items = tuple(replace(item, scored=one) for item, one in zip(items, scored, strict=True))
-    filled = float(lengths.sum()) / rank.layout.cp
+    filled = float(lengths.sum() - saved.sum()) / rank.layout.cp
     rows, width = plans[0].shape
     shape = (rows, width * rank.layout.cp)
-    return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), rank)
+    shared = sources if len(saved) else None
+    return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), rank, shared, saved)
 
 
 def gather_shard_rows(batch: Batch, columns: Sequence[Tensor], rank: ParallelRank) -> tuple[Batch, list[Tensor]]:
@@ -177,97 +151,77 @@ def gather_shard_rows(batch: Batch, columns: Sequence[Tensor], rank: ParallelRan
 def warmup_batches(batch: Batch, rule: SplitRule, rank: ParallelRank, seen: set[int]) -> Iterator[Batch]:
     """Yields the batch; for packed microbatches first one batch for each width that they may be padded to.
 
+    If they can share prefixes, these rows differ in their first token, and another batch has rows that are alike.
+
     `seen` holds the widths that the phase has already run at in larger buckets, and is updated. The largest width comes
     first, so that memory that Megatron keeps for one shape suffices for the next.
     """
-    for width in reversed(_widths(rule, rank.layout)) if rule.kind == "packed" else ():
+    shares = rule.shares(rank.layout)
+    apart = _apart(batch) if shares else batch
+    for width in reversed(row_widths(rule, rank.layout)) if rule.kind == "packed" else ():
         rows = -(-width // batch.tokens)
         if rows <= batch.rows and width not in seen:
             seen.add(width)
             lengths = np.full(rows, batch.tokens)
             lengths[-1] -= rows * batch.tokens - width
-            yield batch.select(range(rows)).with_fields(lengths=lengths)
+            yield apart.select(range(rows)).with_fields(lengths=lengths)
+    if shares:
+        yield from (apart, _alike(batch))
     yield batch
 
 
-SequenceRow = Sequence[tuple[int, int]]
-"""A row of a microbatch: for each sequence its row in the batch (-1: padding) and its padded length."""
+def _apart(batch: Batch) -> Batch:
+    tokens = batch["tokens"].copy()
+    tokens[:, 0] = np.arange(batch.rows) % 2
+    return batch.with_fields(tokens=tokens)
 
 
-def _plan_rows(batch: Batch, lengths: Indices, rule: SplitRule, rank: ParallelRank) -> list[list[SequenceRow]]:
-    """Returns the rows of each microbatch. Rows of one microbatch have equal width."""
-    if rule.kind == "packed":
-        return _packed(lengths, rule, rank)
-    if rule.kind == "dynamic":
-        return _dynamic(lengths, rule, rank)
-    whole = _round_up(-(-batch.rows // rule.rows), _rounds(rank.layout))
-    size = -(-batch.rows // whole)  # at most `rule.rows`, with minimal padding
-    present = 1 + int(np.flatnonzero(lengths).max(initial=0))  # padding rows come last
-    count = _round_up(_max_over_dp(-(-present // size), rank), _rounds(rank.layout))
-    width = _round_up(batch.tokens, _width_multiple(rank.layout))
-    rows = [*range(present), *[-1] * (count * size - present)]
-    return [[[(row, width)] for row in rows[start : start + size]] for start in range(0, len(rows), size)]
-
-
-def _packed(lengths: Indices, rule: SplitRule, rank: ParallelRank) -> list[list[SequenceRow]]:
-    """Packs sequences into one row per microbatch, all of one width on every data-parallel worker."""
-    each = _sequence_multiple(rank.layout)
-    present = np.flatnonzero(lengths).tolist()
-    room = [_round_up(int(length), each) for length in lengths[present]]
-    bins = pack(room, _budget(rule, rank.layout), rule.algorithm)
-    count = _round_up(_max_over_dp(len(bins), rank), _rounds(rank.layout))
-    bins = spread(room, bins, count, _budget(rule, rank.layout))
-    width = fitting_width(_max_over_dp(largest(room, bins), rank), _widths(rule, rank.layout))
-    return [[_filled_row([(present[index], room[index]) for index in held], width, each)] for held in bins]
-
-
-def _filled_row(row: list[tuple[int, int]], width: int, each: int) -> SequenceRow:
-    left = width - sum(room for _, room in row)
-    piece = _round_up(TAIL, each)
-    return [*row, *((-1, min(piece, left - start)) for start in range(0, left, piece))]
-
-
-def _dynamic(lengths: Indices, rule: SplitRule, rank: ParallelRank) -> list[list[SequenceRow]]:
-    """Groups rows of similar length, padded to the longest."""
-    present = np.flatnonzero(lengths).tolist()
-    bins: Bins = by_length(lengths[present].tolist(), rule.tokens, rule.round_to)
-    count = _round_up(_max_over_dp(len(bins), rank), _rounds(rank.layout))
-    rows = [[present[index] for index in held] for held in bins] + [[-1]] * (count - len(bins))
-    multiple = _width_multiple(rank.layout)
-    widths = [
-        _round_up(_round_up(max(int(lengths[row]) if row >= 0 else 1 for row in held), rule.round_to), multiple)
-        for held in rows
-    ]
-    return [[[(row, width)] for row in held] for held, width in zip(rows, widths, strict=True)]
-
-
-def _max_over_dp(number: int, rank: ParallelRank) -> int:
-    """Returns the maximum of `number` over the data-parallel workers, at least 1."""
-    if rank.layout.dp == 1:
-        return max(number, 1)
-    shared = torch.tensor(max(number, 1), device=rank.device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=rank.data_group)
-    return int(shared)
+def _alike(batch: Batch) -> Batch:
+    fields = {"tokens": np.repeat(batch["tokens"][:1], batch.rows, axis=0)}
+    if "loss_mask" in batch.fields:
+        fields["loss_mask"] = batch["loss_mask"] * (np.arange(batch.tokens) > batch.tokens // 2)
+    return batch.with_fields(**fields)
 
 
 @dataclass(frozen=True)
 class _MicrobatchPlan:
-    """A planned microbatch: its sequences, row by row, and its shape [b, s] and segments on one cp worker."""
+    """A planned microbatch: its pieces, row by row, and its shape [b, s] and segments on one cp worker.
 
-    sequences: SequenceRow
+    `heads` has for each piece the index of the one with the tokens before it, -1 for none.
+    """
+
+    pieces: PlannedRow
+    heads: Sequence[int]
     shape: tuple[int, int]
     segments: Segments | None
 
     @staticmethod
-    def of(rows: list[SequenceRow], rank: ParallelRank) -> _MicrobatchPlan:
+    def of(rows: list[PlannedRow], rank: ParallelRank) -> _MicrobatchPlan:
         """Plans the microbatch of these rows of equal width on this worker."""
         size = rank.layout.cp
         plain = size == 1 and all(len(row) == 1 for row in rows)
-        segments = (
-            None if plain else make_segments([[room for _, room in row] for row in rows], size, rank.at.cp, rank.device)
-        )
-        width = sum(room for _, room in rows[0]) // size
-        return _MicrobatchPlan([sequence for row in rows for sequence in row], (len(rows), width), segments)
+        pieces, heads = [piece for row in rows for piece in row], _heads(rows)
+        lengths = [[piece.tokens for piece in row] for row in rows]
+        segments = None if plain else make_segments(lengths, size, rank.at.cp, rank.device, heads)
+        return _MicrobatchPlan(pieces, heads, (len(rows), sum(lengths[0]) // size), segments)
+
+
+def _heads(rows: Sequence[PlannedRow]) -> list[int]:
+    heads, last = list[int](), -1
+    for index, piece in enumerate(piece for row in rows for piece in row):
+        last = last if piece.start else index
+        heads.append(last if piece.start else -1)
+    return heads
+
+
+def _prefixes(plans: Sequence[_MicrobatchPlan], rows: int) -> Indices:
+    """Returns `Microbatches.prefixes` on the host."""
+    prefixes = np.stack([np.arange(rows), np.zeros(rows, np.int64)])
+    for plan in plans:
+        for piece, head in zip(plan.pieces, plan.heads, strict=True):
+            if head >= 0:
+                prefixes[:, piece.row] = plan.pieces[head].row, piece.start
+    return prefixes
 
 
 @dataclass(frozen=True)
@@ -286,13 +240,13 @@ class _Table:
     nowhere: int
 
 
-def _table(sequences: Tensor, lengths: Tensor, size: int, batch: Batch, rank: ParallelRank) -> _Table:
-    """Builds the table. `sequences` [2, m] has each sequence's row (-1: padding) and padded length; `size` tokens here."""
-    numbers, rooms = sequences
+def _table(pieces: Tensor, lengths: Tensor, size: int, batch: Batch, rank: ParallelRank) -> _Table:
+    """Builds the table. `pieces` [3, m] has each `Piece`; `size` tokens are here."""
+    numbers, starts, rooms = pieces
     held = rooms // rank.layout.cp  # tokens of each sequence on this worker
     owners = torch.repeat_interleave(held, output_size=size)
     positions = torch.arange(size, device=held.device) - (held.cumsum(0) - held)[owners]
-    positions = zigzag(positions, held[owners], rank.layout.cp, rank.at.cp)
+    positions = zigzag(positions, held[owners], rank.layout.cp, rank.at.cp) + starts[owners]
     ends = torch.where(numbers < 0, 0, lengths[numbers])[owners]
     nowhere, sources = batch.rows * batch.tokens, positions + (numbers * batch.tokens)[owners]
     return _Table(
@@ -381,30 +335,3 @@ def _fill_padding(taken: Tensor, tokens: Tensor, table: _Table, lengths: Tensor,
 def _microbatch(parts: Sequence[Tensor], names: Sequence[str], segments: Segments | None, sequences: int) -> Microbatch:
     tokens, labels, positions, targets, *data = parts
     return Microbatch(tokens, labels, positions, targets, dict(zip(names, data, strict=True)), segments, sequences)
-
-
-def _widths(rule: SplitRule, layout: ParallelLayout) -> tuple[int, ...]:
-    return pack_widths(_budget(rule, layout), _width_multiple(layout))
-
-
-def _budget(rule: SplitRule, layout: ParallelLayout) -> int:
-    return _round_up(rule.tokens, _width_multiple(layout))
-
-
-def _rounds(layout: ParallelLayout) -> int:
-    """Returns the multiple that an interleaved schedule requires for the number of microbatches."""
-    return layout.pp if layout.vpp > 1 else 1
-
-
-def _sequence_multiple(layout: ParallelLayout) -> int:
-    """Context parallelism splits each sequence into 2 x cp chunks."""
-    return 2 * layout.cp if layout.cp > 1 else 1
-
-
-def _width_multiple(layout: ParallelLayout) -> int:
-    """Returns the multiple for row widths: sequences split over cp, then over tp under sequence parallelism."""
-    return _sequence_multiple(layout) * layout.tp
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -6,7 +6,7 @@ The host counts the tokens, so the device finds them without a wait. Imported on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from dagrl.runtime.shapes import Array, Batch
 from dagrl.workers.megatron.logprobs import OutputLayer, token_logprobs
 
 
-def scored_tokens(masks: Sequence[Tensor], rows: Sequence[Sequence[int]], batch: Batch) -> list[Tensor]:
+def scored_tokens(masks: Sequence[Tensor], rows: Sequence[Collection[int]], batch: Batch) -> list[Tensor]:
     """Returns the scored tokens of each microbatch of `batch`, given its loss mask and its rows; row -1 is padding."""
     per_row = scored_per_row(batch["loss_mask"], batch["lengths"])
     counts = [sum(int(per_row[row]) for row in held if row >= 0) for held in rows]

@@ -6,6 +6,8 @@ A microbatch of `b` rows is flattened to `b * s` tokens. A segment is a run of q
 from its end: the last query sees every key, the previous one all but the last, and so on. A packed sequence is one segment.
 Under context parallelism a worker holds two chunks of every sequence (`zigzag`), which are two segments: each has the
 chunk's queries and all keys up to the chunk's end, selected from the gathered keys.
+
+Segments may share a prefix (`dagrl.workers.megatron.prefixes`): another segment, whose keys all their queries see too.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ class Segments:
 
     `query_starts` and `key_starts` [n + 1] int32 are offsets on the device. `key_order` indexes the keys of all
     context-parallel workers, gathered in rank order; None: keys are ordered like queries.
+
+    `heads` [n] has the index of each segment's prefix, -1 for none; empty: there are no prefixes. `prefixes` then divides
+    queries and keys into segments that are not causal: the queries after a prefix see its keys, all others none.
     """
 
     query_lengths: tuple[int, ...]
@@ -37,6 +42,8 @@ class Segments:
     query_starts: Tensor
     key_starts: Tensor
     key_order: Tensor | None
+    heads: tuple[int, ...] = ()
+    prefixes: Segments | None = None
 
     @property
     def longest_query(self) -> int:
@@ -87,15 +94,23 @@ def zigzag(indices: Tensor, held: Tensor, size: int, rank: int) -> Tensor:
     return indices + torch.where(indices < chunk, rank, 2 * size - 2 - rank) * chunk
 
 
-def make_segments(rows: Sequence[Sequence[int]], size: int, rank: int, device: torch.device) -> Segments:
+def make_segments(
+    rows: Sequence[Sequence[int]], size: int, rank: int, device: torch.device, heads: Sequence[int] = ()
+) -> Segments:
     """Returns the segments of a microbatch for context-parallel worker `rank` of `size`.
 
-    `rows` are the lengths of the sequences in each row before the split: multiples of `2 size` if size is above 1.
+    `rows` are the lengths of the sequences in each row before the split: multiples of `2 size` if size is above 1. `heads`
+    are those of `Segments`, for size 1: segments directly follow their prefix, or others that have it.
     """
     if size == 1:
-        lengths = [length for row in rows for length in row]
-        (starts,) = upload([_starts(lengths)], device)
-        return Segments(tuple(lengths), tuple(lengths), starts, starts, None)
+        whole = tuple(length for row in rows for length in row)
+        if max(heads, default=-1) < 0:
+            (starts,) = upload([_starts(whole)], device)
+            return Segments(whole, whole, starts, starts, None)
+        after, before = _after_prefixes(whole, heads)
+        starts, query_starts, key_starts = upload([_starts(one) for one in (whole, after, before)], device)
+        prefixes = Segments(after, before, query_starts, key_starts, None)
+        return Segments(whole, whole, starts, starts, None, tuple(heads), prefixes)
     queries: list[int] = []
     keys: list[Indices] = []
     width = sum(rows[0]) // size  # tokens of a row on one worker
@@ -111,6 +126,24 @@ def make_segments(rows: Sequence[Sequence[int]], size: int, rank: int, device: t
     lengths = [len(indices) for indices in keys]
     query_starts, key_starts, order = upload([_starts(queries), _starts(lengths), np.concatenate(keys)], device)
     return Segments(tuple(queries), tuple(lengths), query_starts, key_starts, order)
+
+
+def _after_prefixes(lengths: Sequence[int], heads: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the lengths of the segments in `Segments.prefixes`, in queries and in keys."""
+    after = [0] * len(lengths)
+    for length, head in zip(lengths, heads, strict=True):
+        if head >= 0:
+            after[head] += length
+    parts: list[tuple[int, int]] = []
+    blind = unseen = 0  # queries and keys since the last prefix
+    for length, head, queries in zip(lengths, heads, after, strict=True):
+        if queries:
+            parts += [(blind + length, 0), (0, unseen), (queries, length)]
+            blind, unseen = 0, queries
+        elif head < 0:
+            blind, unseen = blind + length, unseen + length
+    parts += [(blind, 0), (0, unseen)]
+    return tuple(queries for queries, _ in parts), tuple(keys for _, keys in parts)
 
 
 def _chunk_indices(start: int, chunk: int, tokens: int, size: int) -> list[Indices]:

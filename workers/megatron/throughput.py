@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy.typing as npt
 import torch
 
 from dagrl.config import PolicyConfig
@@ -22,6 +21,7 @@ from dagrl.telemetry.metrics import (
 from dagrl.workers.megatron.flops import peak_tflops, step_tflop
 
 if TYPE_CHECKING:
+    from dagrl.workers.megatron.accumulation import AccumulatedParts
     from dagrl.workers.megatron.architecture import Architecture
 
 
@@ -30,15 +30,18 @@ def throughput_metrics(
     policy: PolicyConfig,
     context: WorkerContext,
     device: torch.device,
-    lengths: npt.NDArray[Any],
-    seconds: float,
+    step: AccumulatedParts,
 ) -> StepMetrics:
-    """Returns this worker's equal share of a shard's FLOPs and tokens for rows of `lengths` [rows], its time and memory."""
+    """Returns this worker's equal share of a shard's FLOPs and tokens of a step, its time and memory.
+
+    Tokens are those of all rows; the FLOPs are without those of saved prefixes.
+    """
     part = context.layout.dp / context.layout.world_size
     own = f"{RANK}{context.rank}/"
-    counts = {TRAIN_TFLOP: part * step_tflop(model, lengths), TRAIN_TOKENS: part * float(lengths.sum())}
+    tflop = step_tflop(model, step.lengths) - step_tflop(model, step.saved)
+    counts = {TRAIN_TFLOP: part * tflop, TRAIN_TOKENS: part * float(step.lengths.sum())}
     sums = {**counts, **{own + name: value for name, value in counts.items()}, TRAIN_RANKS: 1.0}
-    maxima = {TRAIN_SECONDS: seconds, f"{own}train_seconds": seconds}
+    maxima = {TRAIN_SECONDS: step.seconds, f"{own}train_seconds": step.seconds}
     on_gpu = device.type == "cuda"
     if on_gpu:
         memory = torch.cuda.max_memory_allocated(device) / 2**30

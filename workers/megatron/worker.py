@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from dagrl.rl.losses import Denominators
     from dagrl.workers.megatron.cuda_graphs import ModelPass
     from dagrl.workers.megatron.forward_backward import MicrobatchLoss
-    from dagrl.workers.megatron.microbatches import Microbatches, ParallelRank
+    from dagrl.workers.megatron.microbatches import Microbatches
     from dagrl.workers.megatron.model import ModelChunks
+    from dagrl.workers.megatron.row_plans import ParallelRank
 
 
 class MegatronWorker(MegatronWorkerState):
@@ -71,10 +72,9 @@ class MegatronWorker(MegatronWorkerState):
             early = divided(before.metrics, algorithm, denominators)
             metrics = merge_step_metrics([early, losses.read(), StepMetrics(shared=shared)])
             experts = load.read()
-        whole = before.with_part(metrics, time.perf_counter() - started, batch["lengths"], load)
-        figures = throughput_metrics(
-            trainer.model.architecture, self.config.policy, self.context, self._device, whole.lengths, whole.seconds
-        )
+        seconds = time.perf_counter() - started
+        whole = before.with_part(metrics, seconds, batch["lengths"], microbatches.saved, load)
+        figures = throughput_metrics(trainer.model.architecture, self.config.policy, self.context, self._device, whole)
         return merge_step_metrics([metrics if self._reports else StepMetrics(), experts, figures])
 
     def accumulate_gradients(self, batch: Batch, loss: str) -> None:
@@ -100,7 +100,8 @@ class MegatronWorker(MegatronWorkerState):
                     losses = accumulate_losses(trainer.chunks, trainer.model_pass, microbatches, undivided)
             metrics = losses.read()
         if not in_warmup():
-            self._accumulated = before.with_part(metrics, time.perf_counter() - started, batch["lengths"], load)
+            seconds = time.perf_counter() - started
+            self._accumulated = before.with_part(metrics, seconds, batch["lengths"], microbatches.saved, load)
 
     def _take_accumulated(self, batch: Batch) -> AccumulatedParts:
         """Takes the accumulated parts that the batch continues. They cannot be continued again, even after a failure."""
@@ -302,7 +303,8 @@ class MegatronWorker(MegatronWorkerState):
 
     def _microbatches(self, batch: Batch, purpose: Literal["train", "logprob"]) -> Iterator[Microbatches]:
         """Returns the batch's microbatches; in a warm-up first those of every shape that its phase has not run at."""
-        from dagrl.workers.megatron.microbatches import RoutedModel, SplitRule, split_batch, warmup_batches
+        from dagrl.workers.megatron.microbatches import RoutedModel, split_batch, warmup_batches
+        from dagrl.workers.megatron.row_plans import SplitRule
 
         rank, rule = self._parallel_rank(), SplitRule.of(self.config.policy, purpose)
         architecture = self._ready().model.architecture
@@ -318,7 +320,7 @@ class MegatronWorker(MegatronWorkerState):
     def _parallel_rank(self) -> ParallelRank:
         from megatron.core import parallel_state
 
-        from dagrl.workers.megatron.microbatches import ParallelRank
+        from dagrl.workers.megatron.row_plans import ParallelRank
 
         groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
         return ParallelRank(self.context.layout, self.context.coordinates, *groups, self._device)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import Config
-from dagrl.config.settings import rows_per_sample, uses_teacher
+from dagrl.config.settings import rows_per_sample, rows_together, uses_teacher
 from dagrl.rl.routed_experts import ROUTED_EXPERTS
 from dagrl.run.plans import logprob_phases
 from dagrl.run.replays import Replays
@@ -35,8 +35,8 @@ def split_minibatches(config: Config, batch: Batch) -> list[ShardRows] | None:
         return None
     size = config.policy.train_global_batch_size * rows_per_sample(config)
     lengths = batch["lengths"].astype(np.int64)
-    shards = config.policy.megatron_cfg.layout.dp
-    return [split_rows(lengths[start : start + size], shards) for start in range(0, batch.rows, size)]
+    shards, together = config.policy.megatron_cfg.layout.dp, rows_together(config)
+    return [split_rows(lengths[start : start + size], shards, together) for start in range(0, batch.rows, size)]
 
 
 def compute_logprobs(

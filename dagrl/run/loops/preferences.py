@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import algorithm_name, holds_reference
+from dagrl.config.settings import algorithm_name, holds_reference, rows_together
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Preference, collate_pairs
 from dagrl.rl.algorithm import algorithm_of
@@ -21,6 +21,7 @@ from dagrl.rl.preferences import PairLosses, PreferenceAlgorithm, pair_losses, s
 from dagrl.run.checkpoint_saver import ranking_metric
 from dagrl.run.checkpoints import TrainState
 from dagrl.run.fleet import Fleet
+from dagrl.run.loops.logprobs import ShardRows
 from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.plans import preference_plans
 from dagrl.run.replays import Replays
@@ -28,6 +29,7 @@ from dagrl.run.session import LastStep, Session
 from dagrl.run.start import REFERENCE, run_session
 from dagrl.run.stop import given_up
 from dagrl.runtime.shapes import Batch
+from dagrl.runtime.split import split_rows
 from dagrl.telemetry.metrics import VALIDATION
 
 SAMPLER = "preference_sampler"
@@ -86,14 +88,21 @@ class Comparison:
         """Takes one optimizer step on the pairs of `batch` (see `collate_pairs`). Returns its metrics."""
         losses = self.losses(batch)
         weights = (losses.weights * batch.rows).astype(np.float32)  # the step averages over rows
-        weighted = batch.with_fields(answer_weights=weights)
-        return {**replay_batch(self.replays, "preference_step", weighted, step=step).flat(), **losses.metrics}
+        weighted, rows = batch.with_fields(answer_weights=weights), self._rows(batch)
+        metrics = replay_batch(self.replays, "preference_step", weighted, step=step, shard_rows=rows)
+        return {**metrics.flat(), **losses.metrics}
 
     def losses(self, batch: Batch) -> PairLosses:
         """Returns the loss of the pairs of `batch` under the current weights."""
-        sums = [self.replays.replay(name, batch)["sums"] for name in sum_phases(self.algorithm)]
+        rows = self._rows(batch)
+        sums = [self.replays.replay(name, batch, rows)["sums"] for name in sum_phases(self.algorithm)]
         tokens = batch["loss_mask"].sum(axis=1).astype(np.int64)
         return pair_losses(self.algorithm, sums[0], tokens, sums[1] if len(sums) > 1 else None)
+
+    def _rows(self, batch: Batch) -> ShardRows:
+        """Returns the rows of each shard."""
+        config = self.algorithm.config
+        return split_rows(batch["lengths"], config.policy.megatron_cfg.layout.dp, rows_together(config))
 
 
 def evaluate(

@@ -23,6 +23,7 @@ from dagrl.telemetry.metrics import (
     join_optimizer_steps,
     merge_step_metrics,
 )
+from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.architecture import read_architecture
 from dagrl.workers.megatron.flops import PASSES, peak_tflops, sequence_flops, step_tflop, token_flops
 from dagrl.workers.megatron.throughput import throughput_metrics
@@ -85,8 +86,7 @@ def step_of(layout: ParallelLayout, seconds: list[float], lengths: list[list[int
             policy,
             WorkerContext("train", rank, layout, 0, 1.0),
             torch.device("cpu"),
-            np.array(lengths[layout.coordinates(rank).dp]),
-            seconds[rank],
+            AccumulatedParts(seconds=seconds[rank], lengths=np.array(lengths[layout.coordinates(rank).dp])),
         )
         for rank in range(layout.world_size)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -13,14 +14,9 @@ from hypothesis import strategies as st
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.workers.megatron.microbatches import (
-    Microbatch,
-    ParallelRank,
-    RoutedModel,
-    SplitRule,
-    split_batch,
-    warmup_batches,
-)
+from dagrl.workers.megatron.microbatches import Microbatch, RoutedModel, split_batch, warmup_batches
+from dagrl.workers.megatron.prefixes import prefix_groups
+from dagrl.workers.megatron.row_plans import ParallelRank, SplitRule
 
 WIDTH = 24
 RULES = {
@@ -65,11 +61,12 @@ def attended(microbatch: Microbatch) -> list[list[int]]:
         width = microbatch.tokens.shape[1]
         return [flat[index // width * width : index + 1] for index in range(len(flat))]
     seen: list[list[int]] = []
-    start = 0
-    for length in microbatch.segments.query_lengths:
-        seen += [flat[start : start + offset + 1] for offset in range(length)]
-        start += length
-    assert start == len(flat)
+    starts = list(accumulate(microbatch.segments.query_lengths, initial=0))
+    for segment, (start, stop) in enumerate(pairwise(starts)):
+        head = microbatch.segments.heads[segment] if microbatch.segments.heads else -1
+        before = flat[starts[head] : starts[head + 1]] if head >= 0 else []
+        seen += [before + flat[start : place + 1] for place in range(start, stop)]
+    assert starts[-1] == len(flat)
     return seen
 
 
@@ -138,6 +135,68 @@ def test_attention_stays_inside_a_sequence(kind: str) -> None:
                 assert seen == list(range(1 + row * WIDTH, token + 1))
 
 
+GROUPS = st.lists(
+    st.tuples(st.integers(1, WIDTH - 1), st.lists(st.integers(0, WIDTH), min_size=1, max_size=5)), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(GROUPS, st.booleans(), st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 2)]))
+def test_shared_prefixes_change_neither_labels_nor_attention(
+    groups: list[tuple[int, list[int]]], masked: bool, sizes: tuple[int, int, int]
+) -> None:
+    """Each group has a prompt and completions. Without a mask, as for log-probabilities, completions may share more."""
+    tp, pp, vpp = sizes
+    prompts = [prompt for prompt, completions in groups for _ in completions]
+    lengths = [min(WIDTH, prompt + more) for prompt, completions in groups for more in completions]
+    batch = make_batch(lengths)
+    places, first = np.arange(WIDTH), 0
+    tokens = batch["tokens"].copy()
+    for prompt, completions in groups:
+        tokens[first : first + len(completions), :prompt] = tokens[first, :prompt]
+        first += len(completions)
+    mask = ((places >= np.array(prompts)[:, None]) & (places < np.array(lengths)[:, None])).astype(np.float32)
+    batch = batch.with_fields(tokens=tokens, loss_mask=mask, row_ids=np.arange(len(lengths)))
+    if not masked:
+        batch = Batch({name: array for name, array in batch.fields.items() if name != "loss_mask"})
+    cut = split_batch(batch, replace(RULES["packed"], least_shared=0.0), place(tp=tp, pp=pp, vpp=vpp))
+    scored: list[int] = []
+    for item in cut.items:
+        for index, seen in enumerate(attended(item)):
+            target, position = int(item.targets.flatten()[index]), int(item.positions.flatten()[index])
+            if target == batch.rows * WIDTH:
+                continue
+            row, label = divmod(target, WIDTH)
+            assert label == position + 1 and seen == tokens[row, :label].tolist()
+            assert int(item.labels.flatten()[index]) == tokens[row, label]
+            if masked and mask[row, label]:
+                scored.append(target)
+                assert int(item.data["sequence_ids"].flatten()[index]) == row
+        if masked:
+            assert item.scored is not None and len(item.scored) == max(1, int(item.data["loss_mask"].sum()))
+    if masked:
+        assert sorted(scored) == np.flatnonzero(mask * (places > 0)).tolist()
+    assert cut.filled == sum(lengths) - sum(cut.saved)
+    values = cut.assemble([item.labels.float() for item in cut.items])
+    expected = np.where((places > 0) & (places < np.array(lengths)[:, None]), tokens, 0)
+    np.testing.assert_array_equal(values.numpy(), expected)
+
+
+def test_the_samples_of_a_prompt_share_all_but_its_last_token() -> None:
+    batch = make_batch([20, 16, 18, 9, 20])
+    tokens = batch["tokens"].copy()
+    tokens[1:4, :12], tokens[:, :4] = tokens[1, :12], 7  # a template of four tokens begins all prompts
+    mask = np.zeros_like(batch["loss_mask"])
+    mask[:, 12:] = 1
+    batch = batch.with_fields(tokens=tokens, loss_mask=mask)
+    whole = replace(RULES["packed"], tokens=96, least_shared=0.0)
+    groups = [(group.rows, group.shared) for group in prefix_groups(batch, 0.0)]
+    assert groups == [((0,), 0), ((1, 2, 3), 8), ((4,), 0)], "the row of 9 tokens ends before its completion"
+    assert split_batch(batch, whole, place()).filled == 83 - 16
+    for rule in (replace(whole, least_shared=0.2), replace(whole, least_shared=None)):
+        assert split_batch(batch, rule, place()).filled == 83
+
+
 @pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize("kind", RULES)
 def test_padding_repeats_the_batchs_own_tokens_evenly(kind: str, cp: int) -> None:
@@ -192,3 +251,11 @@ def test_packed_microbatches_have_few_widths_and_a_warm_up_covers_all() -> None:
         lengths = generator.integers(0, WIDTH + 1, 8).tolist()
         assert split_batch(make_batch(lengths), RULES["packed"], place()).shape[1] in seen
     assert list(warmup_batches(full, RULES["rows"], place(), set())) == [full]
+
+
+def test_a_warm_up_has_rows_with_and_without_a_shared_prefix() -> None:
+    full, rule = make_batch([WIDTH] * 8), replace(RULES["packed"], least_shared=0.0)
+    full = full.with_fields(tokens=np.ones_like(full["tokens"]))  # as `empty_batch`
+    cuts = [split_batch(batch, rule, place(), masked=False) for batch in warmup_batches(full, rule, place(), set())]
+    assert [bool(len(cut.saved)) for cut in cuts[:-1]] == [*[False] * (len(cuts) - 2), True]
+    assert {cut.shape[1] for cut in cuts[:-2]} == {6, 12, 18, 24, 30, 36, 42, 48}
