@@ -1,6 +1,7 @@
 """Compares settings of one train worker: time of each part of a step, memory, and equal losses.
 
     dagrl bench settings packing --median 80 [--model tiny|qwen3-0.6b|qwen3-4b] [--rows N] [--length N] [--json F]
+    dagrl bench settings prefixes --group 8 --prompt 128 --length 384
     dagrl bench settings offload --model qwen3-0.6b --rows 16 --length 2048
     dagrl bench settings reference --model qwen3-0.6b --rows 16
 
@@ -9,6 +10,8 @@ training, and an optimizer step.
 
 - `packing`: rows padded to the longest of the batch, `policy.dynamic_batching` and `policy.sequence_packing`, with the same
   token budget per microbatch, `--micro` rows of `--length`. With `--median`, lengths are log-normal, cut at `--length`.
+- `prefixes`: packed rows of whole sequences, and rows that hold a prompt of `--prompt` tokens once for its `--group`
+  completions, which fill `--length`.
 - `offload`: the optimizer's state stays (`off`), leaves during log-probabilities as with
   `policy.offload_optimizer_for_logprob` (`on`), or is copied there and back tensor by tensor (`blocking`). `fits` tells
   whether log-probabilities run with half of the state's memory less than `off` needs.
@@ -62,6 +65,10 @@ COMPARISONS: Mapping[str, Sequence[Setting]] = {
         Setting("dynamic", {"dynamic_batching": {"enabled": True}}),
         Setting("packed", {"sequence_packing": {"enabled": True}}),
     ),
+    "prefixes": tuple(
+        Setting(name, {"sequence_packing": {"enabled": True, "shared_prefix": shared}})
+        for name, shared in {"apart": False, "shared": True}.items()
+    ),
     "offload": (Setting("off"), Setting("on", offload="overlapped"), Setting("blocking", offload="blocking")),
     "reference": tuple(Setting(where, {"reference_weights": where}) for where in ("host", "device")),
 }
@@ -111,6 +118,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, MODELS, "tiny", rows=32, length=512)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--median", type=float, help="median of log-normal lengths; default: all rows are full")
+    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--micro", type=int, default=4, help="padded sequences per microbatch")
     parser.add_argument("--rounds", type=int, default=4, help="counted steps per setting and turn")
     parser.add_argument("--turns", type=int, default=2, help="turns of each setting")
@@ -135,7 +144,7 @@ def measure(options: argparse.Namespace, directory: Path) -> list[SettingRow]:
     batches = {"train_micro_batch_size": options.micro, "logprob_batch_size": options.micro}
     shared = {"precision": options.precision, **batches}
     configs = {one.name: one_gpu_config(model, options.length, {**shared, **one.policy}) for one in settings}
-    batch = long_tailed_batch(options) if options.median else train_batch(options.rows, options.length, VOCABULARY)
+    batch = make_batch(options)
     steps: dict[str, list[Step]] = {one.name: [] for one in settings}
     losses, reference = {}, options.comparison == "reference"
     with single_worker(configs[settings[0].name], MegatronWorker) as worker:
@@ -151,6 +160,20 @@ def measure(options: argparse.Namespace, directory: Path) -> list[SettingRow]:
                 steps[one.name] += [one_step(worker, batch, one, reference) for _ in range(options.rounds + 1)][1:]
         fits = what_fits(worker, batch, steps["off"]) if gpu and options.comparison == "offload" else {}
     return [as_row(options, batch, one.name, steps, losses[one.name], fits.get(one.name)) for one in settings]
+
+
+def make_batch(options: argparse.Namespace) -> Batch:
+    """Returns the batch that the options describe."""
+    if options.median:
+        return long_tailed_batch(options)
+    batch = train_batch(options.rows, options.length, VOCABULARY)
+    if options.comparison != "prefixes":
+        return batch
+    first = np.arange(options.rows) // options.group * options.group
+    inside = np.arange(options.length) < options.prompt
+    mask = batch["loss_mask"] * ~inside
+    batch = batch.with_fields(tokens=np.where(inside, batch["tokens"][first], batch["tokens"]), loss_mask=mask)
+    return batch.with_scalars(global_valid_tokens=float(mask.sum()))
 
 
 def long_tailed_batch(options: argparse.Namespace) -> Batch:

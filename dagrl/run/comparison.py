@@ -24,7 +24,7 @@ Line = Mapping[str, Any]
 
 WALL_TIME = TIMING + "total"  # of trained steps; a validation before the first step has none
 
-OF_REPLAYS = frozenset({"replays", "padding_share", "microbatch_padding_share"})
+OF_REPLAYS = frozenset({"replays", "padding_share", "microbatch_padding_share", "shared_prefix_share"})
 """How a step was executed, not what it computed: a run that resumes refits once more, and quanta depend on the clock."""
 
 MADE = ("source", "prompt_tokens", "tokens", "sampled", "versions", "logprobs", "finish_reason")

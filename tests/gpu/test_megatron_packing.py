@@ -16,6 +16,7 @@ from dagrl.workers.megatron.host_memory import upload
 from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
+from tests.integration.test_megatron_packing import group_batch
 
 pytest.importorskip("megatron.core")
 
@@ -26,11 +27,14 @@ SEQUENCES = [[192, 8, 1024, 64, 760], [448, 512, 1088]]  # two rows, multiples o
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, segments: Any, scale: float) -> Tensor:
-    """Computes causal softmax(q k^T) v of each segment separately; [tokens, heads, d]."""
+    """Computes causal softmax(q k^T) v of each segment separately, with its prefix; [tokens, heads, d]."""
     outputs = []
     group = query.shape[1] // key.shape[1]
     parts = [(query, segments.query_lengths), (key, segments.key_lengths), (value, segments.key_lengths)]
-    for q, k, v in zip(*(torch.split(tensor, lengths) for tensor, lengths in parts), strict=True):
+    queries, keys, values = (torch.split(tensor, lengths) for tensor, lengths in parts)
+    for q, k, v, head in zip(queries, keys, values, segments.heads or [-1] * len(queries), strict=True):
+        if head >= 0:
+            k, v = torch.cat((keys[head], k)), torch.cat((values[head], v))
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
@@ -38,14 +42,17 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, segments: Any, sc
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
+PREFIXES = (-1, 0, 0, -1, -1, -1, 5, 5)  # the first of each row is the prefix of the next two
+
+
+@pytest.mark.parametrize(("size", "rank", "heads"), [(1, 0, ()), (2, 0, ()), (2, 1, ()), (4, 2, ()), (1, 0, PREFIXES)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_attention_kernels_agree_with_plain_math(size: int, rank: int, dtype: torch.dtype) -> None:
+def test_attention_kernels_agree_with_plain_math(size: int, rank: int, heads: tuple[int, ...], dtype: torch.dtype) -> None:
     from dagrl.workers.megatron.attention import segment_attention
     from dagrl.workers.megatron.segments import make_segments
 
     torch.manual_seed(0)
-    segments = make_segments(SEQUENCES, size, rank, torch.device("cuda"))
+    segments = make_segments(SEQUENCES, size, rank, torch.device("cuda"), heads)
     queries, keys = sum(segments.query_lengths), sum(segments.key_lengths)
     exact = [torch.randn(n, heads, 128, device="cuda") for n, heads in ((queries, 8), (keys, 2), (keys, 2), (queries, 8))]
     exact = [tensor.to(dtype).double() for tensor in exact]
@@ -128,6 +135,30 @@ def test_float32_steps_are_those_of_plain_torch(way: str, model: Path, truth: re
     assert error(found, truth.gradients) < 1e-5
     np.testing.assert_allclose(rows["logprobs"], truth.logprobs, atol=1e-5, rtol=0)
     np.testing.assert_allclose(rows["entropy"], truth.entropy, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["launches", "graphs"])
+def test_shared_prefixes_are_as_close_to_float32_as_whole_sequences(graphs: bool, model: Path) -> None:
+    batch = group_batch()
+    plain = reference.make_config(model, optimizer={"clip_grad": 1e3})
+    truth = reference.train_reference(model, batch, plain, reference.sft_reference)
+    found: dict[bool, tuple[float, float]] = {}
+    for shared in (False, True):
+        packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 96, "shared_prefix": shared}
+        megatron = {"cuda_graphs": graphs}
+        config = reference.make_config(
+            model, precision="bfloat16", megatron_cfg=megatron, optimizer={"clip_grad": 1e3}, sequence_packing=packing
+        )
+        with single_worker(config, TestedWorker) as made:
+            for _ in range(3 if graphs else 1):  # the third is a replay
+                rows = made.logprobs(batch)
+                metrics = made.train_step(batch.with_scalars(lr=0.0), "likelihood").flat()
+            gradients = reference.assemble([made.gradients()])
+        assert rows is not None and (metrics["shared_prefix_share"] > 0.2) == shared
+        off = float(np.abs(rows["logprobs"] - truth.logprobs * (np.arange(batch.tokens) < batch["lengths"][:, None])).mean())
+        found[shared] = error(gradients, truth.gradients), off
+    assert found[False][0] < 0.05
+    assert found[True][0] < 1.2 * found[False][0] + 1e-3 and found[True][1] < 1.2 * found[False][1] + 1e-3
 
 
 @pytest.mark.parametrize(("precision", "limit"), [("float32", 1e-5), ("bfloat16", 0.05)])

@@ -401,6 +401,19 @@ TABLE = [
         ("policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true",),
         ("policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"),
     ),
+    Row(
+        "shared prefixes without packing",
+        ("shared_prefix is true for train workers", "enabled is false; set it to true, or set shared_prefix=auto"),
+        ("policy.sequence_packing.shared_prefix=true",),
+    ),
+    Row(
+        "shared prefixes of split sequences",
+        ("shared_prefix is true for train workers", "context_parallel_size is 2", "set it to 1"),
+        (
+            "policy.sequence_packing={enabled: true, shared_prefix: true}",
+            "policy.megatron_cfg.context_parallel_size=2",
+        ),
+    ),
     Row("not an import path", ("policy.worker: 'here'", "module:attribute"), ("policy.worker=here",)),
     Row("missing module", ("policy.worker: there is no module 'no_such'",), ("policy.worker=no_such.module:Worker",)),
     Row(
