@@ -18,7 +18,7 @@ def split_rows(lengths: npt.NDArray[np.int64], shards: int, together: int = 1) -
     """Returns the row positions of each shard: equal counts (within one), balanced tokens, in input order.
 
     Deals rows longest first, each to the shard with the fewest tokens among those that still have room. Groups of `together`
-    neighbours stay together, or parts of them: as large as equal counts allow, and so that a shard has four for balance.
+    neighbours stay together, or parts of them, as large as equal counts allow; above two rows, four fit a shard.
     """
     if shards == 1:
         return [np.arange(len(lengths))]

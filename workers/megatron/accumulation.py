@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AccumulatedParts:
-    """The parts of a batch processed so far: undivided metrics, seconds, lengths of rows and saved prefixes,
-    and routing."""
+    """The parts of a batch processed so far: undivided metrics, seconds, routing, lengths of rows and of saved prefixes."""
 
     parts: int = 0
     metrics: StepMetrics = field(default_factory=StepMetrics)

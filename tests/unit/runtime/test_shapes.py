@@ -157,9 +157,9 @@ def test_the_chosen_bucket_fits_and_none_that_fits_is_smaller(buckets: list[Buck
 # Splitting over shards.
 
 
-@given(LENGTHS, st.integers(1, 8))
-def test_every_row_is_on_one_shard_and_shards_get_equal_counts(lengths: list[int], shards: int) -> None:
-    parts = split_rows(np.array(lengths), shards)
+@given(LENGTHS, st.integers(1, 8), st.integers(1, 6))
+def test_every_row_is_on_one_shard_and_shards_get_equal_counts(lengths: list[int], shards: int, together: int) -> None:
+    parts = split_rows(np.array(lengths), shards, together)
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(lengths)))
     assert all(part.tolist() == sorted(part.tolist()) for part in parts)
     counts = [len(part) for part in parts]
@@ -172,6 +172,18 @@ def test_no_shard_has_more_tokens_than_another_by_more_than_the_longest_row(leng
     lengths += [0] * (-len(lengths) % shards)  # with a row more, a shard may have one row's tokens more
     tokens = [int(np.array(lengths)[part].sum()) for part in split_rows(np.array(lengths), shards)]
     assert max(tokens) - min(tokens) <= max(lengths)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shards", "together", "kept"), [(64, 2, 8, 8), (64, 4, 8, 4), (12, 3, 8, 2), (10, 4, 2, 1)]
+)
+def test_groups_stay_together_in_parts_that_can_be_balanced(rows: int, shards: int, together: int, kept: int) -> None:
+    parts = split_rows(np.random.default_rng(0).integers(1, 513, rows), shards, together)
+    shard_of = np.zeros(rows, int)
+    for shard, part in enumerate(parts):
+        shard_of[part] = shard
+    neighbours = shard_of.reshape(-1, kept)
+    assert (neighbours == neighbours[:, :1]).all()
 
 
 def test_many_random_rows_are_balanced_within_a_percent() -> None:
