@@ -22,6 +22,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from dagrl.errors import ConfigError
+
 _EXPERT = re.compile(r"(.*\blocal_experts\.)(\d+)\.")
 Held = TypeVar("Held")
 
@@ -76,6 +78,16 @@ class _MlpModule(NamedTuple):
     linear_fc2: Callable[[Tensor], tuple[Tensor, None]]
 
 
+def require_grouped_kernel() -> None:
+    """Raises ConfigError on GPUs where torch multiplies one expert at a time, which CUDA graphs cannot have."""
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        found = "{}.{}".format(*torch.cuda.get_device_capability())
+        raise ConfigError(
+            "policy.megatron_cfg.cuda_graphs is true, and the model has experts, whose grouped products are one kernel on "
+            f"GPUs of compute capability 9 and 10; {torch.cuda.get_device_name()} has {found}. Set cuda_graphs=false"
+        )
+
+
 def row_offsets(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
     """Returns where the rows of each expert end [experts], int32 on the device of `rows`, without waiting for it."""
     counted = not tokens_per_expert.is_cuda  # otherwise nobody knows yet
@@ -91,11 +103,15 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """Returns a view [n, ...] of `n` tensors of one shape that lie at equal distances in one memory, in order; else None."""
-    first, places = tensors[0], [tensor.storage_offset() for tensor in tensors]
-    step = places[1] - places[0] if len(places) > 1 else first.numel()
-    regular = step > 0 and all(there - here == step for here, there in pairwise(places))
-    alike = {(tensor.untyped_storage()._cdata, tensor.shape, tensor.stride()) for tensor in tensors}
-    return first.as_strided((len(tensors), *first.shape), (step, *first.stride())) if regular and len(alike) == 1 else None
+    first, places, size = tensors[0], [tensor.data_ptr() for tensor in tensors], tensors[0].element_size()
+    step = places[1] - places[0] if len(places) > 1 else first.numel() * size
+    regular = step > 0 and step % size == 0 and all(there - here == step for here, there in pairwise(places))
+    if not regular or any(tensor.shape != first.shape or tensor.stride() != first.stride() for tensor in tensors):
+        return None
+    memory = first.untyped_storage()
+    if places[-1] + first.numel() * size > memory.data_ptr() + memory.nbytes():  # those of others, by chance behind
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
 
 
 def experts_last_first(named: Iterable[tuple[str, Held]]) -> Iterator[tuple[str, Held]]:
