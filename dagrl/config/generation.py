@@ -130,6 +130,10 @@ class ColocatedConfig(Section):
     """What leaves the GPU while the other role works. auto: only what does not fit, by the memory that is free during
     warm-up. always: everything. never: nothing, and a run ends if memory is too small."""
 
+    start_together: bool = derived(False, "true if both roles' memory at their start is known and fits the GPUs")
+    """Start generation next to a train state that is on the GPU, not after that has moved to the host. Needs
+    `vllm_cfg.kv_cache_memory_bytes`, as free memory cannot be measured meanwhile. With `exchange: never` it is so anyway."""
+
     sleep_level: Literal[1, 2] = derived(2, "1 if refits send adapters alone, else 2")
     """Where generation's weights are while it sleeps during training. 1: in host memory. 2: dropped, and sent again by the
     refit."""

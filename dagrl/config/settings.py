@@ -122,10 +122,10 @@ def takes_turns(config: Config) -> bool:
 
 
 def starts_together(config: Config) -> bool:
-    """Whether roles on shared GPUs may take memory at once: all of it stays, and vLLM need not measure what is free."""
-    generation = config.policy.generation
-    known = generation is not None and generation.vllm_cfg.kv_cache_memory_bytes is not None
-    return is_colocated(config) and not takes_turns(config) and known
+    """Whether roles on shared GPUs may take memory at once: it fits, and vLLM need not measure what is free."""
+    if not is_colocated(config) or generation_config(config).vllm_cfg.kv_cache_memory_bytes is None:
+        return False
+    return generation_config(config).colocated.start_together or not takes_turns(config)
 
 
 def device_count(config: Config) -> int:

@@ -48,6 +48,9 @@ CACHE_BLOCK = 16
 ENGINE_ROOM = 6 << 30
 """Bytes of a GPU that an engine needs in addition to weights and KV cache: activations, logits of a step, CUDA graphs."""
 
+START_SHARE = 0.8
+"""Largest part of a GPU that colocated roles are planned to take when they start together."""
+
 LEAST_CACHE = 1 << 30
 """Bytes of the smallest derived KV cache of a GPU."""
 
@@ -118,6 +121,7 @@ def derive_from_data(
         _fit_microbatches(derived, hf_config, weight_bytes)
         if generates(derived.config) and is_colocated(derived.config):
             _fit_shared_cache(derived, hf_config, weight_bytes)
+            _start_together(derived, hf_config, weight_bytes)
     elif generates(derived.config):
         _fit_host_cache(derived, hf_config)
 
@@ -310,15 +314,8 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
     if not (config.policy.sequence_packing.enabled and derived.open(*keys) and memory and weight_bytes):
         return
     megatron, width = config.policy.megatron_cfg, config.policy.max_total_sequence_length
-    parameters = weight_bytes / (4 if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else 2)
-    shards = megatron.layout.tp * megatron.layout.pp
-    sharded = megatron.layout.dp if megatron.optimizer.use_distributed_optimizer else 1
-    if megatron.peft.enabled:
-        each = 2.0 + 2  # bfloat16 weights, and merged ones until the backward pass; adapters are small
-    else:
-        each = 2 + 4 + 12 / sharded  # bfloat16 weights; float32 gradients; master weights and Adam
-    state = parameters / shards * each
-    left = 0.5 * (0.9 * memory - state)
+    parameters, shards = _parameters(hf_config, weight_bytes), megatron.layout.tp * megatron.layout.pp
+    left = 0.5 * (0.9 * memory - _state_bytes(megatron, parameters))
     fitting = int(left / _activation_bytes(hf_config) * shards) // ROUND * ROUND
     tokens = max(width, min(MOST_TOKENS, fitting))
     reason = f"half of the {max(0.0, 2 * left) / 2**30:.0f} GiB that {parameters / 1e9:.2g} B parameters leave of a GPU"
@@ -327,6 +324,20 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
         reason = "one sequence of the greatest length"
     derived.set(f"{packing}.train_mb_tokens", tokens, reason)
     derived.set(f"{packing}.logprob_mb_tokens", 2 * tokens, "twice those of training: no activations are kept")
+
+
+def _parameters(hf_config: Mapping[str, Json], weight_bytes: int) -> float:
+    return weight_bytes / (4 if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else 2)
+
+
+def _state_bytes(megatron: MegatronConfig, parameters: float) -> float:
+    """Bytes of the weights, gradients and optimizer state of a rank."""
+    sharded = megatron.layout.dp if megatron.optimizer.use_distributed_optimizer else 1
+    if megatron.peft.enabled:
+        each = 2.0 + 2  # bfloat16 weights, and merged ones until the backward pass; adapters are small
+    else:
+        each = 2 + 4 + 12 / sharded  # bfloat16 weights; float32 gradients; master weights and Adam
+    return parameters / (megatron.layout.tp * megatron.layout.pp) * each
 
 
 def _activation_bytes(hf_config: Mapping[str, Json]) -> float:
@@ -366,6 +377,27 @@ def _fit_shared_cache(derived: Derived, hf_config: Mapping[str, Json], weight_by
     most = engine.gpu_memory_utilization * memory - weight_bytes / engine.layout.tp - ENGINE_ROOM
     if wanted / engine.layout.tp <= most:
         derived.set(key, max(LEAST_CACHE, wanted // engine.layout.tp), "GPUs: all sequences at once")
+
+
+def _start_together(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
+    """Starts engines while training has its memory, if that is known to fit. Raises ConfigError if it cannot be known."""
+    config, rollout = derived.config, generation_config(derived.config)
+    key, cache = f"{ROLLOUT}.colocated.start_together", rollout.vllm_cfg.kv_cache_memory_bytes
+    if rollout.colocated.start_together and cache is None:
+        raise ConfigError(
+            f"{key} is true, but {ENGINE}.kv_cache_memory_bytes is null: vLLM would take what is free, which changes while "
+            "training starts. Set the bytes of the cache, or start_together=false"
+        )
+    ours = derived.open("policy.worker", f"{ROLLOUT}.worker") and not model_roles(config)
+    if cache is None or not (ours and weight_bytes and config.policy.precision == "bfloat16"):
+        return
+    memory = min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
+    parameters = _parameters(hf_config, weight_bytes)
+    training = _state_bytes(config.policy.megatron_cfg, parameters)
+    generation = 2 * parameters / rollout.vllm_cfg.layout.tp + cache + ENGINE_ROOM
+    if training + generation <= START_SHARE * memory:
+        reason = f"{training / 2**30:.0f} GiB of training and {generation / 2**30:.0f} GiB of generation fit the GPU"
+        derived.set(key, True, reason)
 
 
 def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:

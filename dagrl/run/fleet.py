@@ -129,8 +129,8 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, check: Calla
     """Starts the groups of `roles`, which phases use. `check` is called again and again, and may raise to give up.
 
     They spend long on imports, so they start in parallel. On GPUs shared with generation, each group takes memory only after
-    the one before it has moved its train state to the host, unless they start together (`starts_together`). If nothing is
-    ever exchanged, the states are back on the GPUs at the end.
+    the one before it has moved its train state to the host, unless they start together (`starts_together`). At the end the
+    states are on the host, or on the GPUs if nothing is ever exchanged.
     """
     resources = shared_resources(config, stack)
     groups: list[WorkerGroup] = []
@@ -166,8 +166,8 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, check: Calla
         group.call("offload", TRAIN_PARTS)
         return group
 
-    one_by_one = is_colocated(config) and GENERATION in roles and not starts_together(config)
-    turns = sharing_roles(config) if one_by_one else ()
+    shared = sharing_roles(config) if is_colocated(config) and GENERATION in roles else ()
+    turns = () if starts_together(config) else shared
     with ThreadPoolExecutor(len(layouts(config))) as pool:
         before: Callable[[], object] | None = None
         starting = list[Future[WorkerGroup]]()
@@ -181,8 +181,8 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, check: Calla
     for future in starting:
         future.result()  # raises the error of a group that did not start
     for group in groups:
-        if group.role.name in turns and group.role.name != GENERATION and not takes_turns(config):
-            group.call("reload", TRAIN_PARTS)
+        if group.role.name in shared and group.role.name != GENERATION and bool(turns) != takes_turns(config):
+            group.call("reload" if turns else "offload", TRAIN_PARTS)
         if config.logger.nvtx_enabled:
             group.call_function(enable_ranges)
     return groups

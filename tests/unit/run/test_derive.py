@@ -11,7 +11,8 @@ import yaml
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.config.file import all_keys, dump_config, load_config
-from dagrl.config.settings import generation_config
+from dagrl.config.settings import generation_config, starts_together
+from dagrl.errors import ConfigError
 from dagrl.machine import Gpu
 from dagrl.run import derive
 from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
@@ -108,6 +109,24 @@ def test_colocated_engines_cache_all_sequences_and_no_more(machine: Any, new_tok
     needed = engine.max_num_seqs * policy.max_total_sequence_length * token
     found = engine.kv_cache_memory_bytes
     assert (found is None) == (not fits) and (found is None or needed < found < 1.1 * needed)
+
+
+@pytest.mark.parametrize(("gib", "new_tokens", "together"), [(80, 128, True), (50, 128, False), (80, 1024, False)])
+def test_colocated_engines_start_next_to_training_where_both_fit(
+    machine: Any, gib: int, new_tokens: int, together: bool
+) -> None:
+    """Training takes 13.5 GB, generation 30 GB with 22 GB of KV cache; the cache of 1,024 new tokens is not known."""
+    machine(1, gib)
+    config = resolve(minimal(policy={"generation": {"max_new_tokens": new_tokens}})).config
+    assert starts_together(config) == together
+    assert (generation_config(config).vllm_cfg.kv_cache_memory_bytes is not None) == (new_tokens == 128)
+
+
+def test_a_start_next_to_training_needs_a_known_cache(machine: Any) -> None:
+    machine(1)
+    policy = {"generation": {"colocated": {"start_together": True}}}
+    with pytest.raises(ConfigError, match=r"start_together is true, but .*kv_cache_memory_bytes is null"):
+        resolve(minimal(policy=policy))
 
 
 @pytest.mark.parametrize(("gib", "checkpointing"), [(80, False), (24, False), (16, True)])
@@ -251,6 +270,8 @@ def test_the_reference_says_which_keys_are_derived(machine: Any, monkeypatch: py
         found |= set(resolve(minimal(policy=ADAPTERS)).reasons)
         found |= set(resolve(minimal(on_failure="restart")).reasons)
         found |= set(resolve(minimal(grpo={"async_grpo": {"enabled": True}})).reasons)
+    machine(1)
+    found |= set(resolve(minimal(policy={"generation": {"max_new_tokens": 128}})).reasons)
     assert found == marked
 
 

@@ -1,16 +1,20 @@
-"""A fleet notices that a process of Ray has ended, and keeps nothing of such a cluster for a restart."""
+"""A fleet starts colocated groups in order, notices that a process of Ray has ended, and keeps nothing of such a cluster."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dagrl.config.file import load_config
 from dagrl.errors import ClusterError, StopRequestedError, WorkerError
-from dagrl.run.fleet import Fleet
+from dagrl.run.fleet import Fleet, start_groups
 from dagrl.run.stop import StopSignal
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_quickstart.yaml"
@@ -48,3 +52,48 @@ def test_a_start_is_given_up_on_request_and_without_its_raylet(tmp_path: Path, m
         server.wait()
         with pytest.raises(ClusterError, match=r"gcs_server .* ended under the run"):
             fleet.groups(config, {"train"}, stop)
+
+
+class RecordedGroup:
+    """Stands for a group of workers: notes what is asked of it, and by which role."""
+
+    def __init__(self, role: str, noted: list[tuple[str, ...]]) -> None:
+        self.role, self.owned, self._noted = SimpleNamespace(name=role), False, noted
+
+    def call(self, method: str, *args: object) -> None:
+        self._noted.append((self.role.name, method))
+
+    def call_function(self, function: object, *args: object) -> list[dict[str, float]]:
+        return [{}]
+
+
+@pytest.mark.parametrize(
+    ("keys", "order"),
+    [
+        ([], [("train", "starts"), ("train", "offload"), ("generation", "starts")]),
+        (["start_together=true"], [("generation", "starts"), ("train", "starts"), ("train", "offload")]),
+        (["exchange=never"], [("generation", "starts"), ("train", "starts")]),
+    ],
+)
+def test_colocated_groups_start_one_after_the_other_unless_both_fit(
+    keys: list[str], order: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[tuple[str, ...]] = []
+    generation_started = threading.Event()
+
+    def create(role: str, *args: object, before_setup: Callable[[], object] | None, **options: object) -> RecordedGroup:
+        if before_setup is not None:
+            before_setup()
+        elif role == "train" and keys:  # training starts slowly
+            assert generation_started.wait(60)
+        noted.append((role, "starts"))
+        if role == "generation":
+            generation_started.set()
+        return RecordedGroup(role, noted)
+
+    monkeypatch.setattr("dagrl.run.fleet.WorkerGroup.create", create)
+    colocated = [f"policy.generation.colocated.{key}" for key in ("enabled=true", *keys)]
+    config = load_config(EXAMPLE, [*colocated, "policy.megatron_cfg.data_parallel_size=1"])
+    with ExitStack() as stack:
+        start_groups(config, {"train", "generation"}, stack, lambda: None)
+        assert noted == order
