@@ -172,17 +172,17 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, check: Calla
         before: Callable[[], object] | None = None
         starting = list[Future[WorkerGroup]]()
         for role in sorted(layouts(config), key=GENERATION.__eq__):  # generation last
-            if role in roles and role in turns and role != GENERATION:
-                starting.append(pool.submit(start_away, role, before))
-                before = starting[-1].result
+            if role in roles and role in shared and role != GENERATION:
+                starting.append(pool.submit(start_away if turns or takes_turns(config) else start, role, before))
+                before = starting[-1].result if turns else None
             elif role in roles:
-                starting.append(pool.submit(start, role, before if role in turns else None))
+                starting.append(pool.submit(start, role, before if role in shared else None))
     groups += [future.result() for future in starting if future.exception() is None]
     for future in starting:
         future.result()  # raises the error of a group that did not start
     for group in groups:
-        if group.role.name in shared and group.role.name != GENERATION and bool(turns) != takes_turns(config):
-            group.call("reload" if turns else "offload", TRAIN_PARTS)
+        if group.role.name in turns and group.role.name != GENERATION and not takes_turns(config):
+            group.call("reload", TRAIN_PARTS)
         if config.logger.nvtx_enabled:
             group.call_function(enable_ranges)
     return groups
