@@ -44,7 +44,7 @@ def prefix_groups(batch: Batch, least: float | None) -> list[PrefixGroup]:
     alone = [PrefixGroup((row,), 0) for row in rows.tolist()]
     if least is None:
         return alone
-    runs = _best(_common_tokens(batch.select(rows)).tolist(), 0, len(rows), 0)[1]
+    runs = _best(_common_tokens(batch, rows).tolist(), 0, len(rows), 0)[1]
     groups = [PrefixGroup(tuple(rows[start:stop].tolist()), shared) for start, stop, shared in runs]
     return groups if sum(group.saved for group in groups) >= least * batch["lengths"].sum() else alone
 
@@ -67,13 +67,14 @@ def divided(groups: Sequence[PrefixGroup], lengths: npt.NDArray[np.int64], budge
         yield number, PrefixGroup(tuple(part), group.shared)
 
 
-def _common_tokens(batch: Batch) -> npt.NDArray[np.int64]:
-    """Returns how many tokens each row can share with the next one, [rows - 1]."""
-    tokens, lengths = batch["tokens"], batch["lengths"]
-    ends, places = lengths - 1, np.arange(batch.tokens)
+def _common_tokens(batch: Batch, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+    """Returns how many tokens each of these rows can share with the next one, [rows - 1]."""
+    ends, places = batch["lengths"] - 1, np.arange(batch.tokens)
     if "loss_mask" in batch.fields:
-        scored = (batch["loss_mask"] != 0) & (places > 0) & (places < lengths[:, None])
+        scored = (batch["loss_mask"] != 0) & (places > 0) & (places <= ends[:, None])
         ends = np.where(scored.any(1), scored.argmax(1) - 1, ends)
+    ends = ends[rows]
+    tokens = batch["tokens"][:, : ends.max(initial=0) + 2][rows]
     equal = np.pad(tokens[1:] == tokens[:-1], ((0, 0), (0, 1)))
     common: npt.NDArray[np.int64] = np.minimum(np.minimum(ends[1:], ends[:-1]), np.maximum(equal.argmin(1) - 1, 0))
     return common

@@ -6,9 +6,11 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from dagrl.workers.megatron.segments import make_segments, zigzag
+from dagrl.workers.megatron.segments import Segments, make_segments, zigzag
 
 CPU = torch.device("cpu")
 SIZES = [2, 3, 4]
@@ -64,6 +66,33 @@ def test_a_single_worker_has_one_segment_per_sequence() -> None:
     assert segments.query_lengths == segments.key_lengths == (3, 1, 4, 8)
     assert segments.query_starts.tolist() == segments.key_starts.tolist() == [0, 3, 4, 8, 16]
     assert (segments.longest_query, segments.longest_key, segments.key_order) == (8, 8, None)
+
+
+@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=6))
+def test_queries_after_a_prefix_see_its_keys_and_others_none(groups: list[list[int]]) -> None:
+    """The first segment of each group is the prefix of the others."""
+    lengths = [length for group in groups for length in group]
+    firsts = list(accumulate((len(group) for group in groups), initial=0))
+    heads = [first if place else -1 for first, group in zip(firsts, groups, strict=False) for place in range(len(group))]
+    segments = make_segments([lengths], 1, 0, CPU, heads)
+    starts = list(accumulate(lengths, initial=0))
+    expected = [range(starts[head], starts[head + 1]) if head >= 0 else range(0) for head in heads]
+    assert segments.heads == (tuple(heads) if max(heads) >= 0 else ())
+    if segments.prefixes is None:
+        assert max(heads) < 0
+        return
+    seen = [
+        range(*keys)
+        for queries, keys in zip(*map(pairwise, starts_of(segments.prefixes)), strict=True)
+        for _ in range(*queries)
+    ]
+    wanted = [keys for length, keys in zip(lengths, expected, strict=True) for _ in range(length)]
+    assert list(map(list, seen)) == list(map(list, wanted))
+    assert segments.prefixes.key_starts[-1] == len(seen) == sum(lengths)
+
+
+def starts_of(segments: Segments) -> list[list[int]]:
+    return [segments.query_starts.tolist(), segments.key_starts.tolist()]
 
 
 @pytest.mark.parametrize("size", [1, *SIZES])
