@@ -115,6 +115,7 @@ def _cases() -> Iterator[RefitCase]:
         yield RefitCase("30B", experts, half)
         yield RefitCase("30B", experts, half, fp8=True, expert_parallel=half > 2)  # FP8 blocks: 128 does not divide 768 / 4
         if half == 2:
+            yield RefitCase("4B", same, 2, colocated=True)
             yield RefitCase("4B", ParallelLayout(pp=2), 2)
             yield RefitCase("4B", ParallelLayout(dp=2), 2)
             yield RefitCase("4B", ParallelLayout(pp=2), 2, to_megatron=True)

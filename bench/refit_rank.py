@@ -21,7 +21,7 @@ import torch
 from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline
 from dagrl.bench.refit_cases import RefitCase
 from dagrl.bench.refit_control import Control
-from dagrl.bench.refit_report import RefitRow
+from dagrl.bench.refit_report import PartTimes, RefitRow
 from dagrl.bench.refit_rivals import (
     PACKED_BYTES,
     RAW_BYTES,
@@ -37,8 +37,10 @@ from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.channels.base import MAILBOX_SLOTS, ChannelKind
 from dagrl.refit import RecordMode, RefitReceiver, RefitSender, Verify, commit_together, plan_refit
 from dagrl.refit.carry.autotune import TRIALS
+from dagrl.refit.connect import device_name
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import move_bytes
+from dagrl.runtime.annotate import disable_ranges, enable_ranges
 
 PORTS_A_CASE = 4
 """Ports for the process groups of the train side, of a Megatron generation side, and of both; and for the channel."""
@@ -190,6 +192,8 @@ class Rank:
             methods: list[tuple[str, Verify, RecordMode]] = [("dagrl", "off", "auto")]
             if thorough and self.device.type == "cuda" and not case.colocated:  # only NCCL messages can be recorded
                 methods += [("dagrl CUDA graph", "off", True), ("dagrl launches", "off", False)]
+            if thorough and case.colocated:  # as with memory that cannot be mapped, such as expandable segments
+                methods += [("dagrl by messages", "off", "auto")]
             if thorough:
                 methods += [("dagrl verify=checksum", "checksum", "auto"), ("dagrl verify=bitwise", "bitwise", "auto")]
             for method, verify, record in methods:
@@ -197,7 +201,7 @@ class Rank:
                     continue
                 with self._together(case, method):
                     self._refit(case, side, channel, method, verify, record, facts)
-        if not (thorough and self.settings.rivals) or case.fp8:
+        if not (thorough and self.settings.rivals) or case.fp8 or (case.colocated and self.size > 2):
             return
         has_loader = all(self.control.gather(self.rank < case.train.world_size or side.model is not None))
         shared = ("shared buffer a parameter", "packed shared buffers")
@@ -258,6 +262,7 @@ class Rank:
         record: RecordMode,
         facts: Mapping[str, Any],
     ) -> float:
+        devices = self.control.gather(device_name(self.device))
         start = time.perf_counter()
         plan = plan_refit(
             case.sources(),
@@ -267,21 +272,23 @@ class Rank:
             bucket_bytes=self.settings.bucket_bytes,
             direct_bytes=self.settings.direct_bytes,
             mailboxes=case.colocated,
+            devices=devices if case.colocated and method != "dagrl by messages" else (),
         )
         mine, planned = plan.for_rank(self.rank, verify, record), time.perf_counter()
         end: RefitSender | RefitReceiver
         if self.rank < case.train.world_size:
-            end = RefitSender(mine, side.tensors, channel)
+            end = RefitSender(mine, side.tensors, channel, lends=True)
         else:
             end = RefitReceiver(mine, side.tensors, channel)
         prepared = time.perf_counter()
         spares = 2 * max((bucket.nbytes for bucket in mine.receives), default=0) if verify == "bitwise" else 0
-        mailboxes = MAILBOX_SLOTS * max((bucket.nbytes for bucket in mine.sends), default=0) if case.colocated else 0
+        sent = max((memory.bucket.nbytes for memory in end.rounds.sends), default=0)
+        mailboxes = MAILBOX_SLOTS * sent if case.colocated else 0
 
         def carry() -> None:
             _ = end.send(1) if isinstance(end, RefitSender) else end.receive(1)
 
-        more = {
+        more: dict[str, Any] = {
             "staging_bytes": max(self.control.gather(end.rounds.staging_bytes + spares + mailboxes)),
             "bucket_bytes": max(bucket.nbytes for bucket in (*mine.sends, *mine.receives)),
             "packed_bytes": max(self.control.gather(sum(memory.staged_bytes for memory in end.rounds.sends))),
@@ -295,28 +302,45 @@ class Rank:
         for _ in range(FIRST_REFITS):
             self.control.barrier()
             carry()
-        more["pause_s"] = self._pause(channel, carry)
+        more["pause_s"], more["pause_parts_s"] = self._pause(channel, carry, end)
+        if case.colocated and verify == "off":
+            more["pause_moved_s"], more["pause_moved_parts_s"] = self._pause(channel, carry, end, side.tensors)
         return self._time(case, method, side, carry, {**facts, **more}, verified=verify != "off")
 
-    def _pause(self, channel: Channel, carry: Callable[[], object]) -> float:
-        """Returns the seconds that a generation rank pauses, including the commit: the median of the slowest rank.
+    def _pause(
+        self,
+        channel: Channel,
+        carry: Callable[[], object],
+        end: RefitSender | RefitReceiver,
+        moves: Mapping[str, torch.Tensor] | None = None,
+    ) -> tuple[float, dict[str, float]]:
+        """Returns the seconds that a generation rank pauses, including the commit, and those of its parts: the median of the
+        slowest rank.
 
-        Modules without an engine have no hooks; `RefitReport.pause_s` includes them and the engine's own work.
+        A sender's tensors `moves` get new memory before each refit, as by offloading them. Modules without an engine have
+        no hooks; `RefitReport.pause_s` includes them and the engine's own work.
         """
         receives = self.rank >= self.settings.cases[0].train.world_size
         taken = []
         for _ in range(5):
-            self.control.barrier()
+            parts = PartTimes()
+            if moves is not None and isinstance(end, RefitSender):
+                end.reclaim()
+                for tensor in moves.values():
+                    tensor.data = tensor.data.clone()
+            self.control.start_together()
             start = time.perf_counter()
+            enable_ranges(opens=parts)
             with commit_together(channel, wait=receives):
                 carry()
-            spent = self.control.gather(time.perf_counter() - start if receives else 0.0)
-            taken.append(max(spent))
-        return sorted(taken)[len(taken) // 2]
+            spent = time.perf_counter() - start if receives else 0.0
+            disable_ranges()
+            taken.append(max(self.control.gather((spent, dict(parts.seconds))), key=lambda one: one[0]))
+        return sorted(taken, key=lambda one: one[0])[len(taken) // 2]
 
     def _stages(self, end: RefitSender | RefitReceiver, channel: Channel) -> dict[str, float]:
         """Returns the seconds of packing, messages and unpacking, each alone, of the slowest rank."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or not any(self.control.gather(len(end.rounds.sends))):
             return {}
 
         def pack() -> None:

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dagrl.bench.report import BenchReport, print_rows
 
 RefitRow = Mapping[str, Any]
+
+
+class PartTimes:
+    """The seconds of each part of a refit, by its name in `annotate`. Parts that contain others include them."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measures one range."""
+        start = time.perf_counter()
+        yield
+        if name.startswith("refit: "):
+            part = name.removeprefix("refit: ")
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
 
 def report(rows: Sequence[RefitRow], command: str, left_out: Mapping[str, str]) -> BenchReport:
@@ -30,6 +48,11 @@ def print_table(rows: Sequence[RefitRow], left_out: Mapping[str, str]) -> None:
     title = "refit: median and 90th percentile of the slowest rank, GB/s into a rank, share of the raw link"
     print_rows(columns.split(", "), (_cells(row) for row in rows if "median_s" in row), title)
     console = Console(width=max(170, Console().width))
+    for row in rows:
+        for pause, about in (("pause", ""), ("pause_moved", ", weights in new memory")):
+            if parts := row.get(f"{pause}_parts_s"):
+                spent = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items())
+                console.print(f"pause of {label(row)}{about}, ms: {row[f'{pause}_s'] * 1e3:.2f} = {spent}")
     for row in rows:
         if "error" in row:
             console.print(f"[red]{label(row)}[/red]: {row['error']}", markup=True)

@@ -204,10 +204,10 @@ def mailboxes(place: Place) -> object:
             torn.extend(len(segment.bytes) for line in maps.splitlines() if "memfd:dagrl" in line and inode in line)
         close(segment)
 
-    mine, theirs = torch.tensor([os.getpid()]), torch.zeros(1, dtype=torch.int64)
+    mine, theirs = torch.full((1000,), os.getpid()), torch.zeros(1000, dtype=torch.int64)
     for message in channel.exchange([(mine, 1 - place.rank)], [(theirs, 1 - place.rank)]):
         message.wait()
-    peer = int(theirs)
+    peer = int(theirs[0])
     HostSegment.close = watched  # type: ignore[method-assign]
     for round_ in range(2):
         for count in (10, 1000, 100_000, 1_000_000):
@@ -236,7 +236,7 @@ def _memory_files() -> int:
     return held
 
 
-def _refit_plan(size: int) -> tuple[RefitPlan, ParallelLayout]:
+def _refit_plan(size: int, devices: Sequence[str] = ()) -> tuple[RefitPlan, ParallelLayout]:
     half = size // 2
     layout = ParallelLayout(dp=half, ep=half)
     sources = [megatron_weight_slices(CONFIG, layout, rank) for rank in range(half)]
@@ -246,6 +246,7 @@ def _refit_plan(size: int) -> tuple[RefitPlan, ParallelLayout]:
         dtype="float32",
         bucket_bytes=20_000,
         direct_bytes=2_000,  # some messages of each bucket are direct, at one end or both
+        devices=devices,
     ), layout
 
 

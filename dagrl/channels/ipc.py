@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from dagrl.channels.agreement import Agreement
 from dagrl.channels.base import MAILBOX_SLOTS, ChannelSpec, as_bytes, cannot_join, check_message, open_store
 from dagrl.channels.ipc_memory import HostSegment, Segment, attach_segment, create_segment
+from dagrl.channels.lent import Borrowed, Loans
 from dagrl.errors import ChannelError
 from dagrl.runtime.deadline import within
 from dagrl.runtime.edges.futex import fence
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-_WRITTEN, _READ, _MAILBOX, _MAPPED, _FIELDS = 0, 1, 2, 3, 4
-"""Columns of the table, a row per ordered pair: messages written and read, the sender's newest mailbox, the mapped one."""
+_WRITTEN, _READ, _MAILBOX, _MAPPED, _FIELDS = 0, 1, 2, 3, 6
+"""Columns of the table, a row a pair: messages written and read, newest mailbox, mapped one; two more are of `lent.py`."""
 _SPIN_S, _PAUSE_S, _ALIVE_S = 2e-3, 5e-5, 0.1  # spin, then sleep this long; check this often that the peer is alive
+_KEPT_BYTES = 4096  # smaller mailboxes on the host outlive `release`: to make one again takes requests to the store
 _MARGIN_S = 0.5  # lets the store's own deadline pass first: its error says more
 T = TypeVar("T")
 
@@ -66,6 +68,7 @@ class IpcChannel:
         self._outgoing: dict[int, Segment] = {}  # the newest mailbox for each receiver
         self._outgrown: list[_Outgrown] = []
         self._incoming: dict[int, tuple[int, Segment]] = {}  # by sender: which of its mailboxes, and the mapping
+        self._loans = Loans(spec)
         self._waiting: dict[int, list[IpcPending]] = {}
         self._table_segment: HostSegment | None = None
         self._lives: dict[int, _PeerProcess] = {}
@@ -86,7 +89,7 @@ class IpcChannel:
         import torch
 
         self._table: npt.NDArray[np.int64] = self._table_segment.bytes.view(torch.int64).view(rows, _FIELDS).numpy()
-        self._flag = rows - 1
+        self._flag, self._loans.table = rows - 1, self._table
         self._publish(f"pid/{spec.rank}", str(os.getpid()))
         pids = [int(self._load(f"pid/{rank}")) for rank in range(spec.size)]
         for rank, pid in enumerate(pids):
@@ -129,7 +132,7 @@ class IpcChannel:
         self._wait_until(lambda: number - int(self._table[row, _READ]) < MAILBOX_SLOTS, peer, f"sending {nbytes} bytes to")
         for tensor, slot in zip(tensors, _slot_parts(self._outgoing[peer], number, tensors), strict=True):
             slot.copy_(as_bytes(tensor))
-        self._finish_copies(tensors[0].device)
+        self._finish_copies(self._outgoing[peer].bytes.device)
         fence()
         self._table[row, _WRITTEN] = number + 1
         return IpcPending(self._check_usable)  # an abort may have come since
@@ -139,6 +142,21 @@ class IpcChannel:
         pending = IpcPending(lambda: self._take(tensors, peer, pending))
         before.append(pending)
         return pending
+
+    def lend(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """See `Loans.lend`."""
+        self._check_usable()
+        return self._loans.lend(tensors, self._publish)
+
+    def borrow(self, peer: int, number: int) -> Borrowed:
+        """See `Loans.borrow`."""
+        self._check_usable()
+        return self._loans.borrow(peer, number, self._load)
+
+    def reclaim(self) -> None:
+        """See `Loans.reclaim`. Returns at once if the channel is broken or closed."""
+        if not self._closed and self._reason is None:
+            self._loans.reclaim(self._lives, lambda ready: self._wait_until(ready, None, "unmapping of tensors by peers"))
 
     def guarded(self) -> AbstractContextManager[None]:
         """Does nothing: every wait for a peer has the deadline."""
@@ -179,6 +197,7 @@ class IpcChannel:
         if self._closed:
             return
         self._closed = True
+        self._loans.give_back()
         deadline = time.monotonic() + min(1.0, self.spec.timeout_s)
         self._release_mailboxes()
         while self._outgrown and all(self._lives.values()) and time.monotonic() < deadline:
@@ -227,7 +246,7 @@ class IpcChannel:
 
     def _release_mailboxes(self) -> None:
         self._unmap()
-        for peer in list(self._outgoing):
+        for peer in [peer for peer, segment in self._outgoing.items() if self._closed or not _is_kept(segment)]:
             self._outgrow(peer)
         self._free_outgrown()
 
@@ -251,11 +270,10 @@ class IpcChannel:
         )
 
     def _unmap(self) -> None:
-        for sender, (_, segment) in self._incoming.items():
-            segment.close()
+        for sender in [peer for peer, (_, segment) in self._incoming.items() if self._closed or not _is_kept(segment)]:
+            self._incoming.pop(sender)[1].close()
             fence()
             self._table[self._row(sender, self.spec.rank), _MAPPED] = 0
-        self._incoming = {}
 
     def _take(self, tensors: Sequence[torch.Tensor], peer: int, pending: IpcPending) -> None:
         """Copies the peer's next message out of its mailbox, after the messages that were posted earlier."""
@@ -356,6 +374,10 @@ class _PeerProcess:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _is_kept(segment: Segment) -> bool:
+    return not segment.bytes.is_cuda and len(segment.bytes) <= _KEPT_BYTES
 
 
 def _device_type(tensor: torch.Tensor) -> str:

@@ -88,7 +88,7 @@ class DeviceSegment:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         import torch
 
-        self._runtime, self._device, self._owned = _cuda_runtime(), device, True
+        self._runtime, self._device, self._owned = cuda_runtime(), device, True
         with torch.cuda.device(device):
             self._pointer: int | None = self._runtime.malloc(nbytes)
             handle = base64.b64encode(self._runtime.ipcGetMemHandle(self._pointer)).decode()
@@ -102,7 +102,7 @@ class DeviceSegment:
 
         uuid, size, handle = rest.split(":")
         segment = cls.__new__(cls)
-        segment._runtime, segment._owned, segment.handle = _cuda_runtime(), False, f"cuda:{rest}"
+        segment._runtime, segment._owned, segment.handle = cuda_runtime(), False, f"cuda:{rest}"
         segment._device = _device_of(uuid)
         with torch.cuda.device(segment._device):
             segment._pointer = segment._runtime.ipcOpenMemHandle(base64.b64decode(handle))
@@ -153,7 +153,8 @@ def _device_of(uuid: str) -> torch.device:
     return torch.device("cuda", visible.index(uuid))
 
 
-def _cuda_runtime() -> Any:
+def cuda_runtime() -> Any:
+    """Returns cupy's functions of the CUDA runtime. Raises MissingDependencyError without cupy."""
     try:
         from cupy.cuda import runtime
     except ImportError as error:

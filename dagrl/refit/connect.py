@@ -19,6 +19,8 @@ from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.phase import Phase
 
 if TYPE_CHECKING:
+    import torch
+
     from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,7 @@ class Refit:
             replicate_in_host=replicate_in_host,
             speeds=speeds,
             mailboxes=kind == "ipc",
+            devices=devices if kind == "ipc" else (),
         )
         connected = cls(plan, speeds or LinkSpeeds())
         logger.debug("refit plan: %s", connected)
@@ -162,8 +165,14 @@ def device_of(worker: object) -> str:
     import torch
 
     tensors: Mapping[str, torch.Tensor] = getattr(worker, "weight_tensors", dict)()
-    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    return device_name(next((tensor.device for tensor in tensors.values()), torch.device("cpu")))
+
+
+def device_name(device: torch.device | None) -> str:
+    """Returns the UUID of a GPU; empty for a CPU."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid) if device is not None and device.type == "cuda" else ""
 
 
 def choose_kind(devices: Sequence[str]) -> ChannelKind:

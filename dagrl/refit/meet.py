@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from dagrl.channels.base import ChannelSpec
 from dagrl.errors import ChannelError
 from dagrl.refit.carry.delta import check_delta
-from dagrl.refit.connect import check_devices, choose_kind
+from dagrl.refit.connect import check_devices, choose_kind, device_name
 from dagrl.refit.plan.planner import plan_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.told import read_told, write_told
@@ -70,7 +70,7 @@ def meet(
     """
     store = _open(meeting)
     try:
-        here = (tuple(slices), socket.gethostname(), _uuid(device))
+        here = (tuple(slices), socket.gethostname(), device_name(device))
         store.set(f"{meeting.side}/{meeting.rank}", write_told(here))  # type: ignore[arg-type]
         store.set(f"{meeting.side}/size", str(meeting.size))
         if meeting.leads:
@@ -135,6 +135,7 @@ def _plan(
             aliases=TIED_HEAD if tied_embeddings else None,
             hosts=hosts,
             mailboxes=kind == "ipc",
+            devices=devices if kind == "ipc" else (),
         )
         address = f"{meeting.address.rpartition(':')[0]}:{reserve_port()}"
         specs = [ChannelSpec(kind, address, rank, plan.size, meeting.timeout_s) for rank in range(plan.size)]
@@ -149,11 +150,3 @@ def _wait_for_readers(store: TCPStore, meeting: Meeting) -> None:
     """Waits until all ranks have read their plan: the store ends with this process's object."""
     sizes = {"train": meeting.size, "generation": int(store.get("generation/size"))}
     store.wait([f"read/{side}/{rank}" for side, size in sizes.items() for rank in range(size)])
-
-
-def _uuid(device: torch.device | None) -> str:
-    import torch
-
-    if device is None or device.type != "cuda":
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)

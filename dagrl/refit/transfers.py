@@ -103,7 +103,8 @@ class TransferMessage:
 class TransferBucket:
     """Messages that are sent from `source` to `destination` as one group, in round `round`.
 
-    In a `relay` the source is itself a destination, which passes on what it received in an earlier round.
+    In a `relay` the source is itself a destination, which passes on what it received in an earlier round. If `mapped`, the
+    two share a GPU, and the destination can read the source's tensors (`carry/mapped.py`).
     """
 
     round: int
@@ -111,6 +112,7 @@ class TransferBucket:
     destination: int
     messages: tuple[TransferMessage, ...]
     relay: bool = False
+    mapped: bool = False
 
     @property
     def moves(self) -> tuple[Move, ...]:

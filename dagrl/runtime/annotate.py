@@ -21,12 +21,12 @@ _NOTHING: Range = nullcontext()
 _open: Callable[[str], Range] | None = None
 
 
-def enable_ranges(*_: object) -> None:
-    """Enables ranges in this process."""
+def enable_ranges(*_: object, opens: Callable[[str], Range] | None = None) -> None:
+    """Enables ranges in this process; `opens` makes them, otherwise they are the profilers'."""
     global _open
     import torch
 
-    _open = _nvtx_range if torch.cuda.is_available() else torch.profiler.record_function
+    _open = opens or (_nvtx_range if torch.cuda.is_available() else torch.profiler.record_function)
 
 
 def disable_ranges() -> None:

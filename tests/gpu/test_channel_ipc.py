@@ -7,8 +7,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tests.channel_cases import Kind
+from tests.channel_cases import Kind, run_case
 from tests.channel_suite import ChannelSuite
+from tests.mapped_cases import mapped_refit
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 
@@ -18,3 +19,8 @@ pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 class TestIpc(ChannelSuite):
     kind: ClassVar[Kind] = "ipc on a GPU"
     ranks: ClassVar[int] = 2
+
+    def test_a_receiver_reads_the_senders_tensors(self) -> None:
+        for rounds in run_case(mapped_refit, self.kind, 2):
+            assert isinstance(rounds, list), rounds
+            assert rounds[:-1] == [0] * 4 and rounds[-1] > 1, rounds

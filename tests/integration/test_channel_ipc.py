@@ -14,6 +14,7 @@ from dagrl.errors import ChannelError
 from tests import channel_cases as cases
 from tests.channel_cases import Kind, run_case
 from tests.channel_suite import ChannelSuite
+from tests.mapped_cases import mapped_refit
 
 
 class TestIpc(ChannelSuite):
@@ -26,6 +27,11 @@ class TestIpc(ChannelSuite):
             assert isinstance(result, tuple), result
             torn, before, after = result
             assert torn == [] and before == after, result
+
+    def test_a_receiver_on_the_same_gpu_reads_the_senders_tensors(self) -> None:
+        for rounds in run_case(mapped_refit, "ipc", 2):
+            assert isinstance(rounds, list), rounds
+            assert rounds[:-1] == [0] * 4 and rounds[-1] > 1, rounds
 
 
 def waited_twice(place: cases.Place) -> object:

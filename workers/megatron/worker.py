@@ -263,7 +263,7 @@ class MegatronWorker(MegatronWorkerState):
         self._channel = self._sender = None  # free its staging buffers first
         with self._running():
             self._channel = open_channel(channel)
-            self._sender = RefitSender(plan, self._sent_tensors(), self._channel)
+            self._sender = RefitSender(plan, self._sent_tensors(), self._channel, lends=True)
 
     def _sent_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that `weight_slices()` names: parameters, not their data, as refits follow changes."""

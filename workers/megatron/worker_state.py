@@ -33,6 +33,8 @@ class MegatronWorkerState(MegatronWorkerBase):
         """
         if self._channel is not None:
             self._channel.release()
+        if self._sender is not None and "weights" in what:
+            self._sender.reclaim()
         trainer = self._ready()
         with self._running():
             trainer.offload(what)

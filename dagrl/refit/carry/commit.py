@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dagrl.errors import ChannelError, RunError, error_text
+from dagrl.runtime.annotate import annotate
 
 if TYPE_CHECKING:
     from dagrl.channels.base import Channel
@@ -31,11 +32,13 @@ def commit_together(channel: Channel, *, wait: bool) -> Iterator[None]:
     """
     try:
         yield
-        channel.release()
+        with annotate("refit: release"):
+            channel.release()
     except BaseException as error:
         if isinstance(error, RunError) and not isinstance(error, ChannelError):
             channel.agree(error_text(error))
         else:
             channel.abort(error_text(error))  # the others wait for messages that this rank will not send
         raise
-    channel.agree(wait=wait)
+    with annotate("refit: vote"):
+        channel.agree(wait=wait)

@@ -16,11 +16,13 @@ from dagrl.errors import RefitPlanError
 from dagrl.refit.carry.autotune import Autotune
 from dagrl.refit.carry.delta import Delta, check_delta
 from dagrl.refit.carry.handshake import Handshake
+from dagrl.refit.carry.mapped import MappedMoves
 from dagrl.refit.carry.pack import BucketMemory, spare_messages
 from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.carry.verify import checksums, compare_checksums, mismatch, prepare_checksums
 from dagrl.refit.report import RefitReport
 from dagrl.refit.transfers import Move, RankPlan
+from dagrl.runtime.annotate import annotate
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,8 @@ class _Endpoint:
         plan: RankPlan,
         tensors: Mapping[str, torch.Tensor],
         channel: Channel,
+        *,
+        lends: bool = False,
     ) -> None:
         if (channel.spec.rank, channel.spec.size) != (plan.rank, plan.size):
             raise RefitPlanError(
@@ -42,7 +46,8 @@ class _Endpoint:
             )
         self._channel, self._verify, self._record = channel, plan.verify, plan.record
         check_delta(plan.delta, channel.spec.kind)
-        self.rounds = RefitRounds(plan, tensors, channel)
+        self._mapped = MappedMoves(plan, tensors, channel, lends)
+        self.rounds = RefitRounds(self._mapped.rest, tensors, channel)
         """The rounds of this rank, bound to memory."""
         self._delta = Delta(self.rounds, channel) if plan.delta == "lossless" else None
         self._prepare()
@@ -52,7 +57,8 @@ class _Endpoint:
         self._targets = _in_order(bucket.source for bucket in plan.receives)
         self._receivers = _in_order(bucket.destination for bucket in plan.sends)
         digest = int(plan.digest[:15], 16) ^ ({"off": 0, "checksum": 1, "bitwise": 2}[plan.verify] + 4 * bool(self._delta))
-        self._headers = Handshake(channel, digest, self._targets, self._receivers, self.rounds.device)
+        device = None if self._mapped else self.rounds.device
+        self._headers = Handshake(channel, digest, self._targets, self._receivers, device)
         self._sent = sum(bucket.nbytes for bucket in plan.sends)
         self._received = sum(bucket.nbytes for bucket in plan.receives)
 
@@ -60,9 +66,17 @@ class _Endpoint:
         """Sends and receives everything, and verifies it if the plan says so."""
         start = time.perf_counter()
         self._follow_memory()  # before any message: it may reject tensors, and uploads would wait for messages
-        self._headers.post(version)
-        self._headers.check(version)
-        self._carry()
+        with annotate("refit: handshake"):
+            self._mapped.start()
+            self._headers.post(version, self._mapped.lent)
+            numbers = self._headers.check(version)
+        if self._mapped.drop([peer for peer, number in numbers.items() if not number]):
+            self.rounds.bind(self._mapped.rest)
+        with annotate("refit: copy"):
+            self._mapped.read(numbers)
+            self._carry()
+        with annotate("refit: finish"):
+            self._mapped.finish()
         if self._verify == "checksum":
             self._compare_sums(version)
         elif self._verify == "bitwise":
@@ -85,9 +99,10 @@ class _Endpoint:
 
     def _follow_memory(self) -> None:
         """Binds again if a tensor has new memory; otherwise views, tables and graphs would use freed memory."""
-        if self.rounds.moved:
+        if self.rounds.moved or self._mapped.moved:
+            self._mapped.bind()
             self._methods, self._carried_once = None, False
-            self.rounds.bind()
+            self.rounds.bind(self._mapped.rest)
             if self._delta is not None:
                 self._delta.forget()
             self._prepare()
@@ -182,9 +197,14 @@ class RefitSender(_Endpoint):
     """The source side of a refit on one rank.
 
     `tensors` are the live local tensors by the names in the plan. If one has new memory at a later refit, memory is bound
-    again, which costs as much as the first time. Raises RefitPlanError if channel, tensors or dtypes do not fit the plan.
-    After an error other than RunError messages may still be pending; see `dagrl.refit.carry.commit`.
+    again, which costs as much as the first time. `lends`: receivers on the same GPU read the tensors where they are; call
+    `reclaim` before their memory is freed. Raises RefitPlanError if channel, tensors or dtypes do not fit the plan. After
+    an error other than RunError messages may still be pending; see `dagrl.refit.carry.commit`.
     """
+
+    def reclaim(self) -> None:
+        """Returns when no other process maps the tensors. The next refit maps them again."""
+        self._mapped.reclaim()
 
     def send(self, version: int) -> RefitReport:
         """Sends the weights as `version`. They may change when this returns.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dagrl.channels.base import as_bytes
@@ -63,7 +63,7 @@ class BucketMemory:
         self.bucket = bucket
         self.side = side
         self.live = [live_views(move, tensors, side, bucket.relay) for move in bucket.moves]
-        self._scales = [_live_scales(move, tensors, side) for move in bucket.moves]
+        self._scales = [live_scales(move, tensors, side) for move in bucket.moves]
         self._direct = [_contiguous_message(message, tensors, side) for message in bucket.messages]
         self.staged_bytes = _memory_bytes(
             [message for message, live in zip(bucket.messages, self._direct, strict=True) if live is None]
@@ -188,8 +188,8 @@ class BucketMemory:
         self._owners += [owner] * len(live)
         for one, place in zip(live, places, strict=True):
             same = one.dtype == place.dtype
-            self._pairs[0].append(_raw(one) if same else one)
-            self._pairs[1].append(_raw(place) if same else place)
+            self._pairs[0].append(raw(one) if same else one)
+            self._pairs[1].append(raw(place) if same else place)
 
     def _run_copy(self) -> None:
         if self._copy is not None:
@@ -204,7 +204,7 @@ def _live_views(move: Move, parts: Sequence[torch.Tensor], scales: Sequence[torc
     found: list[SummedView] = []
     for begin, some in ((0, parts), (move.scale_offset, scales)):
         for one in some:
-            found.append((begin, _raw(one)))
+            found.append((begin, raw(one)))
             begin += one.nbytes
     return found
 
@@ -281,8 +281,8 @@ def _contiguous_message(message: TransferMessage, tensors: Tensors, side: MoveSi
     return as_bytes(part)
 
 
-def _live_scales(move: Move, tensors: Tensors, side: MoveSide) -> list[torch.Tensor]:
-    """Returns the local scales of an FP8 move; none on a source that quantizes."""
+def live_scales(move: Move, tensors: Tensors, side: MoveSide) -> list[torch.Tensor]:
+    """Returns views of the local scales of an FP8 move; none on a source that quantizes."""
     scales = move.source_scales if side == "source" else move.scales
     if scales is None:
         return []
@@ -304,7 +304,7 @@ def _message_parts(
     return list(whole) if stacked else [whole]
 
 
-def _raw(part: torch.Tensor) -> torch.Tensor:
+def raw(part: torch.Tensor) -> torch.Tensor:
     """Returns FP8 as bytes, as few kernels support it."""
     import torch
 
@@ -339,6 +339,23 @@ def _check_dtype(move: Move, part: torch.Tensor, side: MoveSide, relay: bool) ->
 
 def _castable(first: torch.dtype, second: torch.dtype) -> bool:
     return all(dtype.is_floating_point and dtype.itemsize >= 2 for dtype in (first, second))
+
+
+class Addresses:
+    """Where the tensors `names` are."""
+
+    def __init__(self, tensors: Tensors, names: Iterable[str]) -> None:
+        self._pointers = [tensors[name].data_ptr for name in dict.fromkeys(names)]
+        self._known: list[int] | None = [pointer() for pointer in self._pointers]
+
+    def forget(self) -> None:
+        """Counts all of them as moved."""
+        self._known = None
+
+    @property
+    def moved(self) -> bool:
+        """Whether one of them has other memory than before."""
+        return [pointer() for pointer in self._pointers] != self._known
 
 
 def moved_tensors(buckets: Sequence[TransferBucket], side: MoveSide) -> Iterator[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dagrl.channels.base import Channel, PendingMessage, wait_all
-from dagrl.refit.carry.pack import BucketMemory, bind_staging, moved_tensors
+from dagrl.refit.carry.pack import Addresses, BucketMemory, bind_staging, moved_tensors
 from dagrl.refit.transfers import RankPlan
 from dagrl.runtime.annotate import annotate
 
@@ -34,28 +34,28 @@ class RefitRounds:
     """All rounds of `plan`, bound to the memory that `tensors` have at the last call of `bind`."""
 
     def __init__(self, plan: RankPlan, tensors: Mapping[str, torch.Tensor], channel: Channel) -> None:
-        self._plan, self._tensors, self._channel = plan, tensors, channel
-        self._named = list(dict.fromkeys([*moved_tensors(plan.sends, "source"), *moved_tensors(plan.receives, "target")]))
-        self._rounds: list[RefitRound] = []
-        self.bind()
-        self.device = next((tensors[name].device for name in self._named), None)
+        self._tensors, self._channel = tensors, channel
+        self._addresses = Addresses({}, ())
+        self.bind(plan)
 
-    def bind(self) -> None:
-        """Binds to the memory that tensors have now.
+    def bind(self, plan: RankPlan) -> None:
+        """Binds the rounds of `plan` to the memory that tensors have now.
 
         Frees the earlier staging memory first, so that there is never twice as much. Uploads tables to GPUs, which waits on
         the host for the current stream. Raises RefitPlanError if tensors or dtypes do not fit the plan.
         """
-        self._rounds, self._addresses = [], list[int]()
-        self._rounds = self._bound()
-        self._pointers = [self._tensors[name].data_ptr for name in self._named]
-        self._addresses = [pointer() for pointer in self._pointers]
+        self._addresses.forget()
+        self._rounds: list[RefitRound] = []
+        self._rounds = self._bound(plan)
+        names = [*moved_tensors(plan.sends, "source"), *moved_tensors(plan.receives, "target")]
+        self._addresses = Addresses(self._tensors, names)
+        self.device = next((self._tensors[name].device for name in names), None)
 
-    def _bound(self) -> list[RefitRound]:
+    def _bound(self, plan: RankPlan) -> list[RefitRound]:
         rounds: dict[int, RefitRound] = {}
-        for bucket in self._plan.sends:
+        for bucket in plan.sends:
             rounds.setdefault(bucket.round, RefitRound(bucket.round)).send = BucketMemory(bucket, self._tensors, "source")
-        for bucket in self._plan.receives:
+        for bucket in plan.receives:
             rounds.setdefault(bucket.round, RefitRound(bucket.round)).receive = BucketMemory(bucket, self._tensors, "target")
         ordered = [rounds[number] for number in sorted(rounds)]
         sends, receives = [one.send for one in ordered if one.send], [one.receive for one in ordered if one.receive]
@@ -78,7 +78,7 @@ class RefitRounds:
     @property
     def moved(self) -> bool:
         """Whether a tensor has new memory, so that the bound memory must not be used."""
-        return [pointer() for pointer in self._pointers] != self._addresses
+        return self._addresses.moved
 
     def run(
         self,

@@ -104,7 +104,8 @@ class PlannedBucket:
 class RefitPlan:
     """The plan of all ranks. `sources` and `destinations` count the ranks of each side; `buckets` are in round order.
 
-    `mailboxes`: the channel's senders have mailboxes, which count as staging memory.
+    `mailboxes`: the channel's senders have mailboxes, which count as staging memory. `devices`: the GPU of each rank, if
+    some share one.
     """
 
     sources: int
@@ -113,6 +114,7 @@ class RefitPlan:
     buckets: tuple[PlannedBucket, ...]
     hosts: tuple[int, ...]
     mailboxes: bool
+    devices: tuple[str, ...]
     _moves: MessageBuilder = field(repr=False)
     _of_rank: dict[int, list[PlannedBucket]] = field(repr=False, default_factory=lambda: defaultdict(list))
 
@@ -130,7 +132,7 @@ class RefitPlan:
         """Returns the part of channel rank `rank`, and makes its moves. All ranks need the same `verify` and `delta`."""
         if not 0 <= rank < self.size:
             raise RefitPlanError(f"the rank is {rank}; expected 0 to {self.size - 1} in a refit of {self.size} ranks")
-        mine = [self._transfer(bucket) for bucket in self._of_rank.get(rank, ())]
+        mine = [self._transfer(bucket, verify) for bucket in self._of_rank.get(rank, ())]
         sends = tuple(bucket for bucket in mine if bucket.source == rank)
         receives = tuple(bucket for bucket in mine if bucket.destination == rank)
         return RankPlan(rank, self.size, self.digest, sends, receives, verify, record, delta)
@@ -141,10 +143,11 @@ class RefitPlan:
         copied = tuple((bucket.packed, bucket.unpacked) for bucket in self.buckets)
         return PlanSummary(messages, copied, self.sources, self.destinations, self.hosts, self.mailboxes)
 
-    def _transfer(self, bucket: PlannedBucket) -> TransferBucket:
-        relay = bucket.source >= self.sources
-        messages = self._moves.messages(bucket.source, bucket.destination, bucket.groups)
-        return TransferBucket(bucket.round, bucket.source, bucket.destination, messages, relay)
+    def _transfer(self, bucket: PlannedBucket, verify: Verify) -> TransferBucket:
+        source, destination = bucket.source, bucket.destination
+        messages = self._moves.messages(source, destination, bucket.groups)
+        mapped = verify == "off" and bool(self.devices) and "" != self.devices[source] == self.devices[destination]
+        return TransferBucket(bucket.round, source, destination, messages, source >= self.sources, mapped)
 
 
 def plan_refit(
@@ -160,6 +163,7 @@ def plan_refit(
     speeds: LinkSpeeds | None = None,
     direct_bytes: int | None = None,
     mailboxes: bool = False,
+    devices: Sequence[str] = (),
 ) -> RefitPlan:
     """Plans the transfer of every box that `destinations[i]` describes from the ranks `sources[j]` that hold it.
 
@@ -172,7 +176,8 @@ def plan_refit(
     - `speeds`: the speeds that buckets are ordered for.
     - `direct_bytes`: contiguous runs of at least this size are sent directly between tensors, as messages of their own
       (None: `DIRECT_BYTES` between two ranks in a host and with `mailboxes`, otherwise only what fills a bucket alone).
-    - `mailboxes`: the channel sends messages through memory of the sender (`channels/ipc.py`).
+    - `mailboxes`: the channel sends messages through memory of the sender (`channels/ipc.py`). `devices`: then the UUID of
+      each rank's GPU; ranks on one GPU need no messages between them.
 
     Raises RefitPlanError that names the parameter if only one side has it, its shapes differ, no source holds some part of
     it, an element would be written twice, its dtype cannot be cast, or an FP8 block would be split.
@@ -196,7 +201,9 @@ def plan_refit(
         planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)
         buckets = planner.buckets()
     digest = _digest(held, wanted, buckets, (dtype, aliases, limits, replicate_in_host))
-    return RefitPlan(len(sources), len(destinations), digest, buckets, tuple(hosts or ()), mailboxes, planner.moves)
+    return RefitPlan(
+        len(sources), len(destinations), digest, buckets, tuple(hosts or ()), mailboxes, tuple(devices), planner.moves
+    )
 
 
 def _limits(

@@ -24,7 +24,7 @@ from dagrl.workers.families import find_family
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
-from tests.unit.refit.memory_channel import run_refit
+from tests.unit.refit.memory_channel import copy_mapped, run_refit
 from tests.unit.refit.weight_reference import (
     Config,
     Weights,
@@ -66,6 +66,7 @@ def check_megatron_to_vllm(
     dtype: torch.dtype = torch.float32,
     tied_head: TiedHead = "one tensor",
     direct_bytes: int = DIRECT_BYTES,
+    mapped: bool = False,
 ) -> RefitPlan:
     """Asserts that vLLM's tensors equal slices of the whole model bit for bit, cast to `dtype`."""
     ranks = [VllmRank(tp, rank, expert_parallel=ep) for _ in range(replicas) for rank in range(tp)]
@@ -99,7 +100,10 @@ def check_megatron_to_vllm(
     if aliases and tied_head == "two names":
         for tensors in built:
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    run_refit(plan, [*sources, *built], verify=verify)
+    if mapped and all(bucket.source < plan.sources for bucket in plan.buckets):
+        copy_mapped(plan, [*sources, *built])
+    else:
+        run_refit(plan, [*sources, *built], verify=verify)
     assert all(equal(ours, theirs) for ours, theirs in zip(built, expected, strict=True))
     check_rounds(plan)
     assert plan.summary().staging_bytes <= 2 * aligned(bucket_bytes)
@@ -140,6 +144,7 @@ def test_any_megatron_layout_into_any_vllm_layout(data: st.DataObject) -> None:
         dtype=data.draw(st.sampled_from([torch.float32, torch.float64])),  # casts that keep all values distinct
         tied_head=data.draw(st.sampled_from(get_args(TiedHead))),
         direct_bytes=data.draw(st.sampled_from(DIRECT)),
+        mapped=data.draw(st.booleans()),
     )
     assert pickle.loads(pickle.dumps(plan.for_rank(0))) == plan.for_rank(0)  # noqa: S301
 
