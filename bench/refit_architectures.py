@@ -18,7 +18,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,12 +28,13 @@ from dagrl.bench.architecture_sources import SOURCES, Part, megatron_trains
 from dagrl.bench.forked import reason_of, run_forked
 from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
 from dagrl.bench.vllm_models import as_rank, build, do_without_kernels
+from dagrl.refit.recorded import Recorded, check_complete, named_tensors
 
 if TYPE_CHECKING:
     import torch
 
     from dagrl.refit import RefitPlan
-    from dagrl.workers.vllm.recording import Recording
+    from dagrl.refit.recording import Recording
 
 TENSOR_PARALLEL = (1, 2)
 """Sizes of the engines."""
@@ -157,13 +158,12 @@ def _engine(first: Path, second: Path, tp: int) -> list[EngineRank]:
 def _engine_rank(first: Path, second: Path, tp: int, rank: int) -> EngineRank:
     import torch
 
-    from dagrl.workers.vllm.destinations import check_complete
-    from dagrl.workers.vllm.recording import record
+    from dagrl.refit.recording import record
 
     model = build(first, tp, rank, torch.bfloat16)
     weights = _read(second)
     loaded = model.load_weights(iter(weights.items()))  # type: ignore[operator]
-    wanted = {key: tensor.clone() for key, tensor in _tensors(model).items()}
+    wanted = {key: tensor.clone() for key, tensor in named_tensors(model).items()}
 
     def reset() -> None:
         as_rank(tp, rank)
@@ -184,33 +184,17 @@ def _refit(ranks: Sequence[EngineRank], parts: Sequence[Part]) -> list[str]:
 
     for rank in ranks:
         rank.reset()
-    inputs = [_inputs(rank.found) for rank in ranks]
-    live = []
-    for rank, own in zip(ranks, inputs, strict=True):
-        held = {**_tensors(rank.model), **own}
-        live.append(held | {name: arranged.of(held[arranged.tensor]) for name, arranged in rank.found.arranged.items()})
+    ends = [Recorded(rank.found, named_tensors(rank.model)) for rank in ranks]
     needed = {one.name for rank in ranks for one in expand(rank.found.slices)}
     sources = [[one for one in slices if any(part.name in needed for part in expand([one]))] for slices, _ in parts]
     plan = plan_refit(sources, [rank.found.slices for rank in ranks], dtype="bfloat16")
-    carry(plan, [*(tensors for _, tensors in parts), *live], len(parts))
+    carry(plan, [*(tensors for _, tensors in parts), *(end.tensors for end in ends)], len(parts))
     wrong = []
-    for number, (rank, own) in enumerate(zip(ranks, inputs, strict=True)):
-        targets = _tensors(rank.model)
-        for one in rank.found.computations:
-            view = targets[one.parameter].as_strided(one.target.shape, one.target.strides, one.target.offset)
-            view.copy_(one.compute(own))
+    for number, (rank, end) in enumerate(zip(ranks, ends, strict=True)):
+        end.compute()
+        targets = named_tensors(rank.model)
         wrong += [f"{key} of rank {number}" for key, tensor in targets.items() if not _equal(tensor, rank.wanted[key])]
     return wrong
-
-
-def _inputs(found: Recording) -> dict[str, torch.Tensor]:
-    import torch
-
-    return {
-        name: torch.empty(0, dtype=dtype).new_empty_strided(where.shape, where.strides)
-        for one in found.computations
-        for name, (where, dtype) in one.inputs.items()
-    }
 
 
 def carry(plan: RefitPlan, tensors: Sequence[Mapping[str, torch.Tensor]], senders: int) -> None:
@@ -241,11 +225,6 @@ def _read(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return {name: one for path in sorted(directory.glob("*.safetensors")) for name, one in load_file(path).items()}
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    named: Iterable[tuple[str, torch.Tensor]] = model.named_parameters(remove_duplicate=False)
-    return {name: one.detach() for name, one in (*named, *model.named_buffers(remove_duplicate=False))}
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:

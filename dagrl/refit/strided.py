@@ -41,6 +41,12 @@ class Strided:
         """Returns how `tensor` is in its storage."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
+    def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns a tensor of zeros with this shape and these strides, in memory of its own."""
+        import torch
+
+        return torch.zeros(1, dtype=dtype, device=device).new_empty_strided(self.shape, self.strides).zero_()
+
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Strided:
         """Returns a contiguous tensor of `shape`."""

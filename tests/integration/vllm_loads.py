@@ -24,6 +24,7 @@ from dagrl.bench.vllm_models import build, do_without_kernels
 from dagrl.errors import ConfigError
 from dagrl.refit import plan_refit
 from dagrl.refit.fp8 import in_blocks, quantize_blocks
+from dagrl.refit.recording import record
 from dagrl.refit.slices import Box, WeightSlice, expand
 from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.runtime.layout import ParallelLayout
@@ -33,7 +34,6 @@ from dagrl.workers.vllm.derived import ABSORBED, derive
 from dagrl.workers.vllm.destinations import find_destinations
 from dagrl.workers.vllm.launch import import_vllm
 from dagrl.workers.vllm.loader import LoadedModel, LoadedParameter, _sample
-from dagrl.workers.vllm.recording import record
 from dagrl.workers.vllm.weights import VllmRank, local_name, vllm_weight_slices
 from tests.families import FAMILIES, Hf, random_model
 from tests.unit.refit import fp8_reference

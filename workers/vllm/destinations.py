@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
+from dagrl.refit.recorded import check_complete, named_tensors
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.strided import Strided
 from dagrl.workers.vllm.derived import RefitHook, derive
@@ -24,7 +25,7 @@ from dagrl.workers.vllm.quantization import check_form
 if TYPE_CHECKING:
     import torch
 
-    from dagrl.workers.vllm.recording import Computation, Recording
+    from dagrl.refit.recording import Computation
 
 HEAD = "lm_head.weight"
 
@@ -53,9 +54,12 @@ def find_destinations(
     recording = loaded.recording
     check_complete(type(model).__name__, recording)
     slices = [one for one in recording.slices if not (tied and one.name.endswith(HEAD))]
-    inputs = {name: _like(*form, model) for one in recording.computations for name, form in one.inputs.items()}
-    whole = {name: _like(Strided.whole(shape), dtype, model) for name, (shape, dtype) in recording.unmapped.items()}
-    live = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    device = next(model.parameters()).device
+    inputs = {
+        name: where.empty(kind, device) for one in recording.computations for name, (where, kind) in one.inputs.items()
+    }
+    whole = {name: Strided.whole(shape).empty(kind, device) for name, (shape, kind) in recording.unmapped.items()}
+    live = named_tensors(model)
     tensors, kept = dict[str, "torch.Tensor"](), dict[str, "torch.Tensor"]()
     for name in _local_names(slices):
         arranged = recording.arranged.get(name)
@@ -85,21 +89,6 @@ def find_destinations(
     return Destinations(slices, {**tensors, **derived.inputs}, hooks)
 
 
-def check_complete(model: str, recording: Recording) -> None:
-    """Raises ConfigError unless a refit can write all of the model."""
-    for name, reason in recording.refused.items():
-        raise ConfigError(
-            f"vLLM's loader of {model} puts {name!r} where a refit cannot: {reason}. Set refit.unmapped to load, and the "
-            "loader itself loads it after each refit"
-        )
-    if recording.unwritten and not recording.unmapped:  # vLLM has checked that the checkpoint fills the model
-        names = [f"{name!r} ({count} elements)" for name, count in sorted(recording.unwritten.items())]
-        raise ConfigError(
-            f"the checkpoint fills {model} of this vLLM in part: {', '.join(names[:4])} of {len(names)} parameters would "
-            "stay as they are. Use a complete plain checkpoint, or a kernel that does not pad"
-        )
-
-
 def _unmapped(name: str) -> str:
     return f"load_weights({name})"
 
@@ -120,13 +109,6 @@ def _load(model: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> RefitHoo
             model.load_weights(iter(whole.items()))  # type: ignore[operator]
 
     return RefitHook(f"load {', '.join(whole)}", load)
-
-
-def _like(where: Strided, dtype: torch.dtype, model: torch.nn.Module) -> torch.Tensor:
-    import torch
-
-    device = next(model.parameters()).device
-    return torch.zeros(1, dtype=dtype, device=device).new_empty_strided(where.shape, where.strides).zero_()
 
 
 def _local_names(slices: Sequence[WeightSlice]) -> list[str]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from dagrl.errors import ConfigError
+from dagrl.refit.recorded import named_tensors
 from dagrl.workers.vllm.quantization import quantize_checkpoint
 
 if TYPE_CHECKING:
     import torch
 
-    from dagrl.workers.vllm.recording import Recording
+    from dagrl.refit.recording import Recording
 
 LOAD_FORMAT = "dagrl"
 _ATTRIBUTE = "dagrl_loaded"
@@ -59,7 +60,7 @@ def register_loader(quantizes: bool = False, unmapped: Unmapped = "error") -> No
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    from dagrl.workers.vllm.recording import record
+    from dagrl.refit.recording import record
 
     class KeepingLoader(DefaultModelLoader):  # type: ignore[misc]
         def __init__(self, load_config: LoadConfig) -> None:
@@ -132,11 +133,10 @@ def _unmapped_of(additional_config: Any) -> Unmapped:
 
 def _keep(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, unmapped: Unmapped) -> None:
     """Records the model's loader for this checkpoint, and keeps the parameters as they are now."""
-    from dagrl.workers.vllm.recording import record
+    from dagrl.refit.recording import record
 
     recording = record(model, checkpoint, dtype, unmapped=unmapped)
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    tensors = {name: LoadedParameter(tensor.data, _sample(tensor.data)) for name, tensor in named}
+    tensors = {name: LoadedParameter(tensor, _sample(tensor)) for name, tensor in named_tensors(model).items()}
     object.__setattr__(model, _ATTRIBUTE, LoadedModel(tensors, recording))
 
 

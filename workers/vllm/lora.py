@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.lora.request import LoRARequest
 
-    from dagrl.workers.vllm.recording import Recording  # imports torch
+    from dagrl.refit.recording import Recording  # imports torch
 
 Pair = tuple["Tensor", "Tensor"]
 
@@ -98,7 +98,7 @@ def find_slots(layers: Any, hf_config: Mapping[str, Json], settings: PeftConfig,
 
     Raises ConfigError if vLLM has no slot for one of the adapters.
     """
-    from dagrl.workers.vllm.recording import record
+    from dagrl.refit.recording import record
 
     shapes = stacked_shapes(hf_config)
     adapted = targets(shapes, settings)

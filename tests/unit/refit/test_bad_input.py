@@ -17,6 +17,7 @@ from dagrl.config import Config
 from dagrl.errors import CheckpointError, ConfigError, RefitPlanError, RunError
 from dagrl.refit import RefitReceiver, RefitSender, plan_refit
 from dagrl.refit.connect import check_configs
+from dagrl.refit.recording import Recording
 from dagrl.refit.slices import Box, Scales, WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
@@ -27,7 +28,6 @@ from dagrl.workers.vllm import VllmWorker
 from dagrl.workers.vllm.destinations import find_destinations
 from dagrl.workers.vllm.loader import LoadedModel
 from dagrl.workers.vllm.quantization import check_form, in_fp8
-from dagrl.workers.vllm.recording import Recording
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import FAMILIES
 from tests.unit.refit.memory_channel import MemoryChannel

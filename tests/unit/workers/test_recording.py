@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dagrl.errors import ConfigError
+from dagrl.refit.recorded import check_complete
+from dagrl.refit.recording import Recording, record
 from dagrl.refit.slices import expand
-from dagrl.workers.vllm.destinations import check_complete
 from dagrl.workers.vllm.loader import _unmapped_of
-from dagrl.workers.vllm.recording import Recording, record
 
 Load = Callable[["Model", Tensor], object]
 
@@ -226,7 +226,7 @@ def test_loaders_that_need_data_are_refused_by_name(load: Load, message: str) ->
 def test_what_a_refit_would_leave_is_named() -> None:
     model = Model((6, 4), lambda model, w: model.weight.data[:4].copy_(w))
     found = record(model, [("w", (4, 4), torch.float32)], torch.float32)
-    with pytest.raises(ConfigError, match=r"fills Model of this vLLM in part: 'weight' \(8 elements\) of 1 parameters"):
+    with pytest.raises(ConfigError, match=r"fills the engine's Model in part: 'weight' \(8 elements\) of 1 parameters"):
         check_complete("Model", found)
     odd = Model((2, 3), lambda model, w: model.weight.data.copy_(w.t().contiguous().view(-1)[1:7].view(2, 3)))
     found = record(odd, [("w", (4, 2), torch.float32)], torch.float32)

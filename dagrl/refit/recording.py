@@ -6,7 +6,7 @@ operation below, and keeps copies into parameters instead of executing them:
 - a copy of a view becomes `WeightSlice`s of the parameter's tensor, or of a view of it (`dagrl.refit.strided.Arranged`);
 - a copy of a computed value becomes a `Computation`: its inputs are slices of tensors of their own, and a refit computes
   the value again after it has written them;
-- constants stay as vLLM has initialized them.
+- constants stay as the engine has initialized them.
 
 Operations that need the data (`item`, boolean masks) and parameters changed in place raise a ConfigError with their name.
 With `unmapped="load"` such parameters are left out instead: a refit sends them whole, and the loader itself loads them.
@@ -199,8 +199,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if into is None or into.base.kind != "target":
             sources = sorted({view.base.name for view in (taken.sources() if taken else ())})
             raise UnmappedError(
-                f"vLLM's loader assembles {', '.join(sources) or into} in a buffer of its own, which a refit cannot follow. "
-                "Set refit.unmapped to load, or use a model that dagrl bench refit_architectures lists as passed",
+                f"the engine's loader assembles {', '.join(sources) or into} in a buffer of its own, which a refit cannot "
+                "follow. Set refit.unmapped to load, or use a model that dagrl bench refit_architectures lists as passed",
                 sources,
             )
         self._written.add(into.base.name)
@@ -250,8 +250,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         views = [view for tensor in tracked for view in (self._view(tensor),) if view is not None]
         names = sorted({source.base.name for view in views for source in view.sources()})
         return UnmappedError(
-            f"vLLM's loader of {', '.join(map(repr, names[:4]))} needs {operation}, which a refit cannot describe. Set "
-            "refit.unmapped to load, or use a model that dagrl bench refit_architectures lists as passed",
+            f"the engine's loader of {', '.join(map(repr, names[:4]))} needs {operation}, which a refit cannot describe. "
+            "Set refit.unmapped to load, or use a model that dagrl bench refit_architectures lists as passed",
             names,
         )
 
@@ -376,7 +376,7 @@ class _Finish:
         for number, source in enumerate(dict.fromkeys(view.sources())):
             if source.base.kind == "target":
                 if source.base.name != name:
-                    self._found.refused[source.base.name] = f"vLLM's loader computes {name!r} from it after loading"
+                    self._found.refused[source.base.name] = f"the engine's loader computes {name!r} from it after loading"
                     return
                 held = Strided.of(self._targets[name])
                 local, held = f"{name}.loaded", replace(held, offset=0)
