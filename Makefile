@@ -1,4 +1,4 @@
-# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | test-trackers | chaos | lint | docs | audit | gpu. Installs into .venv, once per change of the lock files.
+# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | test-sglang | test-trackers | chaos | lint | docs | audit | gpu. Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps
@@ -16,11 +16,13 @@ AGENTS := .venv-agents
 AGENTS_SETUP := $(AGENTS)/.setup-$(call content,requirements/agents.lock pyproject.toml)
 VERIFIERS := .venv-verifiers
 VERIFIERS_SETUP := $(VERIFIERS)/.setup-$(call content,requirements/verifiers.lock pyproject.toml)
+SGLANG := .venv-sglang
+SGLANG_SETUP := $(SGLANG)/.setup-$(call content,requirements/sglang.lock pyproject.toml)
 TRACKERS := .venv-trackers
 TRACKERS_SETUP := $(TRACKERS)/.setup-$(call content,requirements/trackers.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
 
-.PHONY: setup quickstart test test-versions peers test-peers test-agents test-trackers chaos lint docs audit gpu
+.PHONY: setup quickstart test test-versions peers test-peers test-agents test-sglang test-trackers chaos lint docs audit gpu
 
 setup: $(SETUP)
 
@@ -51,6 +53,10 @@ test-agents: $(AGENTS_SETUP) $(VERIFIERS_SETUP)
 # Faults against real runs for an hour, or for LIMIT seconds: make chaos LIMIT=600 SEED=3. As root it can try more of them.
 chaos: $(TOOLS)
 	$(VENV)/bin/python -m tests.chaos.campaign --limit $(or $(LIMIT),3600) --seed $(or $(SEED),0) --json build/chaos.json
+
+# Refits into the models of real SGLang, in an environment over .venv.
+test-sglang: $(SGLANG_SETUP)
+	$(SGLANG)/bin/python -m pytest tests/sglang --override-ini=testpaths=tests/sglang
 
 # Tests with real Weights & Biases, MLflow and trackio, offline, in an environment over .venv.
 test-trackers: $(TRACKERS_SETUP)
@@ -117,6 +123,9 @@ $(AGENTS_SETUP): $(TOOLS)
 
 $(VERIFIERS_SETUP): $(TOOLS)
 	$(call over_venv,$(VERIFIERS),requirements/verifiers.lock)
+
+$(SGLANG_SETUP): $(TOOLS)
+	$(call over_venv,$(SGLANG),requirements/sglang.lock)
 
 $(TRACKERS_SETUP): $(TOOLS)
 	$(call over_venv,$(TRACKERS),requirements/trackers.lock)

@@ -10,10 +10,11 @@ Train rank 0 serves the address, plans the refit and tells every rank its part. 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from dagrl.channels.base import ChannelSpec
 from dagrl.errors import ChannelError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 Side = Literal["train", "generation"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -150,3 +152,13 @@ def _wait_for_readers(store: TCPStore, meeting: Meeting) -> None:
     """Waits until all ranks have read their plan: the store ends with this process's object."""
     sizes = {"train": meeting.size, "generation": int(store.get("generation/size"))}
     store.wait([f"read/{side}/{rank}" for side, size in sizes.items() for rank in range(size)])
+
+
+def while_called(work: Callable[[], T], calls: Sequence[Callable[[], object]]) -> T:
+    """Returns what `work` returns, while another thread makes the calls. Raises the error of either."""
+    with ThreadPoolExecutor(1) as pool:
+        pending = [pool.submit(call) for call in calls]
+        result = work()
+        for one in pending:
+            one.result()
+    return result

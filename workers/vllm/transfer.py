@@ -13,10 +13,8 @@ Trainer ranks send their own shards to the engine's ranks, by a plan made in `tr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -34,7 +32,7 @@ from dagrl.channels import open_channel
 from dagrl.errors import ConfigError, RunError
 from dagrl.refit.carry.commit import commit_together
 from dagrl.refit.carry.endpoint import RefitReceiver, RefitSender
-from dagrl.refit.meet import Meeting, meet
+from dagrl.refit.meet import Meeting, meet, while_called
 from dagrl.refit.sources import ToHf, slices_of, tensors_of
 from dagrl.refit.transfers import DeltaMode, Verify
 from dagrl.workers.vllm.destinations import find_destinations
@@ -43,8 +41,6 @@ from dagrl.workers.vllm.plugin import BACKEND
 
 if TYPE_CHECKING:
     from dagrl.channels import Channel
-
-T = TypeVar("T")
 
 
 class SliceSource(ModuleSource):  # type: ignore[misc]
@@ -177,7 +173,7 @@ class DagrlTrainer(TrainerWeightTransferEngine[DagrlTrainerInitInfo]):  # type: 
             return channel, RefitSender(plan, source.tensors, channel)
 
         calls = [lambda: client.init_weight_transfer_engine(init)] if init_info.is_sender else []
-        channel, sender = _while_called(connect, calls)
+        channel, sender = while_called(connect, calls)
         return cls(client, source, init_info.is_sender, channel, sender)
 
     def send_weights(self) -> None:
@@ -186,7 +182,7 @@ class DagrlTrainer(TrainerWeightTransferEngine[DagrlTrainerInitInfo]):  # type: 
         if self.is_sender:
             self.client.start_weight_update()
         calls = [lambda: self.client.update_weights({"version": self._version})] if self.is_sender else []
-        _while_called(self._send, calls)
+        while_called(self._send, calls)
         if self.is_sender:
             self.client.finish_weight_update()
 
@@ -197,13 +193,3 @@ class DagrlTrainer(TrainerWeightTransferEngine[DagrlTrainerInitInfo]):  # type: 
     def shutdown(self) -> None:
         """Closes the channel."""
         self._channel.close()
-
-
-def _while_called(work: Callable[[], T], calls: list[Callable[[], None]]) -> T:
-    """Returns what `work` returns, while another thread makes the calls. Raises the error of either."""
-    with ThreadPoolExecutor(1) as pool:
-        pending = [pool.submit(call) for call in calls]
-        result = work()
-        for one in pending:
-            one.result()
-    return result
