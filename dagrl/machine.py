@@ -13,7 +13,7 @@ from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEV_SHM = Path("/dev/shm")  # noqa: S108  # Linux's shared memory, not a temporary file
-_QUERY = "uuid,name,memory.total,driver_version"
+_QUERY = "uuid,name,memory.total,driver_version,compute_cap"
 
 
 def cpu_count() -> int:
@@ -79,6 +79,7 @@ class Gpu:
     name: str
     memory_mib: int
     driver: str
+    capability: tuple[int, int]
 
 
 def gpus() -> list[Gpu]:
@@ -93,8 +94,9 @@ def gpus() -> list[Gpu]:
 def visible(table: str) -> list[Gpu]:
     """Returns the visible GPUs from `nvidia-smi`'s output."""
     every = []
-    for uuid, name, memory, driver in (line.split(", ") for line in table.strip().splitlines()):
-        every.append(Gpu(uuid, name, int(memory) if memory.isdigit() else 0, driver))
+    for uuid, name, memory, driver, capability in (line.split(", ") for line in table.strip().splitlines()):
+        major, minor = map(int, capability.split("."))
+        every.append(Gpu(uuid, name, int(memory) if memory.isdigit() else 0, driver, (major, minor)))
     chosen = visible_gpus([gpu.uuid for gpu in every])
     return [gpu for uuid in chosen for gpu in every if gpu.uuid.startswith(uuid)]
 

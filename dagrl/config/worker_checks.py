@@ -186,6 +186,15 @@ def check_shared_prefixes(config: Config) -> None:
             )
 
 
+def check_float8(gpu: str, capability: tuple[int, int]) -> None:
+    """Checks that a GPU, by its name and compute capability, multiplies FP8 matrices."""
+    if capability < (8, 9):
+        raise ConfigError(
+            "policy.megatron_cfg.fp8_cfg.enabled is true, which needs GPUs of compute capability 8.9 or more (Ada, Hopper, "
+            f"Blackwell); {gpu} has {capability[0]}.{capability[1]}. Set it to false, or use other GPUs"
+        )
+
+
 def check_experts(config: Config) -> None:
     """Checks the settings of a mixture of experts."""
     megatron = config.policy.megatron_cfg

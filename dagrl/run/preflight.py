@@ -26,6 +26,7 @@ from dagrl.config.settings import (
     model_roles,
     width_key,
 )
+from dagrl.config.worker_checks import check_float8
 from dagrl.data import load_splits
 from dagrl.data.examples import preference_of, with_chat, with_tools
 from dagrl.data.tokenization import (
@@ -41,7 +42,7 @@ from dagrl.data.tokenization import (
 from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
-from dagrl.machine import cpu_count, gpu_count
+from dagrl.machine import cpu_count, gpu_count, gpus
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
@@ -266,6 +267,9 @@ def check_machine(config: Config) -> None:
         raise LayoutError(f"the layouts ask for {workers} workers, {sizes}, but {reason}; choose smaller layouts")
     if config.policy.megatron_cfg.cuda_graphs and config.cluster.address is None and not _gpus_here(config.cluster):
         raise ConfigError("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false")
+    if config.policy.megatron_cfg.fp8_cfg.enabled and config.cluster.address is None and _gpus_here(config.cluster):
+        for gpu in gpus():
+            check_float8(gpu.name, gpu.capability)
 
 
 def _most_workers(config: Config) -> tuple[int | None, str]:

@@ -6,7 +6,7 @@ import pytest
 
 from dagrl.machine import visible, visible_gpus
 
-TABLE = "".join(f"GPU-{letter * 4}, NVIDIA H200, 143771, 580.1\n" for letter in "abcd")
+TABLE = "".join(f"GPU-{letter * 4}, NVIDIA H200, 143771, 580.1, 9.0\n" for letter in "abcd")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dagrl.config import Fp8Config
+from dagrl.config.worker_checks import check_float8
 from dagrl.errors import ConfigError
 from dagrl.workers.megatron.attention import gather_sequence
 
@@ -26,7 +27,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENTS = {"e4m3": E4M3, "hybrid": E5M2}
 MULTIPLE = 16  # of the sizes of a matrix that cuBLAS takes
 SMALLEST_SCALE = 1e-30  # of a matrix of zeros
-FIRST_CAPABILITY = (8, 9)
 
 
 class Quantized(NamedTuple):
@@ -45,20 +45,16 @@ def use_float8(model: torch.nn.Module, settings: Fp8Config) -> None:
 
     Raises ConfigError if the GPU has no FP8, or for a weight with a size that is no multiple of 16.
     """
-    key = "policy.megatron_cfg.fp8_cfg.enabled is true"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < FIRST_CAPABILITY:
-        found = "{}.{}".format(*torch.cuda.get_device_capability())
-        raise ConfigError(
-            f"{key}, which needs GPUs of compute capability 8.9 or more (Ada, Hopper, Blackwell); "
-            f"{torch.cuda.get_device_name()} has {found}. Set it to false, or use other GPUs"
-        )
+    if torch.cuda.is_available():
+        check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     for name, layer in model.named_modules():
         if not isinstance(layer, ColumnParallelLinear | RowParallelLinear) or not _in_float8(name):
             continue
         if any(size % MULTIPLE for size in layer.weight.shape):
             raise ConfigError(
-                f"{key}, and the weight of {name} is {list(layer.weight.shape)} on this worker: FP8 products need multiples "
-                f"of {MULTIPLE}. Set it to false, or choose a smaller tensor_model_parallel_size"
+                f"policy.megatron_cfg.fp8_cfg.enabled is true, and the weight of {name} is {list(layer.weight.shape)} "
+                f"on this worker: FP8 products need multiples of {MULTIPLE}. Set it to false, or choose a smaller "
+                "tensor_model_parallel_size"
             )
         layer._forward_impl = partial(_forward, GRADIENTS[settings.fp8])
 

@@ -18,6 +18,7 @@ from dagrl.config import Config, Json, PolicyConfig, RandomInit
 from dagrl.config.file import load_config
 from dagrl.data import Example, Message, Splits
 from dagrl.errors import UserError
+from dagrl.machine import Gpu
 from dagrl.run.model import character_tokenizer, load_tokenizer, write_random_model
 from dagrl.run.preflight import preflight
 from dagrl.runtime.phase import Input, Shard, Value, phase
@@ -996,6 +997,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return code, capsys.readouterr().err
 
     return train
+
+
+def test_gpus_without_float8_are_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dagrl.run.preflight.gpus", lambda: [Gpu("GPU-a", "NVIDIA A100", 81920, "580", (8, 0))])
+    code, errors = run(f"{MEGATRON}.fp8_cfg.enabled=true", "cluster.num_gpus=2")
+    assert code == 2 and f"{MEGATRON}.fp8_cfg.enabled is true" in errors and "NVIDIA A100 has 8.0. Set it to false" in errors
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)

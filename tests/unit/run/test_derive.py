@@ -38,7 +38,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets the GPUs that this machine seems to have."""
 
     def has(count: int, gib: int = 80) -> None:
-        cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580") for index in range(count)]
+        cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580", (9, 0)) for index in range(count)]
         monkeypatch.setattr(derive, "gpus", lambda: cards)
         monkeypatch.setattr(derive, "gpu_count", lambda: count)
         monkeypatch.setattr("dagrl.run.cluster.gpu_count", lambda: count)

@@ -58,7 +58,7 @@ def check(recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pyt
     named = {key: name for key, name in content["policy"].items() if key in ("model_name", "reference_model_name")}
     shapes = {key: name.removeprefix("Qwen/").removesuffix("-Base").lower() for key, name in named.items()}
     count, gib = needs(path.read_text())
-    cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580") for index in range(count)]
+    cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580", (9, 0)) for index in range(count)]
     monkeypatch.setattr(derive, "gpus", lambda: cards)
     for module in ("derive", "cluster", "preflight"):
         monkeypatch.setattr(f"dagrl.run.{module}.gpu_count", lambda: count)
