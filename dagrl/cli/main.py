@@ -10,6 +10,7 @@
     dagrl replay RUN --step K [--phase P] [--cpu] [a.b=c ...]
     dagrl scale RUN generation=N [--timeout S]
     dagrl status RUN
+    dagrl attach RUN
     dagrl view RUN [RUN] [--export F]
     dagrl bench NAME [...]
     dagrl doctor
@@ -215,6 +216,10 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run", metavar="RUN", type=Path, help="the directory of a running job, on the host of its driver")
     status.set_defaults(command=_status)
 
+    attach = commands.add_parser("attach", parents=[common], help="take over the workers of a run whose driver has died")
+    attach.add_argument("run", metavar="RUN", type=Path, help="the directory of a run with timeouts.orphan_s")
+    attach.set_defaults(command=_attach)
+
     view = commands.add_parser("view", parents=[common], help="show a run's curves, samples and conversations in a browser")
     view.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="the directory of a run; two are shown next to each other"
@@ -278,11 +283,19 @@ def _train(options: argparse.Namespace) -> None:
     _run(config)
 
 
-def _run(config: Config) -> None:
+def _run(config: Config, *, attach: bool = False) -> None:
     from dagrl.run.restart import run_with_restarts
     from dagrl.run.train import train
 
-    run_with_restarts(train, config)
+    run_with_restarts(train, config, attach=attach)
+
+
+def _attach(options: argparse.Namespace) -> None:
+    from dagrl.run.attach import orphaned_config
+
+    config = orphaned_config(options.run)
+    _log(options, config.logger.log_level)
+    _run(config, attach=True)
 
 
 def _config(options: argparse.Namespace) -> None:

@@ -64,6 +64,11 @@ def check_settings(config: Config) -> None:
     check_experts(config)
     check_shared_prefixes(config)
     check_spares(config)
+    if config.timeouts.orphan_s and config.executor == "compiled" and config.executor_cfg.engine == "ray":
+        raise ConfigError(
+            f"timeouts.orphan_s is {config.timeouts.orphan_s:g}, and executor_cfg.engine: ray: graphs of Ray's engine do "
+            "not end on workers whose driver has died; set engine: dagrl, or orphan_s: 0"
+        )
 
 
 def _check_choices(config: Config) -> None:

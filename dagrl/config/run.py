@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from dagrl.config.algorithm import (
     AdvantageConfig,
@@ -282,6 +282,10 @@ class ClusterConfig(Section):
     """Encrypt the edges between hosts. null: they are authenticated, but not encrypted."""
 
 
+LEAST_ORPHAN_S = 5.0
+"""A driver renews the lease of its workers every second, later if it is busy."""
+
+
 class TimeoutConfig(Section):
     """Deadlines in seconds. Every wait of a run has one of these."""
 
@@ -309,6 +313,17 @@ class TimeoutConfig(Section):
 
     teardown_s: PositiveFloat = 8.0
     """Tear down the graphs; then workers are killed."""
+
+    orphan_s: NonNegativeFloat = 0.0
+    """After the death of the driver: workers wait for another one (`dagrl attach RUN`), then they end. 0: they end with the
+    driver; else at least 5."""
+
+    @field_validator("orphan_s")
+    @classmethod
+    def _long_enough(cls, value: float) -> float:
+        if 0 < value < LEAST_ORPHAN_S:
+            raise ValueError(f"0, or at least {LEAST_ORPHAN_S:g}: a driver that is busy must not count as dead")
+        return value
 
     @property
     def replay(self) -> Deadline:

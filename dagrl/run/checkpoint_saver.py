@@ -110,13 +110,20 @@ class Checkpoints:
     saved_step: int = 0
     _overdue: bool = field(default=False, init=False)
 
-    def restore(self) -> None:
-        """Loads the checkpoint that the run resumes from, if any, into the train workers."""
+    def restore(self, load: bool = True) -> None:
+        """Takes the state that the run resumes from, if any. `load`: into the train workers too, unless they have it."""
         if self.resumed is None:
             return
-        self.saver.load(self.resumed.directory)
         self.state = self.resumed.state
-        self.saved_step = self.state.step
+        if load:
+            self.saver.load(self.resumed.directory)
+            self.saved_step = self.state.step
+            return
+        self.saved_step = max((one.state.step for one in self.saver.store.all()), default=0)
+        self._overdue = (
+            self.state.step // self.saver.config.checkpointing.save_period * (self.saver.config.checkpointing.save_period)
+            > self.saved_step
+        )
 
     def finish_step(self, state: TrainState) -> None:
         """Takes the state after a finished step, and saves it every `checkpointing.save_period` steps."""

@@ -16,12 +16,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from subprocess import Popen
 from types import TracebackType
 from typing import Any, Self
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
 from dagrl.config import Config
 from dagrl.config.roles import role_config
@@ -29,6 +34,7 @@ from dagrl.config.settings import generation_config, is_colocated, layouts, shar
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import gpus_per_worker, ray_cluster
 from dagrl.run.colocated import GENERATION, TRAIN_PARTS
+from dagrl.run.leased_cluster import HeldLease, leased_cluster
 from dagrl.run.local_cluster import cluster_processes, ended_processes
 from dagrl.run.preflight import worker_classes
 from dagrl.run.stop import StopSignal
@@ -37,6 +43,7 @@ from dagrl.runtime.actors import GpuBundles, Resources
 from dagrl.runtime.annotate import enable_ranges
 from dagrl.runtime.revive import Revival, revive
 from dagrl.runtime.start_parts import StartParts, parts_text, started_parts
+from dagrl.runtime.takeover import take_over
 from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
 
 logger = logging.getLogger(__name__)
@@ -45,8 +52,11 @@ logger = logging.getLogger(__name__)
 class Fleet:
     """See the module's docstring. A context manager."""
 
-    def __init__(self, restarts: int = 0) -> None:
+    def __init__(self, restarts: int = 0, *, attach: bool = False) -> None:
         self.restarts = restarts  # that may still follow
+        self.attach = attach  # take over the workers of a driver that died; until that is done
+        self.lease: HeldLease | None = None  # with `timeouts.orphan_s`
+        self.untouched: set[str] = set()  # roles whose workers go on as they are, in the next attempt
         self.engines: int | None = None  # generation engines, once `dagrl scale` has changed their number
         self._cluster = ExitStack()
         self._workers = ExitStack()
@@ -62,13 +72,54 @@ class Fleet:
 
     def join(self, config: Config) -> None:
         """Starts Ray or joins its cluster, unless that is done."""
-        if not self._joined:
+        if self._joined:
+            return
+        if config.timeouts.orphan_s:
+            self.lease = self._cluster.enter_context(leased_cluster(config, attach=self.attach))
+        else:
             self._cluster.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
-            self._joined = True
-            self._processes = cluster_processes()
+        self._joined = True
+        self._processes = cluster_processes()
+
+    def take_over(self, config: Config) -> list[WorkerGroup]:
+        """Takes over the workers of a driver that died, after `join`. Returns those groups that are whole.
+
+        The next `groups` makes all of them whole, except those that are `untouched`.
+        """
+        assert self.lease is not None
+        self.attach = False
+        kept = self.lease.kept()
+        try:
+            with ThreadPoolExecutor(max(1, len(kept))) as pool:
+                found = list(pool.map(partial(take_over, rest_s=config.timeouts.replay_s), kept))
+        except (WorkerError, DeadlineError, RayError) as error:
+            raise ClusterError(f"the workers cannot be taken over; to go on: checkpointing.resume=true. {error}") from error
+        self._groups = [group for group, _ in found]
+        self._workers.callback(shutdown_groups, self._groups, config.timeouts.teardown_s / 2)
+        bundles = [bundles for group in self._groups if (bundles := group.starter.resources.bundles) is not None]
+        for one in bundles:
+            self._workers.callback(one.release)
+        self._settled = True
+        for group, lost in found:
+            if lost:
+                logger.warning(
+                    "%s workers %s did not outlive the driver; spares or new processes take their places",
+                    group.role.name,
+                    lost,
+                )
+            if group.role.name == GENERATION and group.layout != layouts(config)[GENERATION]:
+                self.engines = group.layout.dp
+        return [group for group, lost in found if not lost]
+
+    def keep(self) -> None:
+        """Lets the lease know the groups, for a next driver."""
+        if self.lease is not None:
+            self.lease.keep(self._groups)
 
     def check(self) -> None:
         """Raises ClusterError if a process of the Ray that `join` started has ended: what still runs will not for long."""
+        if self.lease is not None:
+            self.lease.check()
         if ended := ended_processes(self._processes):
             raise ClusterError(
                 f"Ray's {' and '.join(ended)} ended under the run; expected: alive until its end. Look into "
@@ -88,10 +139,13 @@ class Fleet:
 
         whole, self._settled = self._settled and not is_colocated(config), False
         if self._groups and whole:
-            self._revive(config, check)
+            broken = [group for group in self._groups if group.role.name not in self.untouched]
+            self.untouched = set()
+            if broken:
+                self._revive(config, broken, check)
         else:
             self._workers.close()
-            self._groups = start_groups(config, roles, self._workers, check)
+            self._groups = start_groups(config, roles, self._workers, check, self.lease and self.lease.owner)
         return self._groups
 
     def settle(self) -> None:
@@ -99,19 +153,29 @@ class Fleet:
         self._settled = True
         for group in self._groups if self.restarts else ():
             group.fill_spares()
+        self.keep()
 
     def leave(self, error: BaseException | None) -> None:
         """Ends the workers and Ray, unless `error` may be followed by a restart."""
-        if self.restarts and isinstance(error, WorkerError | DeadlineError) and not ended_processes(self._processes):
+        if self.restarts and isinstance(error, WorkerError | DeadlineError) and self._lives():
             return
         try:
             self._workers.close()
         finally:
             self._cluster.close()
             self._groups, self._processes, self._joined, self._settled = [], [], False, False
+            self.lease = None
 
-    def _revive(self, config: Config, check: Callable[[], None]) -> None:
-        """Makes all groups whole, side by side."""
+    def _lives(self) -> bool:
+        """Whether Ray, and the lease of the workers if there is one, live."""
+        try:
+            self.check()
+        except ClusterError:
+            return False
+        return True
+
+    def _revive(self, config: Config, groups: Sequence[WorkerGroup], check: Callable[[], None]) -> None:
+        """Makes groups whole, side by side."""
         begin, limits = time.monotonic(), config.timeouts
 
         def whole(group: WorkerGroup) -> Revival:
@@ -119,20 +183,22 @@ class Fleet:
                 return revive(group, rest_s=limits.teardown_s)
 
         with ThreadPoolExecutor() as pool:
-            found = list(pool.map(whole, self._groups))
-        for group, one in zip(self._groups, found, strict=True):
+            found = list(pool.map(whole, groups))
+        for group, one in zip(groups, found, strict=True):
             logger.info("%s: %s", group.role.name, one)
         logger.info("all workers are whole again after %.1f s", time.monotonic() - begin)
 
 
-def start_groups(config: Config, roles: Set[str], stack: ExitStack, check: Callable[[], None]) -> list[WorkerGroup]:
+def start_groups(
+    config: Config, roles: Set[str], stack: ExitStack, check: Callable[[], None], owner: ActorHandle | None = None
+) -> list[WorkerGroup]:
     """Starts the groups of `roles`, which phases use. `check` is called again and again, and may raise to give up.
 
     They spend long on imports, so they start in parallel. On GPUs shared with generation, each group takes memory only after
     the one before it has moved its train state to the host, unless they start together (`starts_together`). At the end the
     states are on the host, or on the GPUs if nothing is ever exchanged.
     """
-    resources = shared_resources(config, stack)
+    resources = shared_resources(config, stack, owner)
     groups: list[WorkerGroup] = []
     stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
 
@@ -149,7 +215,7 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, check: Calla
             layouts(config)[role],
             role_config(config, role),
             protocols=required_protocols(config)[role],
-            resources=resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))),
+            resources=replace(resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))), owner=owner),
             seed=config.seed,
             start_timeout_s=config.timeouts.start_s,
             collective_timeout_s=config.timeouts.collective_s,
@@ -188,7 +254,7 @@ def start_groups(config: Config, roles: Set[str], stack: ExitStack, check: Calla
     return groups
 
 
-def shared_resources(config: Config, stack: ExitStack) -> dict[str, Resources]:
+def shared_resources(config: Config, stack: ExitStack, owner: ActorHandle | None = None) -> dict[str, Resources]:
     """Returns the Ray resources of roles whose GPUs are reserved; of others each worker requests its own.
 
     Equal ranks of roles that share GPUs are on the same one. A role with spares reserves its GPUs, so that Ray does not give
@@ -198,7 +264,7 @@ def shared_resources(config: Config, stack: ExitStack) -> dict[str, Resources]:
         return {}
     roles, found = sharing_roles(config), {}
     if roles:
-        bundles = _bundles(config, max(layouts(config)[role].world_size for role in roles), stack)
+        bundles = _bundles(config, max(layouts(config)[role].world_size for role in roles), stack, owner)
         shares = dict.fromkeys(roles, 1 / len(roles))
         if is_colocated(config):
             train = generation_config(config).colocated.train_share
@@ -206,11 +272,11 @@ def shared_resources(config: Config, stack: ExitStack) -> dict[str, Resources]:
         found = {role: Resources(num_gpus=share, bundles=bundles) for role, share in shares.items()}
     for role, layout in layouts(config).items():
         if getattr(config.spares, role, 0) and role not in found:
-            found[role] = Resources(num_gpus=1.0, bundles=_bundles(config, layout.world_size, stack))
+            found[role] = Resources(num_gpus=1.0, bundles=_bundles(config, layout.world_size, stack, owner))
     return found
 
 
-def _bundles(config: Config, count: int, stack: ExitStack) -> GpuBundles:
-    bundles = GpuBundles(count, config.timeouts.start_s)
+def _bundles(config: Config, count: int, stack: ExitStack, owner: ActorHandle | None) -> GpuBundles:
+    bundles = GpuBundles(count, config.timeouts.start_s, owner)
     stack.callback(bundles.release)
     return bundles

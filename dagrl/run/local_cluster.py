@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,6 +46,14 @@ def cluster_processes() -> list[Popen[Any]]:
 
     node = ray._private.worker._global_node
     return [] if node is None else [process for _, process in node.live_processes()]
+
+
+def use_own_token() -> None:
+    """Sends this user's token to clusters that are joined by address, as Ray does to those that it starts."""
+    from ray._private.authentication import authentication_token_setup as setup
+
+    setup.logger.setLevel(logging.ERROR)  # it warns that the token is used
+    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 ESSENTIAL = ("gcs_server", "raylet")

@@ -18,9 +18,9 @@ class Run(Protocol):
     def __call__(self, config: Config, *, fleet: Fleet) -> None: ...
 
 
-def run_with_restarts(run: Run, config: Config) -> None:
+def run_with_restarts(run: Run, config: Config, *, attach: bool = False) -> None:
     """Calls `run`; again from the newest checkpoint if a worker raised, died or hung, or a process of Ray ended, up to
-    `max_restarts` times.
+    `max_restarts` times. `attach`: the first time with the workers of a driver that has died.
 
     Ray and the workers that can go on stay alive between two calls, unless Ray itself is broken. Raises ConfigError if
     checkpoints are disabled, else the last failure.
@@ -28,7 +28,7 @@ def run_with_restarts(run: Run, config: Config) -> None:
     restarts = config.max_restarts if config.on_failure == "restart" else 0
     if restarts and not config.checkpointing.enabled:
         raise ConfigError("on_failure is 'restart', but checkpointing.enabled is false: set it to true, or on_failure=stop")
-    with Fleet(restarts) as fleet:
+    with Fleet(restarts, attach=attach) as fleet:
         while True:
             try:
                 run(config, fleet=fleet)

@@ -16,6 +16,7 @@ from dagrl.errors import LayoutError, StopRequestedError
 from dagrl.run.checkpoint_saver import Checkpoints, ranking_metric, require_shared
 from dagrl.run.checkpoints import TrainState
 from dagrl.run.control import Commands
+from dagrl.run.driver_record import DriverRecord
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.preflight import Inputs
 from dagrl.run.recorder import Recorder
@@ -55,6 +56,7 @@ class Session:
     replacement: EngineReplacement | None = None  # of generation engines that fail
     recovery: TrainRecovery | None = None  # of train workers that die
     check: Callable[[], None] = lambda: None  # raises ClusterError if Ray has ended
+    record_of_driver: DriverRecord | None = None  # with `timeouts.orphan_s`
 
     @property
     def step(self) -> int:
@@ -68,6 +70,8 @@ class Session:
     def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
         """Records a finished step and saves it if it is due. Leaves the loop after `last_step` or if a stop is requested."""
         self.recorder.step(stage, state.step, position, total, metrics)
+        if self.record_of_driver is not None:
+            self.record_of_driver.write(state, self.checkpoints.parts, self.replays.scheduler.next_replays())
         self.recovered(partial(self.checkpoints.finish_step, state))
         self.stop.check()
         self.check()

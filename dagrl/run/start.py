@@ -35,9 +35,11 @@ from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
 from dagrl.run.checkpoints import Checkpoint, CheckpointStore
 from dagrl.run.colocated import GENERATION, SharedDevices
 from dagrl.run.control import control
+from dagrl.run.driver_record import DIRECTORY, DriverRecord, Taken, go_on
 from dagrl.run.encryption import tls_files
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
+from dagrl.run.leased_cluster import refuse_orphans
 from dagrl.run.model import prepare_model
 from dagrl.run.plans import PhasePlan, with_records
 from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight
@@ -103,24 +105,38 @@ def open_session(
     """
     fleet = fleet or Fleet()
     inputs = preflight(config)
-    config = inputs.config if fleet.engines is None else with_engines(inputs.config, fleet.engines)
-    plans = plan(config)
+    config = inputs.config
+    record_of_driver = DriverRecord(RunPaths.of(config).directory / DIRECTORY)
     with ExitStack() as stack:
         stack.enter_context(lock_run(RunPaths.of(config)))
         stop = stack.enter_context(stop_on_signals(saves=config.checkpointing.enabled))
         stack.enter_context(no_restart_after_stop(stop))
         progress = stack.enter_context(Progress(config.logger))
         at_end = stack.enter_context(ExitStack())
+        stack.push(lambda kind, error, trace: fleet.leave(error))
+        taken: Taken | None = None
+        if fleet.attach:
+            progress.stage("Taking over the workers")
+            with stop.at_once():
+                fleet.join(config)
+                stop.listen()
+                taken = go_on(config, fleet.take_over(config), record_of_driver)
+            fleet.untouched = {"train"} if taken else set()
+        elif fleet.lease is None:
+            refuse_orphans(RunPaths.of(config).directory)
+        config = config if fleet.engines is None else with_engines(config, fleet.engines)
+        plans = plan(config)
         progress.stage("Preparing the run")
         paths = prepare_run_directory(config, inputs.derived)
+        if taken is None:
+            record_of_driver.clear()
         for key, reason in inputs.derived.items():
             logger.info("derived %s=%s: %s", key, value_text(config, key), reason)
         config = prepared_config(config, inputs, paths.init_model)
-        store, resumed = _open_checkpoints(config, paths)
+        store, resumed = _open_checkpoints(config, paths, taken)
         record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
         trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
         progress.stage("Starting Ray")
-        stack.push(lambda kind, error, trace: fleet.leave(error))
         with stop.at_once():
             fleet.join(config)
             stop.listen()
@@ -134,7 +150,7 @@ def open_session(
         train, generation = by_role["train"], by_role.get("generation")
         clock = PhaseClock(trace)
         shared = _shared_devices(config, by_role, clock)
-        replays = Replays(phases, scheduler, clock, device_count(config), shared)
+        replays = Replays(phases, scheduler, clock, device_count(config), shared, known=dict(taken.known) if taken else {})
         saved = {role: by_role[role] for role in ("train", CRITIC) if role in by_role}
         saver = CheckpointSaver(config, store, saved, lambda role: replays.hold(role, keep_generation_weights=True))
         rollouts = _rollout_log(config, inputs, paths, train, resumed, trace)
@@ -155,14 +171,15 @@ def open_session(
             replacement=replacement,
             recovery=TrainRecovery(config, fleet, train, replays, replacement, checkpoints.drop_pending),
             check=fleet.check,
+            record_of_driver=record_of_driver if fleet.lease is not None else None,
         )
         if trace is not None:
             trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])
         with stop.at_once():
-            _compile(session, plans)
+            _compile(session, plans, taken)
             if resumed is not None:
-                progress.stage(f"Resuming from step {resumed.state.step}")
-                session.checkpoints.restore()
+                progress.stage(f"{'Going on' if taken else 'Resuming'} from step {resumed.state.step}")
+                session.checkpoints.restore(load=taken is None)
         fleet.settle()
         clock.restart()
         stack.enter_context(control(paths.directory, session.commands))
@@ -203,8 +220,11 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
     return with_end_of_sequence(with_absolute_paths(config, model), inputs.tokenizer)
 
 
-def _open_checkpoints(config: Config, paths: RunPaths) -> tuple[CheckpointStore, Checkpoint | None]:
-    """The checkpoints of the run, cleaned up after a crash, and the one to resume from, if any."""
+def _open_checkpoints(config: Config, paths: RunPaths, taken: Taken | None) -> tuple[CheckpointStore, Checkpoint | None]:
+    """The checkpoints of the run, cleaned up after a crash, and the one to resume from, if any.
+
+    A run that goes on with the state of its workers resumes from the record of its former driver.
+    """
     section = config.checkpointing
     store = CheckpointStore(
         paths.checkpoints,
@@ -213,7 +233,7 @@ def _open_checkpoints(config: Config, paths: RunPaths) -> tuple[CheckpointStore,
         higher_is_better=section.higher_is_better,
     )
     store.recover(resume=section.resume)
-    resumed = store.latest() if section.resume else None
+    resumed = taken.record if taken else store.latest() if section.resume else None
     if resumed is not None:
         check_reference(config, resumed)
     return store, resumed
@@ -291,7 +311,7 @@ def _replacement(
     return replacement
 
 
-def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
+def _compile(session: Session, plans: Sequence[PhasePlan], taken: Taken | None) -> None:
     config, replays, scheduler = session.config, session.replays, session.replays.scheduler
     progress = session.recorder.progress
     progress.stage("Compiling phases")
@@ -305,13 +325,14 @@ def _compile(session: Session, plans: Sequence[PhasePlan]) -> None:
             warmup_value=plan.value,
             result_bytes=plan.result_bytes,
         )
+    scheduler.number_from(taken.next_replays if taken else {})
     scheduler.compile()
     if session.generation is not None:
         progress.stage("Planning the refit")
         replays.hold("train", "generation")
         connect_refit(config, session.train, session.generation, session.inputs)
     progress.stage("Warming up", "warm-up")
-    if holds_reference(config):
+    if holds_reference(config) and taken is None:
         session.train.call("snapshot_reference")  # for the warm-up only
     scheduler.warmup(before=lambda phase: replays.hold(*phase.roles, keep_generation_weights=True))  # no refit follows
     if replays.shared is not None:

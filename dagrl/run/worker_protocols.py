@@ -6,7 +6,7 @@ Every call goes to all workers of a group at once. The methods that phases name 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dagrl.config import Config, Json
 from dagrl.config.roles import CRITIC, TEACHER
@@ -20,6 +20,7 @@ from dagrl.rl.preferences import gives_scores
 from dagrl.run.comparison import WeightDifference
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
+from dagrl.telemetry.metrics import StepMetrics
 
 
 class TrainWorker(Protocol):
@@ -64,6 +65,26 @@ class PeerRestored(Protocol):
 
     def restore_state(self, state: Any, /) -> None:
         """Continues from what `copy_state` of a worker with the same part of the model returned."""
+        ...
+
+
+class Handover(NamedTuple):
+    """What a train worker tells a driver that takes it over.
+
+    `update`: the phase and number of the last replay in which it began to update its weights; `metrics`: what that returned,
+    if it has ended.
+    """
+
+    update: tuple[str, int] | None
+    metrics: StepMetrics | None
+
+
+class Survivor(Protocol):
+    """An optional method of train workers, for `timeouts.orphan_s`."""
+
+    def take_over(self) -> Handover:
+        """Called when another driver takes over, with nothing running. Forgets what a step under way has left, such as
+        accumulated gradients; raises if the worker cannot go on, as after `abort`."""
         ...
 
 

@@ -24,9 +24,13 @@ ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 class GpuBundles:
-    """Whole GPUs reserved from Ray. The workers of equal rank of several groups share one."""
+    """Whole GPUs reserved from Ray. The workers of equal rank of several groups share one.
 
-    def __init__(self, count: int, timeout_s: float) -> None:
+    With an `owner` (`dagrl.runtime.lease`) they stay reserved as long as it lives, else as long as this process.
+    """
+
+    def __init__(self, count: int, timeout_s: float, owner: ActorHandle | None = None) -> None:
+        self._owner = owner
         self.free: list[Any] = []
         """Placements of workers that have left."""
         self._groups: list[Any] = []
@@ -58,7 +62,8 @@ class GpuBundles:
     def _reserve(self, count: int, timeout_s: float) -> list[PlacementGroupSchedulingStrategy]:
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        group = placement_group([{"GPU": 1.0}] * count, strategy="PACK")
+        wanted = [{"GPU": 1.0}] * count, "PACK"
+        group = placement_group(*wanted) if self._owner is None else ray.get(self._owner.reserve.remote(*wanted))
         if not group.wait(timeout_s):
             remove_placement_group(group)
             raise DeadlineError(
@@ -70,12 +75,16 @@ class GpuBundles:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one worker requests from Ray, from `bundles` if given. `graphs`: compiled graphs alive on it at once, at most."""
+    """What one worker requests from Ray, from `bundles` if given. `graphs`: compiled graphs alive on it at once, at most.
+
+    Workers end with `owner` (`dagrl.runtime.lease`), or with this process if that is None.
+    """
 
     num_cpus: float = 0
     num_gpus: float = 0
     graphs: int = 12
     bundles: GpuBundles | None = None
+    owner: ActorHandle | None = None
 
     def options(self, rank: int) -> dict[str, Any]:
         """Options for the actor of `rank`."""
@@ -121,9 +130,15 @@ class ActorStarter:
 
     def start(self, rank: int) -> ActorHandle:
         """Starts the actor of a rank, which constructs its worker."""
-        handle: ActorHandle = self._actor_class.options(**self.resources.options(rank)).remote(
-            self.context(rank), self.config
-        )
+        return self._create(rank, self.resources.options(rank))
+
+    def _create(self, rank: int, options: dict[str, Any]) -> ActorHandle:
+        owner, arguments = self.resources.owner, (self.context(rank), self.config)
+        handle: ActorHandle
+        if owner is None:
+            handle = self._actor_class.options(**options).remote(*arguments)
+        else:
+            handle = ray.get(owner.create.remote(self._actor_class, options, arguments))
         return handle
 
     def fill(self, places: tuple[WorkerLocation, ...]) -> None:
@@ -142,11 +157,21 @@ class ActorStarter:
         """Ends the spares."""
         self._waiting.end()
 
+    @property
+    def waiting(self) -> list[tuple[ActorHandle, str]]:
+        """The spares and their nodes."""
+        return self._waiting.waiting
+
+    def adopt(self, spares: Sequence[tuple[ActorHandle, str]]) -> None:
+        """Takes over spares that another driver started."""
+        for spare, node in spares:
+            self._waiting.add(spare, node, spare.__ray_call__.remote(answer))
+
     def _start_spare(self, node: str) -> tuple[ActorHandle, Any]:
         variables = {"env_vars": self._environment | (ALL_GPUS if self.resources.num_gpus else {})}
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_gpus": 0, "scheduling_strategy": there, "runtime_env": variables}
-        spare = self._actor_class.options(**options).remote(self.context(0), self.config)
+        spare = self._create(0, options)
         prepares = "prepare" in methods_of(self.worker_class)
         return spare, spare.prepare.remote() if prepares else spare.__ray_call__.remote(answer)
 

@@ -134,6 +134,11 @@ class Scheduler:
             ReplayQueue(self._breakage, self._tickets.together(phase.roles)),
         )
 
+    def number_from(self, numbers: Mapping[str, int]) -> None:
+        """Gives the next replays of these phases at least these numbers (`next_replays` of a former scheduler)."""
+        for name, entry in self._entries.items():
+            entry.replays = max(entry.replays, numbers.get(name, 0))
+
     def compile(self) -> None:
         """Compiles every phase that is not compiled yet: one graph per shard, or per host with `fuse_shards`.
 

@@ -99,6 +99,26 @@ class WorkerGroup:
         return cls._set_up(traced, actors, starter, while_waiting, before_setup)
 
     @classmethod
+    def started(
+        cls,
+        role: Role,
+        actors: Sequence[ActorHandle],
+        starter: ActorStarter,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> WorkerGroup:
+        """A group of actors that `starter` started; it does not set them up."""
+        deadline = Deadline(starter.start_timeout_s, "timeouts.start_s")
+        group = cls(role, actors, owned=True, deadline=deadline, health_group=HEALTH, while_waiting=while_waiting)
+        group._starter = starter
+        return group
+
+    @property
+    def starter(self) -> ActorStarter:
+        """What started the actors of a group that `create` made."""
+        assert self._starter is not None, "others started the actors of this group"
+        return self._starter
+
+    @classmethod
     def _set_up(
         cls,
         role: Role,
@@ -109,15 +129,7 @@ class WorkerGroup:
     ) -> WorkerGroup:
         """Makes a group of actors that have just been started. Kills them if that fails."""
         try:
-            group = cls(
-                role,
-                actors,
-                owned=True,
-                deadline=Deadline(starter.start_timeout_s, "timeouts.start_s"),
-                health_group=HEALTH,
-                while_waiting=while_waiting,
-            )
-            group._starter = starter
+            group = cls.started(role, actors, starter, while_waiting)
             group.prepare()
             if before_setup is not None:
                 before_setup()

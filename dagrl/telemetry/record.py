@@ -10,6 +10,8 @@
       checkpoints/     to resume from (see `dagrl.run.checkpoints`)
       final_model/     the last policy as Hugging Face safetensors
       init_model/      the model made by `policy.random_init`
+      driver/          the last step of a driver that can be replaced (see `dagrl.run.driver_record`)
+      lease.json       where the workers are, while they live (see `dagrl.run.leased_cluster`)
 
 Use:
 
@@ -106,6 +108,9 @@ class RunPaths:
         return {name: path for name, path in named.items() if path.exists()}
 
 
+ADVICE = "let that run end first, or choose another name, output_dir or checkpointing.checkpoint_dir"
+
+
 @contextmanager
 def lock_run(paths: RunPaths) -> Iterator[None]:
     """Locks the run's directory, and that of its checkpoints if it is elsewhere, against other runs during the block.
@@ -118,20 +123,19 @@ def lock_run(paths: RunPaths) -> Iterator[None]:
         yield
 
 
-def check_not_running(paths: RunPaths) -> None:
-    """Raises ConfigError if another run holds a lock that `lock_run` would take. Makes no file."""
+def check_not_running(paths: RunPaths, advice: str = ADVICE) -> None:
+    """Raises ConfigError, with the advice, if another run holds a lock that `lock_run` would take. Makes no file."""
     with ExitStack() as stack:
-        _lock(paths, stack, existing=True)
+        _lock(paths, stack, advice, existing=True)
 
 
-def _lock(paths: RunPaths, stack: ExitStack, *, existing: bool = False) -> None:
+def _lock(paths: RunPaths, stack: ExitStack, advice: str = ADVICE, *, existing: bool = False) -> None:
     files = {paths.directory: _lock_of(paths.directory)}
     if not paths.checkpoints.is_relative_to(paths.directory):
         files[paths.checkpoints] = paths.checkpoints / ".lock"
         owner = paths.checkpoints.parent
         if (owner / paths.config.name).exists():  # the directory of another run
             files[owner] = _lock_of(owner)
-    advice = "let that run end first, or choose another name, output_dir or checkpointing.checkpoint_dir"
     for directory, file in files.items():
         if file.exists() or not existing:
             stack.enter_context(locked(file, str(directory), advice))

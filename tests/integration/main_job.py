@@ -183,8 +183,7 @@ class Run:
 
     def left_shared_memory(self) -> list[str]:
         """Segments and semaphores that came while it ran, less those of other commands that still run."""
-        new = set(os.listdir(SHARED_MEMORY)) - self._before
-        return sorted(new - _in_use(new))
+        return left_shared_memory(self._before)
 
     def end(self) -> None:
         """Kill what still runs, after a failed test."""
@@ -281,6 +280,12 @@ def _stat(pid: int) -> list[str] | None:
         return None
     name, _, rest = text.partition("(")[2].rpartition(")")
     return [name, *rest.split()]
+
+
+def left_shared_memory(before: set[str]) -> list[str]:
+    """Segments and semaphores that came after `before`, less those of processes that run."""
+    new = set(os.listdir(SHARED_MEMORY)) - before
+    return sorted(new - _in_use(new))
 
 
 def _in_use(names: set[str]) -> set[str]:

@@ -75,7 +75,10 @@ class MegatronWorker(MegatronWorkerState):
         seconds = time.perf_counter() - started
         whole = before.with_part(metrics, seconds, batch["lengths"], microbatches.saved, load)
         figures = throughput_metrics(trainer.model.architecture, self.config.policy, self.context, self._device, whole)
-        return merge_step_metrics([metrics if self._reports else StepMetrics(), experts, figures])
+        reported = merge_step_metrics([metrics if self._reports else StepMetrics(), experts, figures])
+        if not in_warmup():
+            self._update_metrics = reported
+        return reported
 
     def accumulate_gradients(self, batch: Batch, loss: str) -> None:
         """Accumulates gradients of some rows of a global batch before the others exist; `train_step` adds the rest.

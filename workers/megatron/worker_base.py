@@ -26,6 +26,7 @@ from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext
+from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.architecture import check_layout, read_architecture
 
@@ -68,6 +69,7 @@ class MegatronWorkerBase:
         self._aborted = False
         self._sending = False
         self._last_update: tuple[str, int] | None = None
+        self._update_metrics: StepMetrics | None = None  # of the last update, once its replay has ended
         self._kv_scales: KvScales | None = None
         self._accumulated = AccumulatedParts()
         self._kept = KeptLogprobs()

@@ -12,7 +12,9 @@ from dagrl.config.settings import holds_reference
 from dagrl.errors import RunError
 from dagrl.machine import DeviceMemory
 from dagrl.refit.slices import WeightSlice, expand
+from dagrl.rl.kept_logprobs import KeptLogprobs
 from dagrl.run.comparison import WeightDifference
+from dagrl.run.worker_protocols import Handover
 from dagrl.runtime.worker import in_warmup, running_replay
 from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.worker_base import MegatronWorkerBase
@@ -170,6 +172,13 @@ class MegatronWorkerState(MegatronWorkerBase):
         self._check_aborted()  # an aborted collective has not agreed on anything
         replay = running_replay()
         self._last_update = None if replay is None else (replay.phase, replay.replay)
+        self._update_metrics = None
+
+    def take_over(self) -> Handover:
+        """Forgets what a step under way has left. Returns the last update of the weights, and its metrics."""
+        self.finish_checkpoint()
+        self._accumulated, self._kept = AccumulatedParts(), KeptLogprobs()
+        return Handover(self._last_update, self._update_metrics)
 
     def copy_state(self) -> PeerState:
         """Returns everything that the next step depends on, for workers with the same part of the model.

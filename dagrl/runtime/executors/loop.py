@@ -27,6 +27,12 @@ from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.edge import Edge
 from dagrl.runtime.executors.node import HasState, failed_packet, state_of
 
+PASSED = 1 << 62
+"""A ticket after all others: what waits for a turn that the driver has not sent gives up."""
+
+END_POLL_S = 0.005
+"""How often `end_loops` looks whether they have ended."""
+
 
 class Task(Protocol):
     """What the loop uses of Ray's `ExecutableTask`: a node with its edges."""
@@ -45,6 +51,9 @@ class Task(Protocol):
 _loops: dict[str, Future[None]] = {}
 """The loops of this process by name, until `wait_for_loop` has told how they ended."""
 
+_tasks: dict[str, Sequence[Task]] = {}
+"""The tasks of the loops that run."""
+
 
 def start_loop(run: Callable[..., None], name: str, worker: HasState, tasks: Sequence[Task], *rays: object) -> None:
     """Starts `run(worker, tasks, *rays)`, a loop, on a thread of its own. Runs in the worker.
@@ -52,6 +61,7 @@ def start_loop(run: Callable[..., None], name: str, worker: HasState, tasks: Seq
     `name` is that of its graph; `rays` are the other arguments of Ray's loop.
     """
     ended = _loops[name] = Future[None]()
+    _tasks[name] = tasks
 
     def loop() -> None:
         try:
@@ -64,6 +74,7 @@ def start_loop(run: Callable[..., None], name: str, worker: HasState, tasks: Seq
             ended.set_exception(error)
         else:
             ended.set_result(None)
+        _tasks.pop(name, None)
 
     threading.Thread(target=loop, name=f"dagrl-loop-{name}", daemon=True).start()
 
@@ -75,6 +86,20 @@ def wait_for_loop(worker: HasState, name: str) -> None:
             _loops[name].result()
         finally:
             _loops.pop(name, None)
+
+
+def end_loops(worker: HasState, timeout_s: float) -> list[str]:
+    """Ends all loops, whose driver is dead. Returns those that have not ended in time. Runs in the worker."""
+    until = time.monotonic() + timeout_s
+    state_of(worker).gate.reset(PASSED)
+    for tasks in list(_tasks.values()):
+        for task in tasks:
+            task.cancel()
+    while (running := list(_tasks)) and time.monotonic() < until:
+        time.sleep(END_POLL_S)
+    for name in set(_loops) - set(running):
+        _loops.pop(name, None)
+    return running
 
 
 def loop_runs(worker: HasState, name: str) -> bool:

@@ -38,7 +38,7 @@ def test_a_cluster_without_its_raylet_is_given_up(tmp_path: Path) -> None:
 
 def test_a_start_is_given_up_on_request_and_without_its_raylet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray ends the driver 60 s after its GCS, without a message of ours."""
-    monkeypatch.setattr("dagrl.run.fleet.start_groups", lambda config, roles, stack, check: check())
+    monkeypatch.setattr("dagrl.run.fleet.start_groups", lambda config, roles, stack, check, owner: check())
     fleet, stop, config = Fleet(), StopSignal(), load_config(EXAMPLE)
     sleep = shutil.copy(shutil.which("sleep") or "", tmp_path / "gcs_server")
     with subprocess.Popen([str(sleep), "60"]) as server:
