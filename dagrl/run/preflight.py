@@ -50,7 +50,8 @@ from dagrl.rl.preferences import gives_scores
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.cluster import gpus_per_worker
-from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
+from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps
+from dagrl.run.derived import Derived
 from dagrl.run.encryption import check_encryption
 from dagrl.run.hub import with_local_models
 from dagrl.run.model import (

@@ -16,7 +16,7 @@ from dagrl.bench.models import SHAPES, parameter_shapes
 from dagrl.config.file import load_config
 from dagrl.config.settings import layouts
 from dagrl.machine import Gpu
-from dagrl.run import derive
+from dagrl.run import memory_fit
 from dagrl.run.model import character_tokenizer
 from dagrl.run.preflight import Inputs, preflight
 
@@ -59,7 +59,7 @@ def check(recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pyt
     shapes = {key: name.removeprefix("Qwen/").removesuffix("-Base").lower() for key, name in named.items()}
     count, gib = needs(path.read_text())
     cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580", (9, 0)) for index in range(count)]
-    monkeypatch.setattr(derive, "gpus", lambda: cards)
+    monkeypatch.setattr(memory_fit, "gpus", lambda: cards)
     for module in ("derive", "cluster", "preflight"):
         monkeypatch.setattr(f"dagrl.run.{module}.gpu_count", lambda: count)
     data = tmp_path / "train.jsonl"

@@ -1,0 +1,142 @@
+"""Derives what depends on memory: microbatches, KV caches, and whether colocated roles start together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from dagrl.config import Config, Json, MegatronConfig, VllmConfig
+from dagrl.config.settings import generation_config, model_roles
+from dagrl.errors import ConfigError
+from dagrl.machine import gpus, host_memory
+from dagrl.run.derived import ENGINE, ROLLOUT, TRAIN, Derived
+
+CACHE_BLOCK = 16
+"""Tokens of a block of vLLM's KV cache."""
+
+ENGINE_ROOM = 6 << 30
+"""Bytes of a GPU that an engine needs in addition to weights and KV cache: activations, logits of a step, CUDA graphs."""
+
+START_SHARE = 0.8
+"""Largest part of a GPU that colocated roles are planned to take when they start together."""
+
+LEAST_CACHE = 1 << 30
+"""Bytes of the smallest derived KV cache of a GPU."""
+
+MOST_TOKENS = 16384
+"""Tokens of a microbatch that keep a GPU busy; more would only take memory."""
+
+ROUND = 64
+"""Lengths from data are rounded up to a multiple of this many tokens."""
+
+
+def fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
+    """Sets the tokens of a microbatch to what fits half of the memory that weights, gradients and optimizer leave."""
+    config, packing = derived.config, "policy.sequence_packing"
+    keys = (f"{packing}.train_mb_tokens", "policy.train_micro_batch_size", f"{TRAIN}.activation_checkpointing")
+    memory = min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
+    if not (config.policy.sequence_packing.enabled and derived.open(*keys) and memory and weight_bytes):
+        return
+    megatron, width = config.policy.megatron_cfg, config.policy.max_total_sequence_length
+    parameters, shards = _parameters(hf_config, weight_bytes), megatron.layout.tp * megatron.layout.pp
+    left = 0.5 * (0.9 * memory - _state_bytes(megatron, parameters))
+    fitting = int(left / _activation_bytes(hf_config) * shards) // ROUND * ROUND
+    tokens = max(width, min(MOST_TOKENS, fitting))
+    reason = f"half of the {max(0.0, 2 * left) / 2**30:.0f} GiB that {parameters / 1e9:.2g} B parameters leave of a GPU"
+    if fitting < width:
+        derived.set(f"{TRAIN}.activation_checkpointing", True, f"the activations of {width} tokens exceed {reason}")
+        reason = "one sequence of the greatest length"
+    derived.set(f"{packing}.train_mb_tokens", tokens, reason)
+    derived.set(f"{packing}.logprob_mb_tokens", 2 * tokens, "twice those of training: no activations are kept")
+
+
+def _parameters(hf_config: Mapping[str, Json], weight_bytes: int) -> float:
+    return weight_bytes / (4 if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else 2)
+
+
+def _state_bytes(megatron: MegatronConfig, parameters: float) -> float:
+    """Bytes of the weights, gradients and optimizer state of a rank."""
+    sharded = megatron.layout.dp if megatron.optimizer.use_distributed_optimizer else 1
+    if megatron.peft.enabled:
+        each = 2.0 + 2  # bfloat16 weights, and merged ones until the backward pass; adapters are small
+    else:
+        each = 2 + 4 + 12 / sharded  # bfloat16 weights; float32 gradients; master weights and Adam
+    return parameters / (megatron.layout.tp * megatron.layout.pp) * each
+
+
+def _activation_bytes(hf_config: Mapping[str, Json]) -> float:
+    """Bytes that a token's activations take in bfloat16, with flash attention and a gated MLP, over all layers.
+
+    Counted as in Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1: inputs of each product, norm and activation.
+    """
+    hidden, layers = number(hf_config, "hidden_size", 4096), number(hf_config, "num_hidden_layers", 32)
+    experts = number(hf_config, "num_experts_per_tok", 1)
+    wide = number(hf_config, "moe_intermediate_size", 0) * experts or number(hf_config, "intermediate_size", 4 * hidden)
+    heads = number(hf_config, "num_attention_heads", 32)
+    attention = heads * number(hf_config, "head_dim", hidden // heads)
+    return layers * (20 * hidden + 14 * attention + 8 * wide)
+
+
+def fit_host_cache(derived: Derived, hf_config: Mapping[str, Json]) -> None:
+    """Sets the KV cache on a machine without GPUs: for all sequences at once, at most an eighth of the memory."""
+    key, wanted = f"{ENGINE}.kv_cache_memory_bytes", _wanted_cache(derived.config, hf_config)
+    if not wanted or not derived.open(f"{ROLLOUT}.worker", key):
+        return
+    most = host_memory() // (8 * generation_config(derived.config).vllm_cfg.layout.world_size)
+    least = cast(int, VllmConfig.model_fields["kv_cache_memory_bytes"].default)
+    reason = "all sequences at once" if wanted <= most else "an eighth of the memory of this machine"
+    derived.set(key, max(least, min(wanted, most)), reason)
+
+
+def fit_shared_cache(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
+    """Sets the KV cache of engines that share GPUs with training to what all sequences need at once, if there is room.
+
+    More would not make generation faster, and would leave less that can stay on the GPU in turns of training.
+    """
+    key, wanted = f"{ENGINE}.kv_cache_memory_bytes", _wanted_cache(derived.config, hf_config)
+    if not wanted or "kv_lora_rank" in hf_config or not derived.open(f"{ROLLOUT}.worker", key):
+        return
+    engine = generation_config(derived.config).vllm_cfg
+    memory = min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
+    most = engine.gpu_memory_utilization * memory - weight_bytes / engine.layout.tp - ENGINE_ROOM
+    if wanted / engine.layout.tp <= most:
+        derived.set(key, max(LEAST_CACHE, wanted // engine.layout.tp), "GPUs: all sequences at once")
+
+
+def start_together(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
+    """Starts engines while training has its memory, if that is known to fit. Raises ConfigError if it cannot be known."""
+    config, rollout = derived.config, generation_config(derived.config)
+    key, cache = f"{ROLLOUT}.colocated.start_together", rollout.vllm_cfg.kv_cache_memory_bytes
+    if rollout.colocated.start_together and cache is None:
+        raise ConfigError(
+            f"{key} is true, but {ENGINE}.kv_cache_memory_bytes is null: vLLM would take what is free, which changes while "
+            "training starts. Set the bytes of the cache, or start_together=false"
+        )
+    ours = derived.open("policy.worker", f"{ROLLOUT}.worker") and not model_roles(config)
+    if cache is None or not (ours and weight_bytes and config.policy.precision == "bfloat16"):
+        return
+    memory = min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
+    parameters = _parameters(hf_config, weight_bytes)
+    training = _state_bytes(config.policy.megatron_cfg, parameters)
+    generation = 2 * parameters / rollout.vllm_cfg.layout.tp + cache + ENGINE_ROOM
+    if training + generation <= START_SHARE * memory:
+        reason = f"{training / 2**30:.0f} GiB of training and {generation / 2**30:.0f} GiB of generation fit the GPU"
+        derived.set(key, True, reason)
+
+
+def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:
+    """Bytes of an engine's KV cache for all its sequences at their greatest length; 0 if unknown."""
+    engine, heads = generation_config(config).vllm_cfg, number(hf_config, "num_attention_heads", 0)
+    if not heads:
+        return 0
+    head_dim = number(hf_config, "head_dim", number(hf_config, "hidden_size", 0) // heads)
+    cached = number(hf_config, "num_hidden_layers", 0) * number(hf_config, "num_key_value_heads", heads) * head_dim
+    size = 1 if engine.kv_cache_dtype == "fp8" else 4 if config.policy.precision == "float32" else 2
+    blocks = -(-config.policy.max_total_sequence_length // CACHE_BLOCK) + 1
+    return engine.max_num_seqs * blocks * CACHE_BLOCK * 2 * cached * size
+
+
+def number(hf_config: Mapping[str, Json], key: str, otherwise: int) -> int:
+    """Returns a size of the model."""
+    value = hf_config.get(key)
+    return value if isinstance(value, int) else otherwise
