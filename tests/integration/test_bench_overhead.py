@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dagrl.bench import waiting as module
+from dagrl.bench import replays as module
 from dagrl.bench.replays import first_steps, waiting
 from dagrl.bench.variants import Actors
 
