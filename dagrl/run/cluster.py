@@ -21,7 +21,7 @@ from typing import Any
 from dagrl.config import ClusterConfig
 from dagrl.errors import RunError
 from dagrl.machine import DEV_SHM, gpu_count
-from dagrl.run.local_cluster import children_apart, cluster_processes, ended_with_this_process, kill_with_children
+from dagrl.run.local_cluster import children_apart, cluster_processes, ended_with_this_process, kill_with_children, lean_node
 from dagrl.run.stop import ignoring_signals, keep_handlers
 from dagrl.runtime.garbage import gc_paused
 
@@ -98,7 +98,7 @@ def _start(config: ClusterConfig, environment: Mapping[str, str], teardown_s: fl
     import ray
 
     try:
-        with children_apart():
+        with children_apart(), lean_node():
             ray.init(**_arguments(config), runtime_env={"env_vars": {**QUIET, **environment}})
     except BaseException:
         _shutdown(cluster_processes(), teardown_s)

@@ -40,6 +40,28 @@ def _leave_group() -> None:
 os.register_at_fork(after_in_child=_leave_group)  # Ray gives `preexec_fn` to subprocess, which then calls these functions
 
 
+@contextmanager
+def lean_node() -> Iterator[None]:
+    """A node started inside has no API server, autoscaler or log monitor, which dagrl does not use.
+
+    `ray.init` starts an API server also without a dashboard, and waits for it before it starts the raylet.
+    """
+    from ray._private.node import Node
+
+    def none(node: Any, **_: object) -> None:
+        node._webui_url = ""  # as without a dashboard
+
+    left_out = ("start_api_server", "start_monitor", "start_log_monitor")
+    rays = {name: getattr(Node, name) for name in left_out if hasattr(Node, name)}
+    for name in rays:
+        setattr(Node, name, none)
+    try:
+        yield
+    finally:
+        for name, method in rays.items():
+            setattr(Node, name, method)
+
+
 def cluster_processes() -> list[Popen[Any]]:
     """Returns Ray's own processes, without workers, that `ray.init` started; none if it joined a running cluster."""
     import ray._private.worker

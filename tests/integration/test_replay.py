@@ -15,6 +15,7 @@ import ray
 import torch
 
 from dagrl.errors import ConfigError, PhaseError, RunError, WorkerError
+from dagrl.run.local_cluster import cluster_processes
 from dagrl.runtime.answers import GRACE_S
 from dagrl.runtime.executors.node import drain_runs
 from dagrl.runtime.layout import ParallelLayout
@@ -123,6 +124,10 @@ STARTED: dict[str, int] = {}
 def test_graphs_start_no_process_except_on_rays_engine(scheduler: Scheduler) -> None:
     engine, started = list(STARTED.items())[-1]
     assert (started > 0) == (engine == "ray"), STARTED
+
+
+def test_a_cluster_has_no_process_that_runs_do_not_use(cluster: None) -> None:
+    assert sorted(Path(process.args[0]).name for process in cluster_processes()) == ["gcs_server", "raylet"]
 
 
 def ragged(lengths: list[int]) -> Batch:
