@@ -27,31 +27,24 @@ class RefitHook:
     """Recomputes tensors from the destination tensors after a write. `name` describes it in errors."""
 
     name: str
-    run: Callable[[], None]
+    run: Callable[[], object]
 
 
-@dataclass(frozen=True)
-class DerivedTensors:
-    """`inputs` are destination tensors that vLLM does not keep, by local name. `hooks` recompute from them what it keeps."""
-
-    inputs: dict[str, torch.Tensor]
-    hooks: list[RefitHook]
-
-
-def derive(model: torch.nn.Module, scaled: Sequence[str], dtype: torch.dtype) -> DerivedTensors:
-    """Returns inputs and hooks for a loaded model that computes in `dtype`.
+def derive(
+    model: torch.nn.Module, scaled: Sequence[str], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], list[RefitHook]]:
+    """Returns destination tensors that vLLM does not keep, by local name, and hooks, for a model that computes in `dtype`.
 
     `scaled` are the attention modules with an FP8 KV cache whose scales a refit sends.
     """
     from vllm.model_executor.layers.attention import MLAAttention
 
-    found = DerivedTensors({}, [])
-    for name, module in model.named_modules():
-        if isinstance(module, MLAAttention):
-            found.hooks.extend(_absorbed_kv(name, module, dtype))
+    latent = [(name, module) for name, module in model.named_modules() if isinstance(module, MLAAttention)]
+    hooks = [hook for name, module in latent for hook in _absorbed_kv(name, module, dtype)]
+    inputs = dict[str, "torch.Tensor"]()
     for name in scaled:
-        _kv_scales(name, model.get_submodule(name), found)
-    return found
+        hooks.append(_kv_scales(name, model.get_submodule(name), inputs))
+    return inputs, hooks
 
 
 def _absorbed_kv(name: str, module: Any, dtype: torch.dtype) -> Iterator[RefitHook]:
@@ -79,8 +72,8 @@ def _absorb(module: Any, held: dict[str, torch.Tensor], dtype: torch.dtype) -> N
                 setattr(module, name, old)
 
 
-def _kv_scales(name: str, module: Any, found: DerivedTensors) -> None:
-    """Adds scales of an FP8 KV cache (`layers/attention/attention.py`, `layers/quantization/kv_cache.py`)."""
+def _kv_scales(name: str, module: Any, inputs: dict[str, torch.Tensor]) -> RefitHook:
+    """Adds scales of an FP8 KV cache to `inputs` (`layers/attention/attention.py`, `layers/quantization/kv_cache.py`)."""
     import torch
 
     if not str(module.kv_cache_dtype).startswith("fp8"):
@@ -96,8 +89,8 @@ def _kv_scales(name: str, module: Any, found: DerivedTensors) -> None:
         )
     scales = torch.ones(2, dtype=torch.float32, device=module._k_scale.device)
     for index, kind in enumerate(KINDS):
-        found.inputs[f"{name}.{kind}_scale"] = scales[index : index + 1]
-    found.hooks.append(RefitHook(f"scale the KV cache of {name}", partial(_write_kv_scales, module, scales)))
+        inputs[f"{name}.{kind}_scale"] = scales[index : index + 1]
+    return RefitHook(f"scale the KV cache of {name}", partial(_write_kv_scales, module, scales))
 
 
 def _write_kv_scales(module: Any, scales: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
-from dagrl.refit.recorded import check_complete, named_tensors
+from dagrl.refit.recorded import Recorded, check_complete, named_tensors
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.strided import Strided
 from dagrl.workers.vllm.derived import RefitHook, derive
@@ -25,7 +25,6 @@ from dagrl.workers.vllm.quantization import check_form
 if TYPE_CHECKING:
     import torch
 
-    from dagrl.refit.recording import Computation
 
 HEAD = "lm_head.weight"
 
@@ -54,27 +53,23 @@ def find_destinations(
     recording = loaded.recording
     check_complete(type(model).__name__, recording)
     slices = [one for one in recording.slices if not (tied and one.name.endswith(HEAD))]
+    recorded = Recorded(recording, {name: one.tensor for name, one in loaded.tensors.items()})
     device = next(model.parameters()).device
-    inputs = {
-        name: where.empty(kind, device) for one in recording.computations for name, (where, kind) in one.inputs.items()
-    }
     whole = {name: Strided.whole(shape).empty(kind, device) for name, (shape, kind) in recording.unmapped.items()}
     live = named_tensors(model)
-    tensors, kept = dict[str, "torch.Tensor"](), dict[str, "torch.Tensor"]()
-    for name in _local_names(slices):
-        arranged = recording.arranged.get(name)
-        parameter = arranged.tensor if arranged else name
-        tensor = inputs.get(parameter)
-        if tensor is None:
-            tensor = loaded.tensors[parameter].tensor
-            if not loaded.tensors[parameter].unchanged():
-                raise ConfigError(
-                    f"vLLM rearranged {parameter!r} in place after loading, which a refit cannot undo; choose a kernel that "
-                    "does not (VLLM_USE_DEEP_GEMM=0, another moe_backend)"
-                )
-            if not _same_memory(tensor, live.get(parameter)):
-                kept[parameter] = tensor
-        tensors[name] = arranged.of(tensor) if arranged else tensor
+    tensors = {name: recorded.tensors[name] for name in _local_names(slices)}
+    kept = dict[str, "torch.Tensor"]()
+    for name in tensors:
+        parameter = recording.arranged[name].tensor if name in recording.arranged else name
+        if parameter not in loaded.tensors:  # the input of a computation
+            continue
+        if not loaded.tensors[parameter].unchanged():
+            raise ConfigError(
+                f"vLLM rearranged {parameter!r} in place after loading, which a refit cannot undo; choose a kernel that "
+                "does not (VLLM_USE_DEEP_GEMM=0, another moe_backend)"
+            )
+        if not _same_memory(recorded.tensors[parameter], live.get(parameter)):
+            kept[parameter] = recorded.tensors[parameter]
     for name in recording.unwritten if whole else ():
         if not _same_memory(loaded.tensors[name].tensor, live.get(name)):
             raise ConfigError(
@@ -83,10 +78,12 @@ def find_destinations(
             )
     slices += [_whole(name, tensor, vllm_config.model_config.dtype) for name, tensor in whole.items()]
     tensors |= {_unmapped(name): tensor for name, tensor in whole.items()}
-    derived = derive(model, scaled, vllm_config.model_config.dtype)
-    computed = [_computed(one, inputs, loaded) for one in recording.computations]
-    hooks = (*([_load(model, whole)] if whole else []), *computed, *_hooks(model, kept, tied, vllm_config), *derived.hooks)
-    return Destinations(slices, {**tensors, **derived.inputs}, hooks)
+    derived, last = derive(model, scaled, vllm_config.model_config.dtype)
+    first = [RefitHook(f"load {', '.join(whole)}", partial(_load, model, whole))] if whole else []
+    if recording.computations:
+        first.append(RefitHook(f"compute {', '.join(one.parameter for one in recording.computations)}", recorded.compute))
+    hooks = (*first, *_hooks(model, kept, tied, vllm_config), *last)
+    return Destinations(slices, tensors | derived, hooks)
 
 
 def _unmapped(name: str) -> str:
@@ -99,30 +96,17 @@ def _whole(name: str, tensor: torch.Tensor, default: torch.dtype) -> WeightSlice
     return WeightSlice(name, box, _unmapped(name), box, dtype)
 
 
-def _load(model: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> RefitHook:
-    """Returns a hook that gives whole parameters to vLLM's own loader of the model."""
+def _load(model: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
+    """Gives whole parameters to vLLM's own loader of the model."""
+    import torch
 
-    def load() -> None:
-        import torch
-
-        with torch.no_grad():
-            model.load_weights(iter(whole.items()))  # type: ignore[operator]
-
-    return RefitHook(f"load {', '.join(whole)}", load)
+    with torch.no_grad():
+        model.load_weights(iter(whole.items()))  # type: ignore[operator]
 
 
 def _local_names(slices: Sequence[WeightSlice]) -> list[str]:
     named = (name for one in slices for name in (one.tensor, *([one.scales.tensor] if one.scales else [])))
     return list(dict.fromkeys(named))
-
-
-def _computed(one: Computation, inputs: Mapping[str, torch.Tensor], loaded: LoadedModel) -> RefitHook:
-    target = loaded.tensors[one.parameter].tensor.as_strided(one.target.shape, one.target.strides, one.target.offset)
-
-    def compute() -> None:
-        target.copy_(one.compute(inputs))
-
-    return RefitHook(f"compute {one.parameter}", compute)
 
 
 def _same_memory(first: torch.Tensor, second: torch.Tensor | None) -> bool:
@@ -151,11 +135,7 @@ def _tied_head(model: torch.nn.Module) -> Iterator[RefitHook]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     head, embedding = parameters.get(HEAD), parameters.get("model.embed_tokens.weight")
     if head is not None and embedding is not None and head.data_ptr() != embedding.data_ptr():
-        yield RefitHook("copy the embedding to the tied lm_head", partial(_copy, embedding.data, head.data))
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
+        yield RefitHook("copy the embedding to the tied lm_head", partial(head.data.copy_, embedding.data))
 
 
 class _Repack:

@@ -25,13 +25,13 @@ from dagrl.refit.slices import STACKED, Box, Scales, WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family, mla
 from dagrl.workers.families.hf_config import ModelConfig
-from dagrl.workers.families.mamba import StateSpace, stack_rows, state_space_of
+from dagrl.workers.families.mamba import stack_rows, state_space_of
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
 
 VOCABULARY_PADDING = 64
 ROUTERS = ("gate", "shared_expert_gate")
-DTYPES = {"A_log": "float32", "e_score_correction_bias": "float32"}
+FLOAT32 = ("A_log", "e_score_correction_bias")
 
 Range = tuple[int, int]
 Rows = list[tuple[Range, int]]
@@ -87,25 +87,16 @@ class _Placement:
 
     def slices(self) -> Iterator[WeightSlice]:
         for name, shape in self._shapes.items():
+            place = self._vocabulary if name in (self._names.embedding, self._names.head) else self._parameter
             try:
-                yield from self._of(name, shape)
+                yield from (self._experts if f".experts.{STACKED}." in name else place)(name, shape)
             except LayoutError as error:
                 raise LayoutError(f"generation rank {self._rank.tp_rank}, {name}: {error}") from error
 
-    def _of(self, name: str, shape: list[int]) -> Iterator[WeightSlice]:
-        if f".experts.{STACKED}." in name:
-            yield from self._experts(name, shape)
-        elif name in (self._names.embedding, self._names.head):
-            yield from self._vocabulary(name, shape[1])
-        elif name == self._names.norm:
-            yield WeightSlice(name, ((0, shape[0]),), self._names.vllm_norm, ((0, shape[0]),))
-        else:
-            yield from self._parameter(name, shape)
-
-    def _vocabulary(self, name: str, hidden: int) -> Iterator[WeightSlice]:
+    def _vocabulary(self, name: str, shape: list[int]) -> Iterator[WeightSlice]:
         padded = -(-self._model.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
         start, stop = self._rank.part(padded, "the padded vocabulary")
-        stop, columns = min(stop, self._model.vocabulary), (0, hidden)
+        stop, columns = min(stop, self._model.vocabulary), (0, shape[1])
         if start < stop:
             yield WeightSlice(name, ((start, stop), columns), self._local(name), ((0, stop - start), columns))
 
@@ -137,18 +128,16 @@ class _Placement:
         columns = (0, shape[1]) if len(shape) == 2 else (0, 0)
         if leaf in ("o_proj", "down_proj", "out_proj") and len(shape) == 2:
             columns = self._rank.part(shape[1], _width_of(path) if leaf == "down_proj" else "the heads' columns")
-        tensor = f"{self._local(f'{path}.{fused}')}.{kind}".rstrip(".")
+        tensor = self._local(f"{path}.{fused}.{kind}".rstrip("."))
+        float32 = name.endswith(FLOAT32) or (leaf == "gate" and self._model.type == "glm4_moe")
         for part, at in rows:
             local = (at, at + part[1] - part[0])
-            if len(shape) == 2:
+            if len(shape) == 2 and not float32:
                 target = (local, (0, columns[1] - columns[0]))
-                if leaf == "gate" and self._model.type == "glm4_moe":
-                    yield WeightSlice(name, (part, columns), tensor, target, "float32")
-                else:
-                    yield self._slice(name, (part, columns), tensor, target, quantized=leaf not in ROUTERS)
+                yield self._slice(name, (part, columns), tensor, target, quantized=leaf not in ROUTERS)
             else:
                 rest: Box = tuple((0, size) for size in shape[1:])
-                yield WeightSlice(name, (part, *rest), tensor, (local, *rest), DTYPES.get(name.rpartition(".")[2], ""))
+                yield WeightSlice(name, (part, *rest), tensor, (local, *rest), "float32" if float32 else "")
 
     def _rows(self, path: str, leaf: str, size: int) -> tuple[str, Rows]:
         """Returns vLLM's module for a Hugging Face module, and where the rank's rows are in it."""
@@ -172,38 +161,28 @@ class _Placement:
     def _heads(self, leaf: str) -> tuple[Range, int]:
         """Returns the rows of q, k or v that this rank holds, and where `qkv_proj` has them."""
         rank, keys, dim = self._rank, self._model.kv_heads, self._model.head_dim
-        queries = rank.part(self._model.heads, "the attention heads")
-        if keys >= rank.tp:
-            heads = rank.part(keys, "the key/value heads")
-        elif rank.tp % keys == 0:
-            replica = rank.tp_rank // (rank.tp // keys)
-            heads = (replica, replica + 1)
-        else:
+        start, stop = queries = rank.part(self._model.heads, "the attention heads")
+        if keys < rank.tp and rank.tp % keys:
             raise LayoutError(
                 f"tensor parallel size {rank.tp} is not a multiple of the {keys} key/value heads; choose one that is"
             )
-        own = {"q_proj": queries}.get(leaf, heads)
-        before = {"q_proj": 0, "k_proj": queries[1] - queries[0], "v_proj": queries[1] - queries[0] + heads[1] - heads[0]}
-        return _scaled(own, dim), before[leaf] * dim
+        shared = rank.tp_rank * keys // rank.tp
+        first, last = heads = rank.part(keys, "the key/value heads") if keys >= rank.tp else (shared, shared + 1)
+        if leaf == "q_proj":
+            return _scaled(queries, dim), 0
+        return _scaled(heads, dim), (stop - start + (last - first if leaf == "v_proj" else 0)) * dim
 
     def _mixer(self, leaf: str) -> Rows:
         """Returns the rows of a Mamba mixer's parameter."""
         space = state_space_of(self._model)
         heads = self._rank.part(space.heads, "the mamba heads")
         inner = _scaled(heads, space.head_dim)
-        groups = self._groups(space)
-        if leaf == "in_proj":
-            parts = stack_rows(space, (inner, inner, groups, groups, heads))
-        elif leaf == "conv1d":
-            parts = stack_rows(space, (inner, groups, groups))
-        else:
+        groups = (0, 1) if space.groups == 1 else self._rank.part(space.groups, "the mamba groups")
+        state = _scaled(groups, space.state)
+        if leaf not in ("in_proj", "conv1d"):
             return [(inner if leaf == "norm" else heads, 0)]
-        return [(rows, at[0]) for rows, at in parts]
-
-    def _groups(self, space: StateSpace) -> Range:
-        if space.groups == 1:
-            return 0, space.state
-        return _scaled(self._rank.part(space.groups, "the mamba groups"), space.state)
+        parts = (inner, inner, state, state, heads) if leaf == "in_proj" else (inner, state, state)
+        return [(rows, at[0]) for rows, at in stack_rows(space, parts)]
 
     def _slice(self, name: str, box: Box, tensor: str, local: Box, quantized: bool) -> WeightSlice:
         """Returns a slice of a linear layer's weight; in FP8 with its scales."""
@@ -215,20 +194,20 @@ class _Placement:
     def _local(self, name: str) -> str:
         """Returns vLLM's name of a module or parameter outside the fused ones."""
         names = self._names
-        if name == names.embedding:
-            return names.vllm_embedding
+        for theirs, ours in ((names.embedding, names.vllm_embedding), (names.norm, names.vllm_norm)):
+            if name == theirs:
+                return ours
         prefix = f"{names.layer}."
         return f"{names.vllm_layer}.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 
 
 def _llama_biases(model: ModelConfig) -> Iterator[tuple[str, list[int]]]:
     """Yields biases that Megatron's Llama does not have."""
+    sizes = {"self_attn.o_proj": model.hidden} if model.qkv_bias else {}
+    if model.flag("mlp_bias"):
+        sizes |= {"mlp.gate_proj": model.ffn, "mlp.up_proj": model.ffn, "mlp.down_proj": model.hidden}
     for layer in range(model.layers if model.type == "llama" else 0):
-        if model.qkv_bias:
-            yield f"model.layers.{layer}.self_attn.o_proj.bias", [model.hidden]
-        if model.flag("mlp_bias"):
-            for projection, size in (("gate_proj", model.ffn), ("up_proj", model.ffn), ("down_proj", model.hidden)):
-                yield f"model.layers.{layer}.mlp.{projection}.bias", [size]
+        yield from ((f"model.layers.{layer}.{module}.bias", [size]) for module, size in sizes.items())
 
 
 def _width_of(path: str) -> str:
