@@ -156,7 +156,8 @@ def quantize(
     """Quantizes `matrix` [n, m] as `rows`, `columns` or both; what is left out is empty. No `scale`: that of the peak."""
     if scale is None:
         peak = torch.linalg.vector_norm(matrix, math.inf, dtype=torch.float32)
-        scale = (peak / torch.finfo(dtype).max).clamp_(min=SMALLEST_SCALE)
+        largest = peak.new_full((), torch.finfo(dtype).max)  # a number would be a factor of 1 / number on GPUs, inexact
+        scale = (peak / largest).clamp_(min=SMALLEST_SCALE)
     length = -(-len(matrix) // MULTIPLE) * MULTIPLE
     if matrix.is_cuda:
         from dagrl.workers.megatron.float8_kernel import quantize_to
