@@ -48,8 +48,8 @@ class SharedMemory:
 def mapped_refit(place: cases.Place) -> object:
     """Five versions. Returns how many rounds of messages each took.
 
-    The sender's tensors have new memory at the third, the receiver's at the fourth, and the sender's again at the fifth,
-    memory that cannot be mapped.
+    At the second the sender's memory was given back and taken again, at the same addresses. Its tensors have new memory at
+    the third, the receiver's at the fourth, and the sender's again at the fifth, memory that cannot be mapped.
     """
     plan, layout = cases._refit_plan(2, devices=("gpu", "gpu"))
     channel, memory = place.open(), SharedMemory()
@@ -70,6 +70,8 @@ def mapped_refit(place: cases.Place) -> object:
     end = RefitReceiver(mine, live, channel) if place.rank else RefitSender(mine, live, channel, lends=True)
     rounds = []
     for version in range(1, 6):
+        if version == 2 and isinstance(end, RefitSender):
+            end.reclaim()
         if (version in (3, 5) and place.rank == 0) or (version == 4 and place.rank == 1):
             if isinstance(end, RefitSender):
                 assert channel._table[1, BORROWED]
@@ -80,6 +82,7 @@ def mapped_refit(place: cases.Place) -> object:
             for name, tensor in allocated({name: one.data for name, one in live.items()}).items():
                 live[name].data = tensor
         _ = end.send(version) if isinstance(end, RefitSender) else end.receive(version)
+        assert channel._loans._count == (0 if place.rank else (0, 1, 2, 3, 3, 3)[version])
         rounds.append(len(end.rounds.sends) + len(end.rounds.receives))
         if place.rank == 0:
             for parameter in live.values():

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from dagrl.channels.ipc_memory import attach_segment, cuda_runtime
+from dagrl.channels.ipc_memory import Segment, attach_segment, cuda_runtime
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,7 +101,13 @@ class Borrowed:
 
     def __init__(self, description: str) -> None:
         handles, self._lent = json.loads(description)
-        self._segments = [attach_segment(handle) for handle in handles]
+        self._segments = list[Segment]()
+        try:
+            for handle in handles:
+                self._segments.append(attach_segment(handle))
+        except BaseException:
+            self.close()  # the caller gets no object to close
+            raise
         self.addresses = [segment.bytes.data_ptr() for segment in self._segments]
         """Where the lender's allocations are in this process."""
 

@@ -38,7 +38,7 @@ class MappedMoves:
         self._ipc = channel if isinstance(channel, IpcChannel) else None
         self._sends = [one for one in plan.sends if one.mapped and self._ipc and lends]
         self._receives = [one for one in plan.receives if one.mapped and self._ipc]
-        self._addresses = Addresses({}, ())
+        self._addresses, self._lends = Addresses({}, ()), lends
         self._done = torch.zeros(1, dtype=torch.int64)
         self.bind()
 
@@ -77,8 +77,9 @@ class MappedMoves:
             self._sends = self._sends if self.lent else []
 
     def reclaim(self) -> None:
-        """Returns when no receiver maps the tensors."""
-        if self._ipc is not None:
+        """Returns when no receiver maps the tensors. They are lent again even if new memory has the same addresses."""
+        if self._lends and self._ipc is not None:
+            self._addresses.forget()
             self._ipc.reclaim()
 
     def start(self) -> None:
