@@ -142,7 +142,7 @@ def test_at_the_deadline_sides_that_hang_are_ended_and_rows_are_kept(
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     cases = ["--cases", "generate 0.6b 8", "generate 0.6b 64", "sft 0.6b 8"]
-    words = ["--pairs", "1", "--tiny", "--deadline", "6", "--json", str(tmp_path / "rows.json")]
+    words = ["--pairs", "1", "--tiny", "--deadline", "8", "--json", str(tmp_path / "rows.json")]
     command.run(parser.parse_args([*cases, "--peers", "double", *words]))
     report = json.loads((tmp_path / "rows.json").read_text())
     assert [(row["case"], row["ratio"]) for row in report["rows"]] == [("generate 0.6b 8", 1.0)]
