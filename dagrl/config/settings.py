@@ -14,8 +14,9 @@ from dagrl.runtime.layout import ParallelLayout
 SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM's LoRA slots can have (`MaxLoRARanks` in its config/lora.py)."""
 
-LEAST_SHARED = 0.05
-"""Prefixes that save less of a batch's tokens are not shared: attention takes a launch more for them."""
+LEAST_SHARED = 1 / 3
+"""Prefixes that save less of a batch's tokens are not shared: attention takes a launch more for them. On an H100 a step with
+Qwen3-0.6B's shape takes 1.05 times as long if they save 0.28 of the tokens, and 0.66 times if they save 0.58."""
 
 LearnsFrom = Literal["samples", "demonstrations", "preferences"]
 """The kinds of data that algorithms learn from."""
