@@ -115,3 +115,5 @@ class Session:
             self.train.call("export_hf", str(directory), deadline=config.timeouts.checkpoint)
             require_shared(directory / "config.json")
             self.inputs.tokenizer.save_pretrained(directory)
+        if self.record_of_driver is not None:
+            self.record_of_driver.clear()
