@@ -182,8 +182,7 @@ class MegatronConfig(Section):
     more. For models whose router has a bias (GLM-4.5). 0: the biases stay as they are."""
 
     cuda_graphs: bool = False
-    """Replay a microbatch's forward and backward pass as CUDA graphs. Without pipeline parallelism; experts must be whole on
-    each worker."""
+    """Replay a microbatch's forward and backward pass as CUDA graphs. For dense models without pipeline parallelism."""
 
     fp8_cfg: Fp8Config = Fp8Config()
     """FP8."""

@@ -134,33 +134,3 @@ def test_least_recently_used_graphs_are_dropped(worker: TestedWorker, monkeypatc
     monkeypatch.setattr("dagrl.workers.megatron.cuda_graphs.MOST_RECORDINGS", 1)
     run(worker, 3)
     assert worker.recordings() <= 1
-
-
-def test_passes_in_memory_of_their_own_count_for_the_step(tiny_models: dict[str, Path]) -> None:
-    """Two passes as a recording counts them, and two that count in the step itself."""
-    from dagrl.workers.megatron.router import RecordedCounts, StepCounts, routers
-    from dagrl.workers.megatron.segments import RoutedTokens
-
-    keys = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1e-2}
-    with single_worker(reference.make_config(tiny_models["qwen3_moe"], megatron_cfg=keys), TestedWorker) as made:
-        found = list(routers(made._ready().model.chunks))
-        inputs, rows = torch.randn(2, 12, 1, 64), torch.randint(0, 4, (12,))  # row 3 is padding
-        ends = []
-        for recorded in (False, True):
-            for router in found:
-                router.tokens, router.counts = RoutedTokens(rows, None), StepCounts.empty(3, 4, torch.tensor(24))
-            steps = [router.counts for router in found]
-            recording = RecordedCounts(found)
-            for hidden in inputs:
-                if recorded:
-                    recording.begin()
-                with recording.swapped() if recorded else nullcontext():
-                    for router in found:
-                        router(hidden)
-                if recorded:
-                    recording.finish()
-            assert [router.counts for router in found] == steps
-            ends.append([tensor for step in steps if step is not None for tensor in step.tensors()])
-        for value, expected in zip(*reversed(ends), strict=True):
-            torch.testing.assert_close(value, expected)
-        assert int(ends[0][1].sum()) == 48

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from dagrl.errors import RunError
 from dagrl.workers.megatron.microbatches import Microbatch
-from dagrl.workers.megatron.router import RecordedCounts, Router, routers
-from dagrl.workers.megatron.segments import RoutedTokens, Segments
+from dagrl.workers.megatron.segments import Segments
 
 ModelPass = Callable[[Any, Microbatch], Tensor]
 """Runs a model chunk on a microbatch and returns its output, with an autograd graph if gradients are enabled."""
@@ -69,31 +68,22 @@ class _Capacity:
 
 @dataclass(frozen=True)
 class _PassShape:
-    """The key under which microbatches share a recording: shape of `tokens` [b, s], gradients, and segment capacity.
-
-    `counted`: rows of the batch whose tokens routers count, 0 for none. `replayed`: whether routers take recorded experts.
-    """
+    """The key under which microbatches share a recording: shape of `tokens` [b, s], gradients, and segment capacity."""
 
     tokens: tuple[int, ...]
     backward: bool
     segments: _Capacity | None
-    counted: int
-    replayed: bool
 
     @staticmethod
-    def of(microbatch: Microbatch, counted: int) -> _PassShape:
+    def of(microbatch: Microbatch) -> _PassShape:
         """Returns the shape of a microbatch in the current gradient mode."""
-        shape, capacity = tuple(microbatch.tokens.shape), _Capacity.of(microbatch.segments)
-        replayed = microbatch.routed is not None and microbatch.routed.experts is not None
-        return _PassShape(shape, torch.is_grad_enabled(), capacity, counted, replayed)
+        return _PassShape(tuple(microbatch.tokens.shape), torch.is_grad_enabled(), _Capacity.of(microbatch.segments))
 
     def allocate(self, microbatch: Microbatch) -> Microbatch:
         """Copies the microbatch to static memory for recording. Later microbatches are copied into it."""
         segments = self.segments.allocate(microbatch.segments) if self.segments and microbatch.segments else None
-        tokens, positions, routed = microbatch.tokens.clone(), microbatch.positions.clone(), microbatch.routed
-        if routed is not None:
-            routed = RoutedTokens(routed.rows.clone(), None if routed.experts is None else routed.experts.clone())
-        return replace(microbatch, tokens=tokens, positions=positions, data={}, segments=segments, routed=routed)
+        tokens, positions = microbatch.tokens.clone(), microbatch.positions.clone()
+        return replace(microbatch, tokens=tokens, positions=positions, data={}, segments=segments)
 
 
 def _rounded(number: int, least: int) -> int:
@@ -117,20 +107,16 @@ class RecordedPasses:
     def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         self._parameters, self._gradients = parameters, gradients
         self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and share memory
-        self._routers: list[Router] | None = None  # of the chunk; None: not looked for
         self._recordings: dict[Any, _Recording | None] = {}  # least recently used first; None: seen once
 
     def __call__(self, chunk: Any, microbatch: Microbatch) -> Tensor:
         """Runs the pass over a microbatch."""
-        if self._routers is None:
-            self._routers = list(routers([chunk]))
-        counts = self._routers[0].counts if self._routers else None
-        shape = _PassShape.of(microbatch, 0 if counts is None else len(counts.by_row))
+        shape = _PassShape.of(microbatch)
         found = (shape, *map(torch.Tensor.data_ptr, (*self._parameters, *self._gradients)))
         if found not in self._recordings:
             self._keep(found, None)
             return plain_pass(chunk, microbatch)
-        recording = self._recordings.pop(found) or _Recording(chunk, shape, microbatch, self._pool, self._routers)
+        recording = self._recordings.pop(found) or _Recording(chunk, shape, microbatch, self._pool)
         self._keep(found, recording)
         return recording.replay(microbatch)
 
@@ -155,8 +141,8 @@ class RecordedPasses:
 class _Recording:
     """A forward graph and, with gradients, a backward graph, and their static inputs and outputs."""
 
-    def __init__(self, chunk: Any, shape: _PassShape, microbatch: Microbatch, pool: Any, counting: Sequence[Router]) -> None:
-        self._input, self._counts = shape.allocate(microbatch), RecordedCounts(counting)
+    def __init__(self, chunk: Any, shape: _PassShape, microbatch: Microbatch, pool: Any) -> None:
+        self._input = shape.allocate(microbatch)
         self._backward_too = shape.backward
         self._graphs = [torch.cuda.CUDAGraph() for _ in range(1 + shape.backward)]
         try:
@@ -170,7 +156,7 @@ class _Recording:
 
     def _record(self, chunk: Any, pool: Any) -> Tensor:
         with _without_forks():
-            with self._counts.swapped(), _recorded(self._graphs[0], pool):
+            with _recorded(self._graphs[0], pool):
                 output = plain_pass(chunk, self._input)
             if self._backward_too:
                 self._gradient = torch.empty_like(output)
@@ -193,9 +179,7 @@ class _Recording:
 
     def forward(self) -> Tensor:
         """Replays the forward pass."""
-        self._counts.begin()
         self._graph(0).replay()
-        self._counts.finish()
         return self._output.detach()
 
     def backward(self, gradient: Tensor) -> None:
@@ -212,11 +196,6 @@ class _Recording:
     def _fill(self, microbatch: Microbatch) -> None:
         self._input.tokens.copy_(microbatch.tokens)
         self._input.positions.copy_(microbatch.positions)
-        here, there = self._input.routed, microbatch.routed
-        if here is not None and there is not None:
-            here.rows.copy_(there.rows)
-            if here.experts is not None and there.experts is not None:
-                here.experts.copy_(there.experts)
         _fill_segments(self._input.segments, microbatch.segments)
 
 

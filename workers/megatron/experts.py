@@ -22,8 +22,6 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from dagrl.errors import ConfigError
-
 _EXPERT = re.compile(r"(.*\blocal_experts\.)(\d+)\.")
 Held = TypeVar("Held")
 
@@ -76,16 +74,6 @@ class _MlpModule(NamedTuple):
     activation_func: Callable[[Tensor], Tensor]
     linear_fc1: Callable[[Tensor], tuple[Tensor, None]]
     linear_fc2: Callable[[Tensor], tuple[Tensor, None]]
-
-
-def require_grouped_kernel() -> None:
-    """Raises ConfigError on GPUs where torch multiplies one expert at a time, which CUDA graphs cannot have."""
-    if torch.cuda.get_device_capability()[0] not in (9, 10):
-        found = "{}.{}".format(*torch.cuda.get_device_capability())
-        raise ConfigError(
-            "policy.megatron_cfg.cuda_graphs is true, and the model has experts, whose grouped products are one kernel on "
-            f"GPUs of compute capability 9 and 10; {torch.cuda.get_device_name()} has {found}. Set cuda_graphs=false"
-        )
 
 
 def row_offsets(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ layer's router the microbatch, also when activations are recomputed. Imported on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +52,6 @@ class StepCounts:
             zeros(5, dtype=torch.float64, device=device),
             zeros(experts, device=device),
         )
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Returns all counts, in the order of the constructor."""
-        return self.tokens, self.by_row, self.sums, self.seen
 
     def after(self, earlier: Sequence[StepCounts]) -> StepCounts:
         """Returns the counts of this batch and of `earlier` parts of it, each with means over its own tokens."""
@@ -205,48 +200,3 @@ def routers(chunks: Any) -> Iterator[Router]:
         for module in chunk.modules():
             if isinstance(module, Router):
                 yield module
-
-
-class RecordedCounts:
-    """What routers count in a recorded pass: in memory of its own, added to the step's counts after each replay."""
-
-    def __init__(self, counting: Sequence[Router]) -> None:
-        self._routers = [router for router in counting if router.counts is not None]
-        self._own = [StepCounts(*map(torch.zeros_like, counts.tensors())) for counts in self._steps()]
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Context in which the routers count here."""
-        steps = self._steps()
-        self._count_in(self._own)
-        try:
-            yield
-        finally:
-            self._count_in(steps)
-
-    def begin(self) -> None:
-        """Takes what a pass reads from the step's counts, and clears what it adds to."""
-        if self._own:
-            (tokens, by_row, sums, seen), (step_tokens, _, _, step_seen) = _columns(self._own), _columns(self._steps())
-            torch._foreach_copy_([*tokens, *seen], [*step_tokens, *step_seen])
-            torch._foreach_zero_([*by_row, *sums])
-
-    def finish(self) -> None:
-        """Adds what a pass counted to the step's counts."""
-        if self._own:
-            (_, by_row, sums, seen), (_, step_by_row, step_sums, step_seen) = _columns(self._own), _columns(self._steps())
-            torch._foreach_add_(step_by_row, by_row)
-            torch._foreach_add_(step_sums, sums)
-            torch._foreach_copy_(step_seen, seen)
-
-    def _steps(self) -> list[StepCounts]:
-        return [router.counts for router in self._routers if router.counts is not None]
-
-    def _count_in(self, counts: Sequence[StepCounts]) -> None:
-        for router, one in zip(self._routers, counts, strict=True):
-            router.counts = one
-
-
-def _columns(counts: Sequence[StepCounts]) -> list[list[Tensor]]:
-    """Returns a list over the routers for each kind of count."""
-    return [list(column) for column in zip(*(one.tensors() for one in counts), strict=True)]

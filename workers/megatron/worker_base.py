@@ -86,7 +86,10 @@ class MegatronWorkerBase:
 
         check_layout(hf_config, config.policy.megatron_cfg.layout)
         if config.policy.megatron_cfg.cuda_graphs and read_architecture(hf_config).experts:
-            _check_recorded_experts(config)
+            raise ConfigError(
+                "policy.megatron_cfg.cuda_graphs is true, and the model has experts: their routers count into memory of the "
+                "step, and a graph writes to the same memory each time; set cuda_graphs=false"
+            )
         if config.policy.megatron_cfg.cuda_graphs and config.policy.megatron_cfg.peft.enabled:
             raise ConfigError(
                 "policy.megatron_cfg.cuda_graphs is true, and peft.enabled: recorded microbatches leave out "
@@ -174,7 +177,6 @@ class MegatronWorkerBase:
         from dagrl.workers.megatron import cpu
 
         cpu.adapt()
-        from dagrl.workers.megatron.experts import require_grouped_kernel
         from dagrl.workers.megatron.groups import start_checkpoint_group, start_groups
         from dagrl.workers.megatron.hf_load import has_scalar_head, load_hf
         from dagrl.workers.megatron.model import build_model
@@ -189,8 +191,6 @@ class MegatronWorkerBase:
                 start_groups(self.context, address, self.config.seed)
                 self._checkpoint_group = start_checkpoint_group(self.config.timeouts.checkpoint_s)
             architecture = read_architecture(self._hf_config)
-            if architecture.experts and self.config.policy.megatron_cfg.cuda_graphs:
-                require_grouped_kernel()
             with self.start_parts.part("model and weights"):
                 model = build_model(architecture, self.config.policy, self.context.layout, self._device)
                 shapes = parameter_shapes(self._hf_config)
@@ -351,22 +351,6 @@ def _check_routing(config: Config, hf_config: Mapping[str, Json]) -> None:
     if megatron.moe_router_bias_update_rate and megatron.peft.enabled:
         raise ConfigError(
             f"{rate}, and peft.enabled: LoRA leaves the base model, with its expert biases, as it is; set the rate to 0"
-        )
-
-
-def _check_recorded_experts(config: Config) -> None:
-    """Raises ConfigError if the host has a part in the layers with experts, which a CUDA graph cannot have."""
-    found = "policy.megatron_cfg.cuda_graphs is true, and the model has experts"
-    layout = config.policy.megatron_cfg.layout
-    if layout.ep > 1 or layout.expert_tp > 1:
-        raise ConfigError(
-            f"{found} on several workers, whose hosts learn how many tokens each expert has only while the step runs; set "
-            "cuda_graphs=false, or expert_model_parallel_size=1 and expert_tensor_parallel_size=1"
-        )
-    if config.policy.precision != "bfloat16":
-        raise ConfigError(
-            f"{found} in {config.policy.precision}, where torch multiplies one expert at a time; set cuda_graphs=false, or "
-            "policy.precision=bfloat16"
         )
 
 
