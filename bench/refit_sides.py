@@ -21,7 +21,7 @@ from dagrl.config import PolicyConfig
 from dagrl.refit.slices import STACKED, WeightSlice, numbered
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
-from dagrl.workers.vllm.weights import local_name
+from dagrl.workers.vllm.features import local_name
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 

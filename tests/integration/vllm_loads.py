@@ -32,9 +32,10 @@ from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from dagrl.workers.vllm.derived import ABSORBED, derive
 from dagrl.workers.vllm.destinations import find_destinations
+from dagrl.workers.vllm.features import local_name
 from dagrl.workers.vllm.launch import import_vllm
 from dagrl.workers.vllm.loader import LoadedModel, LoadedParameter, _sample
-from dagrl.workers.vllm.weights import VllmRank, local_name, vllm_weight_slices
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import FAMILIES, Hf, random_model
 from tests.unit.refit import fp8_reference
 from tests.unit.refit.memory_channel import run_refit

@@ -57,7 +57,8 @@ def find_destinations(
     device = next(model.parameters()).device
     whole = {name: Strided.whole(shape).empty(kind, device) for name, (shape, kind) in recording.unmapped.items()}
     live = named_tensors(model)
-    tensors = {name: recorded.tensors[name] for name in _local_names(slices)}
+    written = [name for one in slices for name in (one.tensor, *([one.scales.tensor] if one.scales else []))]
+    tensors = {name: recorded.tensors[name] for name in written}
     kept = dict[str, "torch.Tensor"]()
     for name in tensors:
         parameter = recording.arranged[name].tensor if name in recording.arranged else name
@@ -76,24 +77,20 @@ def find_destinations(
                 f"refit.unmapped is load, but vLLM converted {name!r} after loading and its loader can no longer write it; "
                 "choose a kernel that computes with the loaded parameter"
             )
-    slices += [_whole(name, tensor, vllm_config.model_config.dtype) for name, tensor in whole.items()]
-    tensors |= {_unmapped(name): tensor for name, tensor in whole.items()}
+    sent = [_whole(name, tensor, vllm_config.model_config.dtype) for name, tensor in whole.items()]
+    tensors |= {one.tensor: whole[one.name] for one in sent}
     derived, last = derive(model, scaled, vllm_config.model_config.dtype)
     first = [RefitHook(f"load {', '.join(whole)}", partial(_load, model, whole))] if whole else []
     if recording.computations:
         first.append(RefitHook(f"compute {', '.join(one.parameter for one in recording.computations)}", recorded.compute))
     hooks = (*first, *_hooks(model, kept, tied, vllm_config), *last)
-    return Destinations(slices, tensors | derived, hooks)
-
-
-def _unmapped(name: str) -> str:
-    return f"load_weights({name})"
+    return Destinations(slices + sent, tensors | derived, hooks)
 
 
 def _whole(name: str, tensor: torch.Tensor, default: torch.dtype) -> WeightSlice:
     box = tuple((0, size) for size in tensor.shape)
     dtype = "" if tensor.dtype == default else str(tensor.dtype).removeprefix("torch.")
-    return WeightSlice(name, box, _unmapped(name), box, dtype)
+    return WeightSlice(name, box, f"load_weights({name})", box, dtype)
 
 
 def _load(model: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
@@ -104,17 +101,9 @@ def _load(model: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
         model.load_weights(iter(whole.items()))  # type: ignore[operator]
 
 
-def _local_names(slices: Sequence[WeightSlice]) -> list[str]:
-    named = (name for one in slices for name in (one.tensor, *([one.scales.tensor] if one.scales else [])))
-    return list(dict.fromkeys(named))
-
-
 def _same_memory(first: torch.Tensor, second: torch.Tensor | None) -> bool:
-    return (
-        second is not None
-        and first.data_ptr() == second.data_ptr()
-        and (first.shape, first.stride()) == (second.shape, second.stride())
-    )
+    facts = ("data_ptr", "size", "stride")
+    return second is not None and all(getattr(first, fact)() == getattr(second, fact)() for fact in facts)
 
 
 def _hooks(model: torch.nn.Module, kept: Mapping[str, torch.Tensor], tied: bool, vllm_config: Any) -> Iterator[RefitHook]:
@@ -155,21 +144,13 @@ class _Repack:
             # Packing experts may write to its input; packing linears only reads it.
             source = tensor.clone() if tensor.dim() > 2 else tensor
             setattr(module, name, torch.nn.Parameter(source, requires_grad=False))
-        if getattr(method, "moe_kernel", None) is not None and not _on_gpu(module):
+        on_gpu = any(parameter.is_cuda for parameter in module.parameters(recurse=False))
+        if getattr(method, "moe_kernel", None) is not None and not on_gpu:
             method.moe_kernel = None  # the CPU kernels pack only on creation
         with torch.no_grad(), set_current_vllm_config(self._vllm_config):
             method.process_weights_after_loading(module)
         for name, old in packed.items():
-            _put_back(module, name, old)
-
-
-def _on_gpu(module: torch.nn.Module) -> bool:
-    return any(parameter.is_cuda for parameter in module.parameters(recurse=False))
-
-
-def _put_back(module: torch.nn.Module, name: str, old: torch.nn.Parameter) -> None:
-    """Copies a new packed tensor into the memory of the old one, where kernels and CUDA graphs point."""
-    new = getattr(module, name)
-    if new.shape == old.shape and new.stride() == old.stride():
-        old.data.copy_(new.data)
-        setattr(module, name, old)
+            new = getattr(module, name)
+            if (new.shape, new.stride()) == (old.shape, old.stride()):  # kernels and CUDA graphs point to the old memory
+                old.data.copy_(new.data)
+                setattr(module, name, old)

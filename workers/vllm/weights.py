@@ -31,6 +31,7 @@ from dagrl.workers.megatron.weights import megatron_weight_slices
 
 VOCABULARY_PADDING = 64
 ROUTERS = ("gate", "shared_expert_gate")
+MIXER = ("in_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 FLOAT32 = ("A_log", "e_score_correction_bias")
 
 Range = tuple[int, int]
@@ -61,9 +62,9 @@ class VllmRank:
 def vllm_weight_slices(hf_config: Mapping[str, Json], rank: VllmRank) -> list[WeightSlice]:
     """Returns every weight that `rank` holds. Tied embeddings are one tensor, described once.
 
-    `hf_config` is the content of `config.json`. Local tensor names are vLLM's; `local_name` hides a difference between
-    versions. Raises ConfigError for a family without rules, LayoutError if sizes do not divide, RefitPlanError if a slice of
-    a fused FP8 tensor starts inside a block.
+    `hf_config` is the content of `config.json`. Local tensor names are vLLM's, as `features.local_name` returns them. Raises
+    ConfigError for a family without rules, LayoutError if sizes do not divide, RefitPlanError if a slice of a fused FP8
+    tensor starts inside a block.
     """
     whole = megatron_weight_slices(hf_config, ParallelLayout(), 0, MegatronModules())
     shapes: dict[str, list[int]] = {}
@@ -72,11 +73,6 @@ def vllm_weight_slices(hf_config: Mapping[str, Json], rank: VllmRank) -> list[We
         shapes[one.name] = [max(pair) for pair in zip(shapes.get(one.name, ends), ends, strict=True)]
     shapes |= _llama_biases(ModelConfig(hf_config))
     return list(_Placement(hf_config, rank, shapes).slices())
-
-
-def local_name(parameter: str) -> str:
-    """Returns our name of a vLLM parameter. Expert tensors are in `experts.routed_experts` since vLLM 0.25."""
-    return parameter.replace(".experts.routed_experts.", ".experts.")
 
 
 class _Placement:
@@ -154,9 +150,7 @@ class _Placement:
             if f"{path}.gate_proj.weight" not in self._shapes:
                 return leaf, [(part, 0)]
             return "gate_up_proj", [(part, part[1] - part[0] if leaf == "up_proj" else 0)]
-        if self._model.type == "nemotron_h" and leaf in ("in_proj", "conv1d", "norm", "A_log", "D", "dt_bias"):
-            return leaf, self._mixer(leaf) if path.endswith(".mixer") else whole
-        return leaf, whole
+        return leaf, self._mixer(leaf) if path.endswith(".mixer") and leaf in MIXER else whole
 
     def _heads(self, leaf: str) -> tuple[Range, int]:
         """Returns the rows of q, k or v that this rank holds, and where `qkv_proj` has them."""

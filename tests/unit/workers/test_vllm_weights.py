@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.refit.slices import WeightSlice, expand
-from dagrl.workers.vllm.weights import VllmRank, local_name, vllm_weight_slices
+from dagrl.workers.vllm.features import local_name
+from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.weight_reference import (
     equal,
     filled,
