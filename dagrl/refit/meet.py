@@ -89,6 +89,7 @@ def meet(
             f"{meeting.timeout_s:g} s ({error}); start all train and generation ranks, with the same address"
         ) from error
     if isinstance(told, Exception):
+        del store  # the traceback would keep it open
         raise told
     found: tuple[RankPlan, ChannelSpec] = told
     return found
@@ -143,7 +144,7 @@ def _plan(
         specs = [ChannelSpec(kind, address, rank, plan.size, meeting.timeout_s) for rank in range(plan.size)]
         told = [(plan.for_rank(rank, verify, delta=delta), specs[rank]) for rank in range(plan.size)]
     except Exception as error:
-        told = [error] * len(ranks)
+        told = [error.with_traceback(None)] * len(ranks)
     for (side, rank), part in zip(ranks, told, strict=True):
         store.set(f"plan/{side}/{rank}", write_told(part))  # type: ignore[arg-type]
 
