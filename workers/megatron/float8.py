@@ -43,7 +43,7 @@ class Quantized(NamedTuple):
 def use_float8(model: torch.nn.Module, settings: Fp8Config) -> None:
     """Makes the linear layers of a model's decoder compute in FP8. Routers and grouped experts are not among them.
 
-    Raises ConfigError if the GPU has no FP8, or for a weight with a size that is no multiple of 16.
+    Raises ConfigError if the GPU has no FP8, or for a weight whose size is not a multiple of 16.
     """
     if torch.cuda.is_available():
         check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
