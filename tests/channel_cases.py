@@ -400,8 +400,11 @@ def _with_a_failing_rank(place: Place, failing: int) -> object:
 def other_world(place: Place) -> object:
     """A plan for another number of ranks is rejected before any byte is sent."""
     plan, _ = _refit_plan(4)
+    channel, peer = place.open(), 1 - place.rank
+    channel.send(torch.zeros(1), peer)  # a rank that ended earlier would disturb the other one, which still joins
+    channel.receive(torch.zeros(1), peer).wait()
     try:
-        RefitSender(plan.for_rank(place.rank), {}, place.open())
+        RefitSender(plan.for_rank(place.rank), {}, channel)
     except RefitPlanError as error:
         return str(error)
 
