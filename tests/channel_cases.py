@@ -401,8 +401,8 @@ def other_world(place: Place) -> object:
     """A plan for another number of ranks is rejected before any byte is sent."""
     plan, _ = _refit_plan(4)
     channel, peer = place.open(), 1 - place.rank
-    channel.send(torch.zeros(1), peer)  # a rank that ended earlier would disturb the other one, which still joins
-    channel.receive(torch.zeros(1), peer).wait()
+    # A rank that ended earlier would disturb the other one, which still joins.
+    wait_all(channel.exchange([(torch.zeros(1), peer)], [(torch.zeros(1), peer)]))
     try:
         RefitSender(plan.for_rank(place.rank), {}, channel)
     except RefitPlanError as error:
