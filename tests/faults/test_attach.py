@@ -104,9 +104,13 @@ def check_taken_over(killed: Run, undisturbed: Run, workers: set[Process], drive
 
 @pytest.mark.timeout(300)
 def test_sft_goes_on_with_the_workers_of_a_killed_driver(tmp_path: Path) -> None:
-    """It is killed in mid-step: the workers have mostly applied an update that the driver has not recorded."""
+    """It is killed in mid-step: the workers have mostly applied an update that the driver has not recorded.
+
+    They are one shard, which gets a step as a whole or not at all.
+    """
     pytest.importorskip("megatron.core")
-    overrides = ("sft.max_num_steps=50", "sft.val_period=20", "sft.max_val_samples=16", *QUIET)
+    shard = ("policy.megatron_cfg.data_parallel_size=1", "policy.megatron_cfg.tensor_model_parallel_size=2")
+    overrides = ("sft.max_num_steps=50", "sft.val_period=20", "sft.max_val_samples=16", *shard, *QUIET)
     with (
         running(SFT, tmp_path, "killed", *overrides, WAITING) as killed,
         running(SFT, tmp_path, "undisturbed", *overrides) as undisturbed,
