@@ -120,10 +120,8 @@ class Checkpoints:
             self.saved_step = self.state.step
             return
         self.saved_step = max((one.state.step for one in self.saver.store.all()), default=0)
-        self._overdue = (
-            self.state.step // self.saver.config.checkpointing.save_period * (self.saver.config.checkpointing.save_period)
-            > self.saved_step
-        )
+        period = self.saver.config.checkpointing.save_period
+        self._overdue = self.state.step // period * period > self.saved_step
 
     def finish_step(self, state: TrainState) -> None:
         """Takes the state after a finished step, and saves it every `checkpointing.save_period` steps."""

@@ -27,7 +27,7 @@ POLL_S = 0.2
 
 def start_keeper(directory: Path, cluster: ClusterConfig, timeouts: TimeoutConfig) -> tuple[subprocess.Popen[str], str]:
     """Starts a keeper in a session of its own. Returns its process and Ray's address. Raises RunError."""
-    settings = json.dumps([cluster.model_dump(mode="json"), timeouts.teardown_s, timeouts.orphan_s])
+    settings = json.dumps([cluster.model_dump(mode="json"), timeouts.teardown_s, timeouts.orphan_s, timeouts.start_s])
     command = [sys.executable, "-m", "dagrl.run.keeper", str(directory), settings]
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)  # workers import what this process can import
     keeper = subprocess.Popen(  # noqa: S603
@@ -84,14 +84,14 @@ def end_keeper(pid: int | None, keeper: subprocess.Popen[str] | None, directory:
 def main() -> None:
     """Keeps Ray until the lease ends or a process of Ray has ended."""
     namespace, settings = sys.argv[1:]
-    cluster, teardown_s, orphan_s = json.loads(settings)
+    cluster, teardown_s, orphan_s, start_s = json.loads(settings)
     try:
         with ray_cluster(ClusterConfig(**cluster), teardown_s=teardown_s):
             import ray
 
             from dagrl.runtime.lease import start_lease
 
-            ended = start_lease(namespace, orphan_s).wait.remote()
+            ended = start_lease(namespace, orphan_s, start_s).wait.remote()
             signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # after Ray has set its own
             _answer({"address": ray.get_runtime_context().gcs_address})
             while not ray.wait([ended], timeout=POLL_S)[0] and not ended_processes(cluster_processes()):

@@ -100,8 +100,8 @@ def nothing_waits(directory: Path) -> ConfigError:
 class HeldLease:
     """The lease `owner` of the workers, as this driver holds it. `file` is its `lease.json`."""
 
-    def __init__(self, owner: ActorHandle, file: Path, orphan_s: float) -> None:
-        self.owner, self._file, self._orphan_s = owner, file, orphan_s
+    def __init__(self, owner: ActorHandle, file: Path, orphan_s: float, start_s: float) -> None:
+        self.owner, self._file, self._orphan_s, self._start_s = owner, file, orphan_s, start_s
         self._token = uuid.uuid4().hex
         self._kept: list[object] = []
         self._lost = ""
@@ -109,10 +109,10 @@ class HeldLease:
 
     def take(self, sure: bool) -> None:
         """Makes this process the driver. Raises ConfigError if another one may live; `sure`: none does."""
-        import ray
+        from dagrl.runtime.lease import ask_lease
 
         me = f"pid {os.getpid()} on {socket.gethostname()}"
-        holder = ray.get(self.owner.take.remote(me, self._token, sure))
+        holder = ask_lease(self.owner.take.remote(me, self._token, sure), self._start_s)
         if holder != me:
             raise ConfigError(f"{self._file.parent}: its driver lives ({holder}); expected: one that has died")
 
@@ -128,9 +128,9 @@ class HeldLease:
 
     def kept(self) -> list[KeptGroup]:
         """Returns the groups of the last driver."""
-        import ray
+        from dagrl.runtime.lease import ask_lease
 
-        found: list[KeptGroup] = list(ray.get(self.owner.kept.remote()))
+        found: list[KeptGroup] = list(ask_lease(self.owner.kept.remote(), self._start_s))
         return found
 
     def check(self) -> None:
@@ -195,11 +195,12 @@ def leased_cluster(config: Config, *, attach: bool) -> Iterator[HeldLease]:
 
             from dagrl.runtime.lease import find_lease, start_lease
 
-            starts = not attach and keeper is None
-            owner = start_lease(str(directory), found.orphan_s) if starts else find_lease(str(directory))
+            starts, start_s = not attach and keeper is None, config.timeouts.start_s
+            namespace = str(directory)
+            owner = start_lease(namespace, found.orphan_s, start_s) if starts else find_lease(namespace, start_s)
             if owner is None:
                 raise nothing_waits(directory)
-            held = HeldLease(owner, directory / FILE, found.orphan_s)
+            held = HeldLease(owner, directory / FILE, found.orphan_s, start_s)
             held.take(sure=before == here)
             taken = True
             write_whole(directory / FILE, json.dumps(asdict(replace(found, host=here))))

@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from dagrl.errors import DeadlineError
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.lease import ask_lease
 from dagrl.runtime.phase import methods_of
 from dagrl.runtime.spares import Spares, answer, take_place
 from dagrl.runtime.worker import WorkerContext
@@ -63,7 +64,8 @@ class GpuBundles:
         from ray.util.placement_group import placement_group, remove_placement_group
 
         wanted = [{"GPU": 1.0}] * count, "PACK"
-        group = placement_group(*wanted) if self._owner is None else ray.get(self._owner.reserve.remote(*wanted))
+        owner = self._owner
+        group = placement_group(*wanted) if owner is None else ask_lease(owner.reserve.remote(*wanted), timeout_s)
         if not group.wait(timeout_s):
             remove_placement_group(group)
             raise DeadlineError(
@@ -138,7 +140,7 @@ class ActorStarter:
         if owner is None:
             handle = self._actor_class.options(**options).remote(*arguments)
         else:
-            handle = ray.get(owner.create.remote(self._actor_class, options, arguments))
+            handle = ask_lease(owner.create.remote(self._actor_class, options, arguments), self.start_timeout_s)
         return handle
 
     def fill(self, places: tuple[WorkerLocation, ...]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from dagrl.errors import ConfigError
+from dagrl.errors import ConfigError, DeadlineError
 
 NAME = "lease"
 
@@ -93,7 +93,15 @@ class Lease:
         os._exit(0)
 
 
-def start_lease(namespace: str, orphan_s: float) -> ActorHandle:
+def ask_lease(call: Any, start_s: float) -> Any:
+    """Returns what a lease, or Ray for it, answers to a call. Raises DeadlineError."""
+    try:
+        return ray.get(call, timeout=start_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise DeadlineError(f"the lease of the workers did not answer within timeouts.start_s = {start_s:g} s") from error
+
+
+def start_lease(namespace: str, orphan_s: float, start_s: float) -> ActorHandle:
     """Starts the lease of a run. Raises ConfigError if its namespace has one: workers of a dead driver wait there."""
     actor_class: Any = ray.remote(num_cpus=0, max_concurrency=8, max_restarts=0)(Lease)
     try:
@@ -103,15 +111,15 @@ def start_lease(namespace: str, orphan_s: float) -> ActorHandle:
             f"{namespace}: workers of a driver that died wait on this cluster: take them over with "
             f"`dagrl attach {namespace}`, or wait until timeouts.orphan_s has passed"
         ) from error
-    ray.get(lease.renew.remote(""))
+    ask_lease(lease.renew.remote(""), start_s)
     return lease
 
 
-def find_lease(namespace: str) -> ActorHandle | None:
+def find_lease(namespace: str, start_s: float) -> ActorHandle | None:
     """Returns the lease of a namespace; None if it has ended."""
     try:
         lease: ActorHandle = ray.get_actor(NAME, namespace=namespace)
-        ray.get(lease.renew.remote(""))
+        ask_lease(lease.renew.remote(""), start_s)
     except (ValueError, ray.exceptions.RayActorError):
         return None
     return lease

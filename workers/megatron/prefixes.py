@@ -1,6 +1,6 @@
 """Finds rows that begin with the same tokens, so that a packed row holds these once. Pure; needs only numpy.
 
-    groups = prefix_groups(batch, least=0.05)         # the samples of a prompt, or the two answers of a preference
+    groups = prefix_groups(batch, least=1 / 3)        # the samples of a prompt, or the two answers of a preference
     units = divided(groups, lengths, budget)          # pieces of groups that fit a microbatch
 
 Only neighbours are compared: rows of a prompt follow each other in every batch. The last token that all rows of a group
