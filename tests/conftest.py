@@ -33,6 +33,9 @@ APART = ("tests/unit/", *(f"tests/integration/test_{name}.py" for name in INDEPE
 # Ray runs its workers at niceness 15, where they would wait for whatever the tests of the other process do.
 os.environ["RAY_worker_niceness"] = "0"
 
+# A call to Ray that no cluster serves is an error; Ray would start one, and end this process a minute after that has ended.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
 # Machines that run tests are shared: the time to draw or run one example says nothing about the code.
 # pytest-timeout bounds a whole test.
 hypothesis.settings.register_profile("dagrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

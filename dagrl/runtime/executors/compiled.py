@@ -139,7 +139,8 @@ class CompiledGraph:
     def _stop(self) -> None:
         """Closes the edges and waits for the loops."""
         self._dag.teardown()
-        self._running(None)
+        if ray.is_initialized():  # after `ray.shutdown`, `ray.wait` would start another cluster
+            self._running(None)
 
     def _running(self, timeout_s: float | None) -> list[ActorHandle]:
         """Returns the actors whose loops have not ended within `timeout_s`. None: waits for all."""

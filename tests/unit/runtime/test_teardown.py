@@ -71,14 +71,16 @@ def test_who_is_busy_elsewhere_or_not_ours_is_left_alone(
 
 def test_only_workers_whose_loops_go_on_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(loops: list[str], num_returns: int, timeout: float | None) -> tuple[list[str], list[str]]:
+        waited.append(timeout)
         ended = [loop for loop in loops if loop.startswith("ended")][:num_returns]
         return ended, [loop for loop in loops if loop not in ended]
 
-    killed = list[str]()
+    killed, waited = list[str](), list[float | None]()
     hangs = threading.Event()
     loops = {"a": "ended 1", "b": "goes on", "c": "ended 2"}
     dag = SimpleNamespace(worker_task_refs=loops, teardown=lambda: hangs.wait(60.0))
-    monkeypatch.setattr(compiled, "ray", SimpleNamespace(wait=wait, get=lambda answers, timeout: answers))
+    rays = SimpleNamespace(wait=wait, get=lambda answers, timeout: answers, is_initialized=lambda: False)
+    monkeypatch.setattr(compiled, "ray", rays)
     monkeypatch.setattr(ray_dag, "ray", SimpleNamespace(kill=killed.append))
     monkeypatch.setattr(compiled, "deaths", SimpleNamespace(watch=lambda graph, actors: None, unwatch=lambda graph: None))
     asked = {"wait_for_loop": loops.get, "loop_runs": lambda actor: loops[actor] == "goes on"}
@@ -87,8 +89,11 @@ def test_only_workers_whose_loops_go_on_are_killed(monkeypatch: pytest.MonkeyPat
     graph = CompiledGraph("train_step", LIMITS, dag, "its loops", edges, edges, edges)
     assert not graph.reusable
     graph.teardown(0.2)
+    (stopper,) = [thread for thread in threading.enumerate() if thread.name == "dagrl-teardown-train_step"]
     hangs.set()
+    stopper.join(60.0)
     assert killed == ["b"]
+    assert waited == [0.0], "the one that hung finds that Ray is shut down: it would start a cluster"
 
 
 def test_a_graph_that_is_compiled_after_its_deadline_is_given_back() -> None:
