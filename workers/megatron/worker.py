@@ -11,24 +11,24 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
+from dagrl.channels import ChannelSpec, open_channel
 from dagrl.config import Json
 from dagrl.config.settings import generates, sends_adapters, shares_logprobs
 from dagrl.errors import RunError
-from dagrl.refit import commit_together
+from dagrl.refit import RankPlan, RefitReport, RefitSender, commit_together
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.algorithm import Algorithm, algorithm_for
 from dagrl.rl.routed_experts import without_record
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
+from dagrl.workers.families.hf_config import model_keys
 from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.worker_state import MegatronWorkerState
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dagrl.channels.base import ChannelSpec
-    from dagrl.refit import RankPlan, RefitReport
     from dagrl.rl.losses import Denominators
     from dagrl.workers.megatron.cuda_graphs import ModelPass
     from dagrl.workers.megatron.forward_backward import MicrobatchLoss
@@ -252,15 +252,10 @@ class MegatronWorker(MegatronWorkerState):
 
     def weight_config(self) -> dict[str, Json]:
         """Returns the model configuration that generation workers must agree with."""
-        from dagrl.workers.families.hf_config import model_keys
-
         return model_keys(self._hf_config)
 
     def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
         """Opens the channel to the generation workers and prepares to send by `plan`."""
-        from dagrl.channels import open_channel
-        from dagrl.refit import RefitSender
-
         if self._channel is not None:
             self._channel.close()
         self._channel = self._sender = None  # free its staging buffers first

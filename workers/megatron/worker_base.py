@@ -15,10 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from dagrl.channels import Channel
 from dagrl.channels.nccl import nccl_environment
-from dagrl.config import Config, Json
+from dagrl.config import Config, Json, MegatronConfig
 from dagrl.config.settings import has_fp8_kv_cache, sends_adapters
 from dagrl.errors import ConfigError, RunError, UserError
+from dagrl.refit import RefitSender
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.kept_logprobs import KeptLogprobs
 from dagrl.rl.routed_experts import routed_layers
@@ -27,17 +29,21 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext
 from dagrl.telemetry.metrics import StepMetrics
+from dagrl.workers.families.kv_scales import megatron_kv_scales
+from dagrl.workers.megatron import cpu
 from dagrl.workers.megatron.accumulation import AccumulatedParts
+from dagrl.workers.megatron.adapter_files import check_adapters, read_adapters
+from dagrl.workers.megatron.adapter_slices import stacked_shapes, targets, trained_adapters
 from dagrl.workers.megatron.architecture import check_layout, read_architecture
+from dagrl.workers.megatron.groups import abort_groups, end_groups, start_checkpoint_group, start_groups
+from dagrl.workers.megatron.hf_load import ParameterShapes, check_hf, has_scalar_head, load_hf, read_hf_config
+from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from dagrl.channels.base import Channel
-    from dagrl.refit import RefitSender
     from dagrl.workers.megatron.checkpoint import CheckpointSave
-    from dagrl.workers.megatron.hf_load import ParameterShapes
     from dagrl.workers.megatron.kv_scales import KvScales
     from dagrl.workers.megatron.lora import Adapters
     from dagrl.workers.megatron.model import ModelChunks
@@ -80,36 +86,12 @@ class MegatronWorkerBase:
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
-        from dagrl.workers.megatron.adapter_files import check_adapters
-        from dagrl.workers.megatron.hf_load import check_hf
-        from dagrl.workers.megatron.weights import parameter_shapes
-
         check_layout(hf_config, config.policy.megatron_cfg.layout)
-        if config.policy.megatron_cfg.cuda_graphs and read_architecture(hf_config).experts:
-            raise ConfigError(
-                "policy.megatron_cfg.cuda_graphs is true, and the model has experts: their routers count into memory of the "
-                "step, and a graph writes to the same memory each time; set cuda_graphs=false"
-            )
-        if config.policy.megatron_cfg.cuda_graphs and config.policy.megatron_cfg.peft.enabled:
-            raise ConfigError(
-                "policy.megatron_cfg.cuda_graphs is true, and peft.enabled: recorded microbatches leave out "
-                "adapters; set one of them to false"
-            )
-        ddp = config.policy.megatron_cfg.distributed_data_parallel_config
-        if ddp.overlap_param_gather and read_architecture(hf_config).experts:
-            raise ConfigError(
-                "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather is true, and the model has "
-                "experts: grouped expert products read weights without calling the modules that wait for them. Set it to "
-                "false"
-            )
+        _check_settings(config.policy.megatron_cfg, hf_config)
         if config.policy.reference_model_name is not None:
             _check_reference_model(config.policy.reference_model_name, config.policy.megatron_cfg.layout)
-        if ddp.overlap_param_gather and config.policy.megatron_cfg.peft.enabled:
-            raise ConfigError(
-                "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather is true, and peft.enabled: "
-                "adapters are too small to gather in parts; set overlap_param_gather=false"
-            )
-        _check_routing(config, hf_config)
+        if config.policy.router_replay:
+            routed_layers(hf_config)
         shapes = parameter_shapes(hf_config)
         if config.policy.megatron_cfg.peft.enabled:
             check_adapters(config.policy.megatron_cfg.peft, shapes)
@@ -119,10 +101,6 @@ class MegatronWorkerBase:
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
         """Returns what `rank` of `layout` will hold, without a worker."""
-        from dagrl.workers.families.kv_scales import megatron_kv_scales
-        from dagrl.workers.megatron.adapter_slices import stacked_shapes, targets, trained_adapters
-        from dagrl.workers.megatron.weights import megatron_weight_slices
-
         weights = megatron_weight_slices(hf_config, layout, rank)
         if sends_adapters(config):
             peft = config.policy.megatron_cfg.peft
@@ -145,8 +123,6 @@ class MegatronWorkerBase:
         """Imports Megatron-Core."""
         with warnings.catch_warnings(), gc_paused(), self.start_parts.part("imports"):
             warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
-            from dagrl.workers.megatron import cpu
-
             cpu.adapt()
             import dagrl.workers.megatron.model
             import dagrl.workers.megatron.optimizer  # noqa: F401
@@ -156,8 +132,6 @@ class MegatronWorkerBase:
 
         On failure it frees groups and memory before raising, so the worker can be set up again.
         """
-        from dagrl.workers.megatron.hf_load import read_hf_config
-
         self._hf_config = self.model_config(read_hf_config(self._source))
         check_layout(self._hf_config, self.context.layout)
         if self.config.policy.megatron_cfg.cuda_graphs and self._device.type == "cpu":
@@ -174,14 +148,9 @@ class MegatronWorkerBase:
     def _build(self, address: str) -> Trainer:
         import torch
 
-        from dagrl.workers.megatron import cpu
-
         cpu.adapt()
-        from dagrl.workers.megatron.groups import start_checkpoint_group, start_groups
-        from dagrl.workers.megatron.hf_load import has_scalar_head, load_hf
         from dagrl.workers.megatron.model import build_model
         from dagrl.workers.megatron.optimizer import frozen_trainer, make_trainer
-        from dagrl.workers.megatron.weights import parameter_shapes
 
         torch.use_deterministic_algorithms(self.config.policy.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
@@ -205,8 +174,6 @@ class MegatronWorkerBase:
 
     def abort(self) -> None:
         """Aborts this worker's collectives and channel, so that peers waiting for it raise."""
-        from dagrl.workers.megatron.groups import abort_groups
-
         if self._channel is not None:
             self._channel.abort(f"train worker {self.context.rank} was aborted")
         if self._sending:  # no peer waits in Megatron's groups; training can continue, refits with a new channel
@@ -225,8 +192,6 @@ class MegatronWorkerBase:
 
     def shutdown(self) -> None:
         """Leaves the groups and drops the model."""
-        from dagrl.workers.megatron.groups import end_groups
-
         if self._channel is not None:
             self._channel.close()
         if self._trainer is not None:
@@ -293,14 +258,11 @@ class MegatronWorkerBase:
 
     def _slices_of(self, rank: int) -> list[WeightSlice]:
         """Returns the parts of a checkpoint that a rank holds."""
-        from dagrl.workers.megatron.weights import megatron_weight_slices
-
         return megatron_weight_slices(self._hf_config, self.context.layout, rank)
 
     def _make_adapters(self, model: ModelChunks, shapes: ParameterShapes) -> Adapters | None:
         import torch
 
-        from dagrl.workers.megatron.adapter_files import read_adapters
         from dagrl.workers.megatron.lora import add_adapters
 
         settings = self.config.policy.megatron_cfg.peft
@@ -334,31 +296,52 @@ class MegatronWorkerBase:
         return self._checkpoint_group
 
 
-def _check_routing(config: Config, hf_config: Mapping[str, Json]) -> None:
-    """Raises ConfigError for settings of a router that the model does not have."""
-    if config.policy.router_replay:
-        routed_layers(hf_config)
-    megatron = config.policy.megatron_cfg
-    if (megatron.moe_aux_loss_coeff or megatron.moe_z_loss_coeff) and not read_architecture(hf_config).experts:
-        raise ConfigError(
-            "policy.megatron_cfg.moe_aux_loss_coeff or moe_z_loss_coeff is set, but the model has no experts; set both to 0"
-        )
-    rate = f"policy.megatron_cfg.moe_router_bias_update_rate is {megatron.moe_router_bias_update_rate:g}"
-    if megatron.moe_router_bias_update_rate and not read_architecture(hf_config).expert_bias:
-        raise ConfigError(
-            f"{rate}, but routers of {hf_config.get('model_type')} models have no expert bias (glm4_moe has); set it to 0"
-        )
-    if megatron.moe_router_bias_update_rate and megatron.peft.enabled:
-        raise ConfigError(
-            f"{rate}, and peft.enabled: LoRA leaves the base model, with its expert biases, as it is; set the rate to 0"
-        )
+def _check_settings(megatron: MegatronConfig, hf_config: Mapping[str, Json]) -> None:
+    """Raises ConfigError for settings that exclude each other, and for those of experts that the model does not have."""
+    model, key, has_adapters = read_architecture(hf_config), "policy.megatron_cfg", megatron.peft.enabled
+    graphs, gathers = f"{key}.cuda_graphs is true", megatron.distributed_data_parallel_config.overlap_param_gather
+    gather = f"{key}.distributed_data_parallel_config.overlap_param_gather is true"
+    moves = megatron.moe_router_bias_update_rate
+    rate = f"{key}.moe_router_bias_update_rate is {moves:g}"
+    rejected = (
+        (
+            megatron.cuda_graphs and model.experts,
+            f"{graphs}, and the model has experts: their routers count into memory of the step, and a graph writes to the "
+            "same memory each time; set cuda_graphs=false",
+        ),
+        (
+            megatron.cuda_graphs and has_adapters,
+            f"{graphs}, and peft.enabled: recorded microbatches leave out adapters; set one of them to false",
+        ),
+        (
+            gathers and model.experts,
+            f"{gather}, and the model has experts: grouped expert products read weights without calling the modules that "
+            "wait for them. Set it to false",
+        ),
+        (
+            gathers and has_adapters,
+            f"{gather}, and peft.enabled: adapters are too small to gather in parts; set overlap_param_gather=false",
+        ),
+        (
+            (megatron.moe_aux_loss_coeff or megatron.moe_z_loss_coeff) and not model.experts,
+            f"{key}.moe_aux_loss_coeff or moe_z_loss_coeff is set, but the model has no experts; set both to 0",
+        ),
+        (
+            moves and not model.expert_bias,
+            f"{rate}, but routers of {model.model_type} models have no expert bias (glm4_moe has); set it to 0",
+        ),
+        (
+            moves and has_adapters,
+            f"{rate}, and peft.enabled: LoRA leaves the base model, with its expert biases, as it is; set the rate to 0",
+        ),
+    )
+    for found, text in rejected:
+        if found:
+            raise ConfigError(text)
 
 
 def _check_reference_model(directory: str, layout: ParallelLayout) -> None:
     """Raises a UserError if the model cannot be loaded in this layout."""
-    from dagrl.workers.megatron.hf_load import check_hf, read_hf_config
-    from dagrl.workers.megatron.weights import parameter_shapes
-
     try:
         hf_config = read_hf_config(directory)
         check_layout(hf_config, layout)

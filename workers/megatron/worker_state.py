@@ -17,6 +17,10 @@ from dagrl.run.comparison import WeightDifference
 from dagrl.run.worker_protocols import Handover
 from dagrl.runtime.worker import in_warmup, running_replay
 from dagrl.workers.megatron.accumulation import AccumulatedParts
+from dagrl.workers.megatron.adapter_files import write_adapters
+from dagrl.workers.megatron.groups import gather_objects, run_on_all_ranks
+from dagrl.workers.megatron.hf_export import export_hf
+from dagrl.workers.megatron.manifest import identity_of
 from dagrl.workers.megatron.worker_base import MegatronWorkerBase
 
 if TYPE_CHECKING:
@@ -217,8 +221,6 @@ class MegatronWorkerState(MegatronWorkerBase):
 
         With LoRA the weights are merged, and `adapter/` has the adapters in PEFT's format.
         """
-        from dagrl.workers.megatron.hf_export import export_hf
-
         slices = [self._slices_of(rank) for rank in range(self.context.layout.world_size)]
         with self._running(), self._merged():
             export_hf(self._source, directory, slices, self.weight_tensors(), self.context.rank, self._files_group)
@@ -226,9 +228,6 @@ class MegatronWorkerState(MegatronWorkerBase):
 
     def _export_adapters(self, directory: Path, slices: list[list[WeightSlice]]) -> None:
         """Writes the adapters in PEFT's format. The first rank with a part of a parameter gives its adapter."""
-        from dagrl.workers.megatron.adapter_files import write_adapters
-        from dagrl.workers.megatron.groups import gather_objects, run_on_all_ranks
-
         if self._adapters is None:
             return
         owners = {piece.name: rank for rank, held in reversed(list(enumerate(slices))) for piece in expand(held)}
@@ -250,8 +249,6 @@ class MegatronWorkerState(MegatronWorkerBase):
 
     @property
     def _identity(self) -> dict[str, Json]:
-        from dagrl.workers.megatron.manifest import identity_of
-
         return identity_of(self.config.policy, self._hf_config)
 
 

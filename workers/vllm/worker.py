@@ -10,10 +10,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
 from dagrl.config.settings import has_fp8_kv_cache, recomputes_kv_cache, sends_adapters
 from dagrl.errors import ConfigError, RunError
-from dagrl.refit import commit_together
+from dagrl.refit import RankPlan, RefitReceiver, RefitReport, commit_together, merge_reports
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.generation import (
     AS_CONFIGURED,
@@ -48,9 +49,6 @@ from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 if TYPE_CHECKING:
     import torch
     from vllm import LLMEngine
-
-    from dagrl.channels import Channel, ChannelSpec
-    from dagrl.refit import RankPlan, RefitReceiver, RefitReport
 
 logger = logging.getLogger(__name__)
 
@@ -280,9 +278,6 @@ class VllmWorker:
 
     def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
         """Joins the channel of a refit, collectively over its ranks. Replaces the channel of an earlier plan."""
-        from dagrl.channels import open_channel
-        from dagrl.refit import RefitReceiver
-
         self._close_channel()
         self._enter_device()
         self._channel = open_channel(channel)
@@ -345,8 +340,6 @@ class VllmWorker:
 
     def merge_reports(self, parts: Sequence[RefitReport]) -> RefitReport:
         """Merges the reports of several workers."""
-        from dagrl.refit import merge_reports
-
         return merge_reports(parts)
 
     def abort(self) -> None:
