@@ -4,6 +4,31 @@ Each family is one module with rules for Megatron: `dense`, `moe`, `mla`, `mamba
 model's `config.json` and a rank's coordinates; nothing imports torch. `docs/refit.md` explains how to add a family.
 """
 
-from dagrl.workers.families.registry import FAMILIES, find_family
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dagrl.config import Json
+from dagrl.errors import ConfigError
+from dagrl.workers.families.dense import FAMILY as DENSE
+from dagrl.workers.families.family import Family
+from dagrl.workers.families.mamba import FAMILY as MAMBA
+from dagrl.workers.families.mla import FAMILY as MLA
+from dagrl.workers.families.moe import FAMILY as MOE
 
 __all__ = ["FAMILIES", "find_family"]
+
+FAMILIES: tuple[Family, ...] = (DENSE, MOE, MLA, MAMBA)
+
+
+def find_family(hf_config: Mapping[str, Json]) -> Family:
+    """Returns the family of a `config.json` by its `model_type`. Raises ConfigError if there is none."""
+    kind = hf_config.get("model_type")
+    for family in FAMILIES:
+        if kind in family.model_types:
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.model_types)
+    raise ConfigError(
+        f"model_type is {kind!r}, which has no weight layout rules; the known types are {known}. "
+        "Add a family under workers/families (docs/refit.md)"
+    )

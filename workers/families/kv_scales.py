@@ -12,8 +12,8 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families import find_family
 from dagrl.workers.families.hf_config import ModelConfig
-from dagrl.workers.families.registry import find_family
 
 KINDS = ("k", "v")
 FAMILIES = ("dense", "moe")

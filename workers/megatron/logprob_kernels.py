@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
-from dagrl.workers.megatron.exponentials import TILE, Exponentials
+from dagrl.workers.megatron.logprobs import TILE, Exponentials
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,8 @@ from dagrl.rl.losses import row_sums
 from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, RoutedLayers, field_bytes
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron.host_memory import upload
+from dagrl.workers.megatron.logprobs import scored_tokens
 from dagrl.workers.megatron.row_plans import ParallelRank, PlannedRow, SplitRule, plan_rows, row_widths
-from dagrl.workers.megatron.scored import scored_tokens
 from dagrl.workers.megatron.segments import Indices, LayerInputs, RoutedTokens, Segments, make_segments, zigzag
 
 
@@ -34,7 +34,7 @@ class Microbatch:
 
     `data` has `sequence_ids`, below `sequences`, if it has a loss mask. `targets` is the index of each token's label in the
     flattened batch; past the end: no label. `segments` is None if every row is one sequence, `routed` without experts.
-    `scored` are the indices of the tokens whose labels are in the loss mask, None for all (`dagrl.workers.megatron.scored`).
+    `scored` are the indices of the tokens whose labels are in the loss mask, None for all (`logprobs.py`).
     """
 
     tokens: Tensor

@@ -1,18 +1,29 @@
-"""Keeps the reference policy's weights and swaps them with the policy's for log-probabilities.
+"""The reference policy: earlier weights of the policy, or a model of its own, kept where `policy.reference_weights` says.
 
-`device`: a second copy in GPU memory, to which parameters point temporarily. `host`: a copy in pinned host memory, exchanged
-with the policy's weights tensor by tensor in both directions at once, without a second copy on the GPU. Without a GPU both
-are a copy to which parameters point. Imported only where torch is.
+`ReferencePolicy` swaps its weights with the policy's for log-probabilities. `device`: a second copy in GPU memory, to which
+parameters point temporarily. `host`: a copy in pinned host memory, exchanged with the policy's weights tensor by tensor in
+both directions at once, without a second copy on the GPU. Without a GPU both are a copy to which parameters point.
+
+`ReferenceModel` may have another size or family than the policy's, such as a teacher. It has the policy's layout and process
+groups. With `host` its weights are on the GPU only while it is used. Imported only where Megatron is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from dagrl.config import PolicyConfig
+from dagrl.runtime.worker import WorkerContext
+from dagrl.workers.megatron.architecture import read_architecture
+from dagrl.workers.megatron.hf_load import load_hf, read_hf_config
+from dagrl.workers.megatron.model import ModelChunks, build_model
+from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
 
 ReferencePlacement = Literal["host", "device"]
 Parameters = Mapping[str, Tensor]
@@ -96,3 +107,35 @@ class _Buffer:
     def like(self, tensor: Tensor) -> Tensor:
         """Returns the start of the buffer as a tensor of that shape."""
         return self._bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class ReferenceModel:
+    """This rank's part of the model in `directory`, loaded once."""
+
+    def __init__(self, directory: Path, policy: PolicyConfig, context: WorkerContext, device: torch.device) -> None:
+        hf_config = read_hf_config(directory)
+        self._device, self._swaps = device, policy.reference_weights == "host" and device.type != "cpu"
+        self._model = build_model(read_architecture(hf_config), policy, context.layout, device)
+        slices = megatron_weight_slices(hf_config, context.layout, context.rank)
+        load_hf(directory, slices, parameter_shapes(hf_config), self._model.tensors())
+        self._host = {
+            name: _placed(tensor, "host", device) for name, tensor in (self._model.tensors() if self._swaps else {}).items()
+        }
+        self._to_host()
+
+    @contextmanager
+    def on_device(self) -> Iterator[ModelChunks]:
+        """Context in which the weights are on the device. Gives the model."""
+        weights = self._model.weights()
+        for name, tensor in self._host.items():
+            weights[name].data = tensor.to(self._device, non_blocking=True)
+        try:
+            yield self._model
+        finally:
+            self._to_host()
+
+    def _to_host(self) -> None:
+        """Frees the device memory of the weights, which never change."""
+        weights = self._model.weights()
+        for name, tensor in self._host.items():
+            weights[name].data = tensor

@@ -45,20 +45,13 @@ class MegatronValueWorker(MegatronWorker):
 
         Given by one worker of the shard (last stage, tp 0, cp 0); None on the others.
         """
-        import torch
-
         from dagrl.workers.megatron.forward_backward import run_columns
 
         trainer = self._ready("weights")
         with self._running():
             for microbatches in self._microbatches(batch, "logprob"):
                 columns = run_columns(trainer.chunks, trainer.model_pass, microbatches, _values)
-        if not columns or self.context.coordinates.tp or self.context.coordinates.cp:
-            return None
-        lengths = torch.tensor(batch["lengths"], device=self._device)
-        inside = torch.arange(batch.tokens, device=self._device) < lengths[:, None]
-        values = torch.where(inside, columns[0], 0.0).cpu().numpy()
-        return Batch({"lengths": batch["lengths"], "values": values}, batch.scalars)
+        return self._given(batch, columns, "values")
 
     def answer_sums(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> Batch | None:
         """Returns `sums` [rows] float64: of the values of each row's tokens in `loss_mask`, for a reward model one."""

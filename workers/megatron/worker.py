@@ -7,7 +7,7 @@ Its methods implement the phases `train_step`, `logprobs` and `refit`. `Megatron
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -135,11 +135,14 @@ class MegatronWorker(MegatronWorkerState):
         Given by one worker of the shard (last stage, tp 0, cp 0); None on the others. Both are of the distribution that
         generation samples from: logits divided by its temperature.
         """
-        columns = self._logprobs(batch, model, self._ready().model_pass)
+        return self._given(batch, self._logprobs(batch, model, self._ready().model_pass), "logprobs", "entropy")
+
+    def _given(self, batch: Batch, columns: Sequence[Tensor], *names: str) -> Batch | None:
+        """Returns the columns under these names, if this worker gives the shard's results; None on the others."""
         if not columns or self.context.coordinates.tp or self.context.coordinates.cp:
             return None
-        logprobs, entropy = (column.cpu().numpy() for column in columns)
-        return Batch({"lengths": batch["lengths"], "logprobs": logprobs, "entropy": entropy}, batch.scalars)
+        fields = {name: column.cpu().numpy() for name, column in zip(names, columns, strict=True)}
+        return Batch({"lengths": batch["lengths"], **fields}, batch.scalars)
 
     def answer_sums(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> Batch | None:
         """Returns `sums` [rows] float64: of the log-probabilities of each row's tokens in `loss_mask`.
@@ -154,20 +157,10 @@ class MegatronWorker(MegatronWorkerState):
 
         Where a row may be trained on by another shard (`shares_logprobs`), every shard gets the rows of all.
         """
-        from dagrl.workers.megatron.microbatches import gather_shard_rows
-
         columns = self._logprobs(batch, model, self._ready().model_pass)
-        if not columns:
-            return
-        if shares_logprobs(self.config) and self.context.layout.dp > 1:
-            batch, columns = gather_shard_rows(batch, columns, self._parallel_rank())
-        if in_warmup():
-            return
-        logprobs, entropy = (column.cpu().numpy() for column in columns)
-        if model == "policy":
-            self._kept.keep(batch, prev_logprobs=logprobs, entropy=entropy)
-        else:
-            self._kept.keep(batch, reference_logprobs=logprobs)
+        if columns:
+            names = ("prev_logprobs", "entropy") if model == "policy" else ("reference_logprobs",)
+            self._keep(batch, dict(zip(names, columns, strict=False)))
 
     def keep_columns(self, batch: Batch) -> None:
         """Keeps the token fields of `batch` for the `train_step` of the rows with the same `row_ids`.
@@ -176,18 +169,18 @@ class MegatronWorker(MegatronWorkerState):
         """
         import torch
 
+        with self._running():
+            fields = {name: field for name, field in batch.fields.items() if field.ndim == 2}
+            self._keep(batch, {name: torch.tensor(field, device=self._device) for name, field in fields.items()})
+
+    def _keep(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
         from dagrl.workers.megatron.microbatches import gather_shard_rows
 
-        names = [name for name, field in batch.fields.items() if field.ndim == 2]
+        values = list(columns.values())
         if shares_logprobs(self.config) and self.context.layout.dp > 1:
-            with self._running():
-                columns = [torch.tensor(batch[name], device=self._device) for name in names]
-                batch, columns = gather_shard_rows(batch, columns, self._parallel_rank())
-                batch = batch.with_fields(
-                    **{name: column.cpu().numpy() for name, column in zip(names, columns, strict=True)}
-                )
+            batch, values = gather_shard_rows(batch, values, self._parallel_rank())
         if not in_warmup():
-            self._kept.keep(batch, **{name: batch[name] for name in names})
+            self._kept.keep(batch, **{name: value.cpu().numpy() for name, value in zip(columns, values, strict=True)})
 
     def kept_logprobs(self) -> dict[str, dict[int, Array]]:
         """Returns the log-probabilities that this worker keeps for the current step, by name and row id: float32 [tokens].
@@ -206,8 +199,6 @@ class MegatronWorker(MegatronWorkerState):
 
     def _logprobs(self, batch: Batch, model: Literal["policy", "reference"], model_pass: ModelPass) -> list[Tensor]:
         """Returns log-probabilities and entropy [rows, tokens] on the last stage (0 in padding), else an empty list."""
-        import torch
-
         from dagrl.workers.megatron.forward_backward import run_logprobs
 
         if model == "reference" and self._reference_model is not None:
@@ -216,9 +207,7 @@ class MegatronWorker(MegatronWorkerState):
             layer = held.output_layer(self._temperature, self.config.policy.logprob_chunk_size)
             for microbatches in self._microbatches(batch, "logprob"):
                 columns = run_logprobs(chunks, chosen_pass, microbatches, layer)
-        lengths = torch.tensor(batch["lengths"], device=self._device)
-        inside = torch.arange(batch.tokens, device=self._device) < lengths[:, None]
-        return [torch.where(inside, column, 0.0) for column in columns]
+        return columns
 
     def calibrate_kv_scales(self, batch: Batch) -> dict[str, float]:
         """Calibrates the scales of generation's FP8 KV cache on `batch` under the current weights.
@@ -355,6 +344,15 @@ class MegatronWorker(MegatronWorkerState):
                 yield trainer.model, trainer.chunks, model_pass
         else:
             raise RunError("there is no reference policy; call snapshot_reference() on all train workers first")
+
+
+class MegatronTeacherWorker(MegatronWorker):
+    """A worker of a frozen model, such as a teacher: it gives log-probabilities under the weights of `model_name`.
+
+    It has no gradients and no optimizer, so a GPU holds a much larger model than in training.
+    """
+
+    trains = False
 
 
 def sums_of(batch: Batch, column: Array) -> Batch:

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from dagrl.workers.megatron.model import ModelChunks
     from dagrl.workers.megatron.offload import StatePart
     from dagrl.workers.megatron.optimizer import Trainer
-    from dagrl.workers.megatron.reference import ReferencePolicy
-    from dagrl.workers.megatron.reference_model import ReferenceModel
+    from dagrl.workers.megatron.reference import ReferenceModel, ReferencePolicy
 
 
 class MegatronWorkerBase:

@@ -93,7 +93,7 @@ class MegatronWorkerState(MegatronWorkerBase):
         With LoRA there is no copy: the reference policy is the base model, also after earlier steps. With
         `policy.reference_model_name` it loads that model instead, once.
         """
-        from dagrl.workers.megatron.reference_model import ReferenceModel
+        from dagrl.workers.megatron.reference import ReferenceModel
 
         name, policy = self.config.policy.reference_model_name, self.config.policy
         if name is None and self._adapters is not None:
