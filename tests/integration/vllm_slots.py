@@ -25,7 +25,8 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelMo
 
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import STACKED, WeightSlice, expand, numbered
-from dagrl.workers.megatron.adapter_slices import adapter_names, stacked_shapes, targets
+from dagrl.workers.megatron.adapter_slices import adapter_names, targets
+from dagrl.workers.megatron.weights import stacked_shapes
 from dagrl.workers.vllm.lora import describe_slots, find_slots
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import Hf, random_model

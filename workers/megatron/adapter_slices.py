@@ -8,14 +8,12 @@ of the parameter; the parameters of a fused layer have a slot each, in the order
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from dagrl.config import Json, PeftConfig
+from dagrl.config import PeftConfig
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import STACKED, Box, WeightSlice, numbered
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.adapter_files import KEY, AdapterShapes, is_target
-from dagrl.workers.megatron.weights import megatron_weight_slices
 
 
 def adapter_names(parameter: str) -> tuple[str, str]:
@@ -24,17 +22,8 @@ def adapter_names(parameter: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
-def stacked_shapes(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]:
-    """Returns every parameter of the model with its full shape; a layer's experts as a stack `[experts, ...]`."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in megatron_weight_slices(hf_config, ParallelLayout(), 0):
-        known = shapes.get(piece.name, (0,) * len(piece.box))
-        shapes[piece.name] = tuple(max(size, stop) for size, (_, stop) in zip(known, piece.box, strict=True))
-    return shapes
-
-
 def targets(shapes: AdapterShapes, settings: PeftConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters of `shapes` (see `stacked_shapes`) that have adapters.
+    """Returns the parameters of `shapes`, where experts are stacks, that have adapters.
 
     Raises ConfigError if some experts of a layer have one and others have none: vLLM's slots are for all of them.
     """

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from dagrl.config import Json
 from dagrl.errors import LayoutError
-from dagrl.refit.slices import WeightSlice, expand
+from dagrl.refit.slices import STACKED, WeightSlice, numbered
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family
 from dagrl.workers.families.family import Family
@@ -34,10 +34,18 @@ def megatron_weight_slices(
 
 def parameter_shapes(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]:
     """Returns every parameter of the model's checkpoint with its full shape."""
+    shapes = stacked_shapes(hf_config)
+    dense = {name: shape for name, shape in shapes.items() if STACKED not in name}
+    stacks = [(name, shape) for name, shape in shapes.items() if STACKED in name]
+    return dense | {numbered(name, number): shape[1:] for name, shape in stacks for number in range(shape[0])}
+
+
+def stacked_shapes(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]:
+    """Returns every parameter of the model with its full shape; a layer's experts as a stack `[experts, ...]`."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for piece in expand(megatron_weight_slices(hf_config, ParallelLayout(), 0)):
-        known = shapes.get(piece.name, (0,) * len(piece.box))
-        shapes[piece.name] = tuple(max(size, stop) for size, (_, stop) in zip(known, piece.box, strict=True))
+    for piece in megatron_weight_slices(hf_config, ParallelLayout(), 0):
+        ends = tuple(stop for _, stop in piece.box)
+        shapes[piece.name] = tuple(map(max, shapes.get(piece.name, ends), ends))
     return shapes
 
 

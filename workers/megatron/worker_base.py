@@ -33,11 +33,11 @@ from dagrl.workers.families.kv_scales import megatron_kv_scales
 from dagrl.workers.megatron import cpu
 from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.adapter_files import check_adapters, read_adapters
-from dagrl.workers.megatron.adapter_slices import stacked_shapes, targets, trained_adapters
+from dagrl.workers.megatron.adapter_slices import targets, trained_adapters
 from dagrl.workers.megatron.architecture import check_layout, read_architecture
 from dagrl.workers.megatron.groups import abort_groups, end_groups, start_checkpoint_group, start_groups
 from dagrl.workers.megatron.hf_load import ParameterShapes, check_hf, has_scalar_head, load_hf, read_hf_config
-from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
+from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
 
 if TYPE_CHECKING:
     import torch

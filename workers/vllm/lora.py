@@ -18,7 +18,8 @@ from dagrl.machine import gpu_count
 from dagrl.refit.slices import STACKED, WeightSlice
 from dagrl.workers.families import find_family
 from dagrl.workers.megatron.adapter_files import KEY, AdapterShapes
-from dagrl.workers.megatron.adapter_slices import adapter_names, adapter_slots, stacked_shapes, targets
+from dagrl.workers.megatron.adapter_slices import adapter_names, adapter_slots, targets
+from dagrl.workers.megatron.weights import stacked_shapes
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations
 from dagrl.workers.vllm.quantization import in_fp8

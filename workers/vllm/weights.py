@@ -22,12 +22,10 @@ from dagrl.config import Json
 from dagrl.errors import LayoutError, RefitPlanError
 from dagrl.refit.fp8 import BLOCK, FP8
 from dagrl.refit.slices import STACKED, Box, Scales, WeightSlice
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family, mla
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.families.mamba import stack_rows, state_space_of
-from dagrl.workers.families.megatron import MegatronModules
-from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.megatron.weights import stacked_shapes
 
 VOCABULARY_PADDING = 64
 ROUTERS = ("gate", "shared_expert_gate")
@@ -66,17 +64,12 @@ def vllm_weight_slices(hf_config: Mapping[str, Json], rank: VllmRank) -> list[We
     ConfigError for a family without rules, LayoutError if sizes do not divide, RefitPlanError if a slice of a fused FP8
     tensor starts inside a block.
     """
-    whole = megatron_weight_slices(hf_config, ParallelLayout(), 0, MegatronModules())
-    shapes: dict[str, list[int]] = {}
-    for one in whole:
-        ends = [stop for _, stop in one.box]
-        shapes[one.name] = [max(pair) for pair in zip(shapes.get(one.name, ends), ends, strict=True)]
-    shapes |= _llama_biases(ModelConfig(hf_config))
+    shapes = {**stacked_shapes(hf_config), **_llama_biases(ModelConfig(hf_config))}
     return list(_Placement(hf_config, rank, shapes).slices())
 
 
 class _Placement:
-    def __init__(self, hf_config: Mapping[str, Json], rank: VllmRank, shapes: Mapping[str, list[int]]) -> None:
+    def __init__(self, hf_config: Mapping[str, Json], rank: VllmRank, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._names, self._model = find_family(hf_config).names, ModelConfig(hf_config)
         self._rank, self._shapes = rank, shapes
         self._latent = mla.latent_of(self._model) if self._model.has("kv_lora_rank") else None
@@ -89,14 +82,14 @@ class _Placement:
             except LayoutError as error:
                 raise LayoutError(f"generation rank {self._rank.tp_rank}, {name}: {error}") from error
 
-    def _vocabulary(self, name: str, shape: list[int]) -> Iterator[WeightSlice]:
+    def _vocabulary(self, name: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         padded = -(-self._model.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
         start, stop = self._rank.part(padded, "the padded vocabulary")
         stop, columns = min(stop, self._model.vocabulary), (0, shape[1])
         if start < stop:
             yield WeightSlice(name, ((start, stop), columns), self._local(name), ((0, stop - start), columns))
 
-    def _experts(self, name: str, shape: list[int]) -> Iterator[WeightSlice]:
+    def _experts(self, name: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         """Yields the rank's experts of a stack."""
         rank, (count, rows, columns) = self._rank, shape
         prefix, _, projection = name.removesuffix(".weight").rpartition(".")
@@ -115,7 +108,7 @@ class _Placement:
         if many[0] < many[1]:
             yield self._slice(name, box, tensor, ((0, many[1] - many[0]), *inner), quantized=True)
 
-    def _parameter(self, name: str, shape: list[int]) -> Iterator[WeightSlice]:
+    def _parameter(self, name: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         module, _, kind = name.rpartition(".")
         if kind not in ("weight", "bias"):
             module, kind = name, ""
@@ -195,13 +188,13 @@ class _Placement:
         return f"{names.vllm_layer}.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 
 
-def _llama_biases(model: ModelConfig) -> Iterator[tuple[str, list[int]]]:
-    """Yields biases that Megatron's Llama does not have."""
+def _llama_biases(model: ModelConfig) -> dict[str, tuple[int]]:
+    """Returns biases that Megatron's Llama does not have."""
     sizes = {"self_attn.o_proj": model.hidden} if model.qkv_bias else {}
     if model.flag("mlp_bias"):
         sizes |= {"mlp.gate_proj": model.ffn, "mlp.up_proj": model.ffn, "mlp.down_proj": model.hidden}
-    for layer in range(model.layers if model.type == "llama" else 0):
-        yield from ((f"model.layers.{layer}.{module}.bias", [size]) for module, size in sizes.items())
+    layers = range(model.layers if model.type == "llama" else 0)
+    return {f"model.layers.{layer}.{module}.bias": (size,) for layer in layers for module, size in sizes.items()}
 
 
 def _width_of(path: str) -> str:
