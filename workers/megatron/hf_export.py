@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,11 @@ from dagrl.refit.slices import Box, WeightSlice, expand, volume
 from dagrl.runtime.process_groups import break_gloo_group
 from dagrl.workers.families.hf_config import DRAFT_LAYERS, SCORE, as_classifier
 from dagrl.workers.megatron.groups import run_on_all_ranks
-from dagrl.workers.megatron.hf_load import INDEX, SINGLE, local_view, read_hf_config
+from dagrl.workers.megatron.hf_load import INDEX, local_view, read_hf_config
 
 if TYPE_CHECKING:
     import torch
+    from huggingface_hub import StateDictSplit
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -46,16 +47,22 @@ def export_hf(
     an earlier model. Raises CheckpointError on all ranks if the directory holds anything else, a rank cannot read its part,
     or writing fails. If a rank ends or misses the deadline, that also breaks `group` permanently.
     """
-    owners = _owners(slices)
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    export = _Export(Path(directory), tensors, rank, group, dtype=next(iter(tensors.values())).dtype)
+    parameters = _parameters(slices, export.dtype)
+    files = split_state_dict_into_shards_factory(
+        parameters,
+        get_storage_size=lambda parameter: parameter.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=FILE_BYTES,
+    )
     with _broken_for_all(group, directory):
-        writer = run_on_all_ranks(group, _begin, Path(directory), rank)
-        parts = _LocalBoxes(tensors)
-        for name, pieces in owners.items():
-            whole = _gather(pieces, parts, rank, group)
-            if writer is not None and whole is not None:
-                writer.add(name, whole)
-        run_on_all_ranks(group, parts.check)
-        run_on_all_ranks(group, lambda: None if writer is None else writer.finish(Path(source), parts.dtype))
+        run_on_all_ranks(group, export.begin)
+        for file, names in files.filename_to_tensors.items():
+            export.write(file, [parameters[name] for name in names])
+        run_on_all_ranks(group, export.check)
+        run_on_all_ranks(group, export.finish, Path(source), files)
 
 
 @contextmanager
@@ -73,157 +80,129 @@ def _broken_for_all(group: ProcessGroup | None, directory: str | Path) -> Iterat
         ) from error
 
 
-def _begin(directory: Path, rank: int) -> _SafetensorsWriter | None:
-    _check_replaceable(directory)
-    return _SafetensorsWriter(directory) if rank == 0 else None
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter of the checkpoint. `boxes` do not overlap; each has its slice on the first rank that holds it."""
+
+    name: str
+    shape: list[int]
+    dtype: torch.dtype
+    boxes: Mapping[Box, tuple[int, WeightSlice]]
+
+    @property
+    def nbytes(self) -> int:
+        return volume(tuple((0, size) for size in self.shape)) * self.dtype.itemsize
 
 
-def _owners(slices: Sequence[Sequence[WeightSlice]]) -> dict[str, dict[Box, tuple[int, WeightSlice]]]:
-    """Returns the boxes of each parameter, without overlap, each with the first rank that holds it."""
+def _parameters(slices: Sequence[Sequence[WeightSlice]], dtype: torch.dtype) -> dict[str, _Parameter]:
+    """Returns the parameters by name, in order. Slices without a dtype have `dtype`."""
+    import torch
+
     found: dict[str, dict[Box, tuple[int, WeightSlice]]] = {}
     for rank, pieces in enumerate(slices):
         for piece in expand(pieces):
             found.setdefault(piece.name, {}).setdefault(piece.box, (rank, piece))
-    return {name: found[name] for name in sorted(found)}
+    parameters = {}
+    for name, boxes in sorted(found.items()):
+        _, first = next(iter(boxes.values()))
+        shape = [max(stop for _, stop in extents) for extents in zip(*boxes, strict=True)]
+        if sum(map(volume, boxes)) != volume(tuple((0, size) for size in shape)):
+            raise CheckpointError(f"the weight layout covers {name!r} {shape} with boxes that overlap or leave gaps")
+        parameters[name] = _Parameter(name, shape, getattr(torch, first.dtype) if first.dtype else dtype, boxes)
+    return parameters
 
 
 @dataclass
-class _LocalBoxes:
-    """This rank's boxes. An unreadable box is sent as zeros, because rank 0 waits for it, and `check` raises later."""
+class _Export:
+    """One export on one rank. After a failure it keeps sending and receiving, because others wait; `check` raises it."""
 
+    directory: Path
     tensors: Mapping[str, Tensor]
-    error: Exception | None = None
+    rank: int
+    group: ProcessGroup | None
+    dtype: torch.dtype
+    error: CheckpointError | None = None
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights whose slices give none."""
-        return next(iter(self.tensors.values())).dtype
+    def partial(self) -> Path:
+        return Path(f"{self.directory}.partial")
 
-    def read(self, piece: WeightSlice) -> Tensor:
-        """Returns a contiguous copy on the host."""
+    def begin(self) -> None:
+        """Creates an empty directory on rank 0."""
+        _check_replaceable(self.directory)
+        if self.rank == 0:
+            if self.partial.exists():
+                shutil.rmtree(self.partial)
+            self.partial.mkdir(parents=True)
+
+    def write(self, file: str, parameters: Sequence[_Parameter]) -> None:
+        """Gathers the parameters of one file on rank 0, which writes it."""
+        from safetensors.torch import save_file
+
+        content = {parameter.name: self._gather(parameter) for parameter in parameters}
+        if self.rank == 0 and self.error is None:
+            try:
+                save_file(content, self.partial / file, metadata={"format": "pt"})
+            except Exception as error:
+                self._fail(f"cannot write {self.partial}", error)
+
+    def check(self) -> None:
+        """Raises the first failure."""
+        if self.error is not None:
+            raise self.error
+
+    def finish(self, source: Path, files: StateDictSplit) -> None:
+        """Completes the directory on rank 0: index, configuration, tokenizer. It replaces an earlier one."""
+        if self.rank:
+            return
+        if files.is_sharded:
+            index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+            (self.partial / INDEX).write_text(json.dumps(index, indent=2))
+        dtype = str(self.dtype).removeprefix("torch.")
+        _copy_companions(source, self.partial, dtype, scalar=SCORE in files.tensor_to_filename)
+        replace_directory(self.partial, self.directory)
+
+    def _gather(self, parameter: _Parameter) -> Tensor | None:
+        """Returns the whole parameter on rank 0; None on other ranks or after a failure."""
+        import torch.distributed as dist
+
+        whole = self._whole(parameter) if self.rank == 0 and self.error is None else None
+        for box, (owner, piece) in parameter.boxes.items():
+            if self.rank not in (0, owner):
+                continue
+            part = self._read(parameter, piece) if owner == self.rank else _empty(parameter, box)
+            if owner != 0:
+                dist.recv(part, owner, self.group) if self.rank == 0 else dist.send(part, 0, self.group)
+            if whole is not None:
+                whole[tuple(slice(start, stop) for start, stop in box)] = part
+        return whole
+
+    def _whole(self, parameter: _Parameter) -> Tensor | None:
+        try:
+            return _empty(parameter, tuple((0, size) for size in parameter.shape))
+        except Exception as error:
+            self._fail("cannot read the weights to export", error)
+            return None
+
+    def _read(self, parameter: _Parameter, piece: WeightSlice) -> Tensor:
+        """Returns a contiguous copy of this rank's box on the host; zeros if that fails, because rank 0 waits for it."""
         try:
             return local_view(self.tensors[piece.tensor], piece).contiguous().cpu()
         except Exception as error:
-            self.error = self.error or error
-            return self.empty(piece, piece.box).zero_()
+            self._fail("cannot read the weights to export", error)
+            return _empty(parameter, piece.box).zero_()
 
-    def empty(self, piece: WeightSlice, box: Box) -> Tensor:
-        """Allocates host memory for a box of the parameter that `piece` is of."""
-        import torch
-
-        dtype = getattr(torch, piece.dtype) if piece.dtype else self.dtype
-        return torch.empty([stop - start for start, stop in box], dtype=dtype)
-
-    def whole(self, piece: WeightSlice, shape: Sequence[int]) -> Tensor | None:
-        """Allocates host memory for a parameter. None if that fails or the export has already failed."""
-        if self.error is not None:
-            return None
-        try:
-            return self.empty(piece, tuple((0, size) for size in shape))
-        except Exception as error:
-            self.error = error
-            return None
-
-    def check(self) -> None:
-        """Raises CheckpointError for the first failure."""
-        if self.error is not None:
-            raise CheckpointError(f"cannot read the weights to export: {self.error}") from self.error
+    def _fail(self, text: str, error: Exception) -> None:
+        if self.error is None:
+            self.error = CheckpointError(f"{text}: {error}")
+            self.error.__cause__ = error
 
 
-def _gather(
-    pieces: Mapping[Box, tuple[int, WeightSlice]], parts: _LocalBoxes, rank: int, group: ProcessGroup | None
-) -> Tensor | None:
-    """Returns the whole parameter on rank 0; None on other ranks or after a failure."""
-    import torch.distributed as dist
+def _empty(parameter: _Parameter, box: Box) -> Tensor:
+    """Allocates host memory for a box of the parameter."""
+    import torch
 
-    shape = [max(box[axis][1] for box in pieces) for axis in range(len(next(iter(pieces))))]
-    first = next(iter(pieces.values()))[1]
-    _check_covered(first.name, shape, list(pieces))
-    whole = parts.whole(first, shape) if rank == 0 else None
-    for box, (owner, piece) in pieces.items():
-        if rank not in (0, owner):
-            continue
-        part = parts.read(piece) if owner == rank else parts.empty(piece, box)
-        if owner != 0:
-            dist.recv(part, owner, group) if rank == 0 else dist.send(part, 0, group)
-        if whole is not None:
-            whole[tuple(slice(start, stop) for start, stop in box)] = part
-    return whole
-
-
-def _check_covered(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    elements = volume(tuple((0, size) for size in shape))
-    if sum(volume(box) for box in boxes) != elements:
-        raise CheckpointError(f"the weight layout covers {name!r} {list(shape)} with boxes that overlap or leave gaps")
-
-
-@dataclass
-class _SafetensorsWriter:
-    """Writes safetensors files of at most `FILE_BYTES`, named like transformers', to `<directory>.partial` until complete.
-
-    `finish` raises a failed write. Until then it keeps receiving, because other ranks would block otherwise.
-    """
-
-    directory: Path
-    partial: Path = field(init=False)
-    pending: dict[str, Tensor] = field(default_factory=dict)
-    files: list[list[str]] = field(default_factory=list)
-    bytes: int = 0
-    error: Exception | None = None
-
-    def __post_init__(self) -> None:
-        self.partial = Path(f"{self.directory}.partial")
-        if self.partial.exists():
-            shutil.rmtree(self.partial)
-        self.partial.mkdir(parents=True)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self.error is not None:
-            return
-        try:
-            self._add(name, tensor)
-        except Exception as error:
-            self.error, self.pending = error, {}
-
-    def _add(self, name: str, tensor: Tensor) -> None:
-        if self.pending and sum(_bytes(kept) for kept in self.pending.values()) + _bytes(tensor) > FILE_BYTES:
-            self._flush()
-        self.pending[name] = tensor
-
-    def finish(self, source: Path, dtype: torch.dtype) -> None:
-        if self.error is not None:
-            raise CheckpointError(f"cannot write {self.partial}: {self.error}") from self.error
-        self._flush()
-        names = {self._temporary(i): self._final(i, len(self.files)) for i in range(len(self.files))}
-        for temporary, final in names.items():
-            (self.partial / temporary).rename(self.partial / final)
-        if len(self.files) > 1:
-            weight_map = {name: self._final(i, len(self.files)) for i, file in enumerate(self.files) for name in file}
-            index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
-            (self.partial / INDEX).write_text(json.dumps(index, indent=2))
-        written = str(dtype).removeprefix("torch.")
-        _copy_companions(source, self.partial, written, scalar=any(SCORE in file for file in self.files))
-        replace_directory(self.partial, self.directory)
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self.pending, self.partial / self._temporary(len(self.files)), metadata={"format": "pt"})
-        self.bytes += sum(_bytes(tensor) for tensor in self.pending.values())
-        self.files.append(list(self.pending))
-        self.pending = {}
-
-    @staticmethod
-    def _temporary(number: int) -> str:
-        return f"writing-{number:05d}.safetensors"
-
-    @staticmethod
-    def _final(number: int, count: int) -> str:
-        return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return torch.empty([stop - start for start, stop in box], dtype=parameter.dtype)
 
 
 def _check_replaceable(directory: Path) -> None:
