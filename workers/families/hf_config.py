@@ -69,20 +69,6 @@ def as_classifier(hf_config: Mapping[str, Json]) -> dict[str, Json]:
     return {**hf_config, "architectures": kinds, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
-def with_defaults(hf_config: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the `config.json` completed with `MODEL_DEFAULTS` of its `model_type`."""
-    return {**MODEL_DEFAULTS.get(str(hf_config.get("model_type")), {}), **hf_config}
-
-
-def check_query_groups(heads: int, kv_heads: int) -> None:
-    """Raises ConfigError unless the attention heads divide evenly over the key-value heads."""
-    if heads % kv_heads:
-        raise ConfigError(
-            f"the model's config.json has num_attention_heads = {heads}, not a multiple of num_key_value_heads = "
-            f"{kv_heads}; correct that file. A missing num_key_value_heads has transformers' default"
-        )
-
-
 def model_keys(hf_config: Mapping[str, Json]) -> dict[str, Json]:
     """Returns all keys that affect the computation, also those that no shape shows, such as the rotary base.
 
@@ -92,10 +78,13 @@ def model_keys(hf_config: Mapping[str, Json]) -> dict[str, Json]:
 
 
 class ModelConfig:
-    """Typed access to a `config.json`. A missing key without a default raises a ConfigError that names it."""
+    """Typed access to a `config.json`. A missing key without a default raises a ConfigError that names it.
+
+    `config` is completed with `MODEL_DEFAULTS` of the `model_type`.
+    """
 
     def __init__(self, hf_config: Mapping[str, Json]) -> None:
-        self.config = with_defaults(hf_config)
+        self.config = {**MODEL_DEFAULTS.get(str(hf_config.get("model_type")), {}), **hf_config}
 
     def size(self, key: str, default: int | None = None, least: int = 0) -> int:
         """Returns a whole number of at least `least`."""
@@ -147,7 +136,11 @@ class ModelConfig:
     @property
     def kv_heads(self) -> int:
         count = self.size("num_key_value_heads", self.heads, least=1)
-        check_query_groups(self.heads, count)
+        if self.heads % count:
+            raise ConfigError(
+                f"the model's config.json has num_attention_heads = {self.heads}, not a multiple of num_key_value_heads = "
+                f"{count}; correct that file. A missing num_key_value_heads has transformers' default"
+            )
         return count
 
     @property

@@ -5,7 +5,7 @@ The driver calls `check_layout` before any worker starts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from dagrl.config import Json
@@ -13,7 +13,7 @@ from dagrl.errors import ConfigError, LayoutError
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import moe
-from dagrl.workers.families.hf_config import SCALAR_HEAD, ModelConfig, check_query_groups, with_defaults
+from dagrl.workers.families.hf_config import SCALAR_HEAD, ModelConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -108,29 +108,27 @@ class Architecture:
 def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
     """Returns the architecture of a `config.json`. Raises ConfigError naming what is missing or not supported."""
     _check_supported(hf_config)
-    hf_config = with_defaults(hf_config)
-    heads, hidden = _size(hf_config, "num_attention_heads"), _size(hf_config, "hidden_size")
-    head_dim, rope = _size(hf_config, "head_dim", hidden // heads), _rope(hf_config)
+    found = ModelConfig(hf_config)
+    rope = _rope(found.config)
     dense = Architecture(
-        model_type=str(hf_config["model_type"]),
-        layers=_size(hf_config, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_size(hf_config, "num_key_value_heads", heads),
-        head_dim=head_dim,
-        ffn=_size(hf_config, "intermediate_size"),
-        vocabulary=_size(hf_config, "vocab_size"),
-        tied=ModelConfig(hf_config).tied,
-        norm_eps=_number(hf_config, "rms_norm_eps", 1e-5 if hf_config["model_type"] == "mixtral" else 1e-6),
+        model_type=found.type,
+        layers=found.layers,
+        hidden=found.hidden,
+        heads=found.heads,
+        kv_heads=found.kv_heads,
+        head_dim=found.head_dim,
+        ffn=found.ffn,
+        vocabulary=found.vocabulary,
+        tied=found.tied,
+        norm_eps=_number(found.config, "rms_norm_eps", 1e-5 if found.type == "mixtral" else 1e-6),
         rope=rope,
-        max_positions=_size(hf_config, "max_position_embeddings", 32768),
-        qk_norm=ModelConfig(hf_config).qk_norm,
-        qkv_bias=ModelConfig(hf_config).qkv_bias,
-        rotary_dim=int(head_dim * _number(rope, "partial_rotary_factor", 1.0)),
-        scalar=ModelConfig(hf_config).scalar,
+        max_positions=found.size("max_position_embeddings", 32768, least=1),
+        qk_norm=found.qk_norm,
+        qkv_bias=found.qkv_bias,
+        rotary_dim=int(found.head_dim * _number(rope, "partial_rotary_factor", 1.0)),
+        scalar=found.scalar,
     )
-    check_query_groups(dense.heads, dense.kv_heads)
-    model = _with_experts(dense, hf_config) if dense.model_type in moe.FAMILY.model_types else dense
+    model = _with_experts(dense, found) if dense.model_type in moe.FAMILY.model_types else dense
     if model.experts_per_token == 1 and model.normalize_expert_weights:
         raise ConfigError(
             "num_experts_per_tok is 1 and expert weights are normalized, so every weight is 1 and the router cannot learn. "
@@ -141,63 +139,40 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
 
 def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:
     """Raises LayoutError, listing everything to change, if `layout` does not fit the model."""
-    model = read_architecture(hf_config)
-    problems = [text for fits, text in _requirements(model, layout) if not fits]
+    problems = [f"- {text}" for text in _problems(read_architecture(hf_config), layout)]
     if problems:
-        raise LayoutError(
-            f"layout {layout.describe()} does not fit the model:\n" + "\n".join(f"- {text}" for text in problems)
-        )
+        raise LayoutError(f"layout {layout.describe()} does not fit the model:\n" + "\n".join(problems))
 
 
-def _requirements(model: Architecture, layout: ParallelLayout) -> list[tuple[bool, str]]:
+def _problems(model: Architecture, layout: ParallelLayout) -> Iterator[str]:
     tp, etp = layout.tp, layout.expert_tp
-    kv_fits = model.kv_heads % tp == 0 or tp % model.kv_heads == 0
-    shared = f"the shared experts' size {model.shared_ffn} is not divisible by tp {tp}; choose another tp"
-    rows = [
-        (
-            model.heads % tp == 0,
-            f"{model.heads} attention heads are not divisible by tp {tp}; choose tp among their divisors",
-        ),
-        (kv_fits, f"{model.kv_heads} key-value heads and tp {tp}: one must divide the other; choose another tp"),
-        (model.ffn % tp == 0, f"intermediate_size {model.ffn} is not divisible by tp {tp}; choose another tp"),
-        (model.shared_ffn % tp == 0, shared),
-        (model.hidden % tp == 0, f"hidden_size {model.hidden} is not divisible by tp {tp}; choose another tp"),
-        _stages_fit(model, layout),
-    ]
+    if model.heads % tp:
+        yield f"{model.heads} attention heads are not divisible by tp {tp}; choose tp among their divisors"
+    if model.kv_heads % tp and tp % model.kv_heads:
+        yield f"{model.kv_heads} key-value heads and tp {tp}: one must divide the other; choose another tp"
+    sizes = {"intermediate_size": model.ffn, "the shared experts' size": model.shared_ffn, "hidden_size": model.hidden}
+    for what, size in sizes.items():
+        if size % tp:
+            yield f"{what} {size} is not divisible by tp {tp}; choose another tp"
+    if layout.pp == 2 and layout.vpp > 1 and None not in (layout.first_stage_layers, layout.last_stage_layers):
+        yield "with pp 2 and vpp Megatron accepts the layer count of one stage only; choose the first or the last stage"
+    else:
+        try:
+            layout.stage_layers(model.layers, 0)
+        except LayoutError as error:
+            yield str(error)
     if not model.experts:
-        dense = layout.ep == 1 and layout.etp in (None, 1, tp)
-        return [
-            *rows,
-            (dense, f"the model has no experts, but ep is {layout.ep} and etp {etp}; set ep to 1 and leave etp out"),
-        ]
-    return [
-        *rows,
-        (model.experts % layout.ep == 0, f"{model.experts} experts are not divisible by ep {layout.ep}; choose another ep"),
-        (
-            model.expert_ffn % (etp * EXPERT_MULTIPLE) == 0,
-            f"moe_intermediate_size {model.expert_ffn} is not divisible by {EXPERT_MULTIPLE} times etp {etp}; "
-            "choose another etp",
-        ),
-        (
-            model.hidden % EXPERT_MULTIPLE == 0,
-            f"hidden_size {model.hidden} of a model with experts is not divisible by {EXPERT_MULTIPLE}; "
-            "choose another model",
-        ),
-    ]
-
-
-def _stages_fit(model: Architecture, layout: ParallelLayout) -> tuple[bool, str]:
-    given = layout.first_stage_layers, layout.last_stage_layers
-    if layout.pp == 2 and layout.vpp > 1 and None not in given:
-        return (
-            False,
-            "with pp 2 and vpp Megatron accepts the layer count of one stage only; choose the first or the last stage",
-        )
-    try:
-        layout.stage_layers(model.layers, 0)
-    except LayoutError as error:
-        return False, str(error)
-    return True, ""
+        if layout.ep != 1 or layout.etp not in (None, 1, tp):
+            yield f"the model has no experts, but ep is {layout.ep} and etp {etp}; set ep to 1 and leave etp out"
+        return
+    if model.experts % layout.ep:
+        yield f"{model.experts} experts are not divisible by ep {layout.ep}; choose another ep"
+    if model.expert_ffn % (etp * EXPERT_MULTIPLE):
+        multiple = f"{EXPERT_MULTIPLE} times etp {etp}"
+        yield f"moe_intermediate_size {model.expert_ffn} is not divisible by {multiple}; choose another etp"
+    if model.hidden % EXPERT_MULTIPLE:
+        what = f"hidden_size {model.hidden} of a model with experts"
+        yield f"{what} is not divisible by {EXPERT_MULTIPLE}; choose another model"
 
 
 def _check_supported(hf_config: Mapping[str, Json]) -> None:
@@ -253,19 +228,18 @@ def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
     return found
 
 
-def _with_experts(dense: Architecture, hf_config: Mapping[str, Json]) -> Architecture:
+def _with_experts(dense: Architecture, model: ModelConfig) -> Architecture:
     """Adds the experts to a dense decoder, as the family's weight layout has them."""
-    model = ModelConfig(hf_config)
     experts = moe.experts_of(model)
     return replace(
         dense,
         experts=experts.count,
-        experts_per_token=_size(hf_config, "num_experts_per_tok"),
+        experts_per_token=model.size("num_experts_per_tok", least=1),
         expert_ffn=experts.width,
         normalize_expert_weights=model.type == "mixtral" or model.flag("norm_topk_prob"),
         shared_ffn=experts.shared_width,
         expert_bias=experts.bias,
-        expert_scale=_number(hf_config, "routed_scaling_factor", 1.0) if experts.bias else 1.0,
+        expert_scale=_number(model.config, "routed_scaling_factor", 1.0) if experts.bias else 1.0,
         moe_layers=tuple(moe.has_experts(model, layer) for layer in range(dense.layers)),
     )
 
@@ -277,10 +251,3 @@ def _number(hf_config: Mapping[str, Json], key: str, default: float | None = Non
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"the model's config.json has {key} = {value!r}; expected a number")
     return float(value)
-
-
-def _size(hf_config: Mapping[str, Json], key: str, default: int | None = None) -> int:
-    value = int(_number(hf_config, key, default))
-    if value < 1:
-        raise ConfigError(f"the model's config.json has {key} = {value}; expected a number of at least 1")
-    return value

@@ -102,7 +102,7 @@ def test_fewer_expert_slices_than_dense_ones() -> None:
         ({**GLM, "norm_topk_prob": False}, "norm_topk_prob is false; .* always normalizes"),
         ({**GLM, "head_dim": None}, "no head_dim, which vLLM reads; add it"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
-        ({"num_hidden_layers": "many"}, "num_hidden_layers = 'many'; expected a number"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers = 'many'; expected a whole number"),
         ({"hidden_size": None}, "hidden_size = None"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0; expected a number of at least 1"),
         ({"num_key_value_heads": 0}, "num_key_value_heads = 0; expected a number of at least 1"),
