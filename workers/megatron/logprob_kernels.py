@@ -7,27 +7,22 @@ comes with torch's CUDA builds.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+from torch import Tensor
 
-from dagrl.workers.megatron.logprobs import TILE, Exponentials
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
+TILE = 4096  # columns that a program reads at a time
 _WARPS = 8
 
 
-def chunk_sums(logits: Tensor, columns: Tensor, inside: Tensor, kept: Exponentials | None) -> tuple[Tensor, Tensor]:
+def chunk_sums(logits: Tensor, columns: Tensor, inside: Tensor, kept: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     """Returns each row's maximum [n] of float32 `logits` [n, size], and the sums [3, n] of `logprobs._chunk_sums`.
 
-    `columns` [n] is the column of each label, `inside` [n] whether this worker has it. Fills `kept`.
+    `columns` [n] is the column of each label, `inside` [n] whether this worker has it. Fills `kept`: values and tops.
     """
     highest, sums = logits.new_empty(len(logits)), logits.new_empty(3, len(logits))
-    values, tops = (logits, logits) if kept is None else (kept.values, kept.tops)
+    values, tops = kept or (logits, logits)
     _row_sums[(len(logits),)](
         logits,
         columns,
@@ -49,17 +44,16 @@ def chunk_sums(logits: Tensor, columns: Tensor, inside: Tensor, kept: Exponentia
 
 
 def logit_gradients(
-    values: Tensor | Exponentials,
+    source: Tensor,
+    tops: Tensor | None,
     normaliser: Tensor,
     scale: Tensor,
     labels: tuple[Tensor, Tensor, Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Computes `logprobs._logit_gradients`. The gradients of exponentials take their place."""
-    import torch
-
-    kept = isinstance(values, Exponentials)
-    source, tops = (values.values, values.tops) if isinstance(values, Exponentials) else (values, normaliser[:, None])
+    """Computes `logprobs._logit_gradients` of logits, or of exponentials if they have `tops`: gradients take their place."""
+    kept = tops is not None
+    tops = normaliser[:, None] if tops is None else tops
     grad = source if kept else torch.empty(source.shape, dtype=dtype, device=source.device)
     grid = (len(source), triton.cdiv(source.shape[1], TILE))
     _row_gradients[grid](

@@ -29,7 +29,6 @@ from dagrl.workers.megatron.products import add_product, product
 CHUNK_ELEMENTS = 1 << 27  # logits of a chunk, unless `chunk_tokens` is set
 KEPT_SHARE = 0.25  # most of the free memory that kept exponentials take
 PRODUCT_ELEMENTS = (1 << 31) - 1  # most of a product's operand: kernels may count elements in 32 bits
-TILE = 4096  # columns that the kernel reads at a time
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,11 @@ class Exponentials:
     @classmethod
     def of(cls, hidden: Tensor, columns: int) -> Exponentials:
         """Allocates memory for `hidden` [n, hidden size]."""
-        tiles = -(-columns // TILE) if hidden.is_cuda else 1
+        tiles = 1
+        if hidden.is_cuda:
+            from dagrl.workers.megatron.logprob_kernels import TILE
+
+            tiles = -(-columns // TILE)
         values = hidden.new_empty(len(hidden), columns)
         return cls(values, hidden.new_empty(len(hidden), tiles, dtype=torch.float32))
 
@@ -238,7 +241,7 @@ def _chunk_sums(logits: Tensor, labels: tuple[Tensor, Tensor], kept: Exponential
     if logits.is_cuda:
         from dagrl.workers.megatron.logprob_kernels import chunk_sums
 
-        return chunk_sums(logits, column, inside, kept)
+        return chunk_sums(logits, column, inside, None if kept is None else (kept.values, kept.tops))
     label_logit = torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
     highest = logits.amax(-1)
     relative = logits.sub_(highest[:, None])
@@ -264,7 +267,8 @@ def _logit_gradients(
     if normaliser.is_cuda:
         from dagrl.workers.megatron.logprob_kernels import logit_gradients
 
-        return logit_gradients(values, normaliser, scale, (column, inside, of_label), dtype)
+        source, tops = (values.values, values.tops) if isinstance(values, Exponentials) else (values, None)
+        return logit_gradients(source, tops, normaliser, scale, labels, dtype)
     if isinstance(values, Exponentials):
         probabilities = values.values.float() * (values.tops - normaliser[:, None]).exp()
     else:
