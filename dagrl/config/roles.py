@@ -14,19 +14,12 @@ CRITIC, TEACHER = "critic", "teacher"
 """The roles with a model of their own. Each is the key of its section, too."""
 
 
-def own_section(config: Config, role: str) -> CriticConfig | TeacherConfig | None:
-    """Returns the section of a role with a model of its own; None for the others."""
-    if role == CRITIC:
-        return config.critic
-    return config.teacher if role == TEACHER else None
-
-
 def role_config(config: Config, role: str) -> Config:
     """Returns the configuration that the workers of `role` get."""
-    section = own_section(config, role)
+    section = {CRITIC: config.critic, TEACHER: config.teacher}.get(role)
     if section is None:
         return config
-    return config.model_copy(update={"policy": _policy_of(section, config.policy)})
+    return config.with_keys({"policy": _policy_of(section, config.policy)})
 
 
 def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> PolicyConfig:

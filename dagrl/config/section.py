@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from typing_extensions import TypeAliasType
@@ -39,6 +39,15 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def with_keys(self, values: Mapping[str, object]) -> Self:
+        """Returns a copy with other values, which are not validated, at keys such as `a.b`."""
+        changed = self
+        for key, value in values.items():
+            name, _, rest = key.partition(".")
+            new = getattr(changed, name).with_keys({rest: value}) if rest else value
+            changed = changed.model_copy(update={name: new})
+        return changed
 
     @field_validator("*", mode="before")
     @classmethod

@@ -6,7 +6,7 @@ import math
 from typing import Literal, Protocol, cast
 
 from dagrl.config import ALGORITHMS, Config, GenerationConfig, MegatronConfig, PolicyConfig, VllmConfig
-from dagrl.config.roles import CRITIC, TEACHER, own_section, role_config
+from dagrl.config.roles import CRITIC, TEACHER, role_config
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.imports import load_class, running
 from dagrl.runtime.layout import ParallelLayout
@@ -17,6 +17,8 @@ SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 LEAST_SHARED = 1 / 3
 """Prefixes that save less of a batch's tokens are not shared: attention takes a launch more for them. On an H100 a step with
 Qwen3-0.6B's shape takes 1.05 times as long if they save 0.28 of the tokens, and 0.66 times if they save 0.58."""
+
+TOKENIZER_KEY = "policy.tokenizer.name"
 
 LearnsFrom = Literal["samples", "demonstrations", "preferences"]
 """The kinds of data that algorithms learn from."""
@@ -87,10 +89,7 @@ def generation_config(config: Config) -> GenerationConfig:
 
 def with_engines(config: Config, engines: int) -> Config:
     """Returns the configuration with another number of generation engines."""
-    generation = generation_config(config)
-    vllm = generation.vllm_cfg.model_copy(update={"data_parallel_size": engines})
-    generation = generation.model_copy(update={"vllm_cfg": vllm})
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+    return config.with_keys({"policy.generation.vllm_cfg.data_parallel_size": engines})
 
 
 def generation_dtype(config: Config) -> str:
@@ -208,10 +207,17 @@ def model_roles(config: Config) -> tuple[str, ...]:
     return (*((CRITIC,) if uses_critic(config) else ()), *((TEACHER,) if uses_teacher(config) else ()))
 
 
+def model_names(config: Config) -> dict[str, str | None]:
+    """Returns the names of all models and of the tokenizer, directories or ids on the Hub, by their keys."""
+    policy = config.policy
+    names = {"policy.model_name": policy.model_name, "policy.reference_model_name": policy.reference_model_name}
+    names |= {f"{role}.model_name": getattr(config, role).model_name for role in model_roles(config)}
+    return {**names, TOKENIZER_KEY: policy.tokenizer.name}
+
+
 def sharing_roles(config: Config) -> tuple[str, ...]:
     """Returns the roles whose workers are on the train workers' GPUs, these among them; empty if there are none."""
-    sections = {role: own_section(config, role) for role in model_roles(config)}
-    others = [role for role, section in sections.items() if section is not None and section.colocated]
+    others = [role for role in model_roles(config) if getattr(config, role).colocated]
     others += ["generation"] if is_colocated(config) else []
     return ("train", *others) if others else ()
 

@@ -21,10 +21,8 @@ def orphaned_config(directory: Path) -> Config:
     if not file.is_file():
         raise ConfigError(f"{directory} has no config.yaml; expected the directory of a run, such as runs/grpo_quickstart")
     config = load_config(file)
-    resumed = config.checkpointing.model_copy(update={"resume": True})
-    config = config.model_copy(
-        update={"output_dir": str(directory.parent), "name": directory.name, "checkpointing": resumed}
-    )
+    moved = {"output_dir": str(directory.parent), "name": directory.name, "checkpointing.resume": True}
+    config = config.with_keys(moved)
     check_not_running(RunPaths.of(config), "only a run whose driver has died can be attached to")
     lease = read_lease(directory)
     if lease is None or not lease.may_wait(directory):

@@ -53,9 +53,7 @@ def derive_from_machine(config: Config) -> Derived:
     """Fills in what follows from the configuration and the machine. Lengths are provisional until the data are read."""
     derived = Derived(config)
     if config.policy.generation is None and generates(config):
-        derived.config = config.model_copy(
-            update={"policy": config.policy.model_copy(update={"generation": GenerationConfig()})}
-        )
+        derived.config = config.with_keys({ROLLOUT: GenerationConfig()})
     if gpus_per_worker(config.cluster):
         _use_gpus(derived)
     _set_worker(derived)

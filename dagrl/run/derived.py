@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from pydantic import BaseModel
 
 from dagrl.config import Config, Json
-
-SectionT = TypeVar("SectionT", bound=BaseModel)
 
 TRAIN, ENGINE, ROLLOUT = "policy.megatron_cfg", "policy.generation.vllm_cfg", "policy.generation"
 
@@ -29,7 +25,7 @@ class Derived:
     def set(self, key: str, value: Json, reason: str) -> None:
         """Sets `key` if it is open."""
         if self.open(key):
-            self.config = _with_key(self.config, key.split("."), value)
+            self.config = self.config.with_keys({key: value})
             self.reasons[key] = reason
 
 
@@ -38,8 +34,3 @@ def is_set(section: BaseModel, key: str) -> bool:
     name, _, rest = key.partition(".")
     below = getattr(section, name, None)
     return name in section.model_fields_set and (not rest or (isinstance(below, BaseModel) and is_set(below, rest)))
-
-
-def _with_key(section: SectionT, names: Sequence[str], value: Json) -> SectionT:
-    below = value if len(names) == 1 else _with_key(getattr(section, names[0]), names[1:], value)
-    return section.model_copy(update={names[0]: below})

@@ -97,7 +97,7 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
         raise ConfigError("no held-out prompts; set data.val_path, data.val_split or data.val_fraction, or pass --train")
     with ExitStack() as stack:
         made = Path(stack.enter_context(TemporaryDirectory(prefix="dagrl-")))
-        config = without_records(prepared_config(inputs.config, inputs, made / "init_model"))
+        config = prepared_config(inputs.config, inputs, made / "init_model").with_keys({"policy.router_replay": False})
         reward = stack.enter_context(RewardRunner(config.reward))
         environment = stack.enter_context(open_environment(config, inputs.tokenizer))
         group = stack.enter_context(worker_group(config, "generation"))
@@ -115,11 +115,6 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
         scheduler.warmup()
         rollouts = Rollouts(config, WorkerEngines(group, replays, config.timeouts.replay), inputs.tokenizer, environment)
         return _report(_complete(config, inputs, prompts, wanted, rollouts, reward), wanted)
-
-
-def without_records(config: Config) -> Config:
-    """Turns off what only training uses: nothing is trained here."""
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"router_replay": False})})
 
 
 def _complete(

@@ -189,7 +189,7 @@ def leased_cluster(config: Config, *, attach: bool) -> Iterator[HeldLease]:
     try:
         if found.keeper is not None:
             use_own_token()
-        cluster = config.cluster.model_copy(update={"address": found.address})
+        cluster = config.cluster.with_keys({"address": found.address})
         with ray_cluster(cluster, teardown_s=config.timeouts.teardown_s):
             import ray
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config, Json, PolicyConfig, RandomInit
-from dagrl.config.roles import own_section
-from dagrl.config.settings import model_roles
+from dagrl.config.settings import TOKENIZER_KEY, model_names
 from dagrl.errors import ConfigError
 from dagrl.files import replace_directory
 
@@ -115,21 +114,15 @@ def model_description(policy: PolicyConfig, tokens: int) -> dict[str, Json]:
 
 def role_description(config: Config, role: str, hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
     """Returns the `config.json` of a role's model. `hf_config` is the policy's."""
-    section = own_section(config, role)
-    if section is None or section.model_name is None:
-        return hf_config
     key = f"{role}.model_name"
-    return _read_description(_existing_directory(section.model_name, key), key)
+    name = model_names(config).get(key)
+    return hf_config if name is None else _read_description(_existing_directory(name, key), key)
 
 
 def check_other_tokenizers(config: Config, tokenizer: PreTrainedTokenizerFast) -> None:
     """Raises ConfigError unless all models next to the policy have the tokens of the policy's tokenizer."""
-    names = {"policy.reference_model_name": config.policy.reference_model_name}
-    for role in model_roles(config):
-        section = own_section(config, role)
-        names[f"{role}.model_name"] = None if section is None else section.model_name
-    for key, name in names.items():
-        if name is not None:
+    for key, name in model_names(config).items():
+        if name is not None and key not in ("policy.model_name", TOKENIZER_KEY):
             _check_tokenizer(_existing_directory(name, key), key, tokenizer)
 
 

@@ -308,10 +308,10 @@ def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[
 
 def _check_positions(inputs: Inputs) -> None:
     widest = bucket_widths(inputs.config.policy)[-1]
-    for role in ("policy", *model_roles(inputs.config)):
+    for role in ("train", *model_roles(inputs.config)):
         positions = role_description(inputs.config, role, inputs.hf_config).get("max_position_embeddings")
         if isinstance(positions, int) and positions < widest:
-            whose = "the model" if role == "policy" else f"the {role}"
+            whose = "the model" if role == "train" else f"the {role}"
             raise ConfigError(
                 f"{whose} has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
             )

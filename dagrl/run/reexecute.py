@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dagrl.config import Config
+from dagrl.config import CheckpointConfig, Config, SparesConfig
 from dagrl.config.file import dump_config, load_config
 from dagrl.config.settings import compares, generates, samples_per_step
 from dagrl.errors import ConfigError, StopRequestedError
@@ -136,19 +136,26 @@ def on_cpu(config: Config) -> Config:
     What only GPUs have is off: CUDA graphs, FP8, and roles that share a GPU.
     """
     os.environ[VISIBLE] = ""
-    policy, generation = config.policy, config.policy.generation
-    if generation is not None:
-        vllm = generation.vllm_cfg
-        cache = vllm.kv_cache_memory_bytes or 256 << 20
-        changed = {"enforce_eager": True, "async_scheduling": None, "num_scheduler_steps": None, "kv_cache_dtype": "auto"}
-        precision = None if vllm.precision == "fp8" else vllm.precision
-        vllm = vllm.model_copy(update={**changed, "precision": precision, "kv_cache_memory_bytes": cache})
-        colocated = generation.colocated.model_copy(update={"enabled": False})
-        generation = generation.model_copy(update={"vllm_cfg": vllm, "colocated": colocated})
-    megatron = policy.megatron_cfg.model_copy(update={"cuda_graphs": False})
-    policy = policy.model_copy(update={"megatron_cfg": megatron, "generation": generation, "reference_weights": "host"})
-    cluster = config.cluster.model_copy(update={"address": None, "num_gpus": 0, "gpus_per_worker": 0})
-    return config.model_copy(update={"policy": policy, "cluster": cluster})
+    changed: dict[str, object] = {
+        "cluster.address": None,
+        "cluster.num_gpus": 0,
+        "cluster.gpus_per_worker": 0,
+        "policy.megatron_cfg.cuda_graphs": False,
+        "policy.reference_weights": "host",
+    }
+    if config.policy.generation is not None:
+        vllm = config.policy.generation.vllm_cfg
+        engine = {
+            "enforce_eager": True,
+            "async_scheduling": None,
+            "num_scheduler_steps": None,
+            "kv_cache_dtype": "auto",
+            "precision": None if vllm.precision == "fp8" else vllm.precision,
+            "kv_cache_memory_bytes": vllm.kv_cache_memory_bytes or 256 << 20,
+        }
+        changed |= {f"policy.generation.vllm_cfg.{name}": value for name, value in engine.items()}
+        changed["policy.generation.colocated.enabled"] = False
+    return config.with_keys(changed)
 
 
 def _recorded_lines(directory: Path, step: int) -> list[Line]:
@@ -235,17 +242,15 @@ def _prepare(config: Config, request: Request, start: Path | None) -> Config:
 
     It writes no checkpoints, and nothing to trackers.
     """
-    output, name = request.directory.absolute() / "replays", f"step_{request.step:06d}"
-    files = {"enabled": False, "resume": start is not None, "checkpoint_dir": None, "export_hf": False}
-    silent = {f"{tracker}_enabled": False for tracker in ("tensorboard", "wandb", "mlflow", "trackio", "trace", "plot")}
-    config = config.model_copy(
-        update={
-            "name": name,
-            "output_dir": str(output),
+    silent = ("tensorboard", "wandb", "mlflow", "trackio", "trace", "plot")
+    config = config.with_keys(
+        {
+            "name": f"step_{request.step:06d}",
+            "output_dir": str(request.directory.absolute() / "replays"),
             "on_failure": "stop",
-            "spares": config.spares.model_copy(update={"train": 0, "generation": 0}),
-            "checkpointing": config.checkpointing.model_copy(update=files),
-            "logger": config.logger.model_copy(update=silent),
+            "spares": SparesConfig(),
+            "checkpointing": CheckpointConfig(enabled=False, resume=start is not None, export_hf=False),
+            **{f"logger.{name}_enabled": False for name in silent},
         }
     )
     paths = RunPaths.of(config)

@@ -38,5 +38,4 @@ def run_with_restarts(run: Run, config: Config, *, attach: bool = False) -> None
                     raise
                 fleet.restarts -= 1
                 logger.warning("restarting from the newest checkpoint (%d restarts left) after: %s", fleet.restarts, error)
-                resumed = config.checkpointing.model_copy(update={"resume": True})
-                config = config.model_copy(update={"checkpointing": resumed})
+                config = config.with_keys({"checkpointing.resume": True})

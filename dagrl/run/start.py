@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config
 from dagrl.config.file import value_text
-from dagrl.config.roles import CRITIC, own_section
+from dagrl.config.roles import CRITIC
 from dagrl.config.settings import (
     device_count,
     generates,
@@ -25,7 +25,7 @@ from dagrl.config.settings import (
     holds_reference,
     is_colocated,
     layouts,
-    model_roles,
+    model_names,
     sharing_roles,
     with_engines,
 )
@@ -241,22 +241,9 @@ def _open_checkpoints(config: Config, paths: RunPaths, taken: Taken | None) -> t
 
 def with_absolute_paths(config: Config, model: Path) -> Config:
     """Makes the paths of `model`, its tokenizer and adapters absolute: workers run in other directories."""
-    tokenizer = config.policy.tokenizer
-    if tokenizer.name is not None:
-        tokenizer = tokenizer.model_copy(update={"name": str(Path(tokenizer.name).resolve())})
-    peft = config.policy.megatron_cfg.peft
-    if peft.adapter_path is not None:
-        peft = peft.model_copy(update={"adapter_path": str(Path(peft.adapter_path).resolve())})
-    names: dict[str, object] = {"model_name": str(model.resolve()), "tokenizer": tokenizer}
-    names["megatron_cfg"] = config.policy.megatron_cfg.model_copy(update={"peft": peft})
-    if config.policy.reference_model_name is not None:
-        names["reference_model_name"] = str(Path(config.policy.reference_model_name).resolve())
-    sections: dict[str, object] = {"policy": config.policy.model_copy(update=names)}
-    for role in model_roles(config):
-        section = own_section(config, role)
-        if section is not None and section.model_name is not None:
-            sections[role] = section.model_copy(update={"model_name": str(Path(section.model_name).resolve())})
-    return config.model_copy(update=sections)
+    names = {**model_names(config), "policy.megatron_cfg.peft.adapter_path": config.policy.megatron_cfg.peft.adapter_path}
+    names["policy.model_name"] = str(model)
+    return config.with_keys({key: str(Path(name).resolve()) for key, name in names.items() if name is not None})
 
 
 def with_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerFast) -> Config:
@@ -268,8 +255,7 @@ def with_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerFast) -> 
     generation, end = config.policy.generation, int(cast(int, tokenizer.eos_token_id))
     if generation is None or end in generation.stop_token_ids:
         return config
-    generation = generation.model_copy(update={"stop_token_ids": (*generation.stop_token_ids, end)})
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+    return config.with_keys({"policy.generation.stop_token_ids": (*generation.stop_token_ids, end)})
 
 
 def check_reference(config: Config, resumed: Checkpoint) -> None:
