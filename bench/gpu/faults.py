@@ -168,8 +168,7 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     os.environ[DEATHS] = str(directory / "deaths")
     from dagrl.errors import PhaseError
-    from dagrl.run.restart import run_with_restarts
-    from dagrl.run.train import train
+    from dagrl.run.train import run_with_restarts, train
     from dagrl.runtime.replay import Replay
 
     tell = Replay.fail

@@ -30,16 +30,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dagrl.errors import ConfigError, DagrlError, StopRequestedError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import require_package
 
-if TYPE_CHECKING:
-    from dagrl.config import Config
-
 OVERRIDES = "keys that override the file's; values are YAML"
+RUNNING = "the directory of a running job, on the host of its driver"
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
@@ -128,123 +125,101 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dagrl", description="SFT and GRPO on Ray with statically compiled phase graphs.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show tracebacks, and log at level DEBUG")
-    configured = argparse.ArgumentParser(add_help=False, parents=[common])
-    configured.add_argument("config", metavar="CONFIG", help="a YAML file, such as examples/grpo_quickstart.yaml")
-    configured.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=OVERRIDES)
 
-    init = commands.add_parser("init", parents=[common], help="write a commented configuration from three answers")
+    def command(name: str, run: Callable[[argparse.Namespace], None], what: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=what)
+        added.add_argument("--debug", action="store_true", help="show tracebacks, and log at level DEBUG")
+        added.set_defaults(command=run)
+        return added
+
+    def add_overrides(to: argparse.ArgumentParser, what: str = OVERRIDES) -> None:
+        to.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=what)
+
+    def add_config(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
+        to.add_argument("config", metavar="CONFIG", nargs=nargs, help="a YAML file, such as examples/grpo_quickstart.yaml")
+        add_overrides(to)
+
+    def add_run(to: argparse.ArgumentParser, what: str) -> None:
+        to.add_argument("run", metavar="RUN", type=Path, help=what)
+
+    init = command("init", _init, "write a commented configuration from three answers")
     init.add_argument("--model", help="a directory, or an id on the Hugging Face Hub")
     init.add_argument("--data", help="a JSONL file, a dataset on disk, or one on the Hub")
     init.add_argument("--reward", help="math, exact, or an import path such as my_task:reward; '' for SFT")
     init.add_argument("-o", "--output", metavar="F", type=Path, default=Path("my_run.yaml"), help="default: my_run.yaml")
-    init.set_defaults(command=_init)
 
-    train = commands.add_parser("train", parents=[configured], help="train by SFT or GRPO")
+    train = command("train", _train, "train by SFT or GRPO")
+    add_config(train)
     train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration and exit")
-    train.set_defaults(command=_train)
 
-    config = commands.add_parser(
-        "config", parents=[common], help="print a resolved configuration, or the schema of all keys"
-    )
-    config.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file, such as examples/grpo_quickstart.yaml")
-    config.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=OVERRIDES)
-    config.add_argument(
-        "--schema", action="store_true", help="print the JSON schema: every key, its type, default and meaning"
-    )
-    config.set_defaults(command=_config)
+    config = command("config", _config, "print a resolved configuration, or the schema of all keys")
+    add_config(config, nargs="?")
+    schema = "print the JSON schema: every key, its type, default and meaning"
+    config.add_argument("--schema", action="store_true", help=schema)
 
-    examples = commands.add_parser("examples", parents=[common], help="list the examples that come with dagrl, or copy one")
+    examples = command("examples", _examples, "list the examples that come with dagrl, or copy one")
     examples.add_argument("name", metavar="NAME", nargs="?", help="the example to copy, such as grpo_quickstart")
     examples.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path(), help="copy into DIR (default: here)")
-    examples.set_defaults(command=_examples)
 
-    inspect = commands.add_parser(
-        "inspect", parents=[configured], help="draw the phase graphs; print buckets and the refit plan"
-    )
+    inspect = command("inspect", _inspect, "draw the phase graphs; print buckets and the refit plan")
+    add_config(inspect)
     inspect.add_argument("--phase", metavar="P", help="only this key of `phases`, such as train_step")
     inspect.add_argument("-o", "--output", metavar="F", type=Path, help="draw into F, a .mmd or .md file (Mermaid)")
-    inspect.set_defaults(command=_inspect)
 
-    evaluate = commands.add_parser(
-        "evaluate", parents=[configured], help="measure a model on held-out prompts: greedy, sampled, pass@k"
-    )
-    evaluate.add_argument(
-        "--checkpoint", metavar="DIR", help="a Hugging Face directory or Hub id, instead of the configuration's"
-    )
-    evaluate.add_argument("--samples", metavar="N", type=int, default=8, help="sampled completions of a prompt (default: 8)")
-    evaluate.add_argument("--k", metavar="K", type=int, action="append", help="a k of pass@k; repeatable (default: 1 and N)")
-    evaluate.add_argument(
-        "--right-from", metavar="R", type=float, default=1.0, help="reward of a right completion (default: 1)"
-    )
-    evaluate.add_argument("--limit", metavar="N", type=int, help="prompts (default: grpo.max_val_samples)")
-    evaluate.add_argument("--no-greedy", action="store_true", help="no greedy completion")
-    evaluate.add_argument("--train", action="store_true", help="on the prompts that training uses, not on held-out ones")
-    evaluate.add_argument(
-        "--json", metavar="F", type=Path, help="write the metrics, and every completion with its reward, to F"
-    )
-    evaluate.set_defaults(command=_evaluate)
+    evaluate = command("evaluate", _evaluate, "measure a model on held-out prompts: greedy, sampled, pass@k")
+    add_config(evaluate)
+    add = evaluate.add_argument
+    add("--checkpoint", metavar="DIR", help="a Hugging Face directory or Hub id, instead of the configuration's")
+    add("--samples", metavar="N", type=int, default=8, help="sampled completions of a prompt (default: 8)")
+    add("--k", metavar="K", type=int, action="append", help="a k of pass@k; repeatable (default: 1 and N)")
+    add("--right-from", metavar="R", type=float, default=1.0, help="reward of a right completion (default: 1)")
+    add("--limit", metavar="N", type=int, help="prompts (default: grpo.max_val_samples)")
+    add("--no-greedy", action="store_true", help="no greedy completion")
+    add("--train", action="store_true", help="on the prompts that training uses, not on held-out ones")
+    add("--json", metavar="F", type=Path, help="write the metrics, and every completion with its reward, to F")
 
-    export = commands.add_parser(
-        "export", parents=[common], help="convert a checkpoint to a Hugging Face directory, or back"
-    )
+    export = command("export", _export, "convert a checkpoint to a Hugging Face directory, or back")
     export.add_argument("source", metavar="SOURCE", type=Path, help="a checkpoint of a run, or a Hugging Face directory")
-    export.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=OVERRIDES)
+    add_overrides(export)
     export.add_argument("-o", "--output", metavar="TARGET", type=Path, required=True, help="the directory to write")
-    export.set_defaults(command=_export)
 
-    replay = commands.add_parser(
-        "replay", parents=[common], help="execute a step of a run again, and name the first tensor that differs"
-    )
-    replay.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
-    replay.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help="keys that override the run's: its layout")
+    replay = command("replay", _replay, "execute a step of a run again, and name the first tensor that differs")
+    add_run(replay, "the directory of a run")
+    add_overrides(replay, "keys that override the run's: its layout")
     replay.add_argument("--step", metavar="K", type=int, required=True, help="a step that the run has recorded")
     replay.add_argument("--phase", metavar="P", help="only this phase, on recorded inputs, such as train_step")
     replay.add_argument("--cpu", action="store_true", help="on this machine's CPUs; compared within bounds")
-    replay.set_defaults(command=_replay)
 
-    scale = commands.add_parser("scale", parents=[common], help="change the number of generation engines of a running job")
-    scale.add_argument("run", metavar="RUN", type=Path, help="the directory of a running job, on the host of its driver")
+    scale = command("scale", _scale, "change the number of generation engines of a running job")
+    add_run(scale, RUNNING)
     scale.add_argument("size", metavar="generation=N", help="the number of engines")
-    scale.add_argument(
-        "--timeout", metavar="S", type=float, default=600.0, help="seconds until it is given up (default: 600)"
-    )
-    scale.set_defaults(command=_scale)
+    scale.add_argument("--timeout", metavar="S", type=float, default=600.0, help="give up after S seconds (default: 600)")
 
-    status = commands.add_parser("status", parents=[common], help="what a running job does: its step, its workers")
-    status.add_argument("run", metavar="RUN", type=Path, help="the directory of a running job, on the host of its driver")
-    status.set_defaults(command=_status)
+    add_run(command("status", _status, "what a running job does: its step, its workers"), RUNNING)
 
-    attach = commands.add_parser("attach", parents=[common], help="take over the workers of a run whose driver has died")
-    attach.add_argument("run", metavar="RUN", type=Path, help="the directory of a run with timeouts.orphan_s")
-    attach.set_defaults(command=_attach)
+    attach = command("attach", _attach, "take over the workers of a run whose driver has died")
+    add_run(attach, "the directory of a run with timeouts.orphan_s")
 
-    view = commands.add_parser("view", parents=[common], help="show a run's curves, samples and conversations in a browser")
-    view.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="the directory of a run; two are shown next to each other"
-    )
-    view.add_argument("--host", default="127.0.0.1", help="address to serve at (default: this machine only)")
-    view.add_argument("--port", type=int, default=8365, help="port to serve at (default: 8365; 0: any free one)")
-    view.add_argument("--export", metavar="F", type=Path, help="write one HTML file that needs no server, and exit")
-    view.add_argument(
-        "--samples", metavar="N", type=int, default=1000, help="conversations of a run in the exported file (default: 1000)"
-    )
-    view.set_defaults(command=_view)
+    view = command("view", _view, "show a run's curves, samples and conversations in a browser")
+    add = view.add_argument
+    add("runs", metavar="RUN", nargs="+", type=Path, help="the directory of a run; two are shown next to each other")
+    add("--host", default="127.0.0.1", help="address to serve at (default: this machine only)")
+    add("--port", type=int, default=8365, help="port to serve at (default: 8365; 0: any free one)")
+    add("--export", metavar="F", type=Path, help="write one HTML file that needs no server, and exit")
+    add("--samples", metavar="N", type=int, default=1000, help="conversations of a run in the exported file (default: 1000)")
 
-    names = "\n".join(f"  {name:18} {what}" for name, what in BENCHES.items())
     bench = commands.add_parser(
         "bench",
         help="run a benchmark; `dagrl bench --help` lists them",
-        epilog=f"benchmarks (`dagrl bench NAME --help` shows their options):\n{names}",
+        epilog="benchmarks (`dagrl bench NAME --help` shows their options):\n"
+        + "\n".join(f"  {name:18} {what}" for name, what in BENCHES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     bench.add_argument("name", choices=BENCHES, metavar="NAME", help="one of the benchmarks below")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="options of the benchmark").required = False
     bench.set_defaults(command=_bench, debug=False)
 
-    doctor = commands.add_parser("doctor", parents=[common], help="show versions, GPUs and known problems of this machine")
-    doctor.set_defaults(command=_doctor)
+    command("doctor", _doctor, "show versions, GPUs and known problems of this machine")
     return parser
 
 
@@ -280,22 +255,18 @@ def _train(options: argparse.Namespace) -> None:
         sys.stdout.write(dump_config(inputs.config, inputs.derived))
         return
     check_not_running(RunPaths.of(config))
-    _run(config)
+    from dagrl.run.train import run_with_restarts, train
 
-
-def _run(config: Config, *, attach: bool = False) -> None:
-    from dagrl.run.restart import run_with_restarts
-    from dagrl.run.train import train
-
-    run_with_restarts(train, config, attach=attach)
+    run_with_restarts(train, config)
 
 
 def _attach(options: argparse.Namespace) -> None:
     from dagrl.run.attach import orphaned_config
+    from dagrl.run.train import run_with_restarts, train
 
     config = orphaned_config(options.run)
     _log(options, config.logger.log_level)
-    _run(config, attach=True)
+    run_with_restarts(train, config, attach=True)
 
 
 def _config(options: argparse.Namespace) -> None:

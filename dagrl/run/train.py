@@ -1,25 +1,61 @@
-"""Runs the loop that an algorithm learns in: `dagrl train`, and the steps that `dagrl replay` executes again."""
+"""Trains: `dagrl train`, `dagrl attach`, and the steps that `dagrl replay` executes again.
+
+run_with_restarts(train, config)     # attempts, until the run ends or no restart is left
+train(config)                        # one attempt: a session (`dagrl.run.start`), and in it the algorithm's loop
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import Protocol
 
 from dagrl.config import Config
 from dagrl.config.settings import load_algorithm
+from dagrl.errors import ClusterError, ConfigError, DeadlineError, WorkerError
+from dagrl.run.fleet import Fleet
+from dagrl.run.loops.grpo import train_samples
+from dagrl.run.loops.preferences import train_preferences
+from dagrl.run.loops.sft import train_sft
+from dagrl.run.plans import run_plans
+from dagrl.run.session import LastStep
+from dagrl.run.start import run_session
 
-if TYPE_CHECKING:
-    from dagrl.run.fleet import Fleet
-    from dagrl.run.session import LastStep
+logger = logging.getLogger(__name__)
+
+LOOPS = {"samples": train_samples, "demonstrations": train_sft, "preferences": train_preferences}
+"""By what an algorithm learns from."""
+
+
+class Run(Protocol):
+    """Runs the steps that are left with the workers of `fleet`, which may be those of a run that failed."""
+
+    def __call__(self, config: Config, *, fleet: Fleet) -> None: ...
 
 
 def train(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> None:
-    """Runs the steps that are left, from the start or the newest checkpoint, up to `last_step` (None: all).
+    """Runs the steps that are left, from the start or the newest checkpoint, up to `last_step` (None: all)."""
+    with run_session(config, run_plans, last_step, fleet) as session:
+        LOOPS[load_algorithm(config).learns_from](session)
 
-    `fleet` may keep workers of an attempt that failed (`dagrl.run.restart`).
+
+def run_with_restarts(run: Run, config: Config, *, attach: bool = False) -> None:
+    """Calls `run`; again from the newest checkpoint if a worker raised, died or hung, or a process of Ray ended, up to
+    `max_restarts` times (`on_failure: restart`). `attach`: the first time with the workers of a driver that has died.
+
+    Ray and the workers that can go on stay alive between two calls, unless Ray itself is broken. Raises ConfigError if
+    checkpoints are disabled, else the last failure.
     """
-    from dagrl.run.loops.grpo import run_grpo
-    from dagrl.run.loops.preferences import run_preferences
-    from dagrl.run.loops.sft import run_sft
-
-    loops = {"samples": run_grpo, "demonstrations": run_sft, "preferences": run_preferences}
-    loops[load_algorithm(config).learns_from](config, last_step, fleet)
+    restarts = config.max_restarts if config.on_failure == "restart" else 0
+    if restarts and not config.checkpointing.enabled:
+        raise ConfigError("on_failure is 'restart', but checkpointing.enabled is false: set it to true, or on_failure=stop")
+    with Fleet(restarts, attach=attach) as fleet:
+        while True:
+            try:
+                run(config, fleet=fleet)
+                return
+            except (WorkerError, DeadlineError, ClusterError) as error:
+                if not fleet.restarts:
+                    raise
+                fleet.restarts -= 1
+                logger.warning("restarting from the newest checkpoint (%d restarts left) after: %s", fleet.restarts, error)
+                config = config.with_keys({"checkpointing.resume": True})

@@ -10,7 +10,7 @@ import pytest
 
 from dagrl.config.file import load_config
 from dagrl.rl.rollout.episodes import Episode
-from dagrl.run.loops.grpo import run_grpo
+from dagrl.run.train import train
 from dagrl.telemetry.rollouts import read_rollouts, rollout_files
 from tests.integration.agent_task import NOTES, NUMBERS
 from tests.integration.test_async_grpo import Trained, numbers_of, one_cluster, steps_of, trained
@@ -51,7 +51,7 @@ def test_trained_tokens_are_those_that_the_agent_got(
         "name=agents",
     ]
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", overrides)
-    run_grpo(config)
+    train(config)
     assert sorted(numbers_of(trained)) == list(range(STEPS * PROMPTS))
     notes = {(note := json.loads(line))["seed"]: note["answers"] for line in (tmp_path / "notes").open()}
     seen = set[int]()

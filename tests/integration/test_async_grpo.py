@@ -23,8 +23,7 @@ from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.loops import grpo_step
 from dagrl.run.loops.early_work import EarlyWork
-from dagrl.run.loops.grpo import run_grpo
-from dagrl.run.restart import run_with_restarts
+from dagrl.run.train import run_with_restarts, train
 from dagrl.telemetry.record import read_metrics
 from tests.integration.unigram_task import ASKED
 from tests.integration.unigram_workers import DIED, SIZE, TRUTH
@@ -160,7 +159,7 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
     for name, sections in cases.items():
         assert not chunks
         config = configuration(tmp_path, name, **sections)
-        run_grpo(config)
+        train(config)
         runs[name] = steps_of(config)
     early_samples = [key for chunk in chunks for key in chunk]
     assert len(chunks) >= STEPS and len(early_samples) == len(set(early_samples)), "in every step, and none twice"
@@ -213,7 +212,7 @@ def test_ages_versions_and_numbers(
         data={"task_args": {"train_s": 0.03, "engine_step_s": 0.004}},
         loss_fn={"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},
     )
-    run_grpo(config)
+    train(config)
     ages = check_versions(config, trained, max_age=settings["max_trajectory_age_steps"])
     assert len(ages) > 1, "generation went on while training ran"
     assert sorted(numbers_of(trained)) == list(range(8 * PROMPTS)), "every group once"
@@ -237,7 +236,7 @@ def test_a_stopped_run_resumes_with_its_unfinished_groups(
     slow = {"task_args": {"train_s": 0.03, "engine_step_s": 0.004}}
     config = configuration(tmp_path, "stopped", grpo={"async_grpo": settings, "max_num_steps": 8}, data=slow)
     with stop_after(steps=4), pytest.raises(StopRequestedError):
-        run_grpo(config)
+        train(config)
     before = len(steps_of(config))
     assert 4 <= before < 8
     under_way = saved_groups(config)
@@ -250,7 +249,7 @@ def test_a_stopped_run_resumes_with_its_unfinished_groups(
         checkpointing={"resume": True},
     )
     seen = len(trained)
-    run_grpo(resumed)
+    train(resumed)
     assert [line["step"] for line in steps_of(resumed)] == list(range(1, 9))
     done = trained[:before] + trained[seen:]
     assert sorted(numbers_of(done)) == list(range(8 * PROMPTS)), "every group once, over both processes"
@@ -279,7 +278,7 @@ def test_a_generation_worker_killed_in_a_quantum_costs_no_step(tmp_path: Path, t
         max_restarts=1,
         spares={"generation": 1},
     )
-    run_with_restarts(run_grpo, config)
+    run_with_restarts(train, config)
     assert (Path(config.output_dir) / config.name / DIED).exists()
     assert [line["step"] for line in steps_of(config)] == list(range(1, 7))
     assert sorted(numbers_of(trained)) == list(range(6 * PROMPTS))
@@ -298,7 +297,7 @@ def test_dropped_groups_are_replaced_and_environments_continue_sequences(tmp_pat
             environment={"function": "tests.integration.unigram_task:SaysNines", "max_turns": 4},
             checkpointing={"save_period": 1, "resume": True},
         )
-        run_grpo(config)
+        train(config)
         lines.append(steps_of(config))
     groups = [group for batch in trained for group in batch]
     assert [len(batch) for batch in trained] == [PROMPTS] * 3
@@ -310,7 +309,7 @@ def test_dropped_groups_are_replaced_and_environments_continue_sequences(tmp_pat
     nothing = config.grpo.model_copy(update={"dynamic_sampling_max_gen_batches": 1, "max_num_steps": 4})
     never = config.reward.model_copy(update={"function": "dagrl.rl.rewards:exact_match"})
     with pytest.raises(RunError, match=r"\d of \d groups generated for one step.* because their rewards are equal"):
-        run_grpo(config.model_copy(update={"grpo": nothing, "reward": never}))
+        train(config.model_copy(update={"grpo": nothing, "reward": never}))
 
 
 def check_turns(samples: list[Sample]) -> None:

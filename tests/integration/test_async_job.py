@@ -26,9 +26,9 @@ from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.control import ask
 from dagrl.run.engines import ReplayedQuantum
 from dagrl.run.loops import async_grpo, grpo_step
-from dagrl.run.loops.grpo import run_grpo
 from dagrl.run.replays import Replays
 from dagrl.run.session import Session
+from dagrl.run.train import train
 from dagrl.runtime.deadline import in_background
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import numbers_of, one_cluster, saved_groups, stop_after
@@ -131,14 +131,14 @@ def test_stopped_half_way_and_resumed(
 ) -> None:
     config = configuration(tmp_path, case)
     with stop_after(steps=1), pytest.raises(StopRequestedError):
-        run_grpo(config)
+        train(config)
     before = len(steps_of(config))
     under_way = saved_groups(config)
     assert 1 <= before < STEPS and under_way
     assert any(any(tokens for tokens in rows) for rows in under_way.values()) == ("saved" in case)
 
     seen = len(trained)
-    run_grpo(configuration(tmp_path, case, "checkpointing.resume=true"))
+    train(configuration(tmp_path, case, "checkpointing.resume=true"))
     assert [line["step"] for line in steps_of(config)] == list(range(1, STEPS + 1))
     done = trained[:before] + trained[seen:]
     assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
@@ -171,7 +171,7 @@ def test_engines_join_and_leave_without_a_stop(
     monkeypatch.setattr(async_grpo, "learn", long)
     monkeypatch.setattr(ReplayedQuantum, "result", counted)
     config = configuration(tmp_path, "kept, saved", "grpo.max_num_steps=6", "checkpointing.enabled=false")
-    run_grpo(config)
+    train(config)
     answers = [one.result() for one in asked.values()]
     assert ["2 engines, before 1" in answers[0], "1 engines, before 2" in answers[1]] == [True, True], answers
     assert [size for size, _ in groupby(map(len, tokens))] == [1, 2, 1]

@@ -13,8 +13,8 @@ from dagrl.config import Config
 from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.trajectory_file import read_trajectories
-from dagrl.run.loops.grpo import run_grpo
 from dagrl.run.preflight import preflight
+from dagrl.run.train import train
 from tests.integration.test_async_grpo import configuration, one_cluster, steps_of
 from tests.integration.test_ppo import CRITIC, TEACHER, ppo, write_teacher
 from tests.integration.unigram_workers import EXCHANGES
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> dict[str, C
     with pytest.MonkeyPatch.context() as patch:
         one_cluster.__wrapped__(cluster, patch)
         for config in configs.values():
-            run_grpo(config)
+            train(config)
     return configs
 
 
@@ -99,7 +99,7 @@ def test_a_stop_saves_the_tokens_of_running_requests(tmp_path: Path, cluster: No
     monkeypatch.setattr(Experience, "work", stopping)
     config = configuration(tmp_path, "stopped", policy=COLOCATED)
     with pytest.raises(StopRequestedError):
-        run_grpo(config)
+        train(config)
     [checkpoint] = (tmp_path / "stopped" / "checkpoints").glob("step*")
     saved = read_trajectories(checkpoint)
     assert saved is not None

@@ -20,7 +20,7 @@ from dagrl.rl.rollout.episodes import Episode
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.trajectory_file import read_trajectories
 from dagrl.run.loops import grpo_step
-from dagrl.run.loops.grpo import run_grpo
+from dagrl.run.train import train
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.record import RunPaths
 from dagrl.telemetry.rollouts import read_rollouts, rollout_files
@@ -98,12 +98,12 @@ def test_an_open_question_in_a_checkpoint_is_asked_again(
     save = Experience.save
     monkeypatch.setattr(Experience, "save", lambda *args: (save(*args), (tmp_path / "released").touch()))
     config = turns_configuration(tmp_path)
-    run_grpo(config)
+    train(config)
     chosen, *rest = checkpoints(config)
     for later in rest:
         shutil.rmtree(later)
     open_questions, seen = awaiting(chosen), len(trained)
-    run_grpo(turns_configuration(tmp_path, resume=True))
+    train(turns_configuration(tmp_path, resume=True))
     assert [line["step"] for line in steps_of(config)] == list(range(1, STEPS + 1))
     finals = {group.group.number: group.group for batch in trained[seen:] for group in batch}
     assert open_questions
@@ -125,7 +125,7 @@ def test_the_trace_shows_what_was_said_and_when(tmp_path: Path) -> None:
         logger={"trace_enabled": True},
     )
     began = time.time_ns()
-    run_grpo(config)
+    train(config)
     paths = RunPaths.of(config)
     events = json.loads(paths.trace.read_text())
     said = [event for event in events if event.get("cat") == "conversation"]
@@ -163,7 +163,7 @@ def test_failed_samples_are_not_trained_on(tmp_path: Path, trained: Trained, mon
     optimize = grpo_step.optimize
     monkeypatch.setattr(grpo_step, "optimize", lambda *args: batches.append(args[2]) or optimize(*args))
     config = failing(tmp_path, share=0.9)
-    run_grpo(config)
+    train(config)
     for batch, groups, line in zip(batches, trained, steps_of(config), strict=True):
         samples = [sample for group in groups for sample in group.samples]
         asked = [sample.completion.finish_reason != "environment_failed" for sample in samples]
@@ -196,7 +196,7 @@ def check_baselines(batch: Batch, rewards: npt.NDArray[np.float64], good: npt.ND
 @pytest.mark.slow
 def test_an_environment_that_fails_too_often_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"environment\.function failed for .*\.max_failed_share = 0\.01: .*no zeros"):
-        run_grpo(failing(tmp_path, share=0.01))
+        train(failing(tmp_path, share=0.01))
 
 
 @pytest.mark.slow
@@ -206,14 +206,14 @@ def test_a_stopped_run_keeps_open_questions(tmp_path: Path, trained: Trained, mo
     (tmp_path / "released").touch()
     config = turns_configuration(tmp_path, workers=1, save_period=100)
     with stop_after(steps=1), pytest.raises(StopRequestedError):
-        run_grpo(config)
+        train(config)
     before = len(steps_of(config))
     assert len(checkpoints(config)) == 1 and 1 <= before < STEPS
     saved = read_trajectories(checkpoints(config)[0])
     assert saved is not None
     assert all(episode.finish_reason in {"", "stop", "length"} for item in saved.groups for episode in item.group.episodes)
     seen = len(trained)
-    run_grpo(turns_configuration(tmp_path, workers=1, resume=True))
+    train(turns_configuration(tmp_path, workers=1, resume=True))
     done = trained[:before] + trained[seen:]
     assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
     for episode in episodes_of(done):

@@ -15,8 +15,8 @@ from dagrl.errors import CheckpointError, StopRequestedError
 from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.loops import critic, grpo_step
-from dagrl.run.loops.grpo import run_grpo
 from dagrl.run.session import LastStep
+from dagrl.run.train import train
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import ASYNC, HF_CONFIG, configuration, one_cluster, steps_of
@@ -90,7 +90,7 @@ def test_advantages_and_the_critic_are_those_by_hand(grpo: dict[str, Any], tmp_p
     """Also of a synchronous run whose first step trains the critic alone, and that is stopped and resumed."""
     warmup = 0 if grpo else 1
     config = ppo(tmp_path, "ppo", grpo=grpo, critic={**CRITIC, "warmup_steps": warmup}, **IN_REWARD)
-    run_grpo(config)
+    train(config)
     assert len(learned) == 5
     table, distances = np.zeros(SIZE), []
     truth = [json.loads(line)["logits"] for line in (tmp_path / "ppo" / "truth.jsonl").read_text().splitlines()]
@@ -130,8 +130,8 @@ def check_resumed(tmp_path: Path, whole: Config) -> None:
     """Runs the same in two parts, and compares each step."""
     parts = whole.model_copy(update={"name": "parts"})
     with pytest.raises(StopRequestedError):
-        run_grpo(parts, last_step=LastStep(2))
-    run_grpo(parts.model_copy(update={"checkpointing": parts.checkpointing.model_copy(update={"resume": True})}))
+        train(parts, last_step=LastStep(2))
+    train(parts.model_copy(update={"checkpointing": parts.checkpointing.model_copy(update={"resume": True})}))
     names = ("critic/loss", "critic/value_mean", "loss", "reward/mean")
     rows = {config.name: read_metrics(tmp_path / config.name / "metrics.jsonl") for config in (whole, parts)}
     found, expected = ([[step.get(name) for name in names] for step in rows[name]] for name in ("parts", "ppo"))
@@ -143,10 +143,10 @@ def check_resumed(tmp_path: Path, whole: Config) -> None:
 @pytest.mark.slow
 def test_a_run_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> None:
     with pytest.raises(StopRequestedError):
-        run_grpo(configuration(tmp_path, "plain"), last_step=LastStep(2))
+        train(configuration(tmp_path, "plain"), last_step=LastStep(2))
     resumed = ppo(tmp_path, "plain", checkpointing={"resume": True})
     with pytest.raises(CheckpointError, match="no state of the critic workers"):
-        run_grpo(resumed)
+        train(resumed)
 
 
 def write_teacher(directory: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_teacher_on_workers_of_its_own_is_learned(grpo: dict[str, Any], tmp_pa
     teacher = {**TEACHER, "model_name": str(tmp_path / "teacher")}
     loss_fn = {"name": "distill", "reference_policy_kl_penalty": 0}
     config = configuration(tmp_path, "taught", teacher=teacher, loss_fn=loss_fn, grpo={"max_num_steps": 8, **grpo})
-    run_grpo(config)
+    train(config)
     preferred = np.linspace(-0.5, 0.5, SIZE)
     preferred[TAUGHT] = 3.0
     gaps = [step["policy/reverse_kl"] for step in steps_of(config)]
@@ -198,15 +198,15 @@ def test_ppo_learns_and_resumes_with_its_critic(tmp_path: Path) -> None:
     """The critic has tensor parallelism, the policy data parallelism."""
     common = (*QUICK, f"output_dir={tmp_path}")
     whole = load_config(QUICKSTART, (*common, "name=whole"))
-    run_grpo(whole)
+    train(whole)
     steps = [step for step in steps_of(whole) if step["stage"] == "ppo"]
     rewards = [step["reward/mean"] for step in steps]
     assert len(steps) == 16 and np.mean(rewards[-4:]) > np.mean(rewards[:2]) + 0.2, rewards
     assert np.mean([step["critic/loss"] for step in steps[-4:]]) < 0.13  # of rewards 0 or 1: at most 0.125 at a constant
     parts = load_config(QUICKSTART, (*common, "name=parts", "checkpointing.resume=true"))
     with pytest.raises(StopRequestedError):
-        run_grpo(parts, 158)
-    run_grpo(parts)
+        train(parts, 158)
+    train(parts)
     resumed = [step for step in steps_of(parts) if step["stage"] == "ppo"]
     for name in ("critic/loss", "critic/value_mean", "reward/mean"):
         np.testing.assert_allclose([step[name] for step in resumed], [step[name] for step in steps], rtol=1e-3, err_msg=name)

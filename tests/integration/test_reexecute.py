@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from dagrl.cli.replay import report
-from dagrl.run.loops.grpo import run_grpo
 from dagrl.run.loops.recorded import turns_of
 from dagrl.run.reexecute import Request, replay_step
 from dagrl.run.train import train
@@ -29,7 +28,7 @@ def run(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("recorded")
     with pytest.MonkeyPatch.context() as patch:
         one_cluster.__wrapped__(cluster, patch)
-        run_grpo(configuration(output, "kept, saved", "checkpointing.save_period=2"))
+        train(configuration(output, "kept, saved", "checkpointing.save_period=2"))
     rows = read_rollouts(rollout_files(output / "job" / "rollouts")[STEP])
     assert any(turn.known < turn.end for row in rows for turn in turns_of(row)), "no update was in flight"
     return output / "job"

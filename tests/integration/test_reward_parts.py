@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dagrl.rl.environments import Step
-from dagrl.run.loops.grpo import run_grpo
+from dagrl.run.train import train
 from tests.integration.test_async_grpo import PROMPTS, Trained, configuration, one_cluster, steps_of, trained
 
 __all__ = ["one_cluster", "trained"]  # fixtures
@@ -51,10 +51,10 @@ def test_tasks_parts_and_turn_rewards_of_a_run(tmp_path: Path, trained: Trained)
         "environment": {"function": f"{__name__}:CountsTurns", "max_turns": 3},
         "grpo": {"max_num_steps": 2, "val_period": 2},
     }
-    run_grpo(configured(tmp_path, sections))
+    train(configured(tmp_path, sections))
     sections["grpo"]["max_num_steps"] = STEPS
     config = configured(tmp_path, {**sections, "checkpointing": {"resume": True}})
-    run_grpo(config)
+    train(config)
     tasks = [group.samples[0].prompt.task for batch in trained for group in batch]
     assert len(tasks) == STEPS * PROMPTS and abs(tasks.count("often") - 0.75 * len(tasks)) <= 2
     for line, batch in zip(steps_of(config), trained, strict=True):

@@ -9,28 +9,24 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from dagrl.config import Config
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.fleet import Fleet
 from dagrl.run.loops.async_grpo import train_async
 from dagrl.run.loops.early_work import EarlyWork
 from dagrl.run.loops.grpo_step import begin_step, exposed, finish_step, learn, open_experience, start_policy, update
 from dagrl.run.loops.sft import train_sft
-from dagrl.run.plans import grpo_plans
-from dagrl.run.session import LastStep, Session
-from dagrl.run.start import run_session
+from dagrl.run.session import Session
 
 
-def run_grpo(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> None:
-    """Runs the SFT stage, if any, and GRPO, from the start or the newest checkpoint to the final policy, or `last_step`."""
-    with run_session(config, grpo_plans, last_step, fleet) as session:
-        if session.config.sft.max_num_steps:
-            train_sft(session)
-        train = train_async if config.grpo.async_grpo.enabled else train_grpo
-        with RewardRunner(config.reward) as reward:
-            train(session, reward)
+def train_samples(session: Session) -> None:
+    """Runs what is left of the SFT stage, if there is one, and of GRPO."""
+    config = session.config
+    if config.sft.max_num_steps:
+        train_sft(session)
+    loop = train_async if config.grpo.async_grpo.enabled else train_grpo
+    with RewardRunner(config.reward) as reward:
+        loop(session, reward)
 
 
 def train_grpo(session: Session, reward: RewardRunner) -> None:

@@ -20,25 +20,17 @@ from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import PairLosses, PreferenceAlgorithm, pair_losses, sum_phases
 from dagrl.run.checkpoint_saver import ranking_metric
 from dagrl.run.checkpoints import TrainState
-from dagrl.run.fleet import Fleet
 from dagrl.run.loops.logprobs import ShardRows
 from dagrl.run.loops.optimizer_step import replay_batch
-from dagrl.run.plans import preference_plans
 from dagrl.run.replays import Replays
-from dagrl.run.session import LastStep, Session
-from dagrl.run.start import REFERENCE, run_session
+from dagrl.run.session import Session
+from dagrl.run.start import REFERENCE
 from dagrl.run.stop import given_up
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.split import split_rows
 from dagrl.telemetry.metrics import VALIDATION
 
 SAMPLER = "preference_sampler"
-
-
-def run_preferences(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> None:
-    """Runs the loop over preferences, from the start or the newest checkpoint to the final model, or `last_step`."""
-    with run_session(config, preference_plans, last_step, fleet) as session:
-        train_preferences(session)
 
 
 def train_preferences(session: Session) -> None:

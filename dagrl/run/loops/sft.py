@@ -15,19 +15,10 @@ from dagrl.data import open_sampler
 from dagrl.data.tokenization import Demonstration, collate
 from dagrl.run.checkpoint_saver import ranking_metric
 from dagrl.run.checkpoints import TrainState
-from dagrl.run.fleet import Fleet
 from dagrl.run.loops.optimizer_step import replay_batch
-from dagrl.run.plans import sft_plans
-from dagrl.run.session import LastStep, Session
-from dagrl.run.start import run_session
+from dagrl.run.session import Session
 from dagrl.run.stop import given_up
 from dagrl.telemetry.metrics import VALIDATION
-
-
-def run_sft(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> None:
-    """Runs the loop over demonstrations, from the start or the newest checkpoint to the final policy, or `last_step`."""
-    with run_session(config, sft_plans, last_step, fleet) as session:
-        train_sft(session)
 
 
 def train_sft(session: Session) -> None:

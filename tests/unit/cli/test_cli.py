@@ -127,7 +127,7 @@ def test_exit_codes(
         raise error
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("dagrl.run.loops.sft.run_sft", fail)
+    monkeypatch.setattr("dagrl.run.train.run_session", fail)
     assert main(["train", EXAMPLE]) == code
     assert capsys.readouterr().err == f"dagrl: error: {str(error) or 'interrupted'}\n"
 

@@ -9,8 +9,8 @@ import pytest
 from dagrl.config import Config
 from dagrl.errors import ConfigError, DagrlError, DataError, DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.run.fleet import Fleet
-from dagrl.run.restart import run_with_restarts
 from dagrl.run.stop import StopSignal, no_restart_after_stop
+from dagrl.run.train import run_with_restarts
 
 
 def configuration(**keys: Any) -> Config:
