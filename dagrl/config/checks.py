@@ -6,7 +6,7 @@ import logging
 import re
 from typing import Literal
 
-from dagrl.config import Config, GenerationConfig, PolicyConfig, ProcessConfig
+from dagrl.config import Config, PolicyConfig, ProcessConfig
 from dagrl.config.roles import CRITIC, role_config
 from dagrl.config.settings import (
     bucket_widths,
@@ -22,18 +22,20 @@ from dagrl.config.settings import (
     width_key,
 )
 from dagrl.config.worker_checks import (
-    check_adapters,
-    check_colocated,
-    check_communication,
-    check_cuda_graphs,
-    check_delta,
-    check_experts,
+    Mistakes,
+    adapter_mistakes,
     check_shared_gpus,
-    check_shared_prefixes,
-    check_spares,
-    check_speculation,
+    colocation_mistakes,
+    communication_mistakes,
+    cuda_graph_mistakes,
+    delta_mistakes,
+    expert_mistakes,
+    prefix_mistakes,
+    refuse,
+    spare_mistakes,
+    speculation_mistakes,
 )
-from dagrl.errors import ConfigError, LayoutError, UserError
+from dagrl.errors import LayoutError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -43,155 +45,249 @@ MIN_TEMPERATURE = 0.01
 
 def check_settings(config: Config) -> None:
     """Checks the configuration without looking at the machine. Raises a UserError that says what to change."""
-    _check_choices(config)
-    _check_batches(config)
-    _check_rates(config)
+    refuse(_choice_mistakes(config))
+    refuse(_microbatch_mistakes(config.policy))
+    refuse(_length_mistakes(config))
+    refuse(_batch_mistakes(config), LayoutError)
     _check_functions(config)
-    _check_truncation(config)
-    _warn_of_cut_sampling(config)
-    _check_async(config)
-    _check_on_policy(config)
-    _check_overlap(config)
-    _check_agent(config)
-    check_colocated(config)
-    check_delta(config)
+    for mistakes in (
+        _rate_mistakes,
+        _truncation_mistakes,
+        _async_mistakes,
+        _on_policy_mistakes,
+        _overlap_mistakes,
+        _agent_mistakes,
+        colocation_mistakes,
+        delta_mistakes,
+        adapter_mistakes,
+        speculation_mistakes,
+        cuda_graph_mistakes,
+        communication_mistakes,
+        _model_mistakes,
+        expert_mistakes,
+        prefix_mistakes,
+        spare_mistakes,
+        _orphan_mistakes,
+    ):
+        refuse(mistakes(config))
     check_shared_gpus(config)
-    check_adapters(config)
-    check_speculation(config)
-    check_cuda_graphs(config)
-    check_communication(config)
-    _check_models(config)
-    check_experts(config)
-    check_shared_prefixes(config)
-    check_spares(config)
-    if config.timeouts.orphan_s and config.executor == "compiled" and config.executor_cfg.engine == "ray":
-        raise ConfigError(
-            f"timeouts.orphan_s is {config.timeouts.orphan_s:g}, and executor_cfg.engine: ray: graphs of Ray's engine do "
-            "not end on workers whose driver has died; set engine: dagrl, or orphan_s: 0"
-        )
+    for role in model_roles(config):
+        _check_role(config, role)
+    _warn_of_cut_sampling(config)
+    _warn_of_old_samples(config)
 
 
-def _check_choices(config: Config) -> None:
-    policy = config.policy
-    if (policy.model_name is None) == (policy.random_init is None):
-        found = "neither" if policy.model_name is None else "both"
-        raise ConfigError(f"policy.model_name and policy.random_init: found {found}; set one of them")
-    widest = bucket_widths(policy)[-1]
-    if widest > policy.max_total_sequence_length:
-        raise ConfigError(
-            f"policy.sequence_buckets has {widest}, more than policy.max_total_sequence_length "
-            f"{policy.max_total_sequence_length}; raise the limit or drop the bucket"
-        )
-    _check_microbatches(policy, widest)
-    if generates(config):
-        _check_lengths(generation_config(config), widest, width_key(policy))
-        _check_temperature(generation_config(config).temperature)
+def _choice_mistakes(config: Config) -> Mistakes:
+    policy, widest = config.policy, bucket_widths(config.policy)[-1]
+    found, limit = "neither" if policy.model_name is None else "both", policy.max_total_sequence_length
+    return {
+        f"policy.model_name and policy.random_init: found {found}; set one of them": (
+            (policy.model_name is None) == (policy.random_init is None)
+        ),
+        f"policy.sequence_buckets has {widest}, more than policy.max_total_sequence_length {limit}; raise the limit or drop "
+        "the bucket": widest > limit,
+    }
 
 
-def _check_lengths(generation: GenerationConfig, widest: int, key: str) -> None:
-    new, length = generation.max_new_tokens, generation.vllm_cfg.max_model_len
-    if new >= widest:
-        raise ConfigError(
-            f"policy.generation.max_new_tokens is {new}, but the largest bucket has {widest} tokens: no room for a "
-            f"prompt. Lower it, or raise {key}"
-        )
-    if length is not None and length < widest:
-        raise ConfigError(
-            f"policy.generation.vllm_cfg.max_model_len is {length}, shorter than the largest bucket of {widest} tokens; "
-            f"raise it, or lower {key}"
-        )
+def _length_mistakes(config: Config) -> Mistakes:
+    if not generates(config):
+        return {}
+    generation, widest, key = generation_config(config), bucket_widths(config.policy)[-1], width_key(config.policy)
+    new, length, heat = generation.max_new_tokens, generation.vllm_cfg.max_model_len or widest, generation.temperature
+    return {
+        f"policy.generation.max_new_tokens is {new}, but the largest bucket has {widest} tokens: no room for a prompt. "
+        f"Lower it, or raise {key}": new >= widest,
+        f"policy.generation.vllm_cfg.max_model_len is {length}, shorter than the largest bucket of {widest} tokens; raise "
+        f"it, or lower {key}": length < widest,
+        f"policy.generation.temperature is {heat:g}, which vLLM raises to {MIN_TEMPERATURE:g}: log-probabilities of train "
+        f"workers would not match. Set it to 0 (greedy), or to {MIN_TEMPERATURE:g} or more": 0 < heat < MIN_TEMPERATURE,
+    }
 
 
-def _check_temperature(temperature: float) -> None:
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise ConfigError(
-            f"policy.generation.temperature is {temperature:g}, which vLLM raises to {MIN_TEMPERATURE:g}: log-probabilities "
-            f"of train workers would not match. Set it to 0 (greedy), or to {MIN_TEMPERATURE:g} or more"
-        )
-
-
-def _check_microbatches(policy: PolicyConfig, widest: int) -> None:
-    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-    if packing.enabled and dynamic.enabled:
-        raise ConfigError(
-            "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true; set one to false"
-        )
+def _microbatch_mistakes(policy: PolicyConfig) -> Mistakes:
+    packed, widest = policy.sequence_packing.enabled, bucket_widths(policy)[-1]
+    both = "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true; set one to false"
     purposes: tuple[Literal["train", "logprob"], ...] = ("train", "logprob")
-    for purpose in purposes if packing.enabled else ():
-        tokens = policy.microbatch_tokens(purpose)
-        if tokens < widest:
-            raise ConfigError(
-                f"policy.sequence_packing.{purpose}_mb_tokens is {tokens}, less than the largest bucket of {widest} tokens; "
-                f"set it to {widest} or more, as sequences are not split"
-            )
+    tokens = {purpose: policy.microbatch_tokens(purpose) for purpose in purposes}
+    return {both: packed and policy.dynamic_batching.enabled} | {
+        f"policy.sequence_packing.{purpose}_mb_tokens is {found}, less than the largest bucket of {widest} tokens; set it "
+        f"to {widest} or more, as sequences are not split": packed and found < widest
+        for purpose, found in tokens.items()
+    }
 
 
-def _check_batches(config: Config) -> None:
+def _batch_mistakes(config: Config) -> Mistakes:
     dp, size = layouts(config)["train"].dp, config.policy.train_global_batch_size
-    if size % dp:
-        raise LayoutError(
-            f"policy.train_global_batch_size {size} is not divisible by data_parallel_size {dp}; "
-            f"set it to {size // dp * dp or dp} or {-(-size // dp) * dp}, or change data_parallel_size"
-        )
-    samples = samples_per_step(config)
-    if generates(config) and samples % size:
-        raise LayoutError(
-            f"grpo.num_prompts_per_step {config.grpo.num_prompts_per_step} x num_generations_per_prompt "
-            f"{config.grpo.num_generations_per_prompt} = {samples} samples, not a multiple of "
-            f"policy.train_global_batch_size {size}; set that to a divisor of {samples}"
-        )
+    grpo, samples = config.grpo, samples_per_step(config)
+    return {
+        f"policy.train_global_batch_size {size} is not divisible by data_parallel_size {dp}; "
+        f"set it to {size // dp * dp or dp} or {-(-size // dp) * dp}, or change data_parallel_size": size % dp != 0,
+        f"grpo.num_prompts_per_step {grpo.num_prompts_per_step} x num_generations_per_prompt "
+        f"{grpo.num_generations_per_prompt} = {samples} samples, not a multiple of policy.train_global_batch_size {size}; "
+        f"set that to a divisor of {samples}": generates(config) and samples % size != 0,
+    }
 
 
-def _check_rates(config: Config) -> None:
-    """Checks that the schedule rises to `optimizer.lr` and falls from it. `sft.lr` is constant and not part of it."""
-    megatron = config.policy.megatron_cfg
-    start, rate = megatron.scheduler.lr_warmup_init, megatron.optimizer.lr
-    if start > rate:
-        raise ConfigError(
-            f"policy.megatron_cfg.scheduler.lr_warmup_init is {start:g}, above policy.megatron_cfg.optimizer.lr {rate:g}, "
-            f"where the warm-up ends; set it to {rate:g} or less"
-        )
-    if megatron.optimizer.min_lr > rate:
-        raise ConfigError(
-            f"policy.megatron_cfg.optimizer.min_lr is {megatron.optimizer.min_lr:g}, above lr {rate:g}, where the decay "
-            f"starts; set it to {rate:g} or less"
-        )
+def _rate_mistakes(config: Config) -> Mistakes:
+    """Of the schedule, which rises to `optimizer.lr` and falls from it. `sft.lr` is constant and not part of it."""
+    megatron, rate = config.policy.megatron_cfg, config.policy.megatron_cfg.optimizer.lr
+    start, end = megatron.scheduler.lr_warmup_init, megatron.optimizer.min_lr
+    return {
+        f"policy.megatron_cfg.scheduler.lr_warmup_init is {start:g}, above policy.megatron_cfg.optimizer.lr {rate:g}, where "
+        f"the warm-up ends; set it to {rate:g} or less": start > rate,
+        f"policy.megatron_cfg.optimizer.min_lr is {end:g}, above lr {rate:g}, where the decay starts; set it to {rate:g} or "
+        "less": end > rate,
+    }
 
 
 def _check_functions(config: Config) -> None:
-    sections: dict[str, ProcessConfig] = {"reward": config.reward, "environment": config.environment}
-    sections |= {f"reward.functions.{name}": item for name, item in config.reward.functions.items()}
-    if config.reward.function is None and not config.reward.functions and not config.environment.enabled:
-        raise ConfigError("reward.function is null, and there is no environment to give rewards; set one of them")
-    for name, function in config.reward.functions.items():
-        for task in function.tasks or ():
-            if task not in config.data.mixture:
-                tasks = ", ".join(config.data.mixture) or "no tasks"
-                raise ConfigError(
-                    f"reward.functions.{name}.tasks has {task!r}, which is not in data.mixture; expected: {tasks}"
-                )
-    for name, section in sections.items():
-        if section.call_timeout_s is not None and section.call_timeout_s < section.timeout_s:
-            raise ConfigError(
-                f"{name}.call_timeout_s is {section.call_timeout_s:g} s, less than {name}.timeout_s {section.timeout_s:g} s "
-                f"of a single answer; set it to a multiple of {section.timeout_s:g}, or leave it out"
+    reward, tasks = config.reward, ", ".join(config.data.mixture) or "no tasks"
+    nothing = reward.function is None and not reward.functions and not config.environment.enabled
+    refuse({"reward.function is null, and there is no environment to give rewards; set one of them": nothing})
+    refuse(
+        {
+            f"reward.functions.{name}.tasks has {task!r}, which is not in data.mixture; expected: {tasks}": (
+                task not in config.data.mixture
             )
+            for name, function in reward.functions.items()
+            for task in function.tasks or ()
+        }
+    )
+    sections: dict[str, ProcessConfig] = {"reward": reward, "environment": config.environment}
+    sections |= {f"reward.functions.{name}": item for name, item in reward.functions.items()}
+    refuse(
+        {
+            f"{name}.call_timeout_s is {section.call_timeout_s:g} s, less than {name}.timeout_s {section.timeout_s:g} s of "
+            f"a single answer; set it to a multiple of {section.timeout_s:g}, or leave it out": (
+                section.call_timeout_s < section.timeout_s
+            )
+            for name, section in sections.items()
+            if section.call_timeout_s is not None
+        }
+    )
 
 
-def _check_truncation(config: Config) -> None:
-    """Checks that bounds of importance weights include an upper bound, and that there are weights to bound."""
+def _truncation_mistakes(config: Config) -> Mistakes:
+    """Bounds of importance weights without an upper bound, or without weights to bound."""
     loss = config.loss_fn
-    if loss.truncated_importance_sampling_ratio is None:
-        if loss.truncated_importance_sampling_type != "tis" or loss.truncated_importance_sampling_ratio_min is not None:
-            raise ConfigError(
-                "loss_fn.truncated_importance_sampling_type or _ratio_min is set without the upper bound, "
-                "loss_fn.truncated_importance_sampling_ratio; set it (2 is usual), or leave all three out"
-            )
-    elif not loss.use_importance_sampling_correction:
-        raise ConfigError(
-            "loss_fn.truncated_importance_sampling_ratio is set, but the correction that it bounds is off; set "
-            "loss_fn.use_importance_sampling_correction=true, or leave the bound out"
+    bounded = loss.truncated_importance_sampling_ratio is not None
+    others = loss.truncated_importance_sampling_type != "tis" or loss.truncated_importance_sampling_ratio_min is not None
+    return {
+        "loss_fn.truncated_importance_sampling_type or _ratio_min is set without the upper bound, "
+        "loss_fn.truncated_importance_sampling_ratio; set it (2 is usual), or leave all three out": others and not bounded,
+        "loss_fn.truncated_importance_sampling_ratio is set, but the correction that it bounds is off; set "
+        "loss_fn.use_importance_sampling_correction=true, or leave the bound out": (
+            bounded and not loss.use_importance_sampling_correction
+        ),
+    }
+
+
+def _async_mistakes(config: Config) -> Mistakes:
+    settings = config.grpo.async_grpo
+    return {
+        "grpo.async_grpo.recompute_kv_cache_after_weight_updates is true, but no request runs during an update; set "
+        "in_flight_weight_updates=true, or leave it out": settings.enabled
+        and generates(config)
+        and settings.recompute_kv_cache_after_weight_updates
+        and not settings.in_flight_weight_updates
+    }
+
+
+def _on_policy_mistakes(config: Config) -> Mistakes:
+    """What keeps `loss_fn.force_on_policy_ratio` from having one optimizer step per batch, so that ratios are 1."""
+    if not config.loss_fn.force_on_policy_ratio or not generates(config):
+        return {}
+    return _several_steps(config, "loss_fn.force_on_policy_ratio", "after the first step, ratios are not 1") | {
+        "loss_fn.force_on_policy_ratio is true, but loss_fn.truncated_importance_sampling_type 'seq-mask-tis' needs "
+        "log-probabilities of whole sequences before the step; choose tis or icepop, or set force_on_policy_ratio=false": (
+            config.loss_fn.truncated_importance_sampling_type == "seq-mask-tis"
         )
+    }
+
+
+def _overlap_mistakes(config: Config) -> Mistakes:
+    """What keeps `grpo.overlap_training` from training on rows before the batch is complete, in any order."""
+    grpo, on = config.grpo, "grpo.overlap_training is true, but grpo."
+    if not grpo.overlap_training or not generates(config):
+        return {}
+    return {
+        f"{on}overlap_logprobs is false: the gradients of a row need its log-probabilities. Set both to true": (
+            not grpo.overlap_logprobs
+        ),
+        **_several_steps(config, "grpo.overlap_training", "the first step would change the weights during generation"),
+        f"{on}num_prompts_per_step is 1: there is nothing to train on before the batch is complete. Set "
+        "overlap_training=false, or take more prompts per step": grpo.num_prompts_per_step == 1,
+        "grpo.overlap_training and reward.shuffle are both true: rewards shuffled over the batch are not known until it is "
+        "complete. Set one to false": config.reward.shuffle,
+    }
+
+
+def _several_steps(config: Config, option: str, why: str) -> dict[str, bool]:
+    """The mistake that a generated batch has several optimizer steps, which the enabled `option` rules out."""
+    samples, size = samples_per_step(config), config.policy.train_global_batch_size
+    return {
+        f"{option} is true, but a batch of {samples} samples has several optimizer steps of policy.train_global_batch_size "
+        f"{size}: {why}. Set policy.train_global_batch_size={samples}, or {option}=false": size != samples
+    }
+
+
+def _agent_mistakes(config: Config) -> Mistakes:
+    """What takes samples of one conversation, while the episodes of an agent may have several."""
+    most = rows_per_sample(config)
+    return {
+        "policy.router_replay is true, but the experts of an agent's conversations (environment.agent) are not kept. Set it "
+        "to false": config.environment.agent is not None and config.policy.router_replay,
+        f"environment.max_conversations is {most}, but the algorithm has a critic, which judges samples of one "
+        "conversation. Set max_conversations=1, or use an algorithm without a critic": most > 1 and uses_critic(config),
+        f"grpo.overlap_logprobs is true, and environment.max_conversations is {most}: early work takes samples of one "
+        "conversation. Set overlap_logprobs=false, or max_conversations=1": most > 1 and config.grpo.overlap_logprobs,
+    }
+
+
+def _model_mistakes(config: Config) -> Mistakes:
+    """Of the models next to the policy: whether anything uses them, and where they are."""
+    algorithm, teacher, kl = config.algorithm, config.teacher is not None, config.ppo.kl_in_reward
+    groups_of_one = generates(config) and config.grpo.num_generations_per_prompt == 1
+    return {
+        "teacher and policy.reference_model_name are both set, but there is one reference policy; leave one out: the "
+        "teacher has workers of its own, policy.reference_model_name is on the train workers": (
+            teacher and config.policy.reference_model_name is not None
+        ),
+        f"teacher is set, but algorithm {algorithm} compares pairs with a reference policy on the train workers; set "
+        "policy.reference_model_name to the model, and leave teacher out": teacher and compares(config),
+        f"teacher is set, but algorithm {algorithm} does not read 'reference_logprobs'; leave teacher out, or add the "
+        "column to the algorithm's `columns`": teacher and not uses_reference(config),
+        f"grpo.num_generations_per_prompt is 1, but algorithm {algorithm} compares the completions of a prompt; set it to 2 "
+        "or more, or use a critic (algorithm=ppo)": groups_of_one and not uses_critic(config),
+        "grpo.num_generations_per_prompt is 1, but grpo.use_dynamic_sampling drops groups whose rewards are all equal; set "
+        "it to false, or generate 2 or more": groups_of_one and config.grpo.use_dynamic_sampling,
+        f"ppo.kl_in_reward is true, but algorithm {algorithm} has no critic; set it to false, or algorithm=ppo": (
+            kl and not uses_critic(config)
+        ),
+        "ppo.kl_in_reward and loss_fn.force_on_policy_ratio are both true, but the KL of a token needs its log-probability "
+        "before the step; set one to false": kl and config.loss_fn.force_on_policy_ratio,
+    }
+
+
+def _orphan_mistakes(config: Config) -> Mistakes:
+    of_ray = config.executor == "compiled" and config.executor_cfg.engine == "ray"
+    return {
+        f"timeouts.orphan_s is {config.timeouts.orphan_s:g}, and executor_cfg.engine: ray: graphs of Ray's engine do not "
+        "end on workers whose driver has died; set engine: dagrl, or orphan_s: 0": config.timeouts.orphan_s > 0 and of_ray
+    }
+
+
+def _check_role(config: Config, role: str) -> None:
+    """Checks the settings of a model next to the policy, which its workers read in `policy`."""
+    own = role_config(config, role)
+    try:
+        for mistakes in (_microbatch_mistakes(own.policy), communication_mistakes(own), cuda_graph_mistakes(own)):
+            refuse(mistakes)
+        if role == CRITIC:
+            refuse(_batch_mistakes(own), LayoutError)
+            refuse(_rate_mistakes(own))
+    except UserError as error:
+        raise type(error)(re.sub(r"\bpolicy\.(?!generation)", f"{role}.", str(error))) from error
 
 
 def _warn_of_cut_sampling(config: Config) -> None:
@@ -209,16 +305,11 @@ def _warn_of_cut_sampling(config: Config) -> None:
         )
 
 
-def _check_async(config: Config) -> None:
-    """Checks asynchronous training for contradictions, and warns of settings that cost more than they bring."""
+def _warn_of_old_samples(config: Config) -> None:
+    """Warns of asynchronous training that costs more than it brings."""
     settings = config.grpo.async_grpo
     if not settings.enabled or not generates(config):
         return
-    if settings.recompute_kv_cache_after_weight_updates and not settings.in_flight_weight_updates:
-        raise ConfigError(
-            "grpo.async_grpo.recompute_kv_cache_after_weight_updates is true, but no request runs during an update; set "
-            "in_flight_weight_updates=true, or leave it out"
-        )
     if settings.max_trajectory_age_steps > 1 and not settings.in_flight_weight_updates:
         logger.warning(
             "grpo.async_grpo.max_trajectory_age_steps is %d without in_flight_weight_updates: every update waits until all "
@@ -231,121 +322,3 @@ def _check_async(config: Config) -> None:
             "grpo.async_grpo trains on samples of older policies, but loss_fn.use_importance_sampling_correction is false, "
             "which biases the gradient. Set it to true, with loss_fn.truncated_importance_sampling_ratio=2 for example"
         )
-
-
-def _check_on_policy(config: Config) -> None:
-    """Checks that `loss_fn.force_on_policy_ratio` has one optimizer step per batch, so that ratios are 1."""
-    if not config.loss_fn.force_on_policy_ratio or not generates(config):
-        return
-    _check_one_step(config, "loss_fn.force_on_policy_ratio", "after the first step, ratios are not 1")
-    if config.loss_fn.truncated_importance_sampling_type == "seq-mask-tis":
-        raise ConfigError(
-            "loss_fn.force_on_policy_ratio is true, but loss_fn.truncated_importance_sampling_type 'seq-mask-tis' needs "
-            "log-probabilities of whole sequences before the step; choose tis or icepop, or set force_on_policy_ratio=false"
-        )
-
-
-def _check_agent(config: Config) -> None:
-    """Checks that nothing that takes samples of one conversation is on with an agent, whose episodes may have several."""
-    most = rows_per_sample(config)
-    if config.environment.agent is not None and config.policy.router_replay:
-        raise ConfigError(
-            "policy.router_replay is true, but the experts of an agent's conversations (environment.agent) are not kept. "
-            "Set it to false"
-        )
-    if most > 1 and uses_critic(config):
-        raise ConfigError(
-            f"environment.max_conversations is {most}, but the algorithm has a critic, which judges samples of one "
-            "conversation. Set max_conversations=1, or use an algorithm without a critic"
-        )
-    if most > 1 and config.grpo.overlap_logprobs:
-        raise ConfigError(
-            f"grpo.overlap_logprobs is true, and environment.max_conversations is {most}: early work takes samples of one "
-            "conversation. Set overlap_logprobs=false, or max_conversations=1"
-        )
-
-
-def _check_overlap(config: Config) -> None:
-    """Checks that `grpo.overlap_training` can train on rows before the batch is complete, in any order."""
-    if not config.grpo.overlap_training or not generates(config):
-        return
-    if not config.grpo.overlap_logprobs:
-        raise ConfigError(
-            "grpo.overlap_training is true, but grpo.overlap_logprobs is false: the gradients of a row need its "
-            "log-probabilities. Set both to true"
-        )
-    _check_one_step(config, "grpo.overlap_training", "the first step would change the weights during generation")
-    if config.grpo.num_prompts_per_step == 1:
-        raise ConfigError(
-            "grpo.overlap_training is true, but grpo.num_prompts_per_step is 1: there is nothing to train on before the "
-            "batch is complete. Set overlap_training=false, or take more prompts per step"
-        )
-    if config.reward.shuffle:
-        raise ConfigError(
-            "grpo.overlap_training and reward.shuffle are both true: rewards shuffled over the batch are not known until it "
-            "is complete. Set one to false"
-        )
-
-
-def _check_one_step(config: Config, option: str, why: str) -> None:
-    """Raises ConfigError if a generated batch has several optimizer steps, which the enabled `option` rules out."""
-    samples, size = samples_per_step(config), config.policy.train_global_batch_size
-    if size != samples:
-        raise ConfigError(
-            f"{option} is true, but a batch of {samples} samples has several optimizer steps of "
-            f"policy.train_global_batch_size {size}: {why}. Set policy.train_global_batch_size={samples}, or {option}=false"
-        )
-
-
-def _check_models(config: Config) -> None:
-    """Checks the models next to the policy: whether anything uses them, where they are, and their batches."""
-    if config.teacher is not None and config.policy.reference_model_name is not None:
-        raise ConfigError(
-            "teacher and policy.reference_model_name are both set, but there is one reference policy; leave one out: the "
-            "teacher has workers of its own, policy.reference_model_name is on the train workers"
-        )
-    if config.teacher is not None and compares(config):
-        raise ConfigError(
-            f"teacher is set, but algorithm {config.algorithm} compares pairs with a reference policy on the train workers; "
-            "set policy.reference_model_name to the model, and leave teacher out"
-        )
-    if config.teacher is not None and not uses_reference(config):
-        raise ConfigError(
-            f"teacher is set, but algorithm {config.algorithm} does not read 'reference_logprobs'; leave teacher out, or "
-            "add the column to the algorithm's `columns`"
-        )
-    groups_of_one = config.grpo.num_generations_per_prompt == 1
-    if groups_of_one and generates(config) and not uses_critic(config):
-        raise ConfigError(
-            f"grpo.num_generations_per_prompt is 1, but algorithm {config.algorithm} compares the completions of a prompt; "
-            "set it to 2 or more, or use a critic (algorithm=ppo)"
-        )
-    if groups_of_one and generates(config) and config.grpo.use_dynamic_sampling:
-        raise ConfigError(
-            "grpo.num_generations_per_prompt is 1, but grpo.use_dynamic_sampling drops groups whose rewards are all equal; "
-            "set it to false, or generate 2 or more"
-        )
-    if config.ppo.kl_in_reward and not uses_critic(config):
-        raise ConfigError(
-            f"ppo.kl_in_reward is true, but algorithm {config.algorithm} has no critic; set it to false, or algorithm=ppo"
-        )
-    if config.ppo.kl_in_reward and config.loss_fn.force_on_policy_ratio:
-        raise ConfigError(
-            "ppo.kl_in_reward and loss_fn.force_on_policy_ratio are both true, but the KL of a token needs its "
-            "log-probability before the step; set one to false"
-        )
-    for role in model_roles(config):
-        _check_role(config, role)
-
-
-def _check_role(config: Config, role: str) -> None:
-    own = role_config(config, role)
-    try:
-        _check_microbatches(own.policy, bucket_widths(own.policy)[-1])
-        check_communication(own)
-        check_cuda_graphs(own)
-        if role == CRITIC:
-            _check_batches(own)
-            _check_rates(own)
-    except UserError as error:
-        raise type(error)(re.sub(r"\bpolicy\.(?!generation)", f"{role}.", str(error))) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dagrl.config import Config
 from dagrl.config.roles import role_config
 from dagrl.config.settings import (
@@ -18,63 +20,65 @@ from dagrl.config.settings import (
     unshared_reason,
     uses_reference,
 )
-from dagrl.errors import ConfigError, LayoutError
+from dagrl.errors import ConfigError, LayoutError, UserError
+
+Mistakes = Mapping[str, bool]
+"""What is said of each mistake that a configuration may have, and whether it has it."""
 
 
-def check_colocated(config: Config) -> None:
-    """Checks that nothing needs the train and generation workers of shared GPUs at once."""
-    if is_colocated(config) and config.grpo.async_grpo.enabled:
-        raise ConfigError(
-            "policy.generation.colocated.enabled and grpo.async_grpo.enabled are both true, but colocated workers take "
-            "turns on their GPUs; set one to false"
-        )
-    if is_colocated(config) and config.grpo.overlap_logprobs:
-        raise ConfigError(
-            "policy.generation.colocated.enabled and grpo.overlap_logprobs are both true, but colocated workers take turns "
-            "on their GPUs; set one to false"
-        )
+def refuse(mistakes: Mistakes, error: type[UserError] = ConfigError) -> None:
+    """Raises the first mistake that is made."""
+    for mistake, made in mistakes.items():
+        if made:
+            raise error(mistake)
+
+
+def colocation_mistakes(config: Config) -> Mistakes:
+    """What needs the train and generation workers of shared GPUs at once."""
+    ahead = {"async_grpo.enabled": config.grpo.async_grpo.enabled, "overlap_logprobs": config.grpo.overlap_logprobs}
     kept = config.policy.reference_weights == "device" and uses_reference(config)
-    if takes_turns(config) and kept:
-        raise ConfigError(
-            "policy.generation.colocated.enabled is true, but policy.reference_weights is 'device', which keeps the "
-            "reference policy on the GPU during generation; set policy.reference_weights to host, or "
-            "policy.generation.colocated.exchange to never"
-        )
-
-
-def check_adapters(config: Config) -> None:
-    """Checks that vLLM's LoRA slots can hold what a refit of adapters alone sends."""
-    if not sends_adapters(config):
-        return
-    peft, generation = config.policy.megatron_cfg.peft, generation_config(config)
-    problems = {
-        "policy.megatron_cfg.peft.use_dora is true, but vLLM's LoRA slots have no row norms": peft.use_dora,
-        f"policy.megatron_cfg.peft.dim is {peft.dim}, but vLLM's LoRA slots have at most {SLOT_RANKS[-1]}": (
-            peft.dim > SLOT_RANKS[-1]
-        ),
-        "policy.generation.vllm_cfg.precision is fp8, but vLLM would quantize the base weights that stay as loaded": (
-            generation.vllm_cfg.precision == "fp8"
-        ),
-        "policy.generation.vllm_cfg.kv_cache_dtype is fp8, whose scales come with the weights": has_fp8_kv_cache(config),
-        "policy.generation.colocated.sleep_level is 2, which drops base weights that no refit brings back": (
-            generation.colocated.enabled and generation.colocated.sleep_level == 2
-        ),
+    both = {
+        f"policy.generation.colocated.enabled and grpo.{key} are both true, but colocated workers take turns on their GPUs; "
+        "set one to false": is_colocated(config) and on
+        for key, on in ahead.items()
     }
-    for problem, applies in problems.items():
-        if applies:
-            raise ConfigError(f"{problem}; change it, or set policy.megatron_cfg.peft.refit=merged")
+    return both | {
+        "policy.generation.colocated.enabled is true, but policy.reference_weights is 'device', which keeps the reference "
+        "policy on the GPU during generation; set policy.reference_weights to host, or "
+        "policy.generation.colocated.exchange to never": takes_turns(config) and kept
+    }
 
 
-def check_speculation(config: Config) -> None:
-    """Checks that a drafter has what it needs, and that nothing else decides where a sequence ends or what is recorded."""
+def adapter_mistakes(config: Config) -> Mistakes:
+    """What vLLM's LoRA slots cannot hold of a refit of adapters alone."""
+    if not sends_adapters(config):
+        return {}
+    peft, generation = config.policy.megatron_cfg.peft, generation_config(config)
+    vllm, drops = generation.vllm_cfg, generation.colocated.enabled and generation.colocated.sleep_level == 2
+    mistakes = {
+        "megatron_cfg.peft.use_dora is true, but vLLM's LoRA slots have no row norms": peft.use_dora,
+        f"megatron_cfg.peft.dim is {peft.dim}, but vLLM's LoRA slots have at most {SLOT_RANKS[-1]}": peft.dim
+        > SLOT_RANKS[-1],
+        "generation.vllm_cfg.precision is fp8, but vLLM would quantize the base weights that stay as loaded": (
+            vllm.precision == "fp8"
+        ),
+        "generation.vllm_cfg.kv_cache_dtype is fp8, whose scales come with the weights": has_fp8_kv_cache(config),
+        "generation.colocated.sleep_level is 2, which drops base weights that no refit brings back": drops,
+    }
+    advice = "change it, or set policy.megatron_cfg.peft.refit=merged"
+    return {f"policy.{mistake}; {advice}": made for mistake, made in mistakes.items()}
+
+
+def speculation_mistakes(config: Config) -> Mistakes:
+    """What a drafter lacks, and what else decides where a sequence ends or what is recorded."""
     if not generates(config):
-        return
+        return {}
     generation = generation_config(config)
     vllm, drafter, key = generation.vllm_cfg, generation.vllm_cfg.speculative, "policy.generation.vllm_cfg.speculative"
     if drafter.method is None:
-        return
+        return {}
     learned, found = drafter.method != "ngram", f"{key}.method is {drafter.method}"
-    problems = {
+    mistakes = {
         f"and {key}.model is not set; set it to the drafter's checkpoint": learned and drafter.model is None,
         f"and {key}.model is set, which an n-gram drafter lacks; remove it": not learned and drafter.model is not None,
         f"and prompt_lookup_min = {drafter.prompt_lookup_min} is above prompt_lookup_max = {drafter.prompt_lookup_max}; "
@@ -92,25 +96,18 @@ def check_speculation(config: Config) -> None:
         or config.policy.router_replay
         or sends_adapters(config),
     }
-    for problem, applies in problems.items():
-        if applies:
-            raise ConfigError(f"{found}, {problem}")
+    return {f"{found}, {mistake}": made for mistake, made in mistakes.items()}
 
 
-def check_delta(config: Config) -> None:
-    """Checks that a refit of changed weights alone is possible."""
-    if config.refit.delta == "off":
-        return
-    if is_colocated(config):
-        raise ConfigError(
-            "refit.delta is lossless and policy.generation.colocated.enabled is true: copies inside a GPU are faster than "
-            "comparing, and the kept copy would take its memory. Set refit.delta=off"
-        )
-    if config.refit.cuda_graph is True:
-        raise ConfigError(
-            "refit.delta is lossless and refit.cuda_graph is true, but a graph sends the same bytes each time; set "
-            "refit.cuda_graph=auto, or refit.delta=off"
-        )
+def delta_mistakes(config: Config) -> Mistakes:
+    """What a refit of changed weights alone cannot be combined with."""
+    on = config.refit.delta != "off"
+    return {
+        "refit.delta is lossless and policy.generation.colocated.enabled is true: copies inside a GPU are faster than "
+        "comparing, and the kept copy would take its memory. Set refit.delta=off": on and is_colocated(config),
+        "refit.delta is lossless and refit.cuda_graph is true, but a graph sends the same bytes each time; set "
+        "refit.cuda_graph=auto, or refit.delta=off": on and config.refit.cuda_graph is True,
+    }
 
 
 def check_shared_gpus(config: Config) -> None:
@@ -124,66 +121,55 @@ def check_shared_gpus(config: Config) -> None:
             )
 
 
-def check_communication(config: Config) -> None:
-    """Checks that the requested overlap of communication and computation is possible."""
+def communication_mistakes(config: Config) -> Mistakes:
+    """What keeps the requested communication from overlapping computation."""
     megatron = config.policy.megatron_cfg
     ddp, key = megatron.distributed_data_parallel_config, "policy.megatron_cfg.distributed_data_parallel_config"
-    if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and megatron.optimizer.use_distributed_optimizer):
-        raise ConfigError(
-            f"{key}.overlap_param_gather is true, which needs {key}.overlap_grad_reduce=true and "
-            "policy.megatron_cfg.optimizer.use_distributed_optimizer=true; set both, or set overlap_param_gather=false"
-        )
-    if ddp.overlap_grad_reduce and megatron.cuda_graphs:
-        raise ConfigError(
-            f"{key}.overlap_grad_reduce and policy.megatron_cfg.cuda_graphs are both true: a replayed backward pass cannot "
-            "start reductions. Set one to false"
-        )
-    if megatron.tp_comm_overlap:
-        raise ConfigError(
-            "policy.megatron_cfg.tp_comm_overlap is true, which needs Transformer Engine's linear layers. Train workers "
-            "build Megatron's local layers, which always overlap the reduction of input gradients with weight gradients. "
-            "Set tp_comm_overlap=false"
-        )
+    may_gather = ddp.overlap_grad_reduce and megatron.optimizer.use_distributed_optimizer
+    return {
+        f"{key}.overlap_param_gather is true, which needs {key}.overlap_grad_reduce=true and "
+        "policy.megatron_cfg.optimizer.use_distributed_optimizer=true; set both, or set overlap_param_gather=false": (
+            ddp.overlap_param_gather and not may_gather
+        ),
+        f"{key}.overlap_grad_reduce and policy.megatron_cfg.cuda_graphs are both true: a replayed backward pass cannot "
+        "start reductions. Set one to false": ddp.overlap_grad_reduce and megatron.cuda_graphs,
+        "policy.megatron_cfg.tp_comm_overlap is true, which needs Transformer Engine's linear layers. Train workers "
+        "build Megatron's local layers, which always overlap the reduction of input gradients with weight gradients. "
+        "Set tp_comm_overlap=false": megatron.tp_comm_overlap,
+    }
 
 
-def check_cuda_graphs(config: Config) -> None:
-    """Checks that a microbatch's forward and backward pass can be captured as CUDA graphs."""
+def cuda_graph_mistakes(config: Config) -> Mistakes:
+    """What keeps a microbatch's forward and backward pass from being captured as CUDA graphs."""
     policy, megatron = config.policy, config.policy.megatron_cfg
     if not megatron.cuda_graphs:
-        return
-    option = "policy.megatron_cfg.cuda_graphs is true"
-    if megatron.layout.pp > 1:
-        raise ConfigError(
-            f"{option}, but pipeline_model_parallel_size is {megatron.layout.pp}: a pipeline has several microbatches in "
-            "flight, a graph replays one. Set cuda_graphs=false, or pipeline_model_parallel_size=1"
-        )
-    if megatron.activation_checkpointing:
-        raise ConfigError(
-            f"{option}, and so is activation_checkpointing, which reads the random generator's state: a graph cannot "
-            "capture that. Set one to false"
-        )
-    if takes_turns(config):
-        raise ConfigError(
-            f"{option}, and so is policy.generation.colocated.enabled: weights that leave the GPU return at other "
-            "addresses, and graphs would have to be captured again. Set policy.generation.colocated.exchange=never, or "
-            "cuda_graphs=false"
-        )
+        return {}
     varlen = policy.sequence_packing.enabled or megatron.layout.cp > 1
-    if varlen and policy.precision != "bfloat16":
-        raise ConfigError(
-            f"{option} and policy.precision is {policy.precision!r}, but with sequence packing or context parallelism "
-            "attention is one kernel in bfloat16 only; set policy.precision=bfloat16, or cuda_graphs=false"
-        )
+    mistakes = {
+        f", but pipeline_model_parallel_size is {megatron.layout.pp}: a pipeline has several microbatches in flight, a "
+        "graph replays one. Set cuda_graphs=false, or pipeline_model_parallel_size=1": megatron.layout.pp > 1,
+        ", and so is activation_checkpointing, which reads the random generator's state: a graph cannot capture that. Set "
+        "one to false": megatron.activation_checkpointing,
+        ", and so is policy.generation.colocated.enabled: weights that leave the GPU return at other addresses, and graphs "
+        "would have to be captured again. Set policy.generation.colocated.exchange=never, or cuda_graphs=false": (
+            takes_turns(config)
+        ),
+        f" and policy.precision is {policy.precision!r}, but with sequence packing or context parallelism attention is one "
+        "kernel in bfloat16 only; set policy.precision=bfloat16, or cuda_graphs=false": (
+            varlen and policy.precision != "bfloat16"
+        ),
+    }
+    return {f"policy.megatron_cfg.cuda_graphs is true{mistake}": made for mistake, made in mistakes.items()}
 
 
-def check_shared_prefixes(config: Config) -> None:
-    """Checks that packed rows can share prefixes, if they must."""
-    for role in ("train", *model_roles(config)):
-        policy = role_config(config, role).policy
-        if policy.sequence_packing.shared_prefix is True and (reason := unshared_reason(policy)):
-            raise ConfigError(
-                f"sequence_packing.shared_prefix is true for {role} workers, but {reason}, or set shared_prefix=auto"
-            )
+def prefix_mistakes(config: Config) -> Mistakes:
+    """What keeps packed rows that must share prefixes from it."""
+    policies = {role: role_config(config, role).policy for role in ("train", *model_roles(config))}
+    reasons = {role: unshared_reason(one) for role, one in policies.items() if one.sequence_packing.shared_prefix is True}
+    return {
+        f"sequence_packing.shared_prefix is true for {role} workers, but {reason}, or set shared_prefix=auto": bool(reason)
+        for role, reason in reasons.items()
+    }
 
 
 def check_float8(gpu: str, capability: tuple[int, int]) -> None:
@@ -195,33 +181,33 @@ def check_float8(gpu: str, capability: tuple[int, int]) -> None:
         )
 
 
-def check_experts(config: Config) -> None:
-    """Checks the settings of a mixture of experts."""
+def expert_mistakes(config: Config) -> Mistakes:
+    """Mistakes in the settings of a mixture of experts."""
     megatron = config.policy.megatron_cfg
     kind, weight = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
-    if (kind == "none") != (weight == 0):
-        raise ConfigError(
-            f"policy.megatron_cfg.moe_router_load_balancing_type is {kind!r}, and moe_aux_loss_coeff {weight:g}; for a "
-            "load-balancing loss set both, such as seq_aux_loss and 0.001, or else none and 0"
-        )
-    if generates(config) and config.grpo.overlap_training and (weight or megatron.moe_z_loss_coeff):
-        raise ConfigError(
-            "grpo.overlap_training is true, and the router has a loss (policy.megatron_cfg.moe_aux_loss_coeff, "
-            "moe_z_loss_coeff): its share of a step needs the tokens of the whole batch, which early gradients do not know. "
-            "Set overlap_training=false, or both coefficients to 0"
-        )
-    if config.policy.router_replay and not generates(config):
-        raise ConfigError(
-            f"policy.router_replay is true, but algorithm {config.algorithm!r} generates nothing to replay; set it to false"
-        )
+    has_loss = bool(weight or megatron.moe_z_loss_coeff)
+    return {
+        f"policy.megatron_cfg.moe_router_load_balancing_type is {kind!r}, and moe_aux_loss_coeff {weight:g}; for a "
+        "load-balancing loss set both, such as seq_aux_loss and 0.001, or else none and 0": (
+            (kind == "none") != (weight == 0)
+        ),
+        "grpo.overlap_training is true, and the router has a loss (policy.megatron_cfg.moe_aux_loss_coeff, "
+        "moe_z_loss_coeff): its share of a step needs the tokens of the whole batch, which early gradients do not know. "
+        "Set overlap_training=false, or both coefficients to 0": (
+            generates(config) and config.grpo.overlap_training and has_loss
+        ),
+        f"policy.router_replay is true, but algorithm {config.algorithm!r} generates nothing to replay; set it to "
+        "false": config.policy.router_replay and not generates(config),
+    }
 
 
-def check_spares(config: Config) -> None:
-    """Checks that spare processes have a place to take."""
-    for role, count in config.spares:
-        reason, advice = no_place(config, role) if count else ("", "")
-        if reason:
-            raise ConfigError(f"spares.{role} is {count}, but {reason}. {advice}, or spares.{role}=0")
+def spare_mistakes(config: Config) -> Mistakes:
+    """Spare processes that have no place to take."""
+    found = {role: (count, *no_place(config, role)) for role, count in config.spares if count}
+    return {
+        f"spares.{role} is {count}, but {reason}. {advice}, or spares.{role}=0": bool(reason)
+        for role, (count, reason, advice) in found.items()
+    }
 
 
 def no_place(config: Config, role: str) -> tuple[str, str]:
