@@ -3,7 +3,6 @@
 from dagrl.config.algorithm import (
     ALGORITHMS,
     AdvantageConfig,
-    AsyncGrpoConfig,
     GrpoConfig,
     LossConfig,
     PpoConfig,
@@ -11,16 +10,14 @@ from dagrl.config.algorithm import (
     RewardShapingConfig,
     SftConfig,
 )
-from dagrl.config.generation import ColocatedConfig, ForcedLengths, GenerationConfig, VllmConfig
+from dagrl.config.generation import ForcedLengths, GenerationConfig, VllmConfig
 from dagrl.config.megatron import (
-    DistributedDataParallelConfig,
     Fp8Config,
     MegatronConfig,
     OptimizerConfig,
     PeftConfig,
-    SchedulerConfig,
 )
-from dagrl.config.models import CriticConfig, TeacherConfig
+from dagrl.config.models import CriticConfig
 from dagrl.config.policy import (
     DynamicBatchingConfig,
     PolicyConfig,
@@ -34,38 +31,27 @@ from dagrl.config.run import (
     Config,
     ExecutorConfig,
     LoggerConfig,
-    MlflowConfig,
     PhasesConfig,
-    RefitConfig,
     SparesConfig,
     TimeoutConfig,
-    TrackioConfig,
-    WandbConfig,
 )
 from dagrl.config.section import Json
 from dagrl.config.task import (
     DataConfig,
-    DataSourceConfig,
     EnvironmentConfig,
     FunctionConfig,
-    MixtureConfig,
     ProcessConfig,
     RewardConfig,
-    RewardFunctionConfig,
 )
 
 __all__ = [
     "ALGORITHMS",
     "AdvantageConfig",
-    "AsyncGrpoConfig",
     "CheckpointConfig",
     "ClusterConfig",
-    "ColocatedConfig",
     "Config",
     "CriticConfig",
     "DataConfig",
-    "DataSourceConfig",
-    "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
     "EnvironmentConfig",
     "ExecutorConfig",
@@ -78,8 +64,6 @@ __all__ = [
     "LoggerConfig",
     "LossConfig",
     "MegatronConfig",
-    "MixtureConfig",
-    "MlflowConfig",
     "OptimizerConfig",
     "PeftConfig",
     "PhasesConfig",
@@ -88,18 +72,12 @@ __all__ = [
     "PreferenceConfig",
     "ProcessConfig",
     "RandomInit",
-    "RefitConfig",
     "RewardConfig",
-    "RewardFunctionConfig",
     "RewardShapingConfig",
-    "SchedulerConfig",
     "SequencePackingConfig",
     "SftConfig",
     "SparesConfig",
-    "TeacherConfig",
     "TimeoutConfig",
     "TokenizerConfig",
-    "TrackioConfig",
     "VllmConfig",
-    "WandbConfig",
 ]

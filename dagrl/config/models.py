@@ -47,7 +47,25 @@ class OwnPackingConfig(SequencePackingConfig):
     """Tokens of a microbatch of a forward pass. null: `max_total_sequence_length` times its sequences."""
 
 
-class CriticConfig(Section):
+class OwnModelConfig(Section):
+    """A model next to the policy, on workers in a layout of its own."""
+
+    model_name: PathText | None
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Precision of weights and activations. null: `policy.precision`."""
+
+    sequence_packing: OwnPackingConfig | None = None
+    """Several sequences per row. null: `policy.sequence_packing`."""
+
+    colocated: bool = False
+    """Place its workers on the GPUs of the train workers, next to their memory; with `policy.generation.colocated` it takes
+    turns with them and generation. false: on GPUs of its own."""
+
+    megatron_cfg: OwnMegatronConfig = OwnMegatronConfig()
+    """Its Megatron workers."""
+
+
+class CriticConfig(OwnModelConfig):
     """The critic of algorithm `ppo`: a model with a value head, in a layout and with an optimizer of its own."""
 
     model_name: PathText | None = None
@@ -58,9 +76,6 @@ class CriticConfig(Section):
     worker: str = "dagrl.workers.megatron:MegatronValueWorker"
     """Import path of the worker's class."""
 
-    precision: Literal["float32", "bfloat16"] | None = None
-    """Precision of weights and activations. null: `policy.precision`."""
-
     train_global_batch_size: PositiveInt | None = None
     """Sequences of one optimizer step, over all data-parallel ranks. null: `policy.train_global_batch_size`."""
 
@@ -70,24 +85,14 @@ class CriticConfig(Section):
     value_batch_size: PositiveInt | None = None
     """Sequences of one forward pass that computes values. null: `policy.logprob_batch_size`."""
 
-    sequence_packing: OwnPackingConfig | None = None
-    """Several sequences per row. null: `policy.sequence_packing`."""
-
     value_clip: PositiveFloat | None = 0.5
     """A value costs at least as much as one within this distance of the value before the step. null: no clipping."""
 
     warmup_steps: NonNegativeInt = 0
     """Steps of the run in which only the critic learns."""
 
-    colocated: bool = False
-    """Place its workers on the GPUs of the train workers, next to their memory; with `policy.generation.colocated` it takes
-    turns with them and generation. false: on GPUs of its own."""
 
-    megatron_cfg: OwnMegatronConfig = OwnMegatronConfig()
-    """Its Megatron workers."""
-
-
-class TeacherConfig(Section):
+class TeacherConfig(OwnModelConfig):
     """A reference policy on workers of its own, such as the teacher of `loss_fn.name: distill`, in a layout of its own.
 
     They hold weights alone: no gradients, no optimizer.
@@ -99,18 +104,5 @@ class TeacherConfig(Section):
     worker: str = "dagrl.workers.megatron:MegatronTeacherWorker"
     """Import path of the worker's class."""
 
-    precision: Literal["float32", "bfloat16"] | None = None
-    """Precision of weights and activations. null: `policy.precision`."""
-
     logprob_batch_size: PositiveInt | None = None
     """Sequences of one forward pass. null: `policy.logprob_batch_size`."""
-
-    sequence_packing: OwnPackingConfig | None = None
-    """Several sequences per row. null: `policy.sequence_packing`."""
-
-    colocated: bool = False
-    """Place its workers on the GPUs of the train workers, next to their memory; with `policy.generation.colocated` it takes
-    turns with them and generation. false: on GPUs of its own."""
-
-    megatron_cfg: OwnMegatronConfig = OwnMegatronConfig()
-    """Its Megatron workers."""

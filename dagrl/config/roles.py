@@ -24,20 +24,12 @@ def role_config(config: Config, role: str) -> Config:
 
 def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> PolicyConfig:
     """The policy's section with the model, layout and batches of `section`; what that leaves open is the policy's."""
-    own: dict[str, object] = {
-        "model_name": section.model_name,
-        "precision": section.precision,
-        "sequence_packing": section.sequence_packing,
-    }
+    own = {name: getattr(section, name) for name in type(section).model_fields if name in PolicyConfig.model_fields}
     if isinstance(section, CriticConfig):
-        own["train_global_batch_size"] = section.train_global_batch_size
-        own["train_micro_batch_size"] = section.train_micro_batch_size
         own["logprob_batch_size"] = section.value_batch_size
-    else:
-        own["logprob_batch_size"] = section.logprob_batch_size
     update = {name: value for name, value in own.items() if value is not None}
     if section.model_name is not None:
         update["random_init"] = None
-    update |= {"worker": section.worker, "megatron_cfg": section.megatron_cfg, "reference_model_name": None}
+    update["reference_model_name"] = None
     update["router_replay"] = False  # generation has recorded the policy's experts
     return policy.model_copy(update=update)

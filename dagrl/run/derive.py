@@ -102,16 +102,20 @@ def derive_chat(derived: Derived, has_template: bool) -> None:
 
 def derive_steps(derived: Derived, demonstrations: int = 0, prompts: int = 0, pairs: int = 0) -> None:
     """Sets steps to `max_num_epochs` passes over the examples, or to one."""
-    config = derived.config
-    for section, rows, size, epochs in (
-        ("sft", demonstrations, config.policy.train_global_batch_size, config.sft.max_num_epochs),
-        ("grpo", prompts, config.grpo.num_prompts_per_step, config.grpo.max_num_epochs),
-        ("preference", pairs, config.policy.train_global_batch_size, config.preference.max_num_epochs),
-    ):
+    for section, rows in (("sft", demonstrations), ("grpo", prompts), ("preference", pairs)):
         if rows:
-            passes = f"{epochs or 1} pass{'es' if (epochs or 1) > 1 else ''}"
-            steps = math.ceil((epochs or 1) * rows / size)
-            derived.set(f"{section}.max_num_steps", steps, f"{passes} over {rows} examples, {size} a step")
+            epochs, steps = getattr(derived.config, section).max_num_epochs or 1, epoch_steps(derived.config, section, rows)
+            passes = f"{epochs} pass{'es' if epochs > 1 else ''} over {rows} examples"
+            derived.set(f"{section}.max_num_steps", steps, f"{passes}, {_rows_per_step(derived.config, section)} a step")
+
+
+def epoch_steps(config: Config, section: str, rows: int) -> int:
+    """Returns the steps of `max_num_epochs` passes over `rows` examples, or of one."""
+    return math.ceil((getattr(config, section).max_num_epochs or 1) * rows / _rows_per_step(config, section))
+
+
+def _rows_per_step(config: Config, section: str) -> int:
+    return config.grpo.num_prompts_per_step if section == "grpo" else config.policy.train_global_batch_size
 
 
 def _use_gpus(derived: Derived) -> None:

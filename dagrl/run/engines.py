@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dagrl.errors import WorkerError
 from dagrl.rl.generation import FinishedRequest, Generated, pack_generated
-from dagrl.rl.rollout.engines import Change, QuantumResult
+from dagrl.rl.rollout.engines import Change, GenerationEngines, Quantum, QuantumResult
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.replays import Replays
 from dagrl.runtime.deadline import Deadline
@@ -22,7 +22,7 @@ PHASE = "generate"
 
 
 @dataclass(frozen=True)
-class ReplayedQuantum:
+class ReplayedQuantum(Quantum):
     """A replay of `phases.generate` in flight."""
 
     replays: Replays
@@ -40,12 +40,11 @@ class ReplayedQuantum:
         return QuantumResult(generated, busy_s, counted.overhead_s)
 
     def partial(self) -> Mapping[int, Generated]:
-        """See `Quantum`."""
         return self.replay.partial()
 
 
-class WorkerEngines:
-    """Implements `GenerationEngines` with a generation group. `deadline` limits each plain call of its workers.
+class WorkerEngines(GenerationEngines):
+    """The engines of a generation group. `deadline` limits each plain call of its workers.
 
     Without a `replacement`, no engine is replaced.
     """
@@ -58,45 +57,37 @@ class WorkerEngines:
 
     @property
     def shards(self) -> int:
-        """See `GenerationEngines`."""
         return self._group.layout.dp
 
     @property
     def changing(self) -> bool:
-        """See `GenerationEngines`."""
         return self._replacement is not None and self._replacement.resizing.ready
 
     def take_change(self) -> Change | None:
-        """See `GenerationEngines`."""
         return None if self._replacement is None else self._replacement.resizing.take_change()
 
     def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> ReplayedQuantum:
-        """See `GenerationEngines`."""
         replay = self._replays.submit(PHASE, requests, rows=rows)
         return ReplayedQuantum(self._replays, replay, self._group.layout.dp)
 
     def abort(self, requests: Sequence[int]) -> None:
-        """See `GenerationEngines`."""
         self._group.call("abort_requests", requests, deadline=self._deadline, without=self._absent)
 
     def unfinished(self) -> Mapping[int, FinishedRequest]:
-        """See `GenerationEngines`. The first rank of each shard reports; its other ranks run the same requests."""
+        """The first rank of each shard reports; its other ranks run the same requests."""
         layout, absent = self._group.layout, self._absent
         ranks = self._group.call("unfinished_requests", deadline=self._deadline, without=absent)
         firsts = [layout.shard(dp)[0] for dp in range(layout.dp)]
         return {made.request_id: made for rank in firsts if rank not in absent for made in ranks[rank]}
 
     def exclude_wait(self) -> None:
-        """See `GenerationEngines`."""
         self._replays.exclude_wait(self._group.role.name)
 
     def replace(self, error: WorkerError) -> set[int] | None:
-        """See `GenerationEngines`."""
         return None if self._replacement is None else self._replacement.replace(error)
 
     @property
     def ready(self) -> bool:
-        """See `GenerationEngines`."""
         return self._replacement is None or self._replacement.ready
 
     @property
@@ -105,16 +96,13 @@ class WorkerEngines:
 
     @property
     def unconnected(self) -> bool:
-        """See `GenerationEngines`."""
         return self._replacement is not None and self._replacement.unconnected
 
     def refill(self, version: int) -> None:
-        """See `GenerationEngines`."""
         if self.unconnected:
             self.connect()
             self._replays.replay("refit", version)
 
     def connect(self) -> None:
-        """See `GenerationEngines`."""
         if self._replacement is not None:
             self._replacement.connect()

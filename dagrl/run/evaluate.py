@@ -30,12 +30,12 @@ from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_s
 from dagrl.rl.rollout.judged import reward_values
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import with_turn_rewards
-from dagrl.run.alone import worker_group
 from dagrl.run.engines import WorkerEngines
+from dagrl.run.fleet import single_group
 from dagrl.run.plans import generate_plan
 from dagrl.run.preflight import Inputs, preflight
 from dagrl.run.replays import Replays
-from dagrl.run.start import load_phases, prepared_config, scheduler_options
+from dagrl.run.start import add_phases, load_phases, prepared_config, scheduler_options
 from dagrl.runtime.schedule import Scheduler
 from dagrl.telemetry.timing import PhaseClock
 
@@ -100,17 +100,11 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
         config = prepared_config(inputs.config, inputs, made / "init_model").with_keys({"policy.router_replay": False})
         reward = stack.enter_context(RewardRunner(config.reward))
         environment = stack.enter_context(open_environment(config, inputs.tokenizer))
-        group = stack.enter_context(worker_group(config, "generation"))
+        group = stack.enter_context(single_group(config, "generation"))
         scheduler = stack.enter_context(Scheduler([group], scheduler_options(config)))
         plan = generate_plan(config)
         replays = Replays(load_phases(config, [plan]), scheduler, PhaseClock(), device_count(config))
-        scheduler.add(
-            replays.phases[plan.name],
-            buckets=plan.buckets,
-            scalars=dict(plan.scalars),
-            token_ids=len(inputs.tokenizer),
-            result_bytes=plan.result_bytes,
-        )
+        add_phases(replays, [plan], inputs.tokenizer)
         scheduler.compile()
         scheduler.warmup()
         rollouts = Rollouts(config, WorkerEngines(group, replays, config.timeouts.replay), inputs.tokenizer, environment)

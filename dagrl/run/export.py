@@ -20,9 +20,9 @@ from dagrl.config import Config, Json
 from dagrl.config.file import dump_config, load_config
 from dagrl.errors import ConfigError
 from dagrl.files import require_writable, write_whole
-from dagrl.run.alone import worker_group
 from dagrl.run.checkpoints import CheckpointStore, TrainState, load_checkpoint_directory
 from dagrl.run.derive import derive_from_machine
+from dagrl.run.fleet import single_group
 from dagrl.run.hub import with_local_models
 from dagrl.run.model import CONFIG, load_tokenizer
 from dagrl.run.start import with_absolute_paths
@@ -82,7 +82,7 @@ def _export(source: Path, target: Path, overrides: Sequence[str]) -> Path:
     config = load_config(saved, [*ONE_WORKER, *overrides])
     model = saved.with_name("init_model") if config.policy.random_init is not None else Path(str(config.policy.model_name))
     tokenizer = load_tokenizer(config.policy)
-    with worker_group(with_absolute_paths(config, model), TRAIN) as group:
+    with single_group(with_absolute_paths(config, model), TRAIN) as group:
         group.call("load_checkpoint", str(checkpoint.directory / TRAIN), deadline=config.timeouts.checkpoint)
         group.call("export_hf", str(target.absolute()), deadline=config.timeouts.checkpoint)
     tokenizer.save_pretrained(target)
@@ -93,7 +93,7 @@ def _import(policy: Mapping[str, Json], target: Path, overrides: Sequence[str]) 
     """Writes the model of the section `policy` as step 0 of a run in `target`, with the configuration that reads it."""
     config, _ = with_local_models(_import_config(policy, target, overrides))
     load_tokenizer(config.policy)
-    with worker_group(with_absolute_paths(config, Path(str(config.policy.model_name))), TRAIN) as group:
+    with single_group(with_absolute_paths(config, Path(str(config.policy.model_name))), TRAIN) as group:
         paths = RunPaths.of(config)
         paths.directory.mkdir(parents=True)
         write_whole(paths.config, dump_config(config))

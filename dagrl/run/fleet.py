@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from subprocess import Popen
@@ -189,6 +189,33 @@ class Fleet:
         logger.info("all workers are whole again after %.1f s", time.monotonic() - begin)
 
 
+def _start_group(config: Config, role: str, resources: Resources, **options: Any) -> WorkerGroup:
+    """Starts the workers of a role. `options` are further ones of `WorkerGroup.create`."""
+    return WorkerGroup.create(
+        role,
+        worker_classes(config)[role],
+        layouts(config)[role],
+        role_config(config, role),
+        protocols=required_protocols(config)[role],
+        resources=resources,
+        seed=config.seed,
+        start_timeout_s=config.timeouts.start_s,
+        collective_timeout_s=config.timeouts.collective_s,
+        **options,
+    )
+
+
+@contextmanager
+def single_group(config: Config, role: str) -> Iterator[WorkerGroup]:
+    """Ray and the workers of `role` alone, each on GPUs of its own, for `dagrl evaluate` and `dagrl export`."""
+    with ExitStack() as stack:
+        stack.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
+        groups: list[WorkerGroup] = []
+        stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
+        groups.append(_start_group(config, role, Resources(num_gpus=gpus_per_worker(config.cluster))))
+        yield groups[0]
+
+
 def start_groups(
     config: Config, roles: Set[str], stack: ExitStack, check: Callable[[], None], owner: ActorHandle | None = None
 ) -> list[WorkerGroup]:
@@ -209,20 +236,9 @@ def start_groups(
             with waited.part("waiting for training's memory"):
                 (before_setup or (lambda: None))()
 
-        group = WorkerGroup.create(
-            role,
-            worker_classes(config)[role],
-            layouts(config)[role],
-            role_config(config, role),
-            protocols=required_protocols(config)[role],
-            resources=replace(resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))), owner=owner),
-            seed=config.seed,
-            start_timeout_s=config.timeouts.start_s,
-            collective_timeout_s=config.timeouts.collective_s,
-            while_waiting=check,
-            before_setup=wait if before_setup is not None else None,
-            spares=getattr(config.spares, role, 0),
-        )
+        own = replace(resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))), owner=owner)
+        waits = {"while_waiting": check, "before_setup": wait if before_setup is not None else None}
+        group = _start_group(config, role, own, **waits, spares=getattr(config.spares, role, 0))
         parts = [waited.seconds | found for found in group.call_function(started_parts)]
         logger.info("%s workers started in %s", role, parts_text(time.monotonic() - begin, parts))
         return group

@@ -145,11 +145,8 @@ def _check_tokenizer(directory: Path, key: str, tokenizer: PreTrainedTokenizerFa
 
 def checkpoint_bytes(policy: PolicyConfig) -> int:
     """Returns the bytes of the checkpoint's safetensors; 0 for a model from a seed."""
-    return (
-        0
-        if policy.model_name is None
-        else sum(file.stat().st_size for file in Path(policy.model_name).glob("*.safetensors"))
-    )
+    files = Path(policy.model_name).glob("*.safetensors") if policy.model_name is not None else ()
+    return sum(file.stat().st_size for file in files)
 
 
 def prepare_model(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -50,7 +49,7 @@ from dagrl.rl.preferences import gives_scores
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.cluster import gpus_per_worker
-from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps
+from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps, epoch_steps
 from dagrl.run.derived import Derived
 from dagrl.run.encryption import check_encryption
 from dagrl.run.hub import with_local_models
@@ -149,17 +148,12 @@ def _try_algorithm(config: Config) -> None:
 
 def limit_steps(config: Config, inputs: Inputs) -> Config:
     """Limits `max_num_steps` of each section to the steps that its `max_num_epochs` take."""
-    sft, grpo, preference = config.sft, config.grpo, config.preference
-    if sft.max_num_epochs is not None and inputs.demonstrations:
-        steps = math.ceil(sft.max_num_epochs * len(inputs.demonstrations) / config.policy.train_global_batch_size)
-        sft = sft.model_copy(update={"max_num_steps": min(sft.max_num_steps, steps)})
-    if grpo.max_num_epochs is not None and inputs.prompts:
-        steps = math.ceil(grpo.max_num_epochs * len(inputs.prompts) / grpo.num_prompts_per_step)
-        grpo = grpo.model_copy(update={"max_num_steps": min(grpo.max_num_steps, steps)})
-    if preference.max_num_epochs is not None and inputs.preferences:
-        steps = math.ceil(preference.max_num_epochs * len(inputs.preferences) / config.policy.train_global_batch_size)
-        preference = preference.model_copy(update={"max_num_steps": min(preference.max_num_steps, steps)})
-    return config.model_copy(update={"sft": sft, "grpo": grpo, "preference": preference})
+    limits = {}
+    for name, rows in (("sft", inputs.demonstrations), ("grpo", inputs.prompts), ("preference", inputs.preferences)):
+        section = getattr(config, name)
+        if section.max_num_epochs is not None and rows:
+            limits[f"{name}.max_num_steps"] = min(section.max_num_steps, epoch_steps(config, name, len(rows)))
+    return config.with_keys(limits)
 
 
 def _warn_of_longer_epochs(config: Config, inputs: Inputs) -> None:

@@ -301,16 +301,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan], taken: Taken | None) 
     config, replays, scheduler = session.config, session.replays, session.replays.scheduler
     progress = session.recorder.progress
     progress.stage("Compiling phases")
-    scalars = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
-    for plan in plans:
-        scheduler.add(
-            replays.phases[plan.name],
-            buckets=plan.buckets,
-            scalars={**scalars, **plan.scalars},
-            token_ids=len(session.inputs.tokenizer),
-            warmup_value=plan.value,
-            result_bytes=plan.result_bytes,
-        )
+    add_phases(replays, plans, session.inputs.tokenizer)
     scheduler.number_from(taken.next_replays if taken else {})
     scheduler.compile()
     if session.generation is not None:
@@ -323,6 +314,19 @@ def _compile(session: Session, plans: Sequence[PhasePlan], taken: Taken | None) 
     scheduler.warmup(before=lambda phase: replays.hold(*phase.roles, keep_generation_weights=True))  # no refit follows
     if replays.shared is not None:
         replays.shared.settle()
+
+
+def add_phases(replays: Replays, plans: Sequence[PhasePlan], tokenizer: PreTrainedTokenizerFast) -> None:
+    """Tells the scheduler the shapes of the planned phases."""
+    for plan in plans:
+        replays.scheduler.add(
+            replays.phases[plan.name],
+            buckets=plan.buckets,
+            scalars={"global_valid_tokens": 1.0, "global_valid_sequences": 1.0, **plan.scalars},
+            token_ids=len(tokenizer),
+            warmup_value=plan.value,
+            result_bytes=plan.result_bytes,
+        )
 
 
 def connect_refit(config: Config, train: WorkerGroup, generation: WorkerGroup, inputs: Inputs) -> None:

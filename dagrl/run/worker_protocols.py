@@ -28,11 +28,9 @@ class TrainWorker(Protocol):
 
     def save_checkpoint(self, directory: str, state: dict[str, Json], /) -> None:
         """Writes everything that the next step depends on, and the driver's `state`, to `directory`."""
-        ...
 
     def load_checkpoint(self, directory: str, /) -> dict[str, Json]:
         """Restores a checkpoint and returns the driver's state. Changes nothing if it raises CheckpointError."""
-        ...
 
 
 class RolloutTrainWorker(TrainWorker, RefitWorker, Protocol):
@@ -40,7 +38,6 @@ class RolloutTrainWorker(TrainWorker, RefitWorker, Protocol):
 
     def reset_optimizer(self) -> None:
         """Forgets moments and schedule, as if training began with the current weights."""
-        ...
 
 
 class LogprobKeeper(Protocol):
@@ -49,7 +46,6 @@ class LogprobKeeper(Protocol):
     def kept_logprobs(self) -> Mapping[str, Mapping[int, Array]]:
         """Returns the log-probabilities of the current step, by name (`prev_logprobs`, `reference_logprobs`, `entropy`)
         and row id: float32 [tokens] of the whole row. One worker of each shard gives them, the others nothing."""
-        ...
 
 
 class PeerRestored(Protocol):
@@ -57,15 +53,12 @@ class PeerRestored(Protocol):
 
     def last_update(self) -> tuple[str, int] | None:
         """Returns the phase and number of the last replay in which this worker began to update its weights. None: none."""
-        ...
 
     def copy_state(self) -> object:
         """Returns everything that the next step depends on. Works after `abort` too."""
-        ...
 
     def restore_state(self, state: Any, /) -> None:
         """Continues from what `copy_state` of a worker with the same part of the model returned."""
-        ...
 
 
 class Handover(NamedTuple):
@@ -85,7 +78,6 @@ class Survivor(Protocol):
     def take_over(self) -> Handover:
         """Called when another driver takes over, with nothing running. Forgets what a step under way has left, such as
         accumulated gradients; raises if the worker cannot go on, as after `abort`."""
-        ...
 
 
 class ReplayedTrainWorker(Protocol):
@@ -93,11 +85,9 @@ class ReplayedTrainWorker(Protocol):
 
     def keep_columns(self, batch: Batch, /) -> None:
         """Keeps the token fields of `batch` for the optimizer step of the rows with the same `row_ids`."""
-        ...
 
     def compare_checkpoint(self, directory: str, /) -> tuple[int, list[WeightDifference]]:
         """Loads a checkpoint. Returns the number of its tensors, and those in which the weights before differ from it."""
-        ...
 
 
 class BackgroundSaver(Protocol):
@@ -105,15 +95,12 @@ class BackgroundSaver(Protocol):
 
     def save_checkpoint(self, directory: str, state: dict[str, Json], background: bool = False, /) -> None:
         """With `background`, copies the state and returns; the copy is written while training continues."""
-        ...
 
     def checkpoint_written(self) -> bool:
         """Whether this worker has written its part."""
-        ...
 
     def finish_checkpoint(self) -> None:
         """Waits for the checkpoint and completes it."""
-        ...
 
 
 class HuggingFaceExporter(Protocol):
@@ -121,7 +108,6 @@ class HuggingFaceExporter(Protocol):
 
     def export_hf(self, directory: str, /) -> None:
         """Writes the policy as a Hugging Face directory. All workers write it together."""
-        ...
 
 
 class ReferenceHolder(Protocol):
@@ -129,7 +115,6 @@ class ReferenceHolder(Protocol):
 
     def snapshot_reference(self) -> None:
         """Makes the current weights the reference policy, or loads it from `policy.reference_model_name`."""
-        ...
 
 
 class AnswerScorer(Protocol):
@@ -137,7 +122,6 @@ class AnswerScorer(Protocol):
 
     def values(self, batch: Batch, /) -> Batch | None:
         """Returns `values` [rows, tokens]: at each token that of the tokens before it. One worker of a shard gives them."""
-        ...
 
 
 class StateOffloader(Protocol):
@@ -145,15 +129,12 @@ class StateOffloader(Protocol):
 
     def offload(self, parts: tuple[str, ...], /) -> None:
         """Moves `weights`, `gradients` or `optimizer` to host memory, and frees memory that no tensor uses."""
-        ...
 
     def reload(self, parts: tuple[str, ...], /) -> None:
         """Moves them back."""
-        ...
 
     def device_memory(self) -> DeviceMemory | None:
         """Returns the memory of its GPU; None without one."""
-        ...
 
 
 class GenerationWorker(RefitWorker, Protocol):
@@ -161,11 +142,9 @@ class GenerationWorker(RefitWorker, Protocol):
 
     def abort_requests(self, request_ids: Sequence[int], /) -> int:
         """Drops these requests and returns how many were running."""
-        ...
 
     def unfinished_requests(self) -> list[FinishedRequest]:
         """Returns the requests that have tokens and are still running, without ending them."""
-        ...
 
 
 class SleepingEngine(Protocol):
@@ -173,11 +152,9 @@ class SleepingEngine(Protocol):
 
     def sleep(self, level: int, /) -> int:
         """Frees the KV cache. Level 1 moves the weights to host memory, level 2 drops them. Returns the freed bytes."""
-        ...
 
     def wake_up(self, tags: tuple[str, ...], /) -> None:
         """Allocates `weights` or `kv_cache` again."""
-        ...
 
 
 class ModelHooks(Protocol):
@@ -186,16 +163,13 @@ class ModelHooks(Protocol):
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json], /) -> None:
         """Raises a UserError for a model that the class cannot hold in this layout. Called before any actor starts."""
-        ...
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int, /) -> list[WeightSlice]:
         """Returns what `rank` will hold, for a refit plan without a run."""
-        ...
 
     def weight_config(self) -> Mapping[str, Json]:
         """Returns the keys of the model's configuration that decide what the worker computes."""
-        ...
 
 
 def required_protocols(config: Config) -> dict[str, tuple[type, ...]]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dagrl.config import Config
-from dagrl.config.settings import algorithm_name, generation_config, holds_reference
+from dagrl.config.settings import algorithm_name, generation_config
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
 from dagrl.rl.algorithm import algorithm_of
@@ -31,7 +31,7 @@ from dagrl.run.checkpoints import TrainState
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.calibration import calibrate_on_prompts
 from dagrl.run.loops.early_work import Early
-from dagrl.run.loops.grpo_step import learn
+from dagrl.run.loops.grpo_step import begin_policy, learn
 from dagrl.run.loops.logprobs import begin_logprobs, end_logprobs, logprob_batch, split_minibatches, whole_rows
 from dagrl.run.loops.sft import train_sft
 from dagrl.run.plans import PhasePlan, grpo_plans, logprob_phases
@@ -113,14 +113,10 @@ def _plans(config: Config, phases: Collection[str]) -> list[PhasePlan]:
 
 def _start_policy(session: Session) -> None:
     """As at the start of a run, but generation gets weights only when it makes something with them."""
-    config, replays = session.config, session.replays
     if "grpo_sampler" not in session.checkpoints.state.counters:
-        replays.hold("train", keep_generation_weights=True)
-        if holds_reference(config):
-            session.train.call("snapshot_reference", deadline=config.timeouts.replay)
-        session.train.call("reset_optimizer", deadline=config.timeouts.replay)
-    calibrate_on_prompts(config, replays, session.inputs.prompts)
-    replays.close_step(tokens=0)
+        begin_policy(session)
+    calibrate_on_prompts(session.config, session.replays, session.inputs.prompts)
+    session.replays.close_step(tokens=0)
 
 
 def _train_step(session: Session, rows: Sequence[Row], *, known: bool) -> None:
