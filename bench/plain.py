@@ -22,7 +22,7 @@ from dagrl.errors import DeadlineError
 from dagrl.rl.advantages import group_advantages
 from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.episodes import RolloutGroup, new_group, request_seeds, samples_of
-from dagrl.run.checkpoints import TrainState
+from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.plans import grpo_plans, logprob_phases
 from dagrl.runtime.replay import ReplayTiming
 from dagrl.runtime.shapes import Batch, choose_bucket

@@ -254,7 +254,7 @@ def counted_steps(config: Config, variant: Variant) -> int:
 def begin_again(session: Session, config: Config, variant: Variant, first_weights: Path | None, steps: int) -> Session:
     """Returns the session for `steps` GRPO steps of `variant`, from the first weights if given."""
     from dagrl.config.settings import generation_config
-    from dagrl.run.checkpoints import TrainState
+    from dagrl.run.checkpoint_store import TrainState
 
     settings = config.grpo.async_grpo.model_copy(
         update={

@@ -47,6 +47,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError("\n".join(dict.fromkeys(problems))) from error
 
 
+def load_run_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads the configuration that a run has saved. Raises ConfigError if `directory` is not one of a run."""
+    file = directory / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{directory} has no config.yaml; expected the directory of a run, such as runs/grpo_quickstart")
+    return load_config(file, overrides)
+
+
 def dump_config(config: Config, derived: Mapping[str, str] | None = None) -> str:
     """Returns the resolved configuration as YAML, which `load_config` reads back to an equal one.
 

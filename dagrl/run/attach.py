@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dagrl.config import Config
-from dagrl.config.file import load_config
-from dagrl.errors import ConfigError
+from dagrl.config.file import load_run_config
 from dagrl.run.leased_cluster import nothing_waits, read_lease
 from dagrl.telemetry.record import RunPaths, check_not_running
 
@@ -17,12 +16,8 @@ def orphaned_config(directory: Path) -> Config:
     Raises ConfigError if `directory` is no run's, if its driver lives, or if no workers can wait.
     """
     directory = directory.absolute()
-    file = directory / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(f"{directory} has no config.yaml; expected the directory of a run, such as runs/grpo_quickstart")
-    config = load_config(file)
     moved = {"output_dir": str(directory.parent), "name": directory.name, "checkpointing.resume": True}
-    config = config.with_keys(moved)
+    config = load_run_config(directory).with_keys(moved)
     check_not_running(RunPaths.of(config), "only a run whose driver has died can be attached to")
     lease = read_lease(directory)
     if lease is None or not lease.may_wait(directory):

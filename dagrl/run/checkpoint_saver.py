@@ -15,7 +15,7 @@ from pathlib import Path
 from dagrl.config import Config
 from dagrl.config.settings import algorithm_name
 from dagrl.errors import CheckpointError, ConfigError
-from dagrl.run.checkpoints import Checkpoint, CheckpointStore, TrainState
+from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore, TrainState
 from dagrl.run.replays import Replays
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.metrics import VALIDATION

@@ -20,7 +20,7 @@ from dagrl.config import Config, Json
 from dagrl.config.file import dump_config, load_config
 from dagrl.errors import ConfigError
 from dagrl.files import require_writable, write_whole
-from dagrl.run.checkpoints import CheckpointStore, TrainState, load_checkpoint_directory
+from dagrl.run.checkpoint_store import CheckpointStore, TrainState, load_checkpoint_directory
 from dagrl.run.derive import derive_from_machine
 from dagrl.run.fleet import single_group
 from dagrl.run.hub import with_local_models

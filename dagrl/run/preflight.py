@@ -105,6 +105,8 @@ def preflight(config: Config) -> Inputs:
 
     Raises a UserError that says what to change.
     """
+    from dagrl.rl.trial import try_algorithm
+
     derived = derive_from_machine(config)
     config = derived.config
     check_settings(config)
@@ -129,7 +131,7 @@ def preflight(config: Config) -> Inputs:
     check_other_tokenizers(config, tokenizer)
     hf_config = model_description(config.policy, token_count(tokenizer))
     check_model(config, hf_config, workers)
-    _try_algorithm(config)
+    try_algorithm(config)
     if config.policy.random_init is not None:
         make_random_model(config.policy.random_init, tokenizer, "meta")
     inputs = _read_data(derived, tokenizer, hf_config)
@@ -138,12 +140,6 @@ def preflight(config: Config) -> Inputs:
     _check_metric(inputs.config, inputs)
     _warn_of_longer_epochs(inputs.config, inputs)
     return inputs
-
-
-def _try_algorithm(config: Config) -> None:
-    from dagrl.rl.trial import try_algorithm
-
-    try_algorithm(config)
 
 
 def limit_steps(config: Config, inputs: Inputs) -> Config:
@@ -295,7 +291,8 @@ def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[
         with running(f"{path}.check", key):
             try:
                 described = role_description(config, role, hf_config)
-                getattr(worker, "check", _accept)(role_config(config, role), described)
+                if hasattr(worker, "check"):
+                    worker.check(role_config(config, role), described)
             except UserError as error:
                 raise type(error)(f"{role} workers: {error}") from error
 
@@ -309,10 +306,6 @@ def _check_positions(inputs: Inputs) -> None:
             raise ConfigError(
                 f"{whose} has {positions} positions (max_position_embeddings), but the largest bucket {widest} tokens"
             )
-
-
-def _accept(config: Config, hf_config: Mapping[str, Json]) -> None:
-    """The check of a worker class without one."""
 
 
 def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:
@@ -342,7 +335,8 @@ def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: 
     ]
     derive_from_data(derived, chain(*rows), chain(*prompts), hf_config, checkpoint_bytes(config.policy))
     to_learn, held_demonstrations = (_fitting(derived.config, part) for part in rows)
-    to_train, held_prompts = (_fitting_prompts(derived.config, part) for part in prompts)
+    new = generation_config(derived.config).max_new_tokens if rolls_out else 0
+    to_train, held_prompts = (_fitting(derived.config, part, new) for part in prompts)
     derive_steps(derived, demonstrations=len(to_learn), prompts=len(to_train))
     if rolls_out:
         check_keywords(config.reward, {name for prompt in to_train for name in prompt.columns})
@@ -369,15 +363,8 @@ def _read_preferences(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_c
     )
 
 
-def _fitting(config: Config, rows: list[Row]) -> list[Row]:
-    room = bucket_widths(config.policy)[-1]
-    return keep_fitting(rows, room, config.data.too_long, "the largest bucket", width_key(config.policy))
-
-
-def _fitting_prompts(config: Config, rows: list[Prompt]) -> list[Prompt]:
-    if not rows:
-        return []
-    new = generation_config(config).max_new_tokens
+def _fitting(config: Config, rows: list[Row], new: int = 0) -> list[Row]:
+    """The rows for which a bucket has room, with `new` tokens after them."""
+    limit = "the largest bucket" + (f" less policy.generation.max_new_tokens {new}" if new else "")
     room = bucket_widths(config.policy)[-1] - new
-    limit = f"the largest bucket less policy.generation.max_new_tokens {new}"
     return keep_fitting(rows, room, config.data.too_long, limit, width_key(config.policy))

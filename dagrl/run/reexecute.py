@@ -17,19 +17,19 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import CheckpointConfig, Config, SparesConfig
-from dagrl.config.file import dump_config, load_config
+from dagrl.config.file import dump_config, load_run_config
 from dagrl.config.settings import compares, generates, samples_per_step
 from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.files import PRIVATE, write_whole
 from dagrl.machine import VISIBLE
-from dagrl.run.checkpoints import CheckpointStore
+from dagrl.run.checkpoint_store import CheckpointStore
 from dagrl.run.comparison import BOUNDS, JUDGED, MADE, SCORED, Bounds, Comparison, compare, compare_rollouts
 from dagrl.run.session import LastStep, Session
 from dagrl.telemetry.record import RunPaths, lock_run, read_metrics
@@ -66,29 +66,23 @@ class Request:
         return not self.cpu and not self.overrides
 
 
-@dataclass
-class Weights:
-    """The weights after a step, compared with the run's checkpoint of it."""
-
-    compared: int = 0
-    differences: list[WeightDifference] | None = None
-
-
 def replay_step(request: Request, run: Run) -> Comparison:
     """Executes a step again and compares it with the run's records.
 
     What it writes is in `<directory>/replays/step_<step>`. Raises ConfigError for a directory that is no run's, a step or a
     phase that the run has not recorded; RunError if nothing was compared.
     """
-    config = _read(request)
+    config = load_run_config(request.directory, request.overrides)
+    config = on_cpu(config) if request.cpu else config
     lines = _recorded_lines(request.directory, request.step)
     phases = _chosen_phases(config, request)
-    before = _before(config, request, phases)
-    start = newest_before(RunPaths.of(config).checkpoints, request.directory / "checkpoints", before)
-    saved = saved_at(RunPaths.of(config).checkpoints, request.directory / "checkpoints", request.step)
-    weights, again = Weights(), _prepare(config, request, start)
-    trains = phases is None or "train_step" in phases
-    last = LastStep(request.step, partial(_compare_weights, saved, weights) if saved and trains else _no_weights)
+    roots = (RunPaths.of(config).checkpoints, request.directory / "checkpoints")  # the second if the run was moved
+    start = newest_checkpoint(roots, range(_before(config, request, phases)))
+    saved = newest_checkpoint(roots, range(request.step, request.step + 1))
+    weights, again = list[tuple[int, list[WeightDifference]]](), _prepare(config, request, start)
+    last = LastStep(request.step)
+    if saved is not None and (phases is None or "train_step" in phases):
+        last = LastStep(request.step, partial(_compare_weights, saved, weights))
     logger.info("executing from %s", start.name if start else "the first policy")
     recorded = None if phases is None else _recorded(request.directory, last, phases)
     try:
@@ -101,33 +95,18 @@ def replay_step(request: Request, run: Run) -> Comparison:
     except StopRequestedError:
         logger.info("stopped after step %d", request.step)
     comparison = _compare(request, again, lines, recorded)
-    comparison.add_weights(weights.compared, weights.differences or [], _step_sizes(again, lines, comparison))
+    for compared, differences in weights:
+        comparison.add_weights(compared, differences, _step_sizes(again, lines, comparison))
     return comparison
 
 
-def _no_weights(session: Session) -> None:
-    """There is no checkpoint to compare with."""
-
-
-def _compare_weights(saved: Path, weights: Weights, session: Session) -> None:
-    """Compares the train workers' weights with a checkpoint, which they then hold."""
+def _compare_weights(saved: Path, found: list[tuple[int, list[WeightDifference]]], session: Session) -> None:
+    """Compares each train worker's weights with a checkpoint, which they then hold; see `compare_checkpoint`."""
     if "compare_checkpoint" not in session.train.role.methods:
         return
     session.replays.hold("train", keep_generation_weights=True)
     directory = str(saved.absolute() / "train")
-    found = session.train.call("compare_checkpoint", directory, deadline=session.config.timeouts.checkpoint)
-    weights.compared = sum(compared for compared, _ in found)
-    weights.differences = [one for _, differences in found for one in differences]
-
-
-def _read(request: Request) -> Config:
-    file = request.directory / "config.yaml"
-    if not file.is_file():
-        raise ConfigError(
-            f"{request.directory} has no config.yaml; expected the directory of a run, such as runs/grpo_quickstart"
-        )
-    config = load_config(file, request.overrides)
-    return on_cpu(config) if request.cpu else config
+    found += session.train.call("compare_checkpoint", directory, deadline=session.config.timeouts.checkpoint)
 
 
 def on_cpu(config: Config) -> Config:
@@ -180,7 +159,8 @@ def _chosen_phases(config: Config, request: Request) -> tuple[str, ...] | None:
     known = sample_phases(config)
     if request.phase is not None and request.phase not in known:
         raise ConfigError(f"--phase {request.phase}: the records have the inputs of {', '.join(known)}; choose one of them")
-    if request.phase is None and request.exact and not _depends_on_time(config):
+    asynchronous = config.grpo.async_grpo  # time decides which version makes a token
+    if request.phase is None and request.exact and not (asynchronous.enabled and asynchronous.max_trajectory_age_steps):
         return None
     if config.policy.router_replay or (config.environment.agent is not None and config.environment.max_conversations > 1):
         what = "the experts of each token" if config.policy.router_replay else "an agent's further conversations"
@@ -189,12 +169,6 @@ def _chosen_phases(config: Config, request: Request) -> tuple[str, ...] | None:
             "a synchronous run can be executed again, in its own layout: leave out --phase, --cpu and overrides"
         )
     return (request.phase,) if request.phase is not None else known
-
-
-def _depends_on_time(config: Config) -> bool:
-    """Whether time decides which version makes a token, or which rows are trained together."""
-    asynchronous = config.grpo.async_grpo
-    return asynchronous.enabled and asynchronous.max_trajectory_age_steps > 0
 
 
 def _before(config: Config, request: Request, phases: Collection[str] | None) -> int:
@@ -219,20 +193,10 @@ def _recorded(directory: Path, last: LastStep, phases: Sequence[str]) -> Recorde
     return recorded
 
 
-def newest_before(configured: Path, within: Path, step: int) -> Path | None:
-    """Returns the newest checkpoint before `step` in the configured directory, or in the run's own if it was moved."""
-    return _newest(configured, within, lambda at: at < step)
-
-
-def saved_at(configured: Path, within: Path, step: int) -> Path | None:
-    """Returns the checkpoint after `step`, if the run has kept it."""
-    return _newest(configured, within, lambda at: at == step)
-
-
-def _newest(configured: Path, within: Path, fits: Callable[[int], bool]) -> Path | None:
-    for root in (configured, within):
-        found = [each.directory for each in CheckpointStore(root).all() if fits(each.state.step)]
-        if found:
+def newest_checkpoint(roots: Iterable[Path], steps: range) -> Path | None:
+    """Returns the newest checkpoint of one of the `steps` in the first directory that has any."""
+    for root in roots:
+        if found := [each.directory for each in CheckpointStore(root).all() if each.state.step in steps]:
             return found[-1]
     return None
 

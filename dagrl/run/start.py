@@ -32,7 +32,7 @@ from dagrl.config.settings import (
 from dagrl.errors import ClusterError, ConfigError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
 from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
-from dagrl.run.checkpoints import Checkpoint, CheckpointStore
+from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
 from dagrl.run.colocated import GENERATION, SharedDevices
 from dagrl.run.control import control
 from dagrl.run.driver_record import DIRECTORY, DriverRecord, Taken, go_on

@@ -7,7 +7,7 @@
       rollouts/        the samples of each step (see `dagrl.telemetry.rollouts`)
       trace.json       timeline of all workers (see `dagrl.telemetry.trace`)
       metrics.png      reward, loss, KL and time per phase (see `dagrl.telemetry.plot`)
-      checkpoints/     to resume from (see `dagrl.run.checkpoints`)
+      checkpoints/     to resume from (see `dagrl.run.checkpoint_store`)
       final_model/     the last policy as Hugging Face safetensors
       init_model/      the model made by `policy.random_init`
       driver/          the last step of a driver that can be replaced (see `dagrl.run.driver_record`)

@@ -16,7 +16,7 @@ from dagrl.config.file import load_config
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.episodes import new_group, request_seeds
 from dagrl.rl.rollout.rollouts import Rollouts
-from dagrl.run.checkpoints import TrainState
+from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.async_grpo import train_async
 from dagrl.run.loops.grpo import train_grpo

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from dagrl.config.file import load_config
 from dagrl.rl.rollout.rollouts import IN_FLIGHT
-from dagrl.run.checkpoints import CheckpointStore
+from dagrl.run.checkpoint_store import CheckpointStore
 from dagrl.run.preflight import preflight
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dagrl.run.checkpoints import CheckpointStore
+from dagrl.run.checkpoint_store import CheckpointStore
 from tests.integration.main_job import GRPO, LEARNING, OF_REPLAYS, SFT, SFT_STEPS, Run, copy_run, running, train, untimed
 
 pytest.importorskip("megatron.core")

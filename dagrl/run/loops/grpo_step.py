@@ -20,7 +20,7 @@ from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.checkpoint_saver import ranking_metric
-from dagrl.run.checkpoints import TrainState
+from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.calibration import calibrate, calibrate_on_prompts
 from dagrl.run.loops.critic import CriticStep, learns_alone

@@ -27,7 +27,7 @@ from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, request_see
 from dagrl.rl.rollout.record import KEPT, NO_REWARD
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import ScoredGroup, scored_group
-from dagrl.run.checkpoints import TrainState
+from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.calibration import calibrate_on_prompts
 from dagrl.run.loops.early_work import Early

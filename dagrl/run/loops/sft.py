@@ -14,7 +14,7 @@ from dagrl.config.settings import algorithm_name, generates
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Demonstration, collate
 from dagrl.run.checkpoint_saver import ranking_metric
-from dagrl.run.checkpoints import TrainState
+from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.session import Session
 from dagrl.run.stop import given_up

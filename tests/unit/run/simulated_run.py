@@ -37,7 +37,7 @@ from dagrl.rl.rollout import experience
 from dagrl.rl.rollout.engines import Change
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.checkpoints import Checkpoint, TrainState
+from dagrl.run.checkpoint_store import Checkpoint, TrainState
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops import async_grpo, grpo, grpo_step
 from dagrl.run.model import character_tokenizer

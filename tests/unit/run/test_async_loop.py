@@ -31,7 +31,7 @@ from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.rollout.trajectory_file import read_trajectories
-from dagrl.run.checkpoints import Checkpoint, TrainState
+from dagrl.run.checkpoint_store import Checkpoint, TrainState
 from dagrl.run.loops.grpo_step import refit
 from dagrl.runtime.shapes import Batch
 from tests.unit.run.simulated_run import UNANSWERED, Reward, Run, engines_of, logprob_of

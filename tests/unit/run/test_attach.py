@@ -14,7 +14,7 @@ from dagrl.cli.main import main
 from dagrl.config.checks import check_settings
 from dagrl.config.file import dump_config, load_config
 from dagrl.errors import CheckpointError, ConfigError
-from dagrl.run.checkpoints import TrainState
+from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.driver_record import DEMONSTRATIONS, DriverRecord, go_on
 from dagrl.run.leased_cluster import FILE, LeaseFile, read_lease, refuse_orphans
 from dagrl.run.worker_protocols import Handover

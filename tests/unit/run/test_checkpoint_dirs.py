@@ -12,7 +12,7 @@ import pytest
 
 from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
-from dagrl.run.checkpoints import CheckpointStore, TrainState, load_checkpoint_directory
+from dagrl.run.checkpoint_store import CheckpointStore, TrainState, load_checkpoint_directory
 from tests.unit.run.full_disk import full_disk
 
 
@@ -105,8 +105,8 @@ def test_an_unfinished_save_is_not_listed(store: CheckpointStore) -> None:
 def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
     save(store, 3, metric=0.1)
     save(store, 3, metric=0.9)
-    best = store.best()
-    assert best is not None and best.state.metric == 0.9
+    latest = store.latest()
+    assert latest is not None and latest.state.metric == 0.9
     assert [path.name for path in store.root.iterdir()] == ["step_00000003"]
 
 
@@ -118,6 +118,7 @@ def test_saving_a_step_again_replaces_it(store: CheckpointStore) -> None:
         (2, None, True, [None, None, None], [2, 3]),
         (1, None, True, [0.9, 0.5, 0.1], [1, 3]),  # the best and the newest
         (1, None, False, [0.9, 0.1, 0.5], [2, 3]),
+        (1, None, False, [0.4, 0.2, None, 0.3], [2, 4]),
         (2, None, True, [0.1, 0.5, 0.9, 0.2], [2, 3, 4]),
         (2, None, True, [0.3, None, None, 0.2], [1, 4]),
         (2, None, True, [0.5, 0.5, 0.5], [2, 3]),
@@ -137,15 +138,6 @@ def test_pruning(
         save(store, step, metric)
         assert steps(store)[-1] == step
     assert steps(store) == kept
-
-
-def test_best(tmp_path: Path) -> None:
-    losses = CheckpointStore(tmp_path, higher_is_better=False)
-    assert losses.best() is None
-    for step, metric in enumerate([0.4, 0.2, None, 0.3], start=1):
-        save(losses, step, metric)
-    best = losses.best()
-    assert best is not None and best.state.step == 2
 
 
 def test_leftovers_of_a_crash_are_removed(store: CheckpointStore) -> None:
@@ -250,14 +242,13 @@ def test_an_unreadable_checkpoint_is_kept_and_not_counted(
     save(store, 1, 0.9)
     damaged = save(store, 2, 0.8)
     damage(damaged)
-    with caplog.at_level(logging.WARNING, "dagrl.run.checkpoints"):
+    with caplog.at_level(logging.WARNING, "dagrl.run.checkpoint_store"):
         for step in (3, 4):
             save(store, step, 0.1)
     assert steps(store) == kept
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in sorted({2, *kept})]
     (warning,) = caplog.messages
     assert warning.startswith(f"{damaged} is neither ranked nor removed")
-    assert store.best() is not None  # of those that can be read
 
 
 def test_a_copy_under_another_step_is_an_error(store: CheckpointStore) -> None:

@@ -10,7 +10,7 @@ import pytest
 from dagrl.config import Config
 from dagrl.errors import CheckpointError
 from dagrl.run.checkpoint_saver import CheckpointSaver
-from dagrl.run.checkpoints import CheckpointStore, TrainState
+from dagrl.run.checkpoint_store import CheckpointStore, TrainState
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.worker_group import WorkerGroup
 

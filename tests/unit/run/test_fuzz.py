@@ -17,7 +17,7 @@ from dagrl.config import Config, DataConfig
 from dagrl.config.file import load_config
 from dagrl.data.examples import read_jsonl
 from dagrl.errors import CheckpointError, ConfigError, DataError
-from dagrl.run.checkpoints import MANIFEST, STATE, CheckpointStore, TrainState, load_checkpoint_directory
+from dagrl.run.checkpoint_store import MANIFEST, STATE, CheckpointStore, TrainState, load_checkpoint_directory
 from dagrl.telemetry.record import prepare_run_directory
 
 VALID = {"name": "fuzz", "algorithm": "sft", "policy": {}, "data": {}}

@@ -14,9 +14,9 @@ from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.errors import ConfigError, RunError
 from dagrl.machine import gpu_count
-from dagrl.run.checkpoints import CheckpointStore, TrainState
+from dagrl.run.checkpoint_store import CheckpointStore, TrainState
 from dagrl.run.comparison import BOUNDS, Bounds, WeightDifference, compare
-from dagrl.run.reexecute import Request, newest_before, on_cpu, replay_step
+from dagrl.run.reexecute import Request, newest_checkpoint, on_cpu, replay_step
 from dagrl.run.session import LastStep
 from dagrl.telemetry.record import read_metrics
 from dagrl.telemetry.rollouts import RolloutFiles, read_rollouts, rollout_files
@@ -86,7 +86,7 @@ def test_it_starts_from_the_newest_checkpoint_before_the_step(tmp_path: Path) ->
     for step in (2, 4, 6):
         with store.saving(TrainState(step)):
             pass
-    found = [newest_before(tmp_path / "moved", tmp_path / "checkpoints", step) for step in (2, 3, 6, 9)]
+    found = [newest_checkpoint((tmp_path / "moved", tmp_path / "checkpoints"), range(step)) for step in (2, 3, 6, 9)]
     assert [path and path.name for path in found] == [None, "step_00000002", "step_00000004", "step_00000006"]
 
 

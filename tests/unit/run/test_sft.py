@@ -14,7 +14,7 @@ from dagrl.config import Config
 from dagrl.data import Sampler
 from dagrl.data.tokenization import Demonstration, digest_of
 from dagrl.errors import CheckpointError, StopRequestedError
-from dagrl.run.checkpoints import TrainState
+from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.loops.sft import evaluate, learning_rate, train_sft
 from dagrl.run.plans import train_buckets
 from dagrl.run.stop import StopSignal

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dagrl.machine import DEV_SHM  # memory: each save waits for the disk several times
 from dagrl.rl.rollout.trajectories import TrajectoryBuffer
-from dagrl.run.checkpoints import MANIFEST, CheckpointStore, TrainState
+from dagrl.run.checkpoint_store import MANIFEST, CheckpointStore, TrainState
 
 HISTORIES = settings(deadline=None, max_examples=25, stateful_step_count=30)
 

@@ -55,7 +55,7 @@ def short_run(screen: Screen, level: str = "INFO") -> None:
         progress.step(1, 2, {**METRICS, "validation/reward": 0.35}, stage="grpo")
         progress.status("saving")
         progress.step(2, 2, METRICS, stage="grpo")
-        logging.getLogger("dagrl.run.checkpoints").info("a record of another module")
+        logging.getLogger("dagrl.run.checkpoint_store").info("a record of another module")
         progress.stage("Exporting", "export")
         progress.summary({"generate": 3.0, "train_step": 1.0}, {"metrics": Path("runs/tiny/metrics.jsonl")})
 
@@ -123,7 +123,7 @@ class Terminal:
 
 def test_a_terminal_has_one_line_that_is_redrawn_below_what_is_finished() -> None:
     terminal = Terminal()
-    log = logging.getLogger("dagrl.run.checkpoints")
+    log = logging.getLogger("dagrl.run.checkpoint_store")
     with contextlib.closing(terminal):
         with Progress(LoggerConfig(), terminal.console) as progress:
             progress.stage("Starting train workers")

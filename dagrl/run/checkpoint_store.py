@@ -48,8 +48,8 @@ _NAME = re.compile(r"step_(\d{8,})(\.tmp|\.old)?")
 class TrainState:
     """The driver's state after `step`, which is also the policy version.
 
-    `counters` hold the state of the loop, such as data positions. `metric` ranks the checkpoint for `keep_top_k` and `best`;
-    it is None if this step did not measure it.
+    `counters` hold the state of the loop, such as data positions. `metric` ranks the checkpoint for `keep_top_k`; it is None
+    if this step did not measure it.
     """
 
     step: int
@@ -177,17 +177,13 @@ class CheckpointStore:
         found = self._directories()
         return load_checkpoint_directory(found[-1]) if found else None
 
-    def best(self) -> Checkpoint | None:
-        """Returns the checkpoint with the best metric (among equals the newest), verified; None if none has a metric."""
-        ranked = [checkpoint for checkpoint in self._ranked(self.all()) if _has_metric(checkpoint)]
-        return load_checkpoint_directory(ranked[0].directory) if ranked else None
-
     def _ranked(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
         """Best first, checkpoints without a metric last, among equals the newest first."""
 
         def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
-            measured = _has_metric(checkpoint)
-            return (measured, self._sign * (checkpoint.state.metric or 0.0) if measured else 0.0, checkpoint.state.step)
+            metric = checkpoint.state.metric
+            measured = metric is not None and math.isfinite(metric)
+            return measured, self._sign * metric if measured and metric else 0.0, checkpoint.state.step
 
         return sorted(checkpoints, key=rank, reverse=True)
 
@@ -250,10 +246,6 @@ def read_state(directory: Path) -> TrainState:
             f"{directory} holds the state of step {state.step}; it was renamed or copied. Rename it to its step"
         )
     return state
-
-
-def _has_metric(checkpoint: Checkpoint) -> bool:
-    return checkpoint.state.metric is not None and math.isfinite(checkpoint.state.metric)
 
 
 def _write_manifest(directory: Path) -> None:
