@@ -338,12 +338,13 @@ def _status(options: argparse.Namespace) -> None:
 
 
 def _replay(options: argparse.Namespace) -> None:
-    from dagrl.cli.replay import replay
-    from dagrl.run.reexecute import Request
+    from dagrl.cli.replay import report
+    from dagrl.run.reexecute import Request, replay_step
+    from dagrl.run.train import train
 
     _log(options, "INFO")
     request = Request(options.run, options.step, options.phase, options.cpu, tuple(options.overrides))
-    sys.stdout.write(replay(request))
+    sys.stdout.write(report(replay_step(request, train)))
 
 
 def _view(options: argparse.Namespace) -> None:

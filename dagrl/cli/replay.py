@@ -1,19 +1,12 @@
-"""`dagrl replay`: executes a step of a run again and reports the comparison."""
+"""`dagrl replay`: reports the comparison of a step that was executed again."""
 
 from __future__ import annotations
 
 from dagrl.errors import RunError
 from dagrl.run.comparison import Comparison
-from dagrl.run.reexecute import Request, replay_step
-from dagrl.run.train import train
 
 MOST_SHOWN = 10
 """Differences that the error lists."""
-
-
-def replay(request: Request) -> str:
-    """Executes a step again; see `report`."""
-    return report(replay_step(request, train))
 
 
 def report(comparison: Comparison) -> str:

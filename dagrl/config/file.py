@@ -63,9 +63,7 @@ def dump_config(config: Config, derived: Mapping[str, str] | None = None) -> str
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     if not derived:
         return text
-    starts: dict[KeyPath, yaml.Mark] = {}
-    _note_starts(yaml.compose(text, yaml.SafeLoader), (), starts)
-    lines = text.splitlines()
+    starts, lines = dict(_marks(yaml.compose(text, yaml.SafeLoader))), text.splitlines()
     for key, reason in derived.items():
         start = starts[tuple(key.split("."))]
         lines[start.line] = f"{' ' * start.column}# derived: {reason}\n{lines[start.line]}"
@@ -96,7 +94,11 @@ def _read_yaml(path: Path) -> tuple[dict[str, Json], Locations]:
         node = yaml.compose(text, yaml.SafeLoader)
         content = yaml.safe_load(text)
         locations: Locations = {}
-        _note_locations(node, (), str(path), locations)
+        for key, mark in _marks(node):
+            location = f"{path}, line {mark.line + 1}"
+            if key in locations:
+                raise ConfigError(f"{_dotted(key)} ({location}) is a duplicate key; keep one of the two")
+            locations[key] = location
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     except RecursionError as error:
@@ -117,29 +119,17 @@ def _in_directory(value: Json, directory: str) -> Json:
     return value
 
 
-def _note_locations(node: yaml.Node | None, key: KeyPath, file: str, locations: Locations) -> None:
-    """Records the line of every key below `node`. Raises ConfigError for a duplicate key."""
+def _marks(node: yaml.Node | None, key: KeyPath = ()) -> Iterator[tuple[KeyPath, yaml.Mark]]:
+    """Yields every key below `node`, and where it starts."""
     if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for name, value in node.value:
-            below = (*key, name.value)
-            location = f"{file}, line {name.start_mark.line + 1}"
-            if name.value in seen:
-                raise ConfigError(f"{_dotted(below)} ({location}) is a duplicate key; keep one of the two")
-            seen.add(name.value)
-            locations[below] = location
-            _note_locations(value, below, file, locations)
+        below = [(name.value, name.start_mark, value) for name, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            locations[(*key, index)] = f"{file}, line {value.start_mark.line + 1}"
-            _note_locations(value, (*key, index), file, locations)
-
-
-def _note_starts(node: yaml.Node | None, key: KeyPath, starts: dict[KeyPath, yaml.Mark]) -> None:
-    """Records where every key below `node` starts."""
-    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        starts[(*key, name.value)] = name.start_mark
-        _note_starts(value, (*key, name.value), starts)
+        below = [(index, value.start_mark, value) for index, value in enumerate(node.value)]
+    else:
+        return
+    for name, mark, value in below:
+        yield (*key, name), mark
+        yield from _marks(value, (*key, name))
 
 
 def _override(content: dict[str, Json], word: str, locations: Locations) -> None:

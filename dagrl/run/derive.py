@@ -56,7 +56,8 @@ def derive_from_machine(config: Config) -> Derived:
         derived.config = config.with_keys({ROLLOUT: GenerationConfig()})
     if gpus_per_worker(config.cluster):
         _use_gpus(derived)
-    _set_worker(derived)
+    if gives_scores(algorithm_of(derived.config)):
+        derived.set("policy.worker", "dagrl.workers.megatron:MegatronValueWorker", "a reward model has a scalar head")
     if sends_adapters(derived.config):
         derived.set(f"{ROLLOUT}.colocated.sleep_level", 1, "refits send adapters alone")
     _set_rates(derived)
@@ -161,11 +162,6 @@ def _may_share(config: Config) -> bool:
     kept = config.policy.reference_weights == "device" and uses_reference(config)
     ahead = config.grpo.async_grpo.enabled or config.grpo.overlap_logprobs
     return not (kept or ahead or config.policy.megatron_cfg.cuda_graphs or model_roles(config))
-
-
-def _set_worker(derived: Derived) -> None:
-    if gives_scores(algorithm_of(derived.config)):
-        derived.set("policy.worker", "dagrl.workers.megatron:MegatronValueWorker", "a reward model has a scalar head")
 
 
 def _set_spares(derived: Derived) -> None:

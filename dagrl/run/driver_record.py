@@ -111,16 +111,9 @@ def _taken(config: Config, groups: Sequence[WorkerGroup], record: DriverRecord) 
     first = numbers.get(phase, 0)
     if number < first:
         return Taken(checkpoint, numbers, {})
-    if (
-        phase != load_phase(config.phases, DEMONSTRATIONS).name
-        or number > first
-        or any(one.metrics is None for one in found)
-    ):
+    ended = number == first and all(one.metrics is not None for one in found)
+    if phase != load_phase(config.phases, DEMONSTRATIONS).name or not ended:
         raise CheckpointError(f"step {checkpoint.state.step + 1} had begun to update the weights")
-    metrics = [merge_step_metrics(_of_shard(train, found, shard)) for shard in range(train.layout.dp)]
+    shards = [[found[rank].metrics for rank in train.layout.shard(shard)] for shard in range(train.layout.dp)]
+    metrics = [merge_step_metrics(one for one in shard if one is not None) for shard in shards]
     return Taken(checkpoint, {**numbers, phase: number + 1}, {DEMONSTRATIONS: metrics})
-
-
-def _of_shard(train: WorkerGroup, found: Sequence[Handover], shard: int) -> list[StepMetrics]:
-    """The metrics of a shard's workers."""
-    return [metrics for rank in train.layout.shard(shard) if (metrics := found[rank].metrics) is not None]

@@ -149,14 +149,6 @@ def checkpoint_bytes(policy: PolicyConfig) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def prepare_model(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> Path:
-    """Returns the directory to load the model from: `policy.model_name`, or `directory` after `write_random_model`."""
-    if policy.random_init is None:
-        return _existing_directory(policy.model_name, "policy.model_name")
-    write_random_model(policy.random_init, tokenizer, directory)
-    return directory
-
-
 def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, device: str = "cpu") -> PreTrainedModel:
     """Returns the model in float32 with seeded weights. On device `meta` it has none, which checks the keys quickly.
 

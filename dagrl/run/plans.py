@@ -113,14 +113,9 @@ def with_records(config: Config, plans: Sequence[PhasePlan], hf_config: Mapping[
     users = ("train_step", "accumulate_gradients", "logprobs", "reference_logprobs")
     fields = {ROUTED_EXPERTS: Field(sizes.field_dtype)}
     found = [replace(plan, fields=fields) if plan.name in users else plan for plan in plans]
-    return [_with_recorded_results(config, plan, sizes.token_bytes) if plan.name == "generate" else plan for plan in found]
-
-
-def _with_recorded_results(config: Config, plan: PhasePlan, token_bytes: int) -> PhasePlan:
-    """Makes room for the records of all requests that an engine may return at once."""
-    assert plan.result_bytes is not None
-    requests = request_slots(generation_config(config).vllm_cfg.max_num_seqs)
-    return replace(plan, result_bytes=plan.result_bytes + requests * bucket_widths(config.policy)[-1] * token_bytes)
+    requests = request_slots(generation_config(config).vllm_cfg.max_num_seqs)  # that an engine may return at once
+    room = requests * bucket_widths(config.policy)[-1] * sizes.token_bytes
+    return [replace(one, result_bytes=(one.result_bytes or 0) + room) if one.name == "generate" else one for one in found]
 
 
 def logprob_phases(config: Config) -> tuple[str, ...]:

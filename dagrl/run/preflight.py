@@ -206,13 +206,12 @@ def trace_phases(config: Config, workers: Mapping[str, type]) -> dict[str, Phase
     """
     transports = group_transports(gpus_per_worker(config.cluster))
     roles = {role: Role(role, layout, methods_of(workers[role]), transports) for role, layout in layouts(config).items()}
-    return {plan.name: _trace_phase(config, plan.name, roles) for plan in run_plans(config)}
-
-
-def _trace_phase(config: Config, key: str, roles: Mapping[str, Role]) -> PhaseGraph:
-    found = load_phase(config.phases, key)
-    with running(getattr(config.phases, key), f"phases.{key}"):
-        return found.trace(roles, config.executor_cfg.arity)
+    graphs = {}
+    for key in (plan.name for plan in run_plans(config)):
+        phase = load_phase(config.phases, key)
+        with running(getattr(config.phases, key), f"phases.{key}"):
+            graphs[key] = phase.trace(roles, config.executor_cfg.arity)
+    return graphs
 
 
 def load_phase(phases: PhasesConfig, key: str) -> Phase:

@@ -40,7 +40,7 @@ from dagrl.run.encryption import tls_files
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.run.leased_cluster import refuse_orphans
-from dagrl.run.model import prepare_model
+from dagrl.run.model import write_random_model
 from dagrl.run.plans import PhasePlan, with_records
 from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight
 from dagrl.run.recorder import Recorder, process_label
@@ -215,8 +215,10 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
 
     A model from a seed is written to `init_model`.
     """
-    config = limit_steps(config, inputs)
-    model = prepare_model(config.policy, inputs.tokenizer, init_model)
+    config, init = limit_steps(config, inputs), config.policy.random_init
+    if init is not None:
+        write_random_model(init, inputs.tokenizer, init_model)
+    model = init_model if init is not None else Path(str(config.policy.model_name))
     return with_end_of_sequence(with_absolute_paths(config, model), inputs.tokenizer)
 
 

@@ -104,11 +104,6 @@ class CriticStep:
         return kl_penalty(tokens).numpy()
 
 
-def learns_alone(config: Config, step: int) -> bool:
-    """Whether only the critic learns in step `step`."""
-    return step - config.sft.max_num_steps <= config.critic.warmup_steps
-
-
 def token_advantages(
     config: Config, rewards: Floats, values: npt.NDArray[Any], mask: npt.NDArray[Any]
 ) -> tuple[Floats, Floats]:

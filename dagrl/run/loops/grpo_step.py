@@ -23,7 +23,7 @@ from dagrl.run.checkpoint_saver import ranking_metric
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.calibration import calibrate, calibrate_on_prompts
-from dagrl.run.loops.critic import CriticStep, learns_alone
+from dagrl.run.loops.critic import CriticStep
 from dagrl.run.loops.early_work import Early
 from dagrl.run.loops.logprobs import ShardRows, compute_logprobs, split_minibatches
 from dagrl.run.loops.optimizer_step import Rest, replay_batch
@@ -126,8 +126,8 @@ def _learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Ea
     with log.keeping(groups, batch, step) if log is not None else nullcontext():
         if critic is not None:
             critic.start(step)
-        alone = critic is not None and learns_alone(config, step)
-        metrics = {} if alone else optimize(config, replays, batch, step, splits, rest)
+        warms_up = critic is not None and step - config.sft.max_num_steps <= config.critic.warmup_steps
+        metrics = {} if warms_up else optimize(config, replays, batch, step, splits, rest)
         if critic is not None:
             metrics |= critic.finish(step)
     return metrics | calibrate(config, replays, batch) | {"trained_tokens": float(batch["lengths"].sum())}

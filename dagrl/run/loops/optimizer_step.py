@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dagrl.run.loops.logprobs import ShardRows
@@ -63,14 +63,10 @@ def _with_counts(batch: Batch, least_sequences: int = 0) -> Batch:
 
 
 def _merged(parts: Iterable[StepMetrics], step: int) -> StepMetrics:
+    """Warns of a skipped step: the workers' own warnings stay in Ray's logs. They count skipped steps over the run."""
     metrics = merge_step_metrics(parts)
-    _warn_if_skipped(step, metrics.shared)
-    return metrics
-
-
-def _warn_if_skipped(step: int, shared: Mapping[str, float]) -> None:
-    """Warns on the driver; the workers' own warnings stay in Ray's logs. Workers count skipped steps over the run."""
-    norm, skipped = shared.get(GRAD_NORM), int(shared.get(SKIPPED_STEPS, 0))
+    norm, skipped = metrics.shared.get(GRAD_NORM), int(metrics.shared.get(SKIPPED_STEPS, 0))
     if norm is not None and not (math.isfinite(norm) and norm > 0):
         what = "optimizer step skipped, weights unchanged"
         logger.warning("step %d: gradient norm is %s: %s (%d so far)", step, norm, what, skipped)
+    return metrics

@@ -209,12 +209,8 @@ class Turn:
 def turns_of(row: Row) -> list[Turn]:
     """Returns the turns of the policy in a rollout."""
     spans = [(start, end) for start, end in _episode(row).spans() if row["sampled"][start : start + 1] == [True]]
-    return [Turn(start, end, _version_end(row["versions"], start, end)) for start, end in spans]
-
-
-def _version_end(versions: Sequence[int], start: int, end: int) -> int:
-    """The first token after `start` that another version made."""
-    return next((at for at in range(start, end) if versions[at] != versions[start]), end)
+    made = row["versions"]
+    return [Turn(start, end, next((at for at in range(start, end) if made[at] != made[start]), end)) for start, end in spans]
 
 
 class Regeneration:
