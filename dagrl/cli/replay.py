@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dagrl.errors import RunError
-from dagrl.run.comparison import Comparison
+from dagrl.run.comparison import EXACT, Comparison
 
 MOST_SHOWN = 10
 """Differences that the error lists."""
@@ -13,7 +13,7 @@ def report(comparison: Comparison) -> str:
     """Returns what was equal, or within the bounds. Raises RunError with the differences, the first one first."""
     compared = _compared(comparison)
     if not comparison.differences:
-        exact = comparison.bounds is None
+        exact = comparison.bounds == EXACT
         return f"bit-equal: {compared}\n" if exact else f"within bounds: {compared}\n{_largest(comparison)}"
     lines = [difference.describe() for difference in comparison.differences[:MOST_SHOWN]]
     more = len(comparison.differences) - len(lines)
@@ -30,7 +30,6 @@ def _compared(comparison: Comparison) -> str:
 def _largest(comparison: Comparison) -> str:
     """The largest difference of each name, one a line."""
     bounds = comparison.bounds
-    assert bounds is not None
     rules = (
         f"bounds: {bounds.nats:g} nats; {bounds.relative:g} of a metric; {bounds.tokens:g} of the tokens; "
         "two learning rates for each optimizer step, of a weight\n"

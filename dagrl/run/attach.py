@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dagrl.config import Config
 from dagrl.config.file import load_run_config
-from dagrl.run.leased_cluster import nothing_waits, read_lease
+from dagrl.run.leased_cluster import waiting_lease
 from dagrl.telemetry.record import RunPaths, check_not_running
 
 
@@ -19,7 +19,5 @@ def orphaned_config(directory: Path) -> Config:
     moved = {"output_dir": str(directory.parent), "name": directory.name, "checkpointing.resume": True}
     config = load_run_config(directory).with_keys(moved)
     check_not_running(RunPaths.of(config), "only a run whose driver has died can be attached to")
-    lease = read_lease(directory)
-    if lease is None or not lease.may_wait(directory):
-        raise nothing_waits(directory)
+    waiting_lease(directory)
     return config

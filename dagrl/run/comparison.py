@@ -1,6 +1,6 @@
 """Compares a step that was executed again with its records: rollouts token by token, metrics, and weights.
 
-    comparison = compare(recorded, found, lines, step=12, bounds=None)      # None: bit for bit
+    comparison = compare(recorded, found, lines, step=12)      # bit for bit, or within `bounds`
     comparison.differences      # beyond the bounds, the nearest to the cause first
     comparison.largest          # of each column, metric and tensor that was compared
 
@@ -43,15 +43,18 @@ class Bounds:
     """The largest differences of a step on another machine or in another layout.
 
     `nats`: of a log-probability or an entropy. `relative`: of a metric; small ones may differ by `nats`. `tokens`: share of
-    the generated tokens at which a sequence may go on with another token. A weight may differ by two learning rates for each
-    optimizer step executed, since Adam's update of a gradient near 0 may have either sign, and by `rounding` of its size.
+    the generated tokens at which a sequence may go on with another token. A weight may differ by `rates` learning rates for
+    each optimizer step executed: two, as Adam's update of a gradient near 0 may have either sign. `rounding`: of its size.
     """
 
     nats: float
     relative: float
     tokens: float
     rounding: float
+    rates: float = 2.0
 
+
+EXACT = Bounds(0.0, 0.0, 0.0, 0.0, rates=0.0)
 
 BOUNDS = {"float32": Bounds(1e-3, 1e-2, 2e-3, 1e-5), "bfloat16": Bounds(0.5, 0.1, 0.05, 2**-7)}
 """By the precision of the weights."""
@@ -96,7 +99,7 @@ class Comparison:
     weights: int = 0  # tensors, over all workers
     differences: list[Difference] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=dict)
-    bounds: Bounds | None = None
+    bounds: Bounds = EXACT
 
     def add(self, name: str, size: float) -> None:
         """Notes a difference of `size`."""
@@ -107,8 +110,7 @@ class Comparison:
         self.weights += compared
         for one in found:
             self.add("weights", one.largest)
-            limit = 0.0 if self.bounds is None else 2 * step_size + self.bounds.rounding * one.scale
-            if not one.largest <= limit:
+            if not one.largest <= self.bounds.rates * step_size + self.bounds.rounding * one.scale:
                 where = f" of train worker {one.rank} at {list(one.index)}"
                 self.differences.append(Difference(self.last_step, one.name, where, one.recorded, one.found))
 
@@ -121,7 +123,7 @@ def compare(
     *,
     columns: Sequence[str] = COLUMNS,
     only_found: bool = False,
-    bounds: Bounds | None = None,
+    bounds: Bounds = EXACT,
 ) -> Comparison:
     """Compares the steps that `found` executed with those that `recorded` has.
 
@@ -153,22 +155,25 @@ def _line(lines: Sequence[Line], step: int) -> dict[str, Any]:
 def compare_rollouts(
     comparison: Comparison, step: int, recorded: Sequence[Line], found: Sequence[Line], columns: Sequence[str] = COLUMNS
 ) -> None:
-    """Adds the first difference of each column, columns in their order."""
+    """Adds the first difference of each column, columns in their order.
+
+    With bounds, what follows another token is not compared: it is another sequence.
+    """
     if len(recorded) != len(found):
         comparison.differences.append(Difference(step, "samples", "", len(recorded), len(found)))
         return
-    made = sum(len(row["tokens"]) for row in recorded)
+    made, bounds = sum(len(row["tokens"]) for row in recorded), comparison.bounds
     comparison.tokens += made
     flips = [_flip(old["tokens"], new["tokens"]) for old, new in zip(recorded, found, strict=True)]
-    allowed = 0 if comparison.bounds is None else math.ceil(comparison.bounds.tokens * made)
     changed = sum(flip is not None for flip in flips)
-    if "tokens" in columns and comparison.bounds is not None:
+    few = bounds.tokens > 0 and changed <= math.ceil(bounds.tokens * made)
+    if "tokens" in columns:
         comparison.add("tokens", changed / max(made, 1))
     for column in columns:
-        if comparison.bounds is not None and changed <= allowed and column in MADE and column not in NATS:
+        if few and column in MADE and column not in NATS:
             continue  # sequences that go on with another token have another end too
         pairs = [(old[column], new[column]) for old, new in zip(recorded, found, strict=True)]
-        if comparison.bounds is not None and column in NATS:
+        if bounds.tokens and column in NATS:
             pairs = [_until(pair, flip) for pair, flip in zip(pairs, flips, strict=True)]
         _add_first(comparison, step, column, pairs)
 
@@ -186,18 +191,13 @@ def _until(pair: tuple[Any, Any], end: int | None) -> tuple[Any, Any]:
 
 def _add_first(comparison: Comparison, step: int, column: str, pairs: Sequence[tuple[Any, Any]]) -> None:
     """Adds the first difference of a column beyond its bound, and notes the largest."""
-    bound = comparison.bounds.nats if comparison.bounds is not None and column in NATS else 0.0
-    first: Difference | None = None
-    for row, (old, new) in enumerate(pairs):
-        if same(old, new):
-            continue
-        found = _first(step, column, row, old, new, bound)
-        if isinstance(old, list) and isinstance(new, list) and column in NATS:
-            sizes = [difference(*pair) for pair in zip(old, new, strict=False)]
-            comparison.add(column, max(sizes, default=math.inf))
-        first = first or found
-    if first is not None:
-        comparison.differences.append(first)
+    bound = comparison.bounds.nats if column in NATS else 0.0
+    differing = [(row, old, new) for row, (old, new) in enumerate(pairs) if not same(old, new)]
+    for _, old, new in differing if column in NATS else ():
+        if isinstance(old, list) and isinstance(new, list):
+            comparison.add(column, max(map(difference, old, new), default=math.inf))
+    found = (_first(step, column, row, old, new, bound) for row, old, new in differing)
+    comparison.differences += [one for one in found if one is not None][:1]
 
 
 def _first(step: int, column: str, row: int, old: Any, new: Any, bound: float) -> Difference | None:
@@ -219,9 +219,7 @@ def compare_metrics(comparison: Comparison, step: int, recorded: Line, found: Li
             continue
         if isinstance(old, int | float) and isinstance(new, int | float):
             comparison.add(name, difference(old, new))
-        bounds = comparison.bounds
-        within = bounds is not None and difference(old, new) <= bounds.relative * abs(old or 0.0) + bounds.nats
-        if not within:
+        if not difference(old, new) <= comparison.bounds.relative * abs(old or 0.0) + comparison.bounds.nats:
             comparison.differences.append(Difference(step, name, "", old, new))
 
 

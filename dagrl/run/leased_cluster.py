@@ -88,8 +88,15 @@ def refuse_orphans(directory: Path) -> None:
         )
 
 
-def nothing_waits(directory: Path) -> ConfigError:
-    """The error of an `attach` to a run without workers that wait."""
+def waiting_lease(directory: Path) -> LeaseFile:
+    """Returns the lease of workers that may wait for a driver. Raises ConfigError if none wait."""
+    found = read_lease(directory)
+    if found is None or not found.may_wait(directory):
+        raise _nothing_waits(directory)
+    return found
+
+
+def _nothing_waits(directory: Path) -> ConfigError:
     return ConfigError(
         f"{directory}: no workers wait for a driver: the run has ended, or its driver died longer ago than "
         "timeouts.orphan_s (with 0, workers end with it). To go on from the newest checkpoint: "
@@ -175,16 +182,12 @@ def leased_cluster(config: Config, *, attach: bool) -> Iterator[HeldLease]:
     directory, here = RunPaths.of(config).directory, socket.gethostname()
     keeper: Popen[str] | None = None
     if attach:
-        found = read_lease(directory)
-        if found is None or not found.may_wait(directory):
-            raise nothing_waits(directory)
-        before = found.host
+        found = waiting_lease(directory)
     else:
         address = config.cluster.address
         if not address:
             keeper, address = start_keeper(directory, config.cluster, config.timeouts)
         found = LeaseFile(address, here, keeper.pid if keeper else None, config.timeouts.orphan_s)
-        before = here
     taken = not attach
     try:
         if found.keeper is not None:
@@ -199,9 +202,9 @@ def leased_cluster(config: Config, *, attach: bool) -> Iterator[HeldLease]:
             namespace = str(directory)
             owner = start_lease(namespace, found.orphan_s, start_s) if starts else find_lease(namespace, start_s)
             if owner is None:
-                raise nothing_waits(directory)
+                raise _nothing_waits(directory)
             held = HeldLease(owner, directory / FILE, found.orphan_s, start_s)
-            held.take(sure=before == here)
+            held.take(sure=found.host == here)
             taken = True
             write_whole(directory / FILE, json.dumps(asdict(replace(found, host=here))))
             try:

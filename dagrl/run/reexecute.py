@@ -30,7 +30,7 @@ from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.files import PRIVATE, write_whole
 from dagrl.machine import VISIBLE
 from dagrl.run.checkpoint_store import CheckpointStore
-from dagrl.run.comparison import BOUNDS, JUDGED, MADE, SCORED, Bounds, Comparison, compare, compare_rollouts
+from dagrl.run.comparison import BOUNDS, EXACT, JUDGED, MADE, SCORED, Comparison, compare, compare_rollouts
 from dagrl.run.session import LastStep, Session
 from dagrl.telemetry.record import RunPaths, lock_run, read_metrics
 from dagrl.telemetry.rollouts import read_rollouts, rollout_files
@@ -229,7 +229,8 @@ def _prepare(config: Config, request: Request, start: Path | None) -> Config:
 
 
 def _compare(request: Request, again: Config, lines: Sequence[Line], recorded: Recorded | None) -> Comparison:
-    found, bounds = RunPaths.of(again).directory, bounds_of(again, request)
+    early = generates(again) and again.grpo.overlap_training  # gradients are summed in the order in which sequences finish
+    found, bounds = RunPaths.of(again).directory, EXACT if request.exact and not early else BOUNDS[again.policy.precision]
     if recorded is None:
         return compare(request.directory, found, lines, request.step, bounds=bounds)
     comparison = compare(request.directory, found, lines, request.step, columns=(), only_found=True, bounds=bounds)
@@ -248,15 +249,6 @@ def _computed(phases: Collection[str]) -> list[str]:
     scored = {column for phase in phases for column in COLUMNS_OF.get(phase, ())}
     judged = [name for name in JUDGED if "train_step" in phases]
     return [*judged, *(name for name in SCORED if name in scored)]
-
-
-def bounds_of(config: Config, request: Request) -> Bounds | None:
-    """The bounds of the comparison; None if it is exact.
-
-    Gradients of early work are summed in the order in which sequences finish.
-    """
-    early = generates(config) and config.grpo.overlap_training
-    return None if request.exact and not early else BOUNDS[config.policy.precision]
 
 
 def _step_sizes(config: Config, lines: Sequence[Line], comparison: Comparison) -> float:

@@ -15,7 +15,7 @@ from dagrl.config.file import load_config
 from dagrl.errors import ConfigError, RunError
 from dagrl.machine import gpu_count
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState
-from dagrl.run.comparison import BOUNDS, Bounds, WeightDifference, compare
+from dagrl.run.comparison import BOUNDS, EXACT, Bounds, WeightDifference, compare
 from dagrl.run.reexecute import Request, newest_checkpoint, on_cpu, replay_step
 from dagrl.run.session import LastStep
 from dagrl.telemetry.record import read_metrics
@@ -39,7 +39,7 @@ def change_metric(run: Path, step: int, name: str, value: float) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def differences(old: Path, new: Path, bounds: Bounds | None = None) -> list[str]:
+def differences(old: Path, new: Path, bounds: Bounds = EXACT) -> list[str]:
     found = compare(old, new, read_metrics(old / "metrics.jsonl"), step=2, bounds=bounds)
     return [difference.describe() for difference in found.differences]
 
@@ -121,7 +121,7 @@ def test_within_bounds_few_sequences_may_go_on_with_another_token(runs: tuple[Pa
 def test_weights_may_differ_by_what_adam_does_to_a_gradient_of_either_sign(runs: tuple[Path, Path]) -> None:
     old, new = runs
     one = WeightDifference("decoder.layers.1.mlp.linear_fc1.weight", 3, (0, 5), 0.25, 0.2521, 2.1e-3, 1.0)
-    for bounds, step_size, fits in ((BOUNDS["float32"], 1e-3, False), (BOUNDS["float32"], 2e-3, True), (None, 1.0, False)):
+    for bounds, step_size, fits in ((BOUNDS["float32"], 1e-3, False), (BOUNDS["float32"], 2e-3, True), (EXACT, 1.0, False)):
         found = compare(old, new, read_metrics(old / "metrics.jsonl"), step=2, bounds=bounds)
         found.add_weights(26, [one], step_size)
         told = "step 2: decoder.layers.1.mlp.linear_fc1.weight of train worker 3 at [0, 5] was 0.25, and is now 0.2521"
