@@ -55,7 +55,12 @@ def gpus_per_worker(config: ClusterConfig) -> float:
     """The number of GPUs that each worker requests from Ray."""
     if config.gpus_per_worker is not None:
         return config.gpus_per_worker
-    return 1.0 if (gpu_count() if config.num_gpus is None else config.num_gpus) else 0.0
+    return 1.0 if gpus_here(config) else 0.0
+
+
+def gpus_here(config: ClusterConfig) -> int:
+    """The GPUs of a cluster started on this machine."""
+    return gpu_count() if config.num_gpus is None else config.num_gpus
 
 
 @contextmanager

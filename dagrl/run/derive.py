@@ -22,10 +22,10 @@ from dagrl.config.settings import (
 )
 from dagrl.config.worker_checks import no_place
 from dagrl.errors import ConfigError
-from dagrl.machine import gpu_count, host_memory
+from dagrl.machine import host_memory
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import gives_scores
-from dagrl.run.cluster import gpus_per_worker
+from dagrl.run.cluster import gpus_here, gpus_per_worker
 from dagrl.run.derived import ENGINE, ROLLOUT, TRAIN, Derived, is_set
 from dagrl.run.memory_fit import ROUND, fit_host_cache, fit_microbatches, fit_shared_cache, start_together
 
@@ -144,7 +144,7 @@ def _use_all_gpus(derived: Derived) -> None:
     config, rolls_out = derived.config, generates(derived.config)
     if config.cluster.address is not None or config.cluster.gpus_per_worker is not None or not derived.open(*LAYOUT):
         return
-    count = gpu_count() if config.cluster.num_gpus is None else config.cluster.num_gpus
+    count = gpus_here(config.cluster)
     if not derived.open("policy.worker", f"{ROLLOUT}.worker") or (rolls_out and not _may_share(config)):
         return
     where = f"{count} GPU{'s' if count > 1 else ''} on this machine"

@@ -229,7 +229,7 @@ def start_groups(
     groups: list[WorkerGroup] = []
     stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
 
-    def start(role: str, before_setup: Callable[[], object] | None = None) -> WorkerGroup:
+    def start(role: str, before_setup: Callable[[], object] | None, away: bool) -> WorkerGroup:
         begin, waited = time.monotonic(), StartParts()
 
         def wait() -> None:
@@ -241,11 +241,8 @@ def start_groups(
         group = _start_group(config, role, own, **waits, spares=getattr(config.spares, role, 0))
         parts = [waited.seconds | found for found in group.call_function(started_parts)]
         logger.info("%s workers started in %s", role, parts_text(time.monotonic() - begin, parts))
-        return group
-
-    def start_away(role: str, before_setup: Callable[[], object] | None) -> WorkerGroup:
-        group = start(role, before_setup)
-        group.call("offload", TRAIN_PARTS)
+        if away:
+            group.call("offload", TRAIN_PARTS)
         return group
 
     shared = sharing_roles(config) if is_colocated(config) and GENERATION in roles else ()
@@ -254,11 +251,11 @@ def start_groups(
         before: Callable[[], object] | None = None
         starting = list[Future[WorkerGroup]]()
         for role in sorted(layouts(config), key=GENERATION.__eq__):  # generation last
-            if role in roles and role in shared and role != GENERATION:
-                starting.append(pool.submit(start_away if turns or takes_turns(config) else start, role, before))
-                before = starting[-1].result if turns else None
-            elif role in roles:
-                starting.append(pool.submit(start, role, before if role in shared else None))
+            if role in roles:
+                has_state = role in shared and role != GENERATION
+                away = has_state and (bool(turns) or takes_turns(config))
+                starting.append(pool.submit(start, role, before if role in shared else None, away))
+                before = starting[-1].result if has_state and turns else before
     groups += [future.result() for future in starting if future.exception() is None]
     for future in starting:
         future.result()  # raises the error of a group that did not start

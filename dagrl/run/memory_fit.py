@@ -34,7 +34,7 @@ def fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_byt
     """Sets the tokens of a microbatch to what fits half of the memory that weights, gradients and optimizer leave."""
     config, packing = derived.config, "policy.sequence_packing"
     keys = (f"{packing}.train_mb_tokens", "policy.train_micro_batch_size", f"{TRAIN}.activation_checkpointing")
-    memory = min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
+    memory = _gpu_bytes()
     if not (config.policy.sequence_packing.enabled and derived.open(*keys) and memory and weight_bytes):
         return
     megatron, width = config.policy.megatron_cfg, config.policy.max_total_sequence_length
@@ -48,6 +48,11 @@ def fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_byt
         reason = "one sequence of the greatest length"
     derived.set(f"{packing}.train_mb_tokens", tokens, reason)
     derived.set(f"{packing}.logprob_mb_tokens", 2 * tokens, "twice those of training: no activations are kept")
+
+
+def _gpu_bytes() -> int:
+    """The memory of the smallest GPU here; 0 without one."""
+    return min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
 
 
 def _parameters(hf_config: Mapping[str, Json], weight_bytes: int) -> float:
@@ -97,7 +102,7 @@ def fit_shared_cache(derived: Derived, hf_config: Mapping[str, Json], weight_byt
     if not wanted or "kv_lora_rank" in hf_config or not derived.open(f"{ROLLOUT}.worker", key):
         return
     engine = generation_config(derived.config).vllm_cfg
-    memory = min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
+    memory = _gpu_bytes()
     most = engine.gpu_memory_utilization * memory - weight_bytes / engine.layout.tp - ENGINE_ROOM
     if wanted / engine.layout.tp <= most:
         derived.set(key, max(LEAST_CACHE, wanted // engine.layout.tp), "GPUs: all sequences at once")
@@ -115,7 +120,7 @@ def start_together(derived: Derived, hf_config: Mapping[str, Json], weight_bytes
     ours = derived.open("policy.worker", f"{ROLLOUT}.worker") and not model_roles(config)
     if cache is None or not (ours and weight_bytes and config.policy.precision == "bfloat16"):
         return
-    memory = min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
+    memory = _gpu_bytes()
     parameters = _parameters(hf_config, weight_bytes)
     training = _state_bytes(config.policy.megatron_cfg, parameters)
     generation = 2 * parameters / rollout.vllm_cfg.layout.tp + cache + ENGINE_ROOM

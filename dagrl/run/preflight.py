@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-from dagrl.config import ClusterConfig, Config, FunctionConfig, Json, PhasesConfig
+from dagrl.config import Config, FunctionConfig, Json, PhasesConfig
 from dagrl.config.checks import check_settings
 from dagrl.config.roles import role_config
 from dagrl.config.settings import (
@@ -41,14 +41,14 @@ from dagrl.data.tokenization import (
 from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
-from dagrl.machine import cpu_count, gpu_count, gpus
+from dagrl.machine import cpu_count, gpus
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
 from dagrl.rl.preferences import gives_scores
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
-from dagrl.run.cluster import gpus_per_worker
+from dagrl.run.cluster import gpus_here, gpus_per_worker
 from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps, epoch_steps
 from dagrl.run.derived import Derived
 from dagrl.run.encryption import check_encryption
@@ -255,9 +255,9 @@ def check_machine(config: Config) -> None:
     most, reason = _most_workers(config)
     if most is not None and workers > most:
         raise LayoutError(f"the layouts ask for {workers} workers, {sizes}, but {reason}; choose smaller layouts")
-    if config.policy.megatron_cfg.cuda_graphs and config.cluster.address is None and not _gpus_here(config.cluster):
+    if config.policy.megatron_cfg.cuda_graphs and config.cluster.address is None and not gpus_here(config.cluster):
         raise ConfigError("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false")
-    if config.policy.megatron_cfg.fp8_cfg.enabled and config.cluster.address is None and _gpus_here(config.cluster):
+    if config.policy.megatron_cfg.fp8_cfg.enabled and config.cluster.address is None and gpus_here(config.cluster):
         for gpu in gpus():
             check_float8(gpu.name, gpu.capability)
 
@@ -268,18 +268,13 @@ def _most_workers(config: Config) -> tuple[int | None, str]:
         return cluster.max_workers, f"cluster.max_workers is {cluster.max_workers}"
     if cluster.address is not None:
         return None, ""
-    gpus = _gpus_here(cluster)
+    gpus = gpus_here(cluster)
     share = 1.0 if cluster.gpus_per_worker is None else cluster.gpus_per_worker
     if gpus and share:
         return int(gpus / share), f"this machine has {gpus} GPUs and a worker takes {share:g} (cluster.gpus_per_worker)"
     cores = cluster.num_cpus or cpu_count()
     most = cores * WORKERS_PER_CORE
     return most, f"{cores} CPU cores hold {most} ({WORKERS_PER_CORE} a core, or set cluster.max_workers)"
-
-
-def _gpus_here(cluster: ClusterConfig) -> int:
-    """The GPUs of a cluster started on this machine."""
-    return gpu_count() if cluster.num_gpus is None else cluster.num_gpus
 
 
 def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:

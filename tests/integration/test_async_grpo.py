@@ -306,10 +306,10 @@ def test_dropped_groups_are_replaced_and_environments_continue_sequences(tmp_pat
     dropped = [line["dropped/zero_variance"] for line in lines[1]]
     assert 0 < dropped[0] <= dropped[1] <= dropped[2] == groups[-1].group.number + 1 - 3 * PROMPTS
     check_turns([sample for group in groups for sample in group.samples])
-    nothing = config.grpo.model_copy(update={"dynamic_sampling_max_gen_batches": 1, "max_num_steps": 4})
-    never = config.reward.model_copy(update={"function": "dagrl.rl.rewards:exact_match"})
+    nothing = {"grpo.dynamic_sampling_max_gen_batches": 1, "grpo.max_num_steps": 4}
+    never = {"reward.function": "dagrl.rl.rewards:exact_match"}
     with pytest.raises(RunError, match=r"\d of \d groups generated for one step.* because their rewards are equal"):
-        train(config.model_copy(update={"grpo": nothing, "reward": never}))
+        train(config.with_keys(nothing | never))
 
 
 def check_turns(samples: list[Sample]) -> None:

@@ -272,8 +272,8 @@ def test_the_final_model_equals_the_train_workers(learned: Run, megatron_pool: M
     batch = Batch({"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1])})
     latest = CheckpointStore(learned.directory / "checkpoints").latest()
     assert latest is not None and latest.state.step == STEPS
-    model = config.policy.model_copy(update={"model_name": str(learned.directory / "init_model")})
-    with megatron_pool.group(ParallelLayout(dp=2), config.model_copy(update={"policy": model})) as group:
+    first = config.with_keys({"policy.model_name": str(learned.directory / "init_model")})
+    with megatron_pool.group(ParallelLayout(dp=2), first) as group:
         group.call("load_checkpoint", str(latest.directory / "train"))
         trained = group.call("logprobs", batch)[0]["logprobs"]
     with torch.no_grad():

@@ -131,7 +131,7 @@ def check_resumed(tmp_path: Path, whole: Config) -> None:
     parts = whole.model_copy(update={"name": "parts"})
     with pytest.raises(StopRequestedError):
         train(parts, last_step=LastStep(2))
-    train(parts.model_copy(update={"checkpointing": parts.checkpointing.model_copy(update={"resume": True})}))
+    train(parts.with_keys({"checkpointing.resume": True}))
     names = ("critic/loss", "critic/value_mean", "loss", "reward/mean")
     rows = {config.name: read_metrics(tmp_path / config.name / "metrics.jsonl") for config in (whole, parts)}
     found, expected = ([[step.get(name) for name in names] for step in rows[name]] for name in ("parts", "ppo"))

@@ -308,7 +308,7 @@ def test_a_resumed_run_with_fewer_steps_saves_the_remaining_groups(tmp_path: Pat
         for directory in directories:
             directory.mkdir()
         first.save(directories[0])
-        shorter = config.model_copy(update={"grpo": config.grpo.model_copy(update={"max_num_steps": state.step + 1})})
+        shorter = config.with_keys({"grpo.max_num_steps": state.step + 1})
         second = Run(shorter, seed + 1, resumed=Checkpoint(directories[0], state))
         second.inputs.validation_prompts = []  # they would take quanta in which groups end
         assert second.train() is None
@@ -325,19 +325,13 @@ def test_a_resumed_run_with_fewer_steps_saves_the_remaining_groups(tmp_path: Pat
 
 def timed(config: Config) -> Config:
     """Sizes quanta by time, at most 0.5 s for both in flight."""
-    assert config.policy.generation is not None
-    generation = config.policy.generation.model_copy(update={"quantum_engine_steps": None, "quantum_seconds": 0.5})
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+    return config.with_keys({"policy.generation.quantum_engine_steps": None, "policy.generation.quantum_seconds": 0.5})
 
 
 def slow(config: Config) -> Config:
     """Few and long sequences at a time, so that some groups are always unfinished."""
-    generation = config.policy.generation
-    assert generation is not None
-    vllm = generation.vllm_cfg.model_copy(update={"max_num_seqs": 2})
-    settings = {"max_new_tokens": 40, "quantum_engine_steps": 2, "vllm_cfg": vllm}
-    policy = config.policy.model_copy(update={"generation": generation.model_copy(update=settings)})
-    return config.model_copy(update={"policy": policy})
+    settings = {"max_new_tokens": 40, "quantum_engine_steps": 2, "vllm_cfg.max_num_seqs": 2}
+    return config.with_keys({f"policy.generation.{key}": value for key, value in settings.items()})
 
 
 def test_a_stop_does_not_wait_for_running_sequences_to_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,9 +363,7 @@ def test_a_stop_does_not_wait_for_running_sequences_to_finish(tmp_path: Path, mo
 def test_continued_sequences_keep_the_limit_of_the_resumed_run(tmp_path: Path) -> None:
     """Its results have no room for more. Groups with longer sequences are generated again."""
     config, limit, beyond = slow(configuration(asynchronous(2, True), room=80)), 8, 0
-    assert config.policy.generation is not None
-    generation = config.policy.generation.model_copy(update={"max_new_tokens": limit})
-    shorter = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+    shorter = config.with_keys({"policy.generation.max_new_tokens": limit})
     for seed in range(5):
         first, directory = Run(config, seed, stop_at=6), tmp_path / str(seed)
         state = first.train()
@@ -395,7 +387,7 @@ def test_a_stop_in_the_validation_before_the_first_step_does_not_wait_for_it(
     loop: Mapping[str, Any], tmp_path: Path
 ) -> None:
     config = slow(configuration(loop, room=80))
-    config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"val_at_start": True})})
+    config = config.with_keys({"grpo.val_at_start": True})
     run, asked = Run(config, 0), []
     run.inputs.validation_prompts = run.inputs.prompts * 4
     run.log = lambda *words: pytest.fail("the validation was cut short")  # type: ignore[method-assign]
@@ -419,7 +411,7 @@ def test_a_stop_in_a_validation_records_the_step_without_it(
     loop: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = slow(configuration(loop, room=80))
-    config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"val_period": 1})})
+    config = config.with_keys({"grpo.val_period": 1})
     run, begun, found = Run(config, 0), [], []
     run.inputs.validation_prompts = run.inputs.prompts * 4
     validate = Experience.validate
@@ -439,7 +431,7 @@ def test_a_stop_in_a_validation_records_the_step_without_it(
 def test_a_run_stopped_in_the_first_step_after_sft_resumes_with_its_groups(tmp_path: Path) -> None:
     """The saved state says that the optimizer was reset and the reference policy taken."""
     config = slow(configuration(asynchronous(2, True), room=80))
-    config = config.model_copy(update={"sft": config.sft.model_copy(update={"max_num_steps": 2})})
+    config = config.with_keys({"sft.max_num_steps": 2})
     first = Run(config, 0, stop_at=12)
     first.checkpoints.state = TrainState(2, counters={"sft_sampler": {}})
     state = first.train()
@@ -521,7 +513,7 @@ def test_environment_tokens_do_not_count_as_overlong() -> None:
     """DAPO's penalty counts only tokens of the policy."""
     config = configuration({}, turns=True)
     shaping = RewardShapingConfig(enabled=True, max_response_length=12, overlong_buffer_length=10)
-    config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"reward_shaping": shaping})})
+    config = config.with_keys({"grpo.reward_shaping": shaping})
     run = Run(config, seed=0)
     assert run.train() is None
     found = [

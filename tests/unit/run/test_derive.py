@@ -41,7 +41,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def has(count: int, gib: int = 80) -> None:
         cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580", (9, 0)) for index in range(count)]
         monkeypatch.setattr(memory_fit, "gpus", lambda: cards)
-        monkeypatch.setattr(derive, "gpu_count", lambda: count)
         monkeypatch.setattr("dagrl.run.cluster.gpu_count", lambda: count)
 
     return has

@@ -45,13 +45,13 @@ AWAY, BACK = "logprob_inference_prep", "training_prep"
 def overlapping(
     config: Config, *, offload: bool = False, penalty: float = 0.01, overlap: bool = True, training: bool = False
 ) -> Config:
-    options = {"overlap_logprobs": overlap, "overlap_training": training}
-    policy = {"offload_optimizer_for_logprob": offload, "train_global_batch_size": samples_per_step(config)}
-    return config.model_copy(
-        update={
-            "grpo": config.grpo.model_copy(update=options),
-            "policy": config.policy.model_copy(update=policy),
-            "loss_fn": config.loss_fn.model_copy(update={"reference_policy_kl_penalty": penalty}),
+    return config.with_keys(
+        {
+            "grpo.overlap_logprobs": overlap,
+            "grpo.overlap_training": training,
+            "policy.offload_optimizer_for_logprob": offload,
+            "policy.train_global_batch_size": samples_per_step(config),
+            "loss_fn.reference_policy_kl_penalty": penalty,
         }
     )
 
@@ -252,8 +252,7 @@ def test_gradients_of_scored_groups_start_before_the_batch_is_complete(loop: dic
 def test_a_forced_ratio_leaves_the_policys_logprobs_out(penalty: float) -> None:
     """Gradients still start early. Without any log-probability phase, the optimizer's state is not offloaded."""
     config = overlapping(slow(configuration({}, room=80, generations=8)), training=True, penalty=penalty, offload=True)
-    forced = config.loss_fn.model_copy(update={"force_on_policy_ratio": True})
-    run = Overlapping(config.model_copy(update={"loss_fn": forced}), 0)
+    run = Overlapping(config.with_keys({"loss_fn.force_on_policy_ratio": True}), 0)
     assert run.train() is None
     asked = {"reference_logprobs", AWAY, BACK} if penalty else set()
     assert set(run.events) == {GRADIENTS, "train"} | asked
@@ -314,8 +313,6 @@ def test_groups_not_taken_are_computed_again_after_an_update() -> None:
 
 @pytest.mark.parametrize(("dp", "sizes"), [(1, {3, 6, 12, 24}), (2, {2, 3, 6, 12})])
 def test_chunks_of_a_batch_have_their_own_buckets(dp: int, sizes: set[int]) -> None:
-    config = configuration({}, generations=8)
-    megatron = config.policy.megatron_cfg.model_copy(update={"data_parallel_size": dp})
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
+    config = configuration({}, generations=8).with_keys({"policy.megatron_cfg.data_parallel_size": dp})
     assert {bucket.sequences for bucket in chunk_buckets(config, early=True)} == sizes
     assert {bucket.sequences for bucket in chunk_buckets(config, early=False)} == {24 // dp}

@@ -124,13 +124,7 @@ def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
     step = 5 if resumed == "grpo" else 3
     counters = {"grpo_sampler": {}} if resumed == "grpo" else {"sft_sampler": {}}
-    config = configuration()
-    config = config.model_copy(
-        update={
-            "sft": config.sft.model_copy(update={"max_num_steps": 3}),
-            "grpo": config.grpo.model_copy(update={"val_at_start": True}),
-        }
-    )
+    config = configuration().with_keys({"sft.max_num_steps": 3, "grpo.val_at_start": True})
     state = TrainState(step, counters)
     checkpoint = Checkpoint(Path("step_00000005"), state) if resumed else None
     session: Any = MagicMock(config=config, step=step)
@@ -156,14 +150,8 @@ def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("period", "validated"), [(2, [2, 4, 5]), (0, [5]), (3, [3, 5])])
 def test_grpo_validates_by_its_own_step_count_and_at_the_end(period: int, validated: list[int]) -> None:
     """Five steps after an SFT stage of 3."""
-    config = configuration("validation/reward")
-    counted = {"max_num_steps": 5, "val_period": period}
-    config = config.model_copy(
-        update={
-            "sft": config.sft.model_copy(update={"max_num_steps": 3}),
-            "grpo": config.grpo.model_copy(update=counted),
-        }
-    )
+    counted = {"sft.max_num_steps": 3, "grpo.max_num_steps": 5, "grpo.val_period": period}
+    config = configuration("validation/reward").with_keys(counted)
     found = []
     for step in range(3, 8):
         session: Any = MagicMock(config=config, step=step)

@@ -56,16 +56,13 @@ def test_a_critic_and_a_teacher_on_the_train_workers_gpus() -> None:
 
 
 def test_generation_shares_as_configured() -> None:
-    config = configuration(critic=CRITIC)
-    colocated = config.policy.generation.model_copy(  # type: ignore[union-attr]
-        update={"colocated": config.policy.generation.colocated.model_copy(update={"enabled": True, "train_share": 0.3})}  # type: ignore[union-attr]
-    )
-    config = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": colocated})})
+    colocated = {"policy.generation.colocated.enabled": True, "policy.generation.colocated.train_share": 0.3}
+    config = configuration(critic=CRITIC).with_keys(colocated)
     assert sharing_roles(config) == ("train", "generation") and device_count(config) == 3 + 2
     with ExitStack() as stack:
         found = fleet.shared_resources(config, stack)
         assert {role: resources.num_gpus for role, resources in found.items()} == {"train": 0.3, "generation": 0.7}
-    config = config.model_copy(update={"critic": config.critic.model_copy(update={"colocated": True})})
+    config = config.with_keys({"critic.colocated": True})
     assert sharing_roles(config) == ("train", "critic", "generation") and device_count(config) == 3
     with ExitStack() as stack:
         shares = {role: resources.num_gpus for role, resources in fleet.shared_resources(config, stack).items()}
