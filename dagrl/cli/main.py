@@ -261,7 +261,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _attach(options: argparse.Namespace) -> None:
-    from dagrl.run.attach import orphaned_config
+    from dagrl.run.leased_cluster import orphaned_config
     from dagrl.run.train import run_with_restarts, train
 
     config = orphaned_config(options.run)

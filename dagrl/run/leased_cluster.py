@@ -25,12 +25,13 @@ from subprocess import Popen
 from typing import TYPE_CHECKING
 
 from dagrl.config import Config
+from dagrl.config.file import load_run_config
 from dagrl.errors import ClusterError, ConfigError
 from dagrl.files import write_whole
 from dagrl.run.cluster import ray_cluster
 from dagrl.run.keeper import end_keeper, keeps, start_keeper
 from dagrl.run.local_cluster import use_own_token
-from dagrl.telemetry.record import RunPaths
+from dagrl.telemetry.record import RunPaths, check_not_running
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -86,6 +87,19 @@ def refuse_orphans(directory: Path) -> None:
             f"{directory}: the workers of a driver that died wait for another one at {found.address}: take them over with "
             f"`dagrl attach {directory}`, or wait until timeouts.orphan_s = {found.orphan_s:g} s have passed"
         )
+
+
+def orphaned_config(directory: Path) -> Config:
+    """Returns the configuration of a run whose workers may wait for a driver, for `dagrl attach`.
+
+    Raises ConfigError if `directory` is no run's, if its driver lives, or if no workers can wait.
+    """
+    directory = directory.absolute()
+    moved = {"output_dir": str(directory.parent), "name": directory.name, "checkpointing.resume": True}
+    config = load_run_config(directory).with_keys(moved)
+    check_not_running(RunPaths.of(config), "only a run whose driver has died can be attached to")
+    waiting_lease(directory)
+    return config
 
 
 def waiting_lease(directory: Path) -> LeaseFile:

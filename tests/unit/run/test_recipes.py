@@ -60,8 +60,7 @@ def check(recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pyt
     count, gib = needs(path.read_text())
     cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580", (9, 0)) for index in range(count)]
     monkeypatch.setattr(memory_fit, "gpus", lambda: cards)
-    for module in ("derive", "cluster", "preflight"):
-        monkeypatch.setattr(f"dagrl.run.{module}.gpu_count", lambda: count)
+    monkeypatch.setattr("dagrl.run.cluster.gpu_count", lambda: count)
     data = tmp_path / "train.jsonl"
     columns = {content["data"]["prompt_key"]: "How many clips? " * 8, content["data"]["response_key"]: "24 + 48\n#### 72"}
     data.write_text((json.dumps(columns) + "\n") * 400)
