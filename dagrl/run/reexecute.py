@@ -106,7 +106,7 @@ def _compare_weights(saved: Path, found: list[tuple[int, list[WeightDifference]]
         return
     session.replays.hold("train", keep_generation_weights=True)
     directory = str(saved.absolute() / "train")
-    found += session.train.call("compare_checkpoint", directory, deadline=session.config.timeouts.checkpoint)
+    found.extend(session.train.call("compare_checkpoint", directory, deadline=session.config.timeouts.checkpoint))
 
 
 def on_cpu(config: Config) -> Config:
