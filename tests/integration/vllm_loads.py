@@ -216,7 +216,7 @@ def check_derived(model: torch.nn.Module) -> None:
     for module in latent:
         module.kv_b_proj.weight.data.mul_(2)
     for hook in hooks:
-        hook.run()
+        hook()
     for old, new, was in zip(held, [getattr(module, name) for module in latent for name in ABSORBED], right, strict=True):
         assert new is old and torch.allclose(new, 2 * was)
 
@@ -329,7 +329,7 @@ def check_unmapped(root: Path) -> None:
     run_refit(plan, [checkpoint, *(one.tensors for one in found)], verify="checksum")
     for rank, (model, one) in enumerate(zip(built, found, strict=True)):
         for hook in one.hooks:
-            hook.run()
+            hook()
         expected = build_rank(directory, case, rank)
         expected.load_weights(iter(checkpoint.items()))
         theirs = named_tensors(expected)

@@ -23,6 +23,12 @@ class ParameterNames:
     vllm_layer: str = "model.layers"
     vllm_norm: str = "model.norm.weight"
 
+    def in_vllm(self, name: str) -> str:
+        """Returns vLLM's name of a module or parameter outside fused ones."""
+        renamed = {self.embedding: self.vllm_embedding, self.norm: self.vllm_norm}
+        prefix = f"{self.layer}."
+        return f"{self.vllm_layer}.{name.removeprefix(prefix)}" if name.startswith(prefix) else renamed.get(name, name)
+
 
 @dataclass(frozen=True)
 class Family:

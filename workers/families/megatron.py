@@ -57,18 +57,14 @@ class MegatronRank:
         fused = self.modules.transformer_engine and fused_into
         return replicated(name, f"{fused_into}.layer_norm_weight" if fused else f"{module}.weight", size)
 
-    def rows(
-        self, name: str, tensor: str, rows: int, columns: int, what: str, parts: tuple[int, int] | None = None
-    ) -> WeightSlice:
+    def rows(self, name: str, tensor: str, rows: int, columns: int, what: str) -> WeightSlice:
         """Returns a column-parallel weight: `name` sharded by rows."""
-        held = shard_range(rows, parts or self.tp, f"{name}: {what}")
+        held = shard_range(rows, self.tp, f"{name}: {what}")
         return WeightSlice(name, (held, (0, columns)), tensor, ((0, held[1] - held[0]), (0, columns)))
 
-    def columns(
-        self, name: str, tensor: str, rows: int, columns: int, what: str, parts: tuple[int, int] | None = None
-    ) -> WeightSlice:
+    def columns(self, name: str, tensor: str, rows: int, columns: int, what: str) -> WeightSlice:
         """Returns a row-parallel weight: `name` sharded by columns."""
-        held = shard_range(columns, parts or self.tp, f"{name}: {what}")
+        held = shard_range(columns, self.tp, f"{name}: {what}")
         return WeightSlice(name, ((0, rows), held), tensor, ((0, rows), (0, held[1] - held[0])))
 
     def gated_mlp(self, hf: tuple[str, str, str], local: str, hidden: int, width: int, what: str) -> Iterator[WeightSlice]:
@@ -90,16 +86,12 @@ class MegatronRank:
         first, stop = shard_range(count, (self.layout.ep, self.at.ep), f"{hf[0]}: the experts", "ep")
         low, high = shard_range(width, self.expert_tp, f"{hf[0]}: {what}", "etp")
         many, own, size, columns = (first, stop), (0, stop - first), high - low, (0, hidden)
-        fc1, fc2 = self._expert_tensors(local)
+        before, after = ("", STACKED) if self.modules.grouped_experts else (f"local_experts.{STACKED}.", "")
+        fc1, fc2 = (f"{local}{before}linear_fc{number}.weight{after}" for number in (1, 2))
         for index, name in enumerate(hf[:-1]):
             at = (index * size, (index + 1) * size)
             yield WeightSlice(name, (many, (low, high), columns), fc1, (own, at, columns))
         yield WeightSlice(hf[-1], (many, columns, (low, high)), fc2, (own, columns, (0, size)))
-
-    def _expert_tensors(self, local: str) -> tuple[str, str]:
-        if self.modules.grouped_experts:
-            return f"{local}linear_fc1.weight{STACKED}", f"{local}linear_fc2.weight{STACKED}"
-        return f"{local}local_experts.{STACKED}.linear_fc1.weight", f"{local}local_experts.{STACKED}.linear_fc2.weight"
 
     def attention(self, model: ModelConfig, hf: str, local: str) -> Iterator[WeightSlice]:
         """Yields grouped-query attention. `linear_qkv` holds this rank's rows of `[q.. q k v]`, group by group."""

@@ -7,7 +7,6 @@ graphs point there. What a loader computes (Mamba's `A`) is recorded with the lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,8 @@ ABSORBED = ("W_UV", "W_UK_T")
 """Attributes of MLA attention."""
 
 
-@dataclass(frozen=True)
-class RefitHook:
-    """Recomputes tensors from the destination tensors after a write. `name` describes it in errors."""
-
-    name: str
-    run: Callable[[], object]
+RefitHook = Callable[[], object]
+"""Recomputes tensors from the destination tensors after a write."""
 
 
 def derive(
@@ -42,16 +37,14 @@ def derive(
     latent = [(name, module) for name, module in model.named_modules() if isinstance(module, MLAAttention)]
     hooks = [hook for name, module in latent for hook in _absorbed_kv(name, module, dtype)]
     inputs = dict[str, "torch.Tensor"]()
-    for name in scaled:
-        hooks.append(_kv_scales(name, model.get_submodule(name), inputs))
-    return inputs, hooks
+    return inputs, hooks + [_kv_scales(name, model.get_submodule(name), inputs) for name in scaled]
 
 
 def _absorbed_kv(name: str, module: Any, dtype: torch.dtype) -> Iterator[RefitHook]:
     """Yields a hook for MLA's `W_UV` and `W_UK_T`, computed from `kv_b_proj` (`layers/attention/mla_attention.py`)."""
     held = {attribute: getattr(module, attribute) for attribute in ABSORBED if hasattr(module, attribute)}
     if held:  # backends with additional tensors refill those in place
-        yield RefitHook(f"recompute {', '.join(held)} of {name}", partial(_absorb, module, held, dtype))
+        yield partial(_absorb, module, held, dtype)
     elif not hasattr(module, "W_K"):
         raise ConfigError(
             f"vLLM's {name!r} has none of {', '.join(ABSORBED)} after loading. This attention backend keeps its "
@@ -90,7 +83,7 @@ def _kv_scales(name: str, module: Any, inputs: dict[str, torch.Tensor]) -> Refit
     scales = torch.ones(2, dtype=torch.float32, device=module._k_scale.device)
     for index, kind in enumerate(KINDS):
         inputs[f"{name}.{kind}_scale"] = scales[index : index + 1]
-    return RefitHook(f"scale the KV cache of {name}", partial(_write_kv_scales, module, scales))
+    return partial(_write_kv_scales, module, scales)
 
 
 def _write_kv_scales(module: Any, scales: torch.Tensor) -> None:

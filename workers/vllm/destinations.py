@@ -80,9 +80,9 @@ def find_destinations(
     sent = [_whole(name, tensor, vllm_config.model_config.dtype) for name, tensor in whole.items()]
     tensors |= {one.tensor: whole[one.name] for one in sent}
     derived, last = derive(model, scaled, vllm_config.model_config.dtype)
-    first = [RefitHook(f"load {', '.join(whole)}", partial(_load, model, whole))] if whole else []
+    first: list[RefitHook] = [partial(_load, model, whole)] if whole else []
     if recording.computations:
-        first.append(RefitHook(f"compute {', '.join(one.parameter for one in recording.computations)}", recorded.compute))
+        first.append(recorded.compute)
     hooks = (*first, *_hooks(model, kept, tied, vllm_config), *last)
     return Destinations(slices + sent, tensors | derived, hooks)
 
@@ -113,10 +113,10 @@ def _hooks(model: torch.nn.Module, kept: Mapping[str, torch.Tensor], tied: bool,
     for name, tensor in kept.items():
         path, _, attribute = name.rpartition(".")
         by_module.setdefault(model.get_submodule(path), {})[attribute] = tensor
-    for name, module in model.named_modules():
+    for module in model.modules():
         # The CPU backend also keeps a packed copy next to the live parameter of the embedding and of a (tied) head.
         if module in by_module or hasattr(module, "cpu_linear"):
-            yield RefitHook(f"repack {name}", _Repack(module, by_module.get(module, {}), vllm_config))
+            yield partial(_repack, module, by_module.get(module, {}), vllm_config)
 
 
 def _tied_head(model: torch.nn.Module) -> Iterator[RefitHook]:
@@ -124,33 +124,27 @@ def _tied_head(model: torch.nn.Module) -> Iterator[RefitHook]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     head, embedding = parameters.get(HEAD), parameters.get("model.embed_tokens.weight")
     if head is not None and embedding is not None and head.data_ptr() != embedding.data_ptr():
-        yield RefitHook("copy the embedding to the tied lm_head", partial(head.data.copy_, embedding.data))
+        yield partial(head.data.copy_, embedding.data)
 
 
-class _Repack:
+def _repack(module: torch.nn.Module, kept: Mapping[str, torch.Tensor], vllm_config: Any) -> None:
     """Makes vLLM process one layer's weights again from the destination tensors, as after loading."""
+    import torch
+    from vllm.config import set_current_vllm_config
 
-    def __init__(self, module: torch.nn.Module, kept: Mapping[str, torch.Tensor], vllm_config: Any) -> None:
-        self._module, self._kept, self._vllm_config = module, kept, vllm_config
-
-    def __call__(self) -> None:
-        import torch
-        from vllm.config import set_current_vllm_config
-
-        module = self._module
-        method: Any = module.quant_method
-        packed = {name: getattr(module, name) for name in self._kept}
-        for name, tensor in self._kept.items():
-            # Packing experts may write to its input; packing linears only reads it.
-            source = tensor.clone() if tensor.dim() > 2 else tensor
-            setattr(module, name, torch.nn.Parameter(source, requires_grad=False))
-        on_gpu = any(parameter.is_cuda for parameter in module.parameters(recurse=False))
-        if getattr(method, "moe_kernel", None) is not None and not on_gpu:
-            method.moe_kernel = None  # the CPU kernels pack only on creation
-        with torch.no_grad(), set_current_vllm_config(self._vllm_config):
-            method.process_weights_after_loading(module)
-        for name, old in packed.items():
-            new = getattr(module, name)
-            if (new.shape, new.stride()) == (old.shape, old.stride()):  # kernels and CUDA graphs point to the old memory
-                old.data.copy_(new.data)
-                setattr(module, name, old)
+    method: Any = module.quant_method
+    packed = {name: getattr(module, name) for name in kept}
+    for name, tensor in kept.items():
+        # Packing experts may write to its input; packing linears only reads it.
+        source = tensor.clone() if tensor.dim() > 2 else tensor
+        setattr(module, name, torch.nn.Parameter(source, requires_grad=False))
+    on_gpu = any(parameter.is_cuda for parameter in module.parameters(recurse=False))
+    if getattr(method, "moe_kernel", None) is not None and not on_gpu:
+        method.moe_kernel = None  # the CPU kernels pack only on creation
+    with torch.no_grad(), set_current_vllm_config(vllm_config):
+        method.process_weights_after_loading(module)
+    for name, old in packed.items():
+        new = getattr(module, name)
+        if (new.shape, new.stride()) == (old.shape, old.stride()):  # kernels and CUDA graphs point to the old memory
+            old.data.copy_(new.data)
+            setattr(module, name, old)

@@ -46,11 +46,8 @@ if TYPE_CHECKING:
     from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 
 
-ALONE = "dagrl-alone"
-"""URL scheme of the init method of a single-rank engine."""
-
-TOGETHER = "dagrl-tcp"
-"""URL scheme of the init method of several ranks."""
+SCHEME = "dagrl"
+"""URL scheme of the init methods of `torch.distributed` that `meet` returns."""
 
 SOCKET = "ipc://"
 """URL scheme of a socket file."""
@@ -90,15 +87,14 @@ class Rendezvous:
 def meet(context: WorkerContext, address: str) -> Rendezvous:
     """Agrees on a rendezvous with the other ranks of this shard at `address`, on the host of its first rank."""
     tp_rank = context.coordinates.tp
+    _register_rendezvous()
     if context.layout.tp == 1:
-        _register_alone()
-        return Rendezvous(f"{ALONE}://rank:{uuid.uuid4().hex}", 0, _local_rank(0))
+        return Rendezvous(f"{SCHEME}://rank:{uuid.uuid4().hex}", 0, _local_rank(0))
     host, port = address.rsplit(":", 1)
     timeout = timedelta(seconds=context.collective_timeout_s)
     store = open_tcp_store(host, int(port), context.layout.tp, serves=tp_rank == 0, timeout=timeout)
-    _register_store()
     if tp_rank == 0:
-        store.set("vllm", f"{TOGETHER}://{host}:{reserve_port()}?run={uuid.uuid4().hex}")
+        store.set("vllm", f"{SCHEME}://{host}:{reserve_port()}?run={uuid.uuid4().hex}")
     init_method = store.get("vllm").decode()
     store.add("vllm/met", 1)
     if tp_rank == 0:  # this process hosts the store: wait until all ranks have read
@@ -107,31 +103,22 @@ def meet(context: WorkerContext, address: str) -> Rendezvous:
 
 
 @functools.cache
-def _register_alone() -> None:
-    """Registers init methods `dagrl-alone://` with torch, once per process."""
+def _register_rendezvous() -> None:
+    """Registers init methods `dagrl://` with torch, once per process: as `tcp://`, at one address alone or in memory."""
     from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import register_rendezvous_handler
 
-    def alone(url: str, **options: object) -> Iterator[tuple[Store, int, int]]:
-        yield HashStore(), 0, 1
-
-    register_rendezvous_handler(ALONE, alone)  # type: ignore[no-untyped-call]
-
-
-@functools.cache
-def _register_store() -> None:
-    """Registers init methods `dagrl-tcp://` with torch, once per process: as `tcp://`, at one address alone."""
-    from torch.distributed import Store  # type: ignore[attr-defined]
-    from torch.distributed.rendezvous import register_rendezvous_handler
-
-    def together(url: str, timeout: timedelta, **options: object) -> Iterator[tuple[Store, int, int]]:
+    def rendezvous(url: str, timeout: timedelta, **options: object) -> Iterator[tuple[Store, int, int]]:
         found = urlparse(url)
-        query = {name: int(values[0]) for name, values in parse_qs(found.query).items() if name in ("rank", "world_size")}
-        rank, size = query["rank"], query["world_size"]
-        assert found.hostname is not None and found.port is not None
-        yield open_tcp_store(found.hostname, found.port, size, serves=rank == 0, timeout=timeout), rank, size
+        query = parse_qs(found.query)
+        rank, size = (int(query[name][0]) for name in ("rank", "world_size"))
+        if size == 1:
+            yield HashStore(), rank, size
+        else:
+            assert found.hostname is not None and found.port is not None
+            yield open_tcp_store(found.hostname, found.port, size, serves=rank == 0, timeout=timeout), rank, size
 
-    register_rendezvous_handler(TOGETHER, together)  # type: ignore[no-untyped-call]
+    register_rendezvous_handler(SCHEME, rendezvous)  # type: ignore[no-untyped-call]
 
 
 def start_engine(

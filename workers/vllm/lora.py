@@ -103,7 +103,8 @@ def find_slots(layers: Any, hf_config: Mapping[str, Json], settings: PeftConfig,
 
     shapes = stacked_shapes(hf_config)
     adapted = targets(shapes, settings)
-    slots = _Slots(layers, {_vllm_name(name, hf_config): name for name in shapes}, shapes, settings.dim)
+    in_vllm = find_family(hf_config).names.in_vllm
+    slots = _Slots(layers, {in_vllm(name): name for name in shapes}, shapes, settings.dim)
     checkpoint = [one for name, shape in adapted.items() for one in _checkpoint(name, shape, settings.dim, dtype)]
     recording = record(slots.memory(), checkpoint, dtype, lambda sources: slots.fill(dict(sources)))
     _check_complete(type(layers.model).__name__, recording, adapted, slots)
@@ -221,12 +222,6 @@ def _module_of(slot: str) -> str:
     """Returns the vLLM module of a slot. Example: `_module_of("layers.0.mlp.experts.w13.lora_a.1")` ends in `experts`."""
     module = slot.rpartition(".lora_")[0]
     return module.removesuffix(".w13").removesuffix(".w2")
-
-
-def _vllm_name(name: str, hf_config: Mapping[str, Json]) -> str:
-    names = find_family(hf_config).names
-    prefix = f"{names.layer}."
-    return f"{names.vllm_layer}.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 
 
 def _check_complete(model: str, recording: Recording, adapted: AdapterShapes, slots: _Slots) -> None:

@@ -128,7 +128,7 @@ class DagrlEngine(WeightTransferEngine[DagrlInitInfo, DagrlUpdateInfo]):  # type
         with torch.inference_mode(), commit_together(self._channel, wait=True):
             self._receiver.receive(update_info.version)
             for hook in self._destinations.hooks:
-                hook.run()
+                hook()
 
     def shutdown(self) -> None:
         """Closes the channel; the engine can meet another trainer."""

@@ -87,7 +87,7 @@ class _Placement:
         start, stop = self._rank.part(padded, "the padded vocabulary")
         stop, columns = min(stop, self._model.vocabulary), (0, shape[1])
         if start < stop:
-            yield WeightSlice(name, ((start, stop), columns), self._local(name), ((0, stop - start), columns))
+            yield WeightSlice(name, ((start, stop), columns), self._names.in_vllm(name), ((0, stop - start), columns))
 
     def _experts(self, name: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         """Yields the rank's experts of a stack."""
@@ -102,7 +102,7 @@ class _Placement:
         number = rank.tp_rank if rank.expert_parallel else 0
         first = number * held + min(number, more)
         many = (first, first + held + (number < more))
-        tensor = self._local(prefix.removesuffix(STACKED)) + ("w2_weight" if down else "w13_weight")
+        tensor = self._names.in_vllm(prefix.removesuffix(STACKED)) + ("w2_weight" if down else "w13_weight")
         box = (many, (0, rows), part) if down else (many, part, (0, columns))
         inner = ((0, rows), (0, size)) if down else ((at, at + size), (0, columns))
         if many[0] < many[1]:
@@ -117,7 +117,7 @@ class _Placement:
         columns = (0, shape[1]) if len(shape) == 2 else (0, 0)
         if leaf in ("o_proj", "down_proj", "out_proj") and len(shape) == 2:
             columns = self._rank.part(shape[1], _width_of(path) if leaf == "down_proj" else "the heads' columns")
-        tensor = self._local(f"{path}.{fused}.{kind}".rstrip("."))
+        tensor = self._names.in_vllm(f"{path}.{fused}.{kind}".rstrip("."))
         float32 = name.endswith(FLOAT32) or (leaf == "gate" and self._model.type == "glm4_moe")
         for part, at in rows:
             local = (at, at + part[1] - part[0])
@@ -177,15 +177,6 @@ class _Placement:
             return WeightSlice(name, box, tensor, local)
         scales = Scales(f"{tensor}_scale_inv", (*local[:-2], *(_blocks(name, tensor, part) for part in local[-2:])))
         return WeightSlice(name, box, tensor, local, FP8, scales)
-
-    def _local(self, name: str) -> str:
-        """Returns vLLM's name of a module or parameter outside the fused ones."""
-        names = self._names
-        for theirs, ours in ((names.embedding, names.vllm_embedding), (names.norm, names.vllm_norm)):
-            if name == theirs:
-                return ours
-        prefix = f"{names.layer}."
-        return f"{names.vllm_layer}.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
 
 
 def _llama_biases(model: ModelConfig) -> dict[str, tuple[int]]:

@@ -332,7 +332,7 @@ class VllmWorker:
 
     def _run_hooks(self) -> None:
         for hook in self._destinations.hooks:
-            hook.run()
+            hook()
         if self._device.type == "cuda":
             import torch
 
