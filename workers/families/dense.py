@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dagrl.refit.slices import WeightSlice
 from dagrl.workers.families.family import Family
 from dagrl.workers.families.hf_config import ModelConfig
-from dagrl.workers.families.megatron import MegatronRank, replicated
+from dagrl.workers.families.megatron import MegatronRank
 
 
 def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
@@ -30,11 +30,6 @@ def megatron_mlp(model: ModelConfig, rank: MegatronRank, hf: str, local: str) ->
     """Yields the MLP without its norm."""
     names = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight", f"{hf}mlp.down_proj.weight")
     yield from rank.gated_mlp(names, f"{local}mlp.", model.hidden, model.ffn, "the rows of intermediate_size")
-
-
-def megatron_moe_norm(model: ModelConfig, hf: str, local: str) -> WeightSlice:
-    """Returns the norm before experts, which is never fused."""
-    return replicated(f"{hf}post_attention_layernorm.weight", f"{local}pre_mlp_layernorm.weight", model.hidden)
 
 
 FAMILY = Family("dense", ("llama", "qwen2", "qwen3"), megatron_layer)

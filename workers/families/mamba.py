@@ -128,31 +128,14 @@ def _megatron_experts(model: ModelConfig, rank: MegatronRank, hf: str, local: st
     yield replicated(f"{hf}gate.e_score_correction_bias", f"{local}router.expert_bias", count, dtype="float32")
     names = (f"{hf}experts.*.up_proj.weight", f"{hf}experts.*.down_proj.weight")
     what = "the rows of moe_intermediate_size"
-    yield from rank.experts(names, f"{local}experts.", count, expert_hidden(model), width, what)
-    for name, shape in latent_projections(model):
-        yield replicated(f"{hf}{name}", f"{local}{name}", *shape)
-    if shared := shared_width(model):
-        yield from _megatron_mlp(model, rank, f"{hf}shared_experts.", f"{local}shared_experts.", shared)
-
-
-def shared_width(model: ModelConfig) -> int:
-    """Returns the intermediate size of all shared experts together."""
-    return model.size("n_shared_experts", 0) and model.size("n_shared_experts") * model.size(
-        "moe_shared_expert_intermediate_size"
-    )
-
-
-def expert_hidden(model: ModelConfig) -> int:
-    """Returns the input size of routed experts: the hidden size, or in Nemotron 3 Super a smaller latent size."""
-    return model.size("moe_latent_size", model.hidden)
-
-
-def latent_projections(model: ModelConfig) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yields names and shapes of the projections into and out of the latent, replicated on every rank of both sides."""
+    latent = model.size("moe_latent_size", model.hidden)  # the input size of routed experts, smaller in Nemotron 3 Super
+    yield from rank.experts(names, f"{local}experts.", count, latent, width, what)
     if model.has("moe_latent_size"):
-        latent = model.size("moe_latent_size")
-        yield "fc1_latent_proj.weight", (latent, model.hidden)
-        yield "fc2_latent_proj.weight", (model.hidden, latent)
+        yield replicated(f"{hf}fc1_latent_proj.weight", f"{local}fc1_latent_proj.weight", latent, model.hidden)
+        yield replicated(f"{hf}fc2_latent_proj.weight", f"{local}fc2_latent_proj.weight", model.hidden, latent)
+    if shared := model.size("n_shared_experts", 0):
+        shared *= model.size("moe_shared_expert_intermediate_size")
+        yield from _megatron_mlp(model, rank, f"{hf}shared_experts.", f"{local}shared_experts.", shared)
 
 
 FAMILY = Family(

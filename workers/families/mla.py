@@ -15,6 +15,7 @@ from dagrl.workers.families import dense
 from dagrl.workers.families.family import Family
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.families.megatron import MegatronRank, replicated
+from dagrl.workers.families.moe import Experts, megatron_experts
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,6 @@ class Latent:
     nope: int
     rope: int
     value: int
-
-    @property
-    def head(self) -> int:
-        """Rows of a query head."""
-        return self.nope + self.rope
 
 
 def latent_of(model: ModelConfig) -> Latent:
@@ -56,8 +52,10 @@ def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, 
     yield replicated(f"{hf}input_layernorm.weight", f"{local}input_layernorm.weight", model.hidden)
     yield from _megatron_attention(model, rank, f"{hf}self_attn.", attention)
     if has_experts(model, layer):
-        yield dense.megatron_moe_norm(model, hf, local)
-        yield from _megatron_experts(model, rank, f"{hf}mlp.", f"{local}mlp.")
+        width = model.size("moe_intermediate_size")
+        shared = width * model.size("n_shared_experts") if model.has("n_shared_experts") else 0
+        experts = Experts(model.size("n_routed_experts"), width, "mlp.", "shared_experts.", shared, has_expert_bias(model))
+        yield from megatron_experts(model, rank, experts, hf, local)
         return
     norm = f"{hf}post_attention_layernorm.weight"
     yield rank.norm(norm, f"{local}pre_mlp_layernorm", f"{local}mlp.linear_fc1", model.hidden)
@@ -66,7 +64,7 @@ def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, 
 
 def _megatron_attention(model: ModelConfig, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
     latent = latent_of(model)
-    queries, what = model.heads * latent.head, "the query heads' rows"
+    queries, what = model.heads * (latent.nope + latent.rope), "the query heads' rows"
     if latent.query:
         down = (f"{hf}q_a_proj.weight", f"{local}linear_q_down_proj.weight", latent.query)
         yield _down(rank, *down, model.hidden)
@@ -88,21 +86,6 @@ def _down(rank: MegatronRank, name: str, tensor: str, rows: int, columns: int) -
     if rank.modules.transformer_engine:
         return replicated(name, tensor, rows, columns)
     return rank.rows(name, tensor, rows, columns, "the rows of a down-projection")
-
-
-def _megatron_experts(model: ModelConfig, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
-    count, width = model.size("n_routed_experts"), model.size("moe_intermediate_size")
-    yield replicated(f"{hf}gate.weight", f"{local}router.weight", count, model.hidden)
-    if has_expert_bias(model):
-        yield replicated(f"{hf}gate.e_score_correction_bias", f"{local}router.expert_bias", count, dtype="float32")
-    names = tuple(f"{hf}experts.*.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj"))
-    what = "the rows of moe_intermediate_size"
-    yield from rank.experts(names, f"{local}experts.", count, model.hidden, width, what)
-    if model.has("n_shared_experts"):
-        shared = f"{hf}shared_experts."
-        parts = (f"{shared}gate_proj.weight", f"{shared}up_proj.weight", f"{shared}down_proj.weight")
-        size = width * model.size("n_shared_experts")
-        yield from rank.gated_mlp(parts, f"{local}shared_experts.", model.hidden, size, "the rows of the shared experts")
 
 
 FAMILY = Family("mla", ("deepseek_v3", "deepseek_v2"), megatron_layer)

@@ -13,8 +13,6 @@ from dagrl.workers.families.family import Family
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.families.megatron import MegatronRank, replicated
 
-_MLP = ("gate_proj", "up_proj", "down_proj")
-
 
 @dataclass(frozen=True)
 class Experts:
@@ -27,11 +25,11 @@ class Experts:
     count: int
     width: int
     block: str  # name of the block: `mlp.`, in Mixtral `block_sparse_moe.`
-    parts: tuple[str, str, str] = _MLP  # gate, up, down
     shared: str = "shared_expert."
     shared_width: int = 0
-    shared_gate: bool = False
     bias: bool = False
+    shared_gate: bool = False
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 def experts_of(model: ModelConfig) -> Experts:
@@ -40,13 +38,11 @@ def experts_of(model: ModelConfig) -> Experts:
     Transformers 5 writes `num_local_experts` for Qwen3-MoE; earlier versions and published checkpoints have `num_experts`.
     """
     if model.type == "mixtral":
-        return Experts(model.size("num_local_experts", least=1), model.ffn, "block_sparse_moe.", ("w1", "w3", "w2"))
+        return Experts(model.size("num_local_experts", least=1), model.ffn, "block_sparse_moe.", parts=("w1", "w3", "w2"))
     width = model.size("moe_intermediate_size", least=1)
     if model.type == "glm4_moe":
         shared = width * model.size("n_shared_experts")
-        return Experts(
-            model.size("n_routed_experts", least=1), width, "mlp.", shared="shared_experts.", shared_width=shared, bias=True
-        )
+        return Experts(model.size("n_routed_experts", least=1), width, "mlp.", "shared_experts.", shared, bias=True)
     count = model.size("num_experts" if model.has("num_experts") else "num_local_experts", least=1)
     if model.type == "qwen2_moe":
         shared = model.size("shared_expert_intermediate_size")
@@ -72,10 +68,14 @@ def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, 
     if not has_experts(model, layer):
         yield from dense.megatron_layer(model, rank, layer, hf, local)
         return
-    experts = experts_of(model)
-    block = f"{hf}{experts.block}"
     yield from dense.megatron_attention(model, rank, hf, local)
-    yield dense.megatron_moe_norm(model, hf, local)
+    yield from megatron_experts(model, rank, experts_of(model), hf, local)
+
+
+def megatron_experts(model: ModelConfig, rank: MegatronRank, experts: Experts, hf: str, local: str) -> Iterator[WeightSlice]:
+    """Yields router, experts and shared experts, and the norm before them, which is never fused."""
+    block = f"{hf}{experts.block}"
+    yield replicated(f"{hf}post_attention_layernorm.weight", f"{local}pre_mlp_layernorm.weight", model.hidden)
     yield replicated(f"{block}gate.weight", f"{local}mlp.router.weight", experts.count, model.hidden)
     if experts.bias:
         name = f"{block}gate.e_score_correction_bias"

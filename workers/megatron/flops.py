@@ -1,20 +1,36 @@
-"""Model FLOPs of a training step by Megatron's formula, and peak FLOP/s of GPUs, for throughput and MFU.
+"""A train worker's throughput: model FLOPs by Megatron's formula, peak FLOP/s of GPUs, and the metrics of a step.
 
 The formula is `num_floating_point_operations` of Megatron-LM (megatron/training/training.py): three times the forward matrix
 products of projections, MLPs (those of a token's experts), causal attention and the output layer. Norms and recomputation do
-not count. Attention uses each sequence's own length, so padding and packing change nothing. Pure; needs no torch.
+not count. Attention uses each sequence's own length, so padding and packing change nothing. Importing this needs no torch.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dagrl.config import PolicyConfig
+from dagrl.runtime.worker import WorkerContext
+from dagrl.telemetry.metrics import (
+    PEAK_MEMORY,
+    PEAK_TFLOPS,
+    RANK,
+    TRAIN_RANKS,
+    TRAIN_SECONDS,
+    TRAIN_TFLOP,
+    TRAIN_TOKENS,
+    StepMetrics,
+)
+from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.architecture import Architecture
+
+if TYPE_CHECKING:
+    import torch
 
 PASSES = 3  # the backward pass has two products for each forward product
 OPERATIONS = 2  # a multiplication and an addition
 
-PEAK_TFLOPS = (
+GPU_TFLOPS = (
     # Dense matrix products in half precision, without sparsity, as NVIDIA's data sheets give them.
     ("H200", 989.0),
     ("H100 PCIe", 756.0),
@@ -63,7 +79,7 @@ def peak_tflops(device_name: str, precision: str, override: float | None) -> flo
         return override
     if precision != "bfloat16":
         return None
-    return next((peak for name, peak in PEAK_TFLOPS if _names(name, device_name)), None)
+    return next((peak for name, peak in GPU_TFLOPS if _names(name, device_name)), None)
 
 
 def _names(name: str, device_name: str) -> bool:
@@ -71,3 +87,31 @@ def _names(name: str, device_name: str) -> bool:
     words = device_name.replace("-", " ").split()
     parts = name.split()
     return any(words[start : start + len(parts)] == parts for start in range(len(words)))
+
+
+def throughput_metrics(
+    model: Architecture,
+    policy: PolicyConfig,
+    context: WorkerContext,
+    device: torch.device,
+    step: AccumulatedParts,
+) -> StepMetrics:
+    """Returns this worker's equal share of a shard's FLOPs and tokens of a step, its time and memory.
+
+    Tokens are those of all rows; the FLOPs are without those of saved prefixes.
+    """
+    import torch
+
+    part = context.layout.dp / context.layout.world_size
+    own = f"{RANK}{context.rank}/"
+    tflop = step_tflop(model, step.lengths) - step_tflop(model, step.saved)
+    counts = {TRAIN_TFLOP: part * tflop, TRAIN_TOKENS: part * float(step.lengths.sum())}
+    sums = {**counts, **{own + name: value for name, value in counts.items()}, TRAIN_RANKS: 1.0}
+    maxima = {TRAIN_SECONDS: step.seconds, f"{own}train_seconds": step.seconds}
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        memory = torch.cuda.max_memory_allocated(device) / 2**30
+        maxima |= {PEAK_MEMORY: memory, f"{own}peak_memory_gib": memory}
+    name = torch.cuda.get_device_name(device) if on_gpu else ""
+    peak = peak_tflops(name, policy.precision, policy.megatron_cfg.peak_tflops)
+    return StepMetrics(sums, maxima, {} if peak is None else {PEAK_TFLOPS: peak})

@@ -49,8 +49,8 @@ class MegatronWorker(MegatronWorkerState):
         """
         from dagrl.rl.losses import divided, loss_denominator
         from dagrl.workers.megatron.expert_load import counting
+        from dagrl.workers.megatron.flops import throughput_metrics
         from dagrl.workers.megatron.forward_backward import run_losses
-        from dagrl.workers.megatron.throughput import throughput_metrics
 
         trainer, rate = self._ready("weights", "gradients"), batch.number("lr") if "lr" in batch.scalars else None
         algorithm = algorithm_for(loss, self.config)

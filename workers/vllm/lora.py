@@ -148,7 +148,11 @@ class _Slots:
 
     def memory(self) -> torch.nn.Module:
         """Returns a module with the slot's memory as buffers, for the recorder."""
-        return _memory(self.tensors)
+        import torch
+
+        module = torch.nn.Module()
+        module._buffers.update(self.tensors)  # `register_buffer` takes no names with dots
+        return module
 
     def fill(self, sources: Mapping[str, Tensor]) -> None:
         """Fills the slot from A and B by name, as vLLM does with an adapter that it loads."""
@@ -186,18 +190,6 @@ class _Slots:
         experts, outputs, inputs = self.shapes[self.names[name]]
         a, b = (experts, self.dim, inputs), (experts, outputs, self.dim)
         return torch.empty(a, device="meta"), torch.empty(b, device="meta")
-
-
-def _memory(tensors: Mapping[str, Tensor]) -> torch.nn.Module:
-    import torch
-
-    class Memory(torch.nn.Module):
-        """Names with dots, which modules do not allow for their own buffers."""
-
-        def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
-            yield from tensors.items()
-
-    return Memory()
 
 
 def _has_experts(layer: Any) -> bool:

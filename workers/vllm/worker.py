@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
@@ -43,7 +44,7 @@ from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.lora import check_slots, describe_slots, fill_slot, find_slots, lora_request
 from dagrl.workers.vllm.peers import Peers
 from dagrl.workers.vllm.quantization import compute_dtype, in_fp8
-from dagrl.workers.vllm.sampling import Sampling
+from dagrl.workers.vllm.sampling import sampling_params
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 
 if TYPE_CHECKING:
@@ -140,8 +141,8 @@ class VllmWorker:
             self._destinations = self._find_slots(llm)
         else:
             self._destinations = self._find_destinations(model, llm)
-        max_model_len = int(llm.model_config.max_model_len)
-        sampling = Sampling.of(self.generation, _eos_token_ids(self._hf_config), max_model_len)
+        stops = sorted({*self.generation.stop_token_ids, *_eos_token_ids(self._hf_config)})
+        sampling = partial(sampling_params, self.generation, stops, int(llm.model_config.max_model_len))
         adapter = lora_request() if sends_adapters(self.config) else None
         self._engine = QuantumEngine(llm, sampling, self._peers(llm), self._burst_steps(), recorder, adapter)
         if self._device.type == "cuda":

@@ -25,8 +25,7 @@ from dagrl.telemetry.metrics import (
 )
 from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.architecture import read_architecture
-from dagrl.workers.megatron.flops import PASSES, peak_tflops, sequence_flops, step_tflop, token_flops
-from dagrl.workers.megatron.throughput import throughput_metrics
+from dagrl.workers.megatron.flops import PASSES, peak_tflops, sequence_flops, step_tflop, throughput_metrics, token_flops
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
