@@ -154,6 +154,7 @@ class RewardRunner:
             FunctionRunner.configured(item.path, item.key, item.config, _checked, arguments="named")
             for item in self._functions
         ]
+        self._wanted = [keywords_of(runner.function) for runner in self._runners]
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -200,12 +201,11 @@ class RewardRunner:
         `values` makes, for each sample, the values that further parameters are filled with; the same names for all of them.
         It is called only if a function has such parameters.
         """
-        wanted = [keywords_of(runner.function) for runner in self._runners]
         by_task = any(item.tasks is not None for item in self._functions)
-        needed = by_task or any(names or takes_any for names, takes_any in wanted)
+        needed = by_task or any(names or takes_any for names, takes_any in self._wanted)
         rows = values() if values is not None and needed else [{}] * len(prompts)
         asked = []
-        for runner, item, (names, takes_any) in zip(self._runners, self._functions, wanted, strict=True):
+        for runner, item, (names, takes_any) in zip(self._runners, self._functions, self._wanted, strict=True):
             missing = {name: None for name, required in names.items() if required and values is not None}
             keywords = [missing | {name: row[name] for name in row if takes_any or name in names} for row in rows]
             places = [place for place, row in enumerate(rows) if item.tasks is None or row.get("task") in item.tasks]

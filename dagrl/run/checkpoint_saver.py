@@ -123,12 +123,16 @@ class Checkpoints:
         period = self.saver.config.checkpointing.save_period
         self._overdue = self.state.step // period * period > self.saved_step
 
+    def due(self, state: TrainState) -> bool:
+        """Whether `finish_step` saves this state: every `checkpointing.save_period` steps."""
+        config = self.saver.config.checkpointing
+        return config.enabled and (self._overdue or state.step % config.save_period == 0)
+
     def finish_step(self, state: TrainState) -> None:
-        """Takes the state after a finished step, and saves it every `checkpointing.save_period` steps."""
+        """Takes the state after a finished step, and saves it if it is due."""
         self.state = state
         self.saver.poll()
-        config = self.saver.config.checkpointing
-        if config.enabled and (self._overdue or state.step % config.save_period == 0):
+        if self.due(state):
             self.save()
 
     def drop_pending(self) -> None:

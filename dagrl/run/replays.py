@@ -53,13 +53,24 @@ class Replays:
         if self.shared is not None:
             self.shared.give_to(roles, keep_generation_weights=keep_generation_weights)
 
-    def replay(self, name: str, value: object, rows: Sequence[npt.NDArray[np.intp]] | None = None) -> Any:
-        """Replays a phase and waits for its result. `rows[shard]` are the rows each shard gets (see `Scheduler.replay`)."""
+    def replay(
+        self,
+        name: str,
+        value: object,
+        rows: Sequence[npt.NDArray[np.intp]] | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Any:
+        """Replays a phase and waits for its result. `rows[shard]` are the rows each shard gets (see `Scheduler.replay`).
+
+        Calls `meanwhile` once the replay has begun.
+        """
         if name in self.known:
             return self.known.pop(name)
         self.hold(*self.phases[name].roles)
         with self.clock.measure(name):
-            return self._result(name, self.submit(name, value, rows))[0]
+            replay = self.submit(name, value, rows)
+            meanwhile()
+            return self._result(name, replay)[0]
 
     def submit(self, name: str, value: object, rows: Sequence[npt.NDArray[np.intp]] | None = None) -> Replay:
         """Starts a replay that `collect` reads; `rows` as in `replay`."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache, partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from dagrl.rl.rollout.record import Kept, TokenTexts, rollout_rows, untrained_rows
 from dagrl.rl.rollout.scoring import ScoredGroup, Untrained
@@ -15,13 +16,20 @@ from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.conversations import ConversationTrace
-from dagrl.telemetry.rollouts import OTHER, RolloutFiles, load_writer
-from dagrl.telemetry.trace import TraceWriter
+from dagrl.telemetry.rollouts import OTHER, RolloutFiles, load_writer, table_of
+from dagrl.telemetry.trace import TraceEvent, TraceWriter
 
 if TYPE_CHECKING:
+    import pyarrow
     from transformers import PreTrainedTokenizerFast
 
 METHOD = "kept_logprobs"
+
+WAITING = 2
+"""Files that may wait to be written when another one comes: those of one step."""
+
+Prepared: TypeAlias = "tuple[pyarrow.Table, list[TraceEvent]]"
+"""The table of a step's samples, and the events of its trace."""
 
 
 class RolloutLog:
@@ -39,7 +47,7 @@ class RolloutLog:
         self._trace, self._conversations = trace, ConversationTrace()
         self._texts = TokenTexts(tokenizer)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        self._writing: Future[None] = self._pool.submit(load_writer)
+        self._writing: deque[Future[None]] = deque([self._pool.submit(load_writer)])
 
     def __enter__(self) -> Self:
         return self
@@ -47,36 +55,46 @@ class RolloutLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._pool.shutdown()
         if error is None:
-            self._wait()
+            self._check(0)
 
     @contextmanager
-    def keeping(self, groups: Sequence[ScoredGroup], batch: Batch, step: int) -> Iterator[None]:
+    def keeping(self, groups: Sequence[ScoredGroup], batch: Batch, step: int) -> Iterator[Callable[[], object]]:
         """Keeps the samples of `step`, whose log-probabilities the train workers hold until the block, which trains, ends.
 
-        Raises the OSError of the file before it: at most one file is being written.
+        The block calls what it is given while the workers train: then a thread reads and prepares what is written after it.
+        Raises the OSError of an earlier file.
         """
-        self._wait()
-        kept = self._pool.submit(self._kept)
-        yield
-        self._writing = self._pool.submit(self._write, groups, batch, kept.result(), step)
+        self._check()
+        prepare = cache(partial(self._prepare, groups, batch, step))
+        yield prepare
+        kept, prepared = prepare()
+        kept.result()
+        self._writing.append(self._pool.submit(self._write, prepared, step))
+
+    def _prepare(self, groups: Sequence[ScoredGroup], batch: Batch, step: int) -> tuple[Future[Kept], Future[Prepared]]:
+        kept = self._pool.submit(kept_columns, self._train, self._deadline)
+        return kept, self._pool.submit(self._rows, groups, batch, kept, step)
+
+    def _rows(self, groups: Sequence[ScoredGroup], batch: Batch, kept: Future[Kept], step: int) -> Prepared:
+        rows = rollout_rows(groups, batch, kept.result(), step, self._texts)
+        return table_of(rows), list(self._conversations.events(rows)) if self._trace is not None else []
 
     def keep_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
-        """Keeps samples that no step trains on. Raises the OSError of the file before it."""
+        """Keeps samples that no step trains on. Raises the OSError of an earlier file."""
         if untrained:
-            self._wait()
-            self._writing = self._pool.submit(self._write_untrained, untrained, step)
+            self._check()
+            self._writing.append(self._pool.submit(self._write_untrained, untrained, step))
 
-    def _wait(self) -> None:
-        self._writing.result()
+    def _check(self, most: int = WAITING) -> None:
+        """Raises the error of a file that was not written; waits while more than `most` files are not written yet."""
+        while self._writing and (len(self._writing) > most or self._writing[0].done()):
+            self._writing.popleft().result()
 
-    def _kept(self) -> Kept:
-        return kept_columns(self._train, self._deadline)
-
-    def _write(self, groups: Sequence[ScoredGroup], batch: Batch, kept: Kept, step: int) -> None:
-        rows = rollout_rows(groups, batch, kept, step, self._texts)
-        self._files.write(step, rows)
+    def _write(self, prepared: Future[Prepared], step: int) -> None:
+        table, events = prepared.result()
+        self._files.write_table(step, table)
         if self._trace is not None:
-            self._trace.write(self._conversations.events(rows))
+            self._trace.write(events)
 
     def _write_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
         self._files.write(step, untrained_rows(untrained, step, self._texts), OTHER)

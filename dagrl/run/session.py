@@ -67,15 +67,30 @@ class Session:
         """Runs a part of a step that updates the weights once, or not at all; see `TrainRecovery.run`."""
         return action() if self.recovery is None else self.recovery.run(action)
 
-    def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
-        """Records a finished step and saves it if it is due. Leaves the loop after `last_step` or if a stop is requested."""
+    def finish_step(
+        self,
+        stage: str,
+        position: int,
+        total: int,
+        metrics: dict[str, float],
+        state: TrainState,
+        begin_next: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Records a finished step and saves it if it is due. Leaves the loop after `last_step` or if a stop is requested.
+
+        Calls `begin_next` before it records the step, unless something has to happen between this step and the next.
+        """
+        last = self.last_step is not None and state.step == self.last_step.number
+        if not (last or self.stop.requested or self.record_of_driver is not None or self.checkpoints.due(state)):
+            begin_next()
         self.recorder.step(stage, state.step, position, total, metrics)
         if self.record_of_driver is not None:
             self.record_of_driver.write(state, self.checkpoints.parts, self.replays.scheduler.next_replays())
         self.recovered(partial(self.checkpoints.finish_step, state))
         self.stop.check()
         self.check()
-        if self.last_step is not None and state.step == self.last_step.number:
+        if last:
+            assert self.last_step is not None
             self.last_step.then(self)
             raise StopRequestedError(f"stopped after step {state.step}")
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -181,6 +182,8 @@ def open_session(
                 progress.stage(f"{'Going on' if taken else 'Resuming'} from step {resumed.state.step}")
                 session.checkpoints.restore(load=taken is None)
         fleet.settle()
+        gc.freeze()  # full collections between steps skip what the imports and the start made: up to 0.3 s each
+        stack.callback(gc.unfreeze)
         clock.restart()
         stack.enter_context(control(paths.directory, session.commands))
         stack.callback(session.recorder.write_trace)

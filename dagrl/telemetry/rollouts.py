@@ -155,13 +155,17 @@ class RolloutFiles:
 
     def write(self, step: int, rows: Sequence[Row], kind: str = STEP) -> None:
         """Writes the samples of a step. The file appears complete or not at all."""
+        self.write_table(step, table_of(rows), kind)
+
+    def write_table(self, step: int, table: pyarrow.Table, kind: str = STEP) -> None:
+        """Writes what `table_of` returned for the samples of a step."""
         from pyarrow import parquet
 
         path = self._directory / f"{kind}_{step:06d}.parquet"
         part = path.with_name(path.name + PART)
         try:
             with naming(path):
-                parquet.write_table(table_of(rows), part, compression=COMPRESSION)
+                parquet.write_table(table, part, compression=COMPRESSION)
         except OSError:
             part.unlink(missing_ok=True)
             raise

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -89,16 +90,10 @@ class FunctionProcess:
 
     def _answers(self, connection: Connection, columns: Sequence[Sequence[Any]], limit: Deadline | None) -> Answers | str:
         patience_s = self._patience_s(len(columns[0])) if limit is None else limit.seconds
-        # A process stuck in the middle of a message blocks `send` or `recv_bytes`; closing makes these raise.
-        stuck = threading.Timer(patience_s + GRACE_S, self.close)
-        stuck.start()
-        try:
-            connection.send([list(column) for column in columns])
-            if connection.poll(patience_s):
-                return _unpickled(connection.recv_bytes())
-        finally:
-            stuck.cancel()
-            stuck.join()  # if it has begun, the process is lost now, not during the next call
+        _limit_blocking(connection, patience_s + GRACE_S)
+        connection.send([list(column) for column in columns])
+        if connection.poll(patience_s):
+            return _unpickled(connection.recv_bytes())
         self.close()
         return (limit or self._deadline).missed
 
@@ -182,6 +177,15 @@ class FunctionProcess:
             )
             theirs.close()
             return self._connection
+
+
+def _limit_blocking(connection: Connection, seconds: float) -> None:
+    """Lets `send` and `recv_bytes` raise OSError if the process is stuck in the middle of a message for so long."""
+    whole = int(seconds)
+    limit = struct.pack("@ll", whole, max(int((seconds - whole) * 1e6), 1))
+    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def _unpickled(answers: bytes) -> Answers | str:

@@ -90,9 +90,9 @@ def train_batch(
     rows = token_rows(episodes)
     shape = rows["tokens"].shape
     mask, generation_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    for row, episode in enumerate(episodes):
-        start, end = len(episode.prompt), len(episode)
-        generation_logprobs[row, start:end] = episode.logprobs
+    for row, (episode, end) in enumerate(zip(episodes, rows["lengths"].tolist(), strict=True)):
+        start = end - len(episode.tokens)
+        generation_logprobs[row, start:end] = episode.arrays()[1]
         if valid is None or valid[row // rows_per_sample]:
             mask[row, start:end] = episode.sampled if False in episode.sampled else 1.0
     return rows.with_fields(

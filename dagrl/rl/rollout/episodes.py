@@ -60,9 +60,10 @@ class Episode:
     untrained: int = 0
     reward_parts: dict[str, float] = field(default_factory=dict)
     times: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _arrays: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = field(default=None, init=False, repr=False)
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.tokens)
+        return len(self.prompt.tokens) + len(self.tokens)
 
     @property
     def turn_left(self) -> int:
@@ -76,6 +77,15 @@ class Episode:
             return [(0, len(flags))]
         bounds = [at for at in range(len(flags) + 1) if at in (0, len(flags)) or flags[at] != flags[at - 1]]
         return list(pairwise(bounds))
+
+    def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Returns the tokens and their log-probabilities. Those of a finished sequence are converted once."""
+        if self._arrays is not None:
+            return self._arrays
+        found = np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32)
+        if self.finish_reason:
+            self._arrays = found
+        return found
 
     def sampled_versions(self) -> npt.NDArray[np.int64]:
         """Returns the policy version of each sampled token."""
@@ -197,9 +207,10 @@ def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[i
 
 def token_rows(episodes: Sequence[Episode]) -> Batch:
     """Returns sequences as rows: `tokens` [sequences, longest], prompt and completion so far, and `lengths`."""
-    tokens = np.zeros((len(episodes), max(map(len, episodes), default=1)), np.int64)
-    for row, episode in enumerate(episodes):
-        start, end = len(episode.prompt), len(episode)
-        tokens[row, :start] = episode.prompt.tokens
-        tokens[row, start:end] = episode.tokens
-    return Batch({"tokens": tokens, "lengths": np.array([len(episode) for episode in episodes], np.int64)})
+    lengths = [len(episode) for episode in episodes]
+    tokens = np.zeros((len(episodes), max(lengths, default=1)), np.int64)
+    for row, episode, end in zip(tokens, episodes, lengths, strict=True):
+        start = len(episode.prompt.tokens)
+        row[:start] = episode.prompt.tokens
+        row[start:end] = episode.arrays()[0] if episode.finish_reason else episode.tokens
+    return Batch({"tokens": tokens, "lengths": np.array(lengths, np.int64)})

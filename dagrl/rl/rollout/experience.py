@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ VALIDATION_STREAM = 1 << 32
 """The first number of a validation group. Training groups count from 0."""
 
 WAIT_S = 1.0  # between two checks of the stop signal while there is nothing to generate
+SCORES_S = 0.01  # between two looks for scores of which all are needed
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,9 @@ class Experience:
         self._config, self._prompts, self._engines = config, prompts, engines
         self._reward, self._stop = reward, stop
         self._last = config.sft.max_num_steps + config.grpo.max_num_steps
+        grpo = config.grpo
+        ahead = max_age_steps or grpo.use_dynamic_sampling or grpo.overlap_logprobs or grpo.overlap_training
+        self._in_turn = not ahead
         train = prompts.train
         self.sampler = open_sampler(train, config.data)
         self.buffer: TrajectoryBuffer[ScoredGroup] = TrajectoryBuffer(
@@ -130,6 +134,12 @@ class Experience:
         room = min(self.buffer.room(), needed)
         self.rollouts.start(*[self._new_group(self.buffer.start(), *self.sampler.take(1)) for _ in range(room)])
 
+    def begin(self) -> None:
+        """Starts the next groups and their first quanta, so that engines work while the caller does something else."""
+        self.fill()
+        if not self._unfilled:
+            self.rollouts.look_ahead()
+
     def work(self, other: Future[Any] | None = None) -> None:
         """Runs one quantum. With nothing to generate, waits for a score, an answer of the environment, or `other`.
 
@@ -148,7 +158,10 @@ class Experience:
                     f"no batch can become complete: nothing is being generated, scored or answered; groups: "
                     f"{self.buffer.counts()}"
                 )
-            wait(awaited, WAIT_S, FIRST_COMPLETED)
+            if self._in_turn and other is None and not self.rollouts.awaited:
+                wait(awaited, SCORES_S, FIRST_EXCEPTION)  # nothing can begin before all scores are known
+            else:
+                wait(awaited, WAIT_S, FIRST_COMPLETED)
             self._sort(self.rollouts.advance())
         self._take_scores()
 
@@ -374,6 +387,9 @@ class Experience:
         scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
         values = partial(reward_values, group, samples, self._prompts.tokenizer)
         scoring.append(_Scoring(group, samples, self._reward.submit(*_texts(samples), values)))
+        for sample in samples:  # while the reward functions run
+            for episode in sample.rows:
+                episode.arrays()
 
     def _take_scores(self) -> None:
         done, self._scoring = split_done(self._scoring, lambda item: item.answers)

@@ -95,8 +95,10 @@ class TrajectoryBuffer(Generic[Payload]):
     def take(self) -> list[Taken[Payload]] | None:
         """Returns the next batch by number; None if too few groups are finished, or if taking it would make others late."""
         assert not self._taken, "take() before advance(): the batch taken last is still being trained on"
+        if len(self._finished) < self.groups_per_step:
+            return None
         oldest = sorted(self._finished.values(), key=lambda group: (group.version, group.number))[: self.groups_per_step]
-        if len(oldest) < self.groups_per_step or self._makes_others_late(oldest):
+        if self._makes_others_late(oldest):
             return None
         for group in oldest:
             del self._finished[group.number]

@@ -50,12 +50,12 @@ def train_async(session: Session, reward: RewardRunner) -> None:
             if learning is None:
                 session.stop.check()
                 if (groups := experience.take()) is not None:
-                    metrics |= experience.metrics(groups)
                     learning = thread.submit(timed_learn, session, groups, session.step + 1, early)
+                    metrics |= experience.metrics(groups)
             if learning is None or not learning.done():
                 with exposed(metrics) if learning is None else nullcontext():
                     experience.work(learning)
-                if learning is None:
+                if learning is None and early.wanted:
                     session.recovered(partial(early.advance, experience.next_batch(), session.step + 1))
                 continue
             learned, ended = learning.result()

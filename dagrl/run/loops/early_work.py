@@ -68,6 +68,11 @@ class EarlyWork:
         if (error is None or isinstance(error, StopRequestedError)) and self.take().known:
             end_logprobs(self._config, self._replays, self._step)
 
+    @property
+    def wanted(self) -> bool:
+        """Whether one of its options is on."""
+        return self._config.grpo.overlap_logprobs or self._config.grpo.overlap_training
+
     def advance(self, batch: NextBatch, step: int) -> None:
         """Reads finished chunks, and starts others with what is new in `batch`. `step` trains on the batch.
 

@@ -7,7 +7,7 @@ asynchronous loop, `dagrl.run.loops.async_grpo`, overlaps the same steps.
 from __future__ import annotations
 
 import time
-from functools import partial
+from functools import cache, partial
 
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.experience import Experience
@@ -41,8 +41,9 @@ def train_grpo(session: Session, reward: RewardRunner) -> None:
             step, metrics = session.step + 1, begin_step()
             with exposed(metrics):
                 groups = generate_batch(session, experience, early)
-            metrics |= experience.metrics(groups)
-            metrics |= learn(session, groups, step, early.take)
+            summary = cache(partial(experience.metrics, groups))
+            metrics |= learn(session, groups, step, early.take, summary)
+            metrics |= summary()
             metrics |= update(session, experience, time.perf_counter())
             finish_step(session, experience, metrics)
 
@@ -52,6 +53,7 @@ def generate_batch(session: Session, experience: Experience, early: EarlyWork) -
     while (groups := experience.take()) is None:
         experience.fill()
         experience.work()
-        session.recovered(partial(early.advance, experience.next_batch(), session.step + 1))
+        if early.wanted:
+            session.recovered(partial(early.advance, experience.next_batch(), session.step + 1))
         session.stop.check()
     return groups

@@ -102,13 +102,21 @@ def _counters(config: Config, experience: Experience) -> dict[str, Json]:
     return {**experience.state(), REFERENCE: saved}
 
 
-def learn(session: Session, groups: Sequence[ScoredGroup], step: int, take: Callable[[], Early]) -> dict[str, float]:
+def learn(
+    session: Session,
+    groups: Sequence[ScoredGroup],
+    step: int,
+    take: Callable[[], Early],
+    meanwhile: Callable[[], object] = lambda: None,
+) -> dict[str, float]:
     """Trains the train workers on one batch of groups. `take` returns the work on it that was done with the current weights,
-    and after a failure what is left of that."""
-    return session.recovered(lambda: _learn(session, groups, step, take()))
+    and after a failure what is left of that. `meanwhile` is called while the workers train, unless nothing is trained on."""
+    return session.recovered(lambda: _learn(session, groups, step, take(), meanwhile))
 
 
-def _learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Early) -> dict[str, float]:
+def _learn(
+    session: Session, groups: Sequence[ScoredGroup], step: int, early: Early, meanwhile: Callable[[], object]
+) -> dict[str, float]:
     config, replays = session.config, session.replays
     keys, batch = row_keys(config, groups), scored_batch(config, groups, step)
     splits = split_minibatches(config, batch)
@@ -123,11 +131,13 @@ def _learn(session: Session, groups: Sequence[ScoredGroup], step: int, early: Ea
     left = [row for row, (group, _) in enumerate(keys) if group not in early.accumulated]
     rest = Rest(left, early.parts) if early.parts else None
     log = session.recorder.rollouts
-    with log.keeping(groups, batch, step) if log is not None else nullcontext():
+    with log.keeping(groups, batch, step) if log is not None else nullcontext(lambda: None) as keep:
         if critic is not None:
             critic.start(step)
+        metrics: dict[str, float] = {}
         warms_up = critic is not None and step - config.sft.max_num_steps <= config.critic.warmup_steps
-        metrics = {} if warms_up else optimize(config, replays, batch, step, splits, rest)
+        if not warms_up:
+            metrics |= optimize(config, replays, batch, step, splits, rest, lambda: (keep(), meanwhile()))
         if critic is not None:
             metrics |= critic.finish(step)
     return metrics | calibrate(config, replays, batch) | {"trained_tokens": float(batch["lengths"].sum())}
@@ -199,7 +209,7 @@ def finish_step(session: Session, experience: Experience, metrics: dict[str, flo
     metrics |= session.replays.close_step(tokens=int(metrics["trained_tokens"]))
     stage = algorithm_name(config)
     state = TrainState(step, _counters(config, experience), ranking_metric(config, stage, metrics))
-    session.finish_step(stage, position, total, metrics, state)
+    session.finish_step(stage, position, total, metrics, state, begin_next=experience.begin)
 
 
 @contextmanager
@@ -217,16 +227,17 @@ def optimize(
     step: int,
     splits: Sequence[ShardRows] | None = None,
     rest: Rest | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Takes one optimizer step for the rows of each `policy.train_global_batch_size` samples; returns the metrics of all.
 
     A minibatch without a token in the loss is skipped and counted; `grpo.overlong_filtering` can leave one. `splits` are the
-    rows of each shard, by minibatch. With a `rest`, the batch is one minibatch.
+    rows of each shard, by minibatch. With a `rest`, the batch is one minibatch. `meanwhile` is called when each has begun.
     """
     rows = rows_per_sample(config)
     size = config.policy.train_global_batch_size * rows
     batch = batch.with_scalars(step=step)
-    minibatches = [batch.select(range(start, start + size)) for start in range(0, batch.rows, size)]
+    minibatches = [batch.share(number, batch.rows // size) for number in range(batch.rows // size)]
     assert rest is None or len(minibatches) == 1
     unplaced: list[ShardRows | None] = [None] * len(minibatches)
     steps = [
@@ -238,6 +249,7 @@ def optimize(
             shard_rows=shard_rows,
             rest=rest,
             least_sequences=minibatch.rows // rows if config.loss_fn.count_masked_sequences else 0,
+            meanwhile=meanwhile,
         )
         for minibatch, shard_rows in zip(minibatches, splits or unplaced, strict=True)
         if minibatch["loss_mask"].any()

@@ -51,7 +51,8 @@ def compute_logprobs(
     if len(missing) == batch.rows:
         begin_logprobs(config, replays, step)
     if missing:
-        rows, shards = logprob_batch(batch.select(missing), step), whole_rows(config, splits)
+        rows = logprob_batch(batch if len(missing) == batch.rows else batch.select(missing), step)
+        shards = whole_rows(config, splits)
         teacher = _submit_teacher(config, replays, rows)
         for name in logprob_phases(config):
             replays.replay(name, rows, rows=shards)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dagrl.run.loops.logprobs import ShardRows
@@ -33,16 +33,18 @@ def replay_batch(
     shard_rows: ShardRows | None = None,
     rest: Rest | None = None,
     least_sequences: int = 0,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> StepMetrics:
     """Replays `phases.<phase>` on `batch` in step `step` and returns the metrics over all shards.
 
     `shard_rows` are the rows of each shard, if the caller decides. With `rest`, only its rows are replayed, but losses are
     normalized over the whole batch. Means over sequences divide by `least_sequences` if fewer have a token in the loss.
+    `meanwhile` is called while the workers train.
     """
     batch = _with_counts(batch, least_sequences)
     if rest is not None:
         batch = batch.select(rest.rows).with_scalars(parts=float(rest.parts))
-    return _merged(replays.replay(phase, batch, shard_rows), step)
+    return _merged(replays.replay(phase, batch, shard_rows, meanwhile), step)
 
 
 def submit_batch(replays: Replays, phase: str, batch: Batch) -> Replay:
@@ -57,9 +59,9 @@ def collect_batch(replays: Replays, phase: str, replay: Replay, *, step: int) ->
 
 def _with_counts(batch: Batch, least_sequences: int = 0) -> Batch:
     """Adds what losses are divided by: the tokens in the loss, and the rows with at least one."""
-    mask = batch["loss_mask"].astype("float64")
-    sequences = max(int((mask.sum(axis=1) > 0).sum()), least_sequences)
-    return batch.with_scalars(global_valid_tokens=float(mask.sum()), global_valid_sequences=float(sequences))
+    tokens = batch["loss_mask"].sum(axis=1, dtype="float64")
+    sequences = max(int((tokens > 0).sum()), least_sequences)
+    return batch.with_scalars(global_valid_tokens=float(tokens.sum()), global_valid_sequences=float(sequences))
 
 
 def _merged(parts: Iterable[StepMetrics], step: int) -> StepMetrics:

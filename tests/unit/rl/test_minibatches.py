@@ -46,7 +46,7 @@ def take_step(batch: Batch) -> StepMetrics:
 def optimized(batch: Batch) -> tuple[dict[str, float], int]:
     calls: list[Batch] = []
 
-    def replay(phase: str, minibatch: Batch, rows: object) -> list[StepMetrics]:
+    def replay(phase: str, minibatch: Batch, rows: object, meanwhile: object) -> list[StepMetrics]:
         assert phase == "train_step"
         calls.append(minibatch)
         return [take_step(minibatch)]

@@ -383,7 +383,8 @@ class SimulatedReplays:
     ) -> tuple[Any, CountedReplay]:
         return self._run.collect(name, replay, busy_s)
 
-    def replay(self, name: str, value: Any, rows: Any = None) -> Any:
+    def replay(self, name: str, value: Any, rows: Any = None, meanwhile: Any = lambda: None) -> Any:
+        meanwhile()
         return self._run.replay(name, value, rows)
 
     def exclude_wait(self, role: str) -> None:
@@ -419,7 +420,11 @@ class Run:
         prompts = [Prompt(f"{n}=", np.array([4 + n % 10, 5]), str(n), f"row {n}") for n in range(9)]
         progress = SimpleNamespace(step=lambda *words, **keys: None, status=lambda text: None)
         self.checkpoints = SimpleNamespace(
-            resumed=resumed, state=resumed.state if resumed else TrainState(0), parts=[], finish_step=self._take_state
+            resumed=resumed,
+            state=resumed.state if resumed else TrainState(0),
+            parts=[],
+            finish_step=self._take_state,
+            due=lambda state: False,
         )
         self.inputs = SimpleNamespace(prompts=prompts, validation_prompts=prompts[:2], tokenizer=tokenizer)
         self.simulated = SimulatedReplays(self)
@@ -478,7 +483,9 @@ class Run:
     def _environment(self, config: Config, _: object) -> Any:
         return Environment(self.world) if config.environment.enabled else nullcontext()
 
-    def _learn(self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any) -> dict[str, float]:
+    def _learn(
+        self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any, meanwhile: Any = None
+    ) -> dict[str, float]:
         assert step == session.step + 1
         session.stop.check()
         self.trained[step] = list(groups)

@@ -142,9 +142,11 @@ class Overlapping(Run):
         else:
             self.kept.keep(rows, reference_logprobs=truth(rows["tokens"], REFERENCE))
 
-    def _learn(self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any) -> dict[str, float]:
+    def _learn(
+        self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any, meanwhile: Any = lambda: None
+    ) -> dict[str, float]:
         self.taken = groups
-        found = grpo_step.learn(session, groups, step, early)
+        found = grpo_step.learn(session, groups, step, early, meanwhile)
         return super()._learn(session, groups, step, early) | found
 
     def take_step(self, rest: Batch) -> StepMetrics:

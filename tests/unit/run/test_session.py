@@ -156,12 +156,35 @@ def test_grpo_validates_by_its_own_step_count_and_at_the_end(period: int, valida
     for step in range(3, 8):
         session: Any = MagicMock(config=config, step=step)
         session.replays.close_step = lambda tokens: {"tokens": tokens}
-        experience: Any = SimpleNamespace(state=dict, take_untrained=list, validate=lambda: {"validation/reward": 0.25})
+        experience: Any = SimpleNamespace(
+            state=dict, take_untrained=list, validate=lambda: {"validation/reward": 0.25}, begin=lambda: None
+        )
         finish_step(session, experience, {"trained_tokens": 7.0})
         stage, position, total, metrics, state = session.finish_step.call_args.args
         assert (stage, position, total, state.step, metrics["tokens"]) == ("grpo", step - 2, 5, step + 1, 7)
         found += [position] if state.metric is not None else []
     assert found == validated
+
+
+@pytest.mark.parametrize(
+    ("begins", "changed"),
+    [
+        (True, {}),
+        (False, {"record_of_driver": MagicMock()}),
+        (False, {"stop": MagicMock(requested=True)}),
+        (False, {"checkpoints": MagicMock(due=lambda state: True)}),
+    ],
+)
+def test_the_next_step_begins_before_a_step_is_recorded_unless_its_state_is_saved(
+    begins: bool, changed: dict[str, Any]
+) -> None:
+    done: list[str] = []
+    recorder = SimpleNamespace(step=lambda *step: done.append("recorded"))
+    pieces = {"stop": MagicMock(requested=False), "checkpoints": MagicMock(due=lambda state: False), **changed}
+    names = ("config", "inputs", "train", "generation", "replays")
+    session = Session(**dict.fromkeys(names, MagicMock()), recorder=cast(Any, recorder), **pieces)
+    session.finish_step("grpo", 1, 5, {}, TrainState(1), begin_next=lambda: done.append("begun"))
+    assert done == (["begun", "recorded"] if begins else ["recorded"])
 
 
 def test_exposed_generation_is_summed_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

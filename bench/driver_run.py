@@ -1,0 +1,169 @@
+"""What the driver costs in whole GRPO steps of a real run, with simulated workers; two checkouts in turn.
+
+    python -m dagrl.bench.driver_run --samples 128,1024 --json F [--against before=DIR] [--rounds N] [--steps N]
+
+The loop, scheduler, graphs, refit, reward process and files are those of `dagrl train`; prompts have 120 tokens, completions
+256. An engine makes all tokens of a quantum at once and then sleeps, and an optimizer step sleeps for 0.3 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from dagrl.bench.report import write_rows
+from dagrl.data import Example, Splits
+from dagrl.rl.generation import FinishedRequest, Generated, RequestProgress, pack_generated, quantum_seconds, quantum_steps
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker import in_warmup
+from tests.integration.unigram_workers import SIZE, UnigramGenerator
+
+PROMPT, COMPLETION, GROUP = 120, 256, 8
+STEP_S = 0.003
+SKIPPED = 2
+"""Steps that do not count: imports, memory and caches settle in them."""
+COUNTED = ("thread_cpu_s", "process_cpu_s", "wall_s", "overhead_s")
+
+
+@dataclass(frozen=True)
+class DriverRow:
+    """Medians and quartiles over steps, in seconds: processor time of the main thread and of the whole driver, the step, and
+    the part of it in which no worker computed (`perf/step_overhead_s`)."""
+
+    tree: str
+    samples: int
+    steps: int
+    thread_cpu_s: list[float]
+    process_cpu_s: list[float]
+    wall_s: list[float]
+    overhead_s: list[float]
+
+
+def prompts(count: int = 512, train_s: float = 0.0, engine_step_s: float = 0.0) -> Splits:
+    """Prompts of `PROMPT` characters; the other arguments are read by the workers."""
+    examples = tuple(Example(f"{number:0{PROMPT - 1}d}=", "", source=f"number {number}") for number in range(count))
+    return Splits(examples, examples, examples[:1])
+
+
+class QuickGenerator(UnigramGenerator):
+    """Draws the tokens of a request when it ends, and sleeps for the rest of its engine steps."""
+
+    def generate(self, batch: Batch) -> Generated:
+        """See the class."""
+        if in_warmup():
+            return pack_generated([], [], 0)
+        started = time.perf_counter()
+        rows = zip(*(batch[name].tolist() for name in ("request_ids", "max_new_tokens", "lengths")), strict=True)
+        for request, limit, length in rows:
+            if length:
+                self.running[request] = {"left": limit}
+        most = int(min(quantum_seconds(batch) / STEP_S, quantum_steps(batch, self.context.coordinates.dp)))
+        steps = min(max(most, 1), max((one["left"] for one in self.running.values()), default=0))
+        finished, table = [], self._log_table()
+        for request, one in list(self.running.items()):
+            one["left"] -= steps
+            if one["left"] <= 0:
+                tokens = np.random.default_rng(request).integers(2, SIZE - 1, COMPLETION)
+                columns = tokens.tolist(), table[tokens].tolist(), [self.version] * COMPLETION
+                finished.append(FinishedRequest(request, *columns, "length"))
+                del self.running[request]
+        made = pack_generated(finished, map(RequestProgress, self.running), steps)
+        time.sleep(max(0.0, steps * STEP_S - (time.perf_counter() - started)))
+        return made
+
+
+def steps_of(samples: int, steps: int) -> dict[str, list[float]]:
+    """Runs the loop; returns each of `COUNTED` by step."""
+    from dagrl.config.file import load_config
+    from dagrl.rl.rewards import RewardRunner
+    from dagrl.run.loops import grpo, grpo_step
+    from dagrl.run.plans import grpo_plans
+    from dagrl.run.start import open_session
+    from dagrl.telemetry.record import read_metrics
+
+    marks: list[tuple[float, ...]] = []
+
+    def counted(*arguments: Any) -> None:
+        grpo_step.finish_step(*arguments)
+        marks.append((time.thread_time(), time.process_time(), time.perf_counter()))
+
+    with patch.object(grpo, "finish_step", counted), tempfile.TemporaryDirectory() as directory:
+        config = load_config(
+            Path(__file__).with_name("step_simulated.yaml"),
+            [
+                f"output_dir={directory}",
+                "policy.generation.worker=dagrl.bench.driver_run:QuickGenerator",
+                f"policy.generation.forced_lengths={{median: {COMPLETION}, sigma: 0}}",
+                f"policy.generation.vllm_cfg={{data_parallel_size: 1, max_num_seqs: {samples}}}",
+                f"policy.generation.max_new_tokens={COMPLETION}",
+                f"policy.max_total_sequence_length={PROMPT + COMPLETION}",
+                f"policy.train_global_batch_size={samples}",
+                f"grpo={{num_prompts_per_step: {samples // GROUP}, num_generations_per_prompt: {GROUP}, val_period: 0}}",
+                f"grpo.max_num_steps={steps + SKIPPED + 1}",  # the last one validates
+                "data.task=dagrl.bench.driver_run:prompts",
+                f"data.task_args={{train_s: 0.3, engine_step_s: {STEP_S}}}",
+                "logger.trace_enabled=true",
+            ],
+        )
+        with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
+            grpo.train_grpo(session, reward)
+            metrics = read_metrics(session.recorder.paths.metrics)
+    spent = np.diff(np.asarray(marks[SKIPPED - 1 : -1]), axis=0).T.tolist()
+    overhead = [float(line["perf/step_overhead_s"] or 0.0) for line in metrics[SKIPPED:-1]]
+    return dict(zip(COUNTED, [*spent, overhead], strict=True))
+
+
+def measure(trees: dict[str, Path], sizes: Sequence[int], rounds: int, steps: int) -> list[DriverRow]:
+    """Runs each checkout in turn, each time in a process of its own; returns a row per checkout and size."""
+    found: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for _, samples, (name, tree) in product(range(rounds), sizes, trees.items()):
+        command = [sys.executable, "-m", "dagrl.bench.driver_run", "--samples", str(samples), "--steps", str(steps), "--raw"]
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        made = subprocess.run(command, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
+        joined = found.setdefault((name, samples), defaultdict(list))
+        for key, values in json.loads(made.stdout.splitlines()[-1]).items():
+            joined[key] += values
+    return [
+        DriverRow(*of, len(columns["wall_s"]), *(np.percentile(columns[key], [25, 50, 75]).tolist() for key in COUNTED))
+        for of, columns in found.items()
+    ]
+
+
+def main() -> None:
+    """See the top of this file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--samples", default="128,1024", help="samples of a step, e.g. 128,1024")
+    parser.add_argument("--steps", type=int, default=8, help="counted steps of a run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each checkout and size")
+    parser.add_argument("--against", metavar="NAME=DIR", help="another checkout, measured in turn")
+    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    parser.add_argument("--raw", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.samples.split(",")]
+    if options.raw:
+        print(json.dumps(steps_of(sizes[0], options.steps)))
+        return
+    name, _, tree = (options.against or "").partition("=")
+    trees = {**({name: Path(tree).absolute()} if tree else {}), "here": Path(__file__).absolute().parents[1]}
+    rows = measure(trees, sizes, options.rounds, options.steps)
+    write_rows(options.json, rows, {})
+    for row in rows:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
