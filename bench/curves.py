@@ -11,15 +11,19 @@ from __future__ import annotations
 import argparse
 import logging
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate, product
 from operator import add
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dagrl.bench.deadline import BenchDeadline, add_deadline
-from dagrl.bench.report import print_rows, report_while_measuring
+from dagrl.bench.report import Row, drawing, print_rows, report_rows
 from dagrl.bench.step import VARIANTS, Variant, add_run_arguments, begin_again, chosen
 
 if TYPE_CHECKING:
@@ -44,18 +48,6 @@ OVERRIDES = (
 )
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One run: mean reward per step, seconds from the run's start to the end of each step, mean age of its tokens."""
-
-    variant: str
-    seed: int
-    reward: list[float]
-    seconds: list[float]
-    policy_age_mean: float
-    validation_reward: float
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench curves`."""
     add_run_arguments(parser, CONFIG)
@@ -77,12 +69,12 @@ def run(options: argparse.Namespace) -> None:
         given = [*OVERRIDES, f"grpo.max_num_steps={options.steps}", f"output_dir={directory}", *options.overrides]
         config = load_config(options.config, given)
         measured = measure(config, variants, options.seeds, Path(directory) / "first_weights", deadline)
-        report_while_measuring(options, deadline, accumulate(([curve] for curve in measured), add), print_table, plot)
+        report_rows(options, accumulate(([curve] for curve in measured), add), print_table, plot, deadline=deadline)
 
 
 def measure(
     config: Config, variants: Sequence[Variant], seeds: int, first_weights: Path, deadline: BenchDeadline
-) -> Iterator[Curve]:
+) -> Iterator[Row]:
     """Yields every variant's curve of the first seed, then of the next, as the deadline allows."""
     from dagrl.rl.rewards import RewardRunner
     from dagrl.run.loops.sft import train_sft
@@ -101,11 +93,9 @@ def measure(
 
 def run_variant(
     config: Config, session: Session, reward: RewardRunner, variant: Variant, seed: int, first_weights: Path
-) -> Curve:
-    """Runs one variant from the first weights."""
-    import time
-    from dataclasses import replace
-
+) -> Row:
+    """Runs one variant from the first weights. Returns its curve: the reward of each step, and seconds from the run's start
+    to the step's end."""
     from dagrl.run.loops.async_grpo import train_async
     from dagrl.run.loops.grpo import train_grpo
     from dagrl.telemetry.record import read_metrics
@@ -119,47 +109,45 @@ def run_variant(
     lines: list[dict[str, Any]] = [
         dict(line) for line in read_metrics(session.recorder.paths.metrics)[before:] if "reward/mean" in line
     ]
-    return Curve(
-        variant=variant.name,
-        seed=seed,
-        reward=[float(line["reward/mean"]) for line in lines],
-        seconds=[round(float(line["time"]) - started, 3) for line in lines],
-        policy_age_mean=sum(float(line["staleness/policy_age_mean"]) for line in lines) / len(lines),
-        validation_reward=float(lines[-1]["validation/reward"]),
-    )
+    return {
+        "variant": variant.name,
+        "seed": seed,
+        "reward": [line["reward/mean"] for line in lines],
+        "seconds": [round(line["time"] - started, 3) for line in lines],
+        "policy_age_mean": mean(line["staleness/policy_age_mean"] for line in lines),
+        "validation_reward": lines[-1]["validation/reward"],
+    }
 
 
-def summary(curves: Sequence[Curve]) -> list[dict[str, Any]]:
+def summary(curves: Sequence[Row]) -> list[Row]:
     """Returns a row per variant: reward of the last quarter of steps (mean, lowest and highest over seeds), held out, time.
 
     Uses only seeds that all variants have, as the deadline may pass between two variants of a seed.
     """
+    seeds: dict[str, set[int]] = {}
+    for curve in curves:
+        seeds.setdefault(curve["variant"], set()).add(curve["seed"])
+    shared = set.intersection(*seeds.values()) if seeds else set()
     rows = []
-    variants = dict.fromkeys(curve.variant for curve in curves)
-    seeds = (
-        set.intersection(*({curve.seed for curve in curves if curve.variant == variant} for variant in variants))
-        if variants
-        else set()
-    )
-    for variant in variants if seeds else ():
-        mine = [curve for curve in curves if curve.variant == variant and curve.seed in seeds]
-        last = [_mean(curve.reward[-max(1, len(curve.reward) // 4) :]) for curve in mine]
+    for variant in seeds if shared else ():
+        mine = [curve for curve in curves if curve["variant"] == variant and curve["seed"] in shared]
+        last = [mean(curve["reward"][-max(1, len(curve["reward"]) // 4) :]) for curve in mine]
         rows.append(
             {
                 "variant": variant,
                 "seeds": len(mine),
-                "reward": _mean(last),
+                "reward": mean(last),
                 "lowest": min(last),
                 "highest": max(last),
-                "held_out": _mean([curve.validation_reward for curve in mine]),
-                "seconds": _mean([curve.seconds[-1] for curve in mine]),
-                "age": _mean([curve.policy_age_mean for curve in mine]),
+                "held_out": mean(curve["validation_reward"] for curve in mine),
+                "seconds": mean(curve["seconds"][-1] for curve in mine),
+                "age": mean(curve["policy_age_mean"] for curve in mine),
             }
         )
     return rows
 
 
-def print_table(curves: Sequence[Curve]) -> None:
+def print_table(curves: Sequence[Row]) -> None:
     """Prints a line per variant."""
     rows = (
         (row["variant"], row["seeds"], f"{row['reward']:.3f}", f"{row['lowest']:.3f} to {row['highest']:.3f}",
@@ -169,30 +157,17 @@ def print_table(curves: Sequence[Curve]) -> None:
     print_rows(("variant", "seeds", "reward, last quarter", "over seeds", "held out", "seconds", "age"), rows)
 
 
-def plot(curves: Sequence[Curve], path: Path) -> None:
+def plot(curves: Sequence[Row], path: Path) -> None:
     """Plots reward by step (mean and range over seeds) and by minute (every run)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (by_step, by_time) = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for variant, color in zip(dict.fromkeys(curve.variant for curve in curves), COLORS, strict=False):
-        mine = [curve for curve in curves if curve.variant == variant]
-        columns = list(zip(*(curve.reward for curve in mine), strict=True))
-        steps = range(1, len(columns) + 1)
-        by_step.plot(steps, [_mean(column) for column in columns], color=color, label=variant)
-        by_step.fill_between(
-            steps, [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.15, linewidth=0
-        )
-        for curve in mine:
-            by_time.plot([second / 60 for second in curve.seconds], curve.reward, color=color, alpha=0.8, linewidth=1)
-    by_step.set(title="mean and range over seeds", xlabel="step", ylabel="reward of the step's samples")
-    by_time.set(title="every run", xlabel="minutes")
-    by_step.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    with drawing(path, columns=2, figsize=(11, 4), sharey=True) as (_, ((by_step, by_time),)):
+        for variant, color in zip(dict.fromkeys(curve["variant"] for curve in curves), COLORS, strict=False):
+            mine = [curve for curve in curves if curve["variant"] == variant]
+            rewards = np.array([curve["reward"] for curve in mine])  # [seeds, steps]
+            steps, ends = range(1, rewards.shape[1] + 1), (rewards.min(0), rewards.max(0))
+            by_step.plot(steps, rewards.mean(0), color=color, label=variant)
+            by_step.fill_between(steps, *ends, color=color, alpha=0.15, linewidth=0)
+            for curve in mine:
+                by_time.plot(np.array(curve["seconds"]) / 60, curve["reward"], color=color, alpha=0.8, linewidth=1)
+        by_step.set(title="mean and range over seeds", xlabel="step", ylabel="reward of the step's samples")
+        by_time.set(title="every run", xlabel="minutes")
+        by_step.legend()

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -16,11 +16,10 @@ T = TypeVar("T")
 TIME_IS_UP = "the time is up"
 
 
-def add_deadline(parser: argparse.ArgumentParser) -> None:
+def add_deadline(parser: argparse.ArgumentParser, default: float | None = None) -> None:
     """Adds `--deadline` to a benchmark's options."""
-    parser.add_argument(
-        "--deadline", type=float, metavar="S", help="skip what would not finish within S seconds, and report it"
-    )
+    text = "skip what would not finish within S seconds, and report it"
+    parser.add_argument("--deadline", type=float, metavar="S", default=default, help=text)
 
 
 class BenchDeadline:
@@ -56,7 +55,15 @@ class BenchDeadline:
     def tell(self) -> None:
         """Writes a line about left-out items to standard error."""
         if self.left_out:
-            sys.stderr.write(f"left out, {TIME_IS_UP}: {'; '.join(self.left_out)}\n")
+            sys.stderr.write(f"{by_reason(self.left_out)}\n")
+
+
+def by_reason(left_out: Mapping[str, str]) -> str:
+    """Returns what was left out, after each reason: `left out, the time is up: a, b; left out, needs 4 GPUs: c`."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"left out, {reason}: {', '.join(some)}" for reason, some in names.items())
 
 
 def hurried(config: Config, seconds: float | None) -> Config:

@@ -11,14 +11,13 @@ last step is executed again.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from dagrl.bench.report import add_outputs, write_result
 from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.run.reexecute import Request, replay_step
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="F", type=Path, default=CONFIG, help="default: the GRPO quickstart")
     parser.add_argument("--steps", type=int, default=12, help="GRPO steps of a run (default: 12)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each kind, in turns (default: 2)")
-    parser.add_argument("--json", metavar="F", type=Path, help="write the results to F")
+    add_outputs(parser, plot=False)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys that override the file's")
 
 
@@ -61,16 +60,12 @@ def run(options: argparse.Namespace) -> None:
                 ]
                 own = [f"policy.deterministic={str(on).lower()}", f"output_dir={directory}", f"name={on}-{number}"]
                 found[on].append(measure(load_config(options.config, [*overrides, *own])))
-    result = {("on" if on else "off"): joined(rounds) for on, rounds in found.items()}
-    if options.json:
-        options.json.write_text(json.dumps({"steps": options.steps, "rounds": options.rounds, **result}, indent=1) + "\n")
+    result = {
+        "on" if on else "off": {key: median(one[key] for one in rounds) for key in rounds[0]} for on, rounds in found.items()
+    }
+    write_result(options.json, {"steps": options.steps, "rounds": options.rounds, **result})
     for name, values in result.items():
         sys.stdout.write(f"{name}: {', '.join(f'{key} {value:.4g}' for key, value in values.items())}\n")
-
-
-def joined(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Medians over rounds."""
-    return {key: median(one[key] for one in rounds) for key in rounds[0]}
 
 
 def measure(config: Config) -> dict[str, float]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from dagrl.bench.report import BenchReport, ReportRow, command_line, print_rows
+from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
 from dagrl.errors import MissingDependencyError
 
 WARMUP = 3
@@ -32,7 +32,7 @@ WARMUP = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench embed`."""
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    add_outputs(parser, plot=False)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4, 8], help="numbers of workers")
     parser.add_argument("--bytes", type=int, nargs="*", default=[100, 1 << 20, 16 << 20], help="sizes of a whole batch")
     parser.add_argument("--rounds", type=int, default=30, help="calls of each group per case")
@@ -44,14 +44,17 @@ def run(options: argparse.Namespace) -> None:
     from dagrl.bench.verl_steps import ON_CPU
 
     os.environ.update(ON_CPU)
-    rows: list[ReportRow] = []
+    report_rows(options, _measure(options), _print)
+
+
+def _measure(options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Yields all rows so far after each number of workers."""
+    rows: list[Row] = []
     parts = [(_calls, workers) for workers in options.workers] + [(_steps, workers) for workers in options.step_workers]
     for measure, workers in parts:
         with _cluster(workers):
             rows += measure(workers, options)
-        if options.json:
-            BenchReport(rows, command_line()).write(options.json)
-    _print(rows)
+        yield rows
 
 
 @contextmanager
@@ -65,7 +68,7 @@ def _cluster(workers: int) -> Iterator[None]:
         yield
 
 
-def _calls(workers: int, options: argparse.Namespace) -> Iterator[ReportRow]:
+def _calls(workers: int, options: argparse.Namespace) -> Iterator[Row]:
     """Rows of the calls of `Echo`."""
     import ray
 
@@ -75,7 +78,7 @@ def _calls(workers: int, options: argparse.Namespace) -> Iterator[ReportRow]:
         ray.kill(actor)
 
 
-def _steps(workers: int, options: argparse.Namespace) -> Iterator[ReportRow]:
+def _steps(workers: int, options: argparse.Namespace) -> Iterator[Row]:
     """Rows of verl's training steps."""
     import ray
 
@@ -109,7 +112,7 @@ def _worker_group(workers: int) -> Any:
     return RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(echo_class())), device_name="cpu")
 
 
-def _measured(group: Any, workers: int, sizes: Sequence[int], rounds: int) -> Iterator[ReportRow]:
+def _measured(group: Any, workers: int, sizes: Sequence[int], rounds: int) -> Iterator[Row]:
     import torch
     from tensordict import TensorDict
     from verl import DataProto
@@ -142,7 +145,7 @@ def _in_turns(calls: Sequence[Callable[[], object]], rounds: int) -> np.ndarray[
     return taken
 
 
-def _row(mode: str, workers: int, size: int, taken: np.ndarray[Any, np.dtype[np.float64]]) -> ReportRow:
+def _row(mode: str, workers: int, size: int, taken: np.ndarray[Any, np.dtype[np.float64]]) -> Row:
     low, ratio, high = np.percentile(taken[:, 0] / taken[:, 1], [25, 50, 75])
     verl_us, dagrl_us = np.median(taken, axis=0) * 1e6
     return {
@@ -158,10 +161,6 @@ def _row(mode: str, workers: int, size: int, taken: np.ndarray[Any, np.dtype[np.
     }
 
 
-def _print(rows: Sequence[ReportRow]) -> None:
-    lines = (
-        (row["mode"], row["workers"], f"{row['payload_bytes']:,}", f"{float(row['verl_us']) / 1000:.2f}",
-         f"{float(row['dagrl_us']) / 1000:.2f}", f"{row['ratio']}x", f"{row['ratio_low']} to {row['ratio_high']}")
-        for row in rows
-    )  # fmt: skip
-    print_rows(("mode", "workers", "bytes", "verl, ms", "dagrl, ms", "ratio", "quartiles"), lines)
+def _print(rows: Sequence[Row]) -> None:
+    columns = "mode, workers, bytes, verl us, dagrl us, ratio, quartiles: low, high, n"
+    print_rows(columns.split(", "), (row.values() for row in rows))

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +27,9 @@ import numpy.typing as npt
 import ray
 
 from dagrl.bench.overhead import bench_cluster
-from dagrl.bench.report import command_line, commit, hardware, versions
+from dagrl.bench.report import Row, add_outputs, write_result
 from dagrl.bench.worker import BenchWorker
+from dagrl.machine import DEV_SHM
 from dagrl.runtime.executors.node import drain_runs
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.options import SchedulerOptions
@@ -42,7 +41,6 @@ WINDOW = 1000
 TURNS, TURN = 40, 200  # turns, and replays per turn, of the worn and the fresh graph
 EDGE_BYTES = 64_000_000
 PASSES = 50
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # read, never written
 
 
 @phase
@@ -57,44 +55,14 @@ def pass_on(train: Shard, value: Input) -> Value:
     return train[1].map("size", train[0].map("step", value))
 
 
-@dataclass(frozen=True)
-class ReplayEndurance:
-    """Results of `n` replays: microseconds per replay at the start and at the end, and resident megabytes along the way.
+def replays(group: WorkerGroup, count: int) -> Row:
+    """Measures `count` replays, at least ten windows of a thousand: microseconds per replay, resident megabytes on the way.
 
     `*_cpu_us` is the processor time of the driver and the workers together, all threads included. `*_calls` are the Python
-    and C functions that the driver calls in a replay. `worn` is the duration of a replay after `n` replays over that of a
-    fresh graph on new workers, measured side by side. `descriptors` and `threads` are those of the driver and the workers,
+    and C functions that the driver calls in a replay. `worn` is the duration of a replay after `count` replays over that of
+    a fresh graph on new workers, measured side by side. `descriptors` and `threads` are those of the driver and the workers,
     at the start and at the end.
     """
-
-    n: int
-    first_us: float
-    last_us: float
-    first_cpu_us: float
-    last_cpu_us: float
-    first_calls: float
-    last_calls: float
-    worn: float
-    descriptors: tuple[int, int]
-    threads: tuple[int, int]
-    resident_mb: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class CycleEndurance:
-    """Results of `n` cycles: the longest teardown, resident megabytes after each tenth, and what is left in `/dev/shm`."""
-
-    n: int
-    replays: int
-    edge_bytes: int
-    longest_teardown_s: float
-    resident_mb: tuple[float, ...]
-    left_semaphores: int
-    left_shared_mb: float
-
-
-def replays(group: WorkerGroup, count: int) -> ReplayEndurance:
-    """Measures time and memory of `count` replays, at least ten windows of a thousand."""
     seconds, cpu, resident = np.full(count, np.nan), [], []  # its memory is taken now, and is no growth
     with _ready(group) as scheduler:
         for _ in range(WINDOW):
@@ -114,9 +82,18 @@ def replays(group: WorkerGroup, count: int) -> ReplayEndurance:
     first, last = _calmest(seconds[WINDOW : WINDOW + tenth]), _calmest(seconds[-tenth:])
     taken = np.diff(cpu)[1:] / WINDOW  # per window, without the first
     first_cpu, last_cpu = taken[: tenth // WINDOW].min(), taken[-(tenth // WINDOW) :].min()
-    times = _us(first), _us(last), _us(first_cpu), _us(last_cpu)
-    descriptors, threads = ((before, after) for before, after in zip(*held, strict=True))
-    return ReplayEndurance(count, *times, calls[0], calls[1], worn, descriptors, threads, tuple(resident))
+    times = {"first_us": first, "last_us": last, "first_cpu_us": first_cpu, "last_cpu_us": last_cpu}
+    descriptors, threads = zip(*held, strict=True)
+    return {
+        "n": count,
+        **{name: round(float(seconds) * 1e6, 1) for name, seconds in times.items()},
+        "first_calls": calls[0],
+        "last_calls": calls[1],
+        "worn": worn,
+        "descriptors": descriptors,
+        "threads": threads,
+        "resident_mb": resident,
+    }
 
 
 def _calls(scheduler: Scheduler) -> float:
@@ -138,10 +115,6 @@ def _held(group: WorkerGroup) -> tuple[int, int]:
     """Returns the open descriptors and the threads of the driver and the workers."""
     places = [Path(f"/proc/{pid}") for pid in (os.getpid(), *group.call("pid"))]
     return tuple(sum(len(os.listdir(place / part)) for place in places) for part in ("fd", "task"))  # type: ignore[return-value]
-
-
-def _us(seconds: float) -> float:
-    return round(float(seconds) * 1e6, 1)
 
 
 def _against_fresh(worn: Scheduler) -> float:
@@ -174,8 +147,9 @@ def _one(scheduler: Scheduler) -> float:
     return time.perf_counter() - started
 
 
-def cycles(group: WorkerGroup, count: int) -> CycleEndurance:
-    """Measures `count` cycles of compiling, replaying and tearing down."""
+def cycles(group: WorkerGroup, count: int) -> Row:
+    """Measures `count` cycles of compiling, replaying and tearing down: the longest teardown, resident megabytes after each
+    tenth, and what is left in `/dev/shm`."""
     group.call("set_result", EDGE_BYTES - (1 << 16))
     teardowns, resident, before = [], [], (0, 0.0)
     for cycle in range(count):
@@ -192,8 +166,15 @@ def cycles(group: WorkerGroup, count: int) -> CycleEndurance:
         if cycle % max(1, count // 10) == 0 or cycle == count - 1:
             resident.append(_resident_mb(group))
     semaphores, shared_mb = _shared_memory()
-    left = semaphores - before[0], round(shared_mb - before[1], 1)
-    return CycleEndurance(count, PASSES, EDGE_BYTES, round(max(teardowns), 3), tuple(resident), *left)
+    return {
+        "n": count,
+        "replays": PASSES,
+        "edge_bytes": EDGE_BYTES,
+        "longest_teardown_s": round(max(teardowns), 3),
+        "resident_mb": resident,
+        "left_semaphores": semaphores - before[0],
+        "left_shared_mb": round(shared_mb - before[1], 1),
+    }
 
 
 def _scheduler(group: WorkerGroup, result_bytes: int) -> Scheduler:
@@ -231,8 +212,8 @@ def _kilobytes(pid: int) -> int:
 
 def _shared_memory() -> tuple[int, float]:
     """Returns the number of semaphores in `/dev/shm` and the megabytes in use there."""
-    usage = os.statvfs(SHARED_MEMORY)
-    semaphores = sum(entry.name.startswith("sem.") for entry in SHARED_MEMORY.iterdir())
+    usage = os.statvfs(DEV_SHM)
+    semaphores = sum(entry.name.startswith("sem.") for entry in DEV_SHM.iterdir())
     return semaphores, (usage.f_blocks - usage.f_bfree) * usage.f_frsize / 1e6
 
 
@@ -247,21 +228,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="dagrl.bench.endurance", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--replays", type=int, default=100_000)
     parser.add_argument("--cycles", type=int, default=100)
-    parser.add_argument("--json", type=Path)
+    add_outputs(parser, plot=False)
     options = parser.parse_args()
-    found: dict[str, object] = {
-        "hardware": hardware(),
-        "versions": dict(versions()),
-        "command": command_line(),
-        "commit": commit(),
-    }
+    found: dict[str, Row] = {}
     with bench_cluster():
         group = two_workers()
         for name, measure, count in (("replays", replays, options.replays), ("cycles", cycles, options.cycles)):
-            found[name] = asdict(measure(group, count))
+            found[name] = measure(group, count)
             print(name, found[name], flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(found, indent=1) + "\n")
+            write_result(options.json, found)
     return 0
 
 

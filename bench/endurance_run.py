@@ -17,14 +17,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from dagrl.bench.report import command_line, commit, hardware, versions
+from dagrl.bench.report import Row, add_outputs, write_result
 from dagrl.machine import DEV_SHM, descendants_of
 from dagrl.telemetry.record import read_metrics
 
@@ -34,31 +33,7 @@ POLL_S = 0.5
 TENTHS = 10
 
 
-@dataclass(frozen=True)
-class Look:
-    """All processes of the run at a step. `resident_mb` is their own memory by name, without what is shared or mapped."""
-
-    step: int
-    processes: int
-    cpu_s: float  # of all, from their start
-    resident_mb: Mapping[str, float]
-    descriptors: int
-    threads: int
-    shared_mb: float  # in /dev/shm
-
-
-@dataclass(frozen=True)
-class RunEndurance:
-    """Results of a run of `steps` steps."""
-
-    steps: int
-    seconds: float
-    first_step_s: float
-    last_step_s: float
-    looks: tuple[Look, ...]
-
-
-def measure(steps: int, overrides: Sequence[str]) -> RunEndurance:
+def measure(steps: int, overrides: Sequence[str]) -> Row:
     """Runs the quickstart without its SFT phase for `steps` steps. Raises RuntimeError with the output if it fails."""
     with tempfile.TemporaryDirectory() as output, Path(output, "shown").open("w+") as shown:
         own = (f"output_dir={output}", "name=run", "sft.max_num_steps=0", f"grpo.max_num_steps={steps}")
@@ -66,14 +41,20 @@ def measure(steps: int, overrides: Sequence[str]) -> RunEndurance:
         began = time.monotonic()
         with subprocess.Popen(command, stdout=shown, stderr=subprocess.STDOUT) as process:  # noqa: S603
             metrics = Path(output, "run", "metrics.jsonl")
-            looks = tuple(_looks(process, metrics, steps))
+            looks = list(_looks(process, metrics, steps))
         if process.returncode:
             shown.seek(0)
             raise RuntimeError(shown.read()[-3000:])
         durations = _durations(metrics)
         tenth = max(1, steps // TENTHS)
         first, last = float(np.median(durations[tenth : 2 * tenth])), float(np.median(durations[-tenth:]))
-        return RunEndurance(steps, round(time.monotonic() - began, 1), round(first, 4), round(last, 4), looks)
+        return {
+            "steps": steps,
+            "seconds": round(time.monotonic() - began, 1),
+            "first_step_s": round(first, 4),
+            "last_step_s": round(last, 4),
+            "looks": looks,
+        }
 
 
 QUIET = (
@@ -85,7 +66,7 @@ QUIET = (
 )
 
 
-def _looks(process: subprocess.Popen[bytes], metrics: Path, steps: int) -> Iterator[Look]:
+def _looks(process: subprocess.Popen[bytes], metrics: Path, steps: int) -> Iterator[Row]:
     tenth = max(1, steps // TENTHS)
     due = tenth
     while process.poll() is None:
@@ -96,7 +77,11 @@ def _looks(process: subprocess.Popen[bytes], metrics: Path, steps: int) -> Itera
         time.sleep(POLL_S)
 
 
-def _look(driver: int, step: int) -> Look:
+def _look(driver: int, step: int) -> Row:
+    """Returns what all processes of the run hold at a step, with their processor time since their start.
+
+    `resident_mb` is their own memory by name, without what is shared or mapped; `shared_mb` is in `/dev/shm`.
+    """
     resident: Counter[str] = Counter()
     descriptors = threads = ticks = count = 0
     for place in [Path(f"/proc/{pid}") for pid in (driver, *descendants_of(driver))]:
@@ -110,8 +95,15 @@ def _look(driver: int, step: int) -> Look:
             count += 1
     usage = os.statvfs(DEV_SHM)
     shared = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
-    own = {name: round(kilobytes / 1e3, 1) for name, kilobytes in sorted(resident.items())}
-    return Look(step, count, ticks / os.sysconf("SC_CLK_TCK"), own, descriptors, threads, round(shared / 1e6, 1))
+    return {
+        "step": step,
+        "processes": count,
+        "cpu_s": ticks / os.sysconf("SC_CLK_TCK"),
+        "resident_mb": {name: round(kilobytes / 1e3, 1) for name, kilobytes in sorted(resident.items())},
+        "descriptors": descriptors,
+        "threads": threads,
+        "shared_mb": round(shared / 1e6, 1),
+    }
 
 
 def _name(place: Path) -> str:
@@ -136,16 +128,12 @@ def main() -> int:
     """Measures, prints and writes the results."""
     parser = argparse.ArgumentParser(prog="dagrl.bench.endurance_run", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--json", type=Path)
+    add_outputs(parser, plot=False)
     parser.add_argument("overrides", nargs="*", help="further overrides of the configuration")
     options = parser.parse_args()
-    found = asdict(measure(options.steps, options.overrides))
-    about = {"hardware": hardware(), "versions": versions(), "command": command_line(), "commit": commit()}
-    text = json.dumps({**about, **found}, indent=1) + "\n"
-    print(text, flush=True)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(text)
+    found = measure(options.steps, options.overrides)
+    print(json.dumps(found, indent=1))
+    write_result(options.json, found)
     return 0
 
 

@@ -11,47 +11,32 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from dagrl.bench.models import SHAPES, write_model
-from dagrl.bench.report import print_rows
-from dagrl.bench.train_inputs import measure_and_report, one_gpu_config, single_worker, train_batch
+from dagrl.bench.report import Row, add_outputs, print_rows
+from dagrl.bench.train_inputs import one_gpu_config, report_measured, single_worker, train_batch
 from dagrl.run.colocated import TRAIN_PARTS
 
 GIB = 1 << 30
 LENGTH = 128
 
 
-@dataclass(frozen=True)
-class ExchangeRow:
-    """Medians over rounds. `share`: the rate over the link's in the same direction."""
-
-    direction: str
-    model: str
-    gib: float
-    rounds: int
-    seconds: float
-    gb_per_s: float
-    link_gb_per_s: float
-    share: float
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench exchange`."""
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=6, help="counted moves in each direction")
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    add_outputs(parser, plot=False)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measures, prints the table and writes the requested file."""
-    measure_and_report(options, measure, print_table, without_gpu="the benchmark measures copies between a GPU and the host")
+    report_measured(options, measure, print_table, without_gpu="the benchmark measures copies between a GPU and the host")
 
 
-def measure(options: argparse.Namespace, directory: Path) -> list[ExchangeRow]:
+def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
     """Moves the state of one worker away and back, in turn with plain copies."""
     import torch
 
@@ -83,25 +68,27 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def as_row(direction: str, model: str, size: int, rounds: list[tuple[float, float]]) -> ExchangeRow:
-    """Returns the row of `size` bytes from the seconds of each move and of the copy of 1 GiB after it."""
+def as_row(direction: str, model: str, size: int, rounds: list[tuple[float, float]]) -> Row:
+    """Returns the row of `size` bytes from the seconds of each move and of the copy of 1 GiB after it: medians over rounds.
+
+    `share`: the rate over the link's in the same direction.
+    """
     seconds, link = median(move for move, _ in rounds), GIB / median(copy for _, copy in rounds)
     rate = size / seconds
-    return ExchangeRow(
-        direction=direction,
-        model=model,
-        gib=round(size / GIB, 2),
-        rounds=len(rounds),
-        seconds=round(seconds, 4),
-        gb_per_s=round(rate / 1e9, 1),
-        link_gb_per_s=round(link / 1e9, 1),
-        share=round(rate / link, 3),
-    )
+    return {
+        "direction": direction,
+        "model": model,
+        "gib": round(size / GIB, 2),
+        "rounds": len(rounds),
+        "seconds": round(seconds, 4),
+        "gb_per_s": round(rate / 1e9, 1),
+        "link_gb_per_s": round(link / 1e9, 1),
+        "share": round(rate / link, 3),
+    }
 
 
-def print_table(rows: list[ExchangeRow]) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     """Prints the rows."""
-    cells = (
-        (row.direction, row.gib, round(row.seconds * 1e3, 1), row.gb_per_s, row.link_gb_per_s, row.share) for row in rows
-    )
-    print_rows(("direction", "GiB", "ms", "GB/s", "link GB/s", "share"), cells, rows[0].model)
+    names = ("direction", "gib", "seconds", "gb_per_s", "link_gb_per_s", "share")
+    cells = ([row[name] for name in names] for row in rows)
+    print_rows(("direction", "GiB", "seconds", "GB/s", "link GB/s", "share"), cells, rows[0]["model"])

@@ -9,7 +9,6 @@ Certificates are made for the measurement by the `openssl` command.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import pickle
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from dagrl.bench.report import add_outputs, write_result
 from dagrl.runtime.edges.link import LinkReader, LinkWriter
 from dagrl.runtime.edges.tls import TlsFiles
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind, in turns (default: 5)")
     parser.add_argument("--messages", type=int, default=2000, help="small messages of a measurement (default: 2000)")
-    parser.add_argument("--json", metavar="F", type=Path, help="write the results to F")
+    add_outputs(parser, plot=False)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -47,8 +47,7 @@ def run(options: argparse.Namespace) -> None:
     result = {
         name: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]} for name, rounds in found.items()
     }
-    if options.json:
-        options.json.write_text(json.dumps({"rounds": options.rounds, "large_bytes": LARGE, **result}, indent=1) + "\n")
+    write_result(options.json, {"rounds": options.rounds, "large_bytes": LARGE, **result})
     for name, values in result.items():
         print(f"{name}: {', '.join(f'{key} {value:.4g}' for key, value in values.items())}")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dagrl.bench.report import Row
 from dagrl.bench.variants import Step
 
 
@@ -31,30 +32,21 @@ FULL = Effort()
 QUICK = Effort(rounds=2, samples=40, seconds=0.3, warmup=5, settle_s=1.0)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Median, 99th percentile and interquartile range of `n` steps, in microseconds."""
-
-    p50_us: float
-    p99_us: float
-    spread_us: float
-    n: int
-
-    @staticmethod
-    def of(samples: Sequence[float]) -> Timing:
-        """Builds a timing from samples in seconds."""
-        low, middle, high, late = np.percentile(np.asarray(samples) * 1e6, [25, 50, 75, 99])
-        return Timing(round(float(middle), 1), round(float(late), 1), round(float(high - low), 1), len(samples))
+def timing(samples: Sequence[float]) -> Row:
+    """Returns median, 99th percentile and interquartile range of samples in seconds, in microseconds."""
+    low, middle, high, late = np.percentile(np.asarray(samples) * 1e6, [25, 50, 75, 99])
+    in_us = {"p50_us": middle, "p99_us": late, "spread_us": high - low}
+    return {name: round(float(value), 1) for name, value in in_us.items()} | {"n": len(samples)}
 
 
-def side_by_side(steps: Sequence[Step], inputs: Mapping[str, object], effort: Effort) -> dict[str, Timing]:
+def side_by_side(steps: Sequence[Step], inputs: Mapping[str, object], effort: Effort) -> dict[str, Row]:
     """Returns a timing per variant. `inputs` maps each variant to the argument of its step."""
     samples: dict[str, list[float]] = {step.variant: [] for step in steps}
     for _ in range(effort.rounds):
         for step in steps:
             with step.awake():
                 samples[step.variant] += _turn(step.run, inputs[step.variant], effort)
-    return {variant: Timing.of(taken) for variant, taken in samples.items()}
+    return {variant: timing(taken) for variant, taken in samples.items()}
 
 
 def _turn(run: Callable[[object], object], argument: object, effort: Effort) -> list[float]:

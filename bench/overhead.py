@@ -16,28 +16,28 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from dagrl.bench.copied import computed, counted
+import ray
+
 from dagrl.bench.deadline import BenchDeadline, add_deadline
 from dagrl.bench.measure import FULL, QUICK, Effort, side_by_side, wait_for_quiet
 from dagrl.bench.replays import first_steps, waiting
 from dagrl.bench.report import (
-    BenchReport,
-    ReportRow,
-    as_row,
+    Row,
+    add_outputs,
     check_plot,
-    command_line,
     plot,
     print_replays,
     print_shard_costs,
     print_table,
+    report_rows,
 )
 from dagrl.bench.variants import ARITY, COUNTED, SHAPES, VARIANTS, Actors, Step, StepSetup, argument, steps
 from dagrl.bench.worker import SMALL, payload
+from dagrl.runtime.edges.memory import copied_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 PAYLOADS = (SMALL, 64 * KIB, MIB, 16 * MIB)
@@ -45,6 +45,8 @@ RESULTS = (MIB,)
 """Sizes of a worker's result in addition to the small one, measured with a small input."""
 WORKERS = (1, 4, 8, 16, 32, 64)
 FIRST_STEP, WAITING, FIRST_STEP_WORKERS = "first step", "waiting", 8
+COUNTED_STEPS = 20
+"""Steps over which copied bytes are counted."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,7 @@ QUICK_PLAN = Plan(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench overhead`."""
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
-    parser.add_argument("--plot", type=Path, help="plot the medians over the number of workers to this file (png, svg)")
+    add_outputs(parser)
     parser.add_argument("--workers", type=_counts, help="numbers of workers, e.g. 1,8,64")
     parser.add_argument("--payloads", type=_numbers, help="bytes of an input, e.g. 100,1048576")
     parser.add_argument("--results", type=_numbers, help="bytes of a result in addition to the small one; 0: none")
@@ -95,58 +96,36 @@ def run(options: argparse.Namespace) -> None:
     if options.plot:
         check_plot(options.plot)
     base = QUICK_PLAN if options.quick else Plan()
-    plan = Plan(
-        workers=options.workers or base.workers,
-        payloads=options.payloads or base.payloads,
-        results=base.results if options.results is None else options.results,
-        shapes=options.shapes or base.shapes,
-        variants=options.variants or base.variants,
-        arities=options.arities,
-        shards=options.shards or base.shards,
-        hosts=options.hosts,
-        effort=replace(base.effort, seconds=options.seconds) if options.seconds else base.effort,
-        large_at=options.large_at,
-        first_steps=base.first_steps if options.first_steps is None else options.first_steps,
-        replays=base.replays if options.replays is None else options.replays,
-    )
+    names = {field.name for field in fields(Plan)}
+    plan = replace(base, **{name: given for name, given in vars(options).items() if name in names and given is not None})
+    if options.seconds:
+        plan = replace(plan, effort=replace(base.effort, seconds=options.seconds))
     deadline = BenchDeadline(options.deadline)
 
-    def keep(rows: list[ReportRow]) -> BenchReport:
-        found = BenchReport(rows, command_line(), left_out=deadline.left_out)
-        if options.json:
-            found.write(options.json)
-        return found
+    def show(rows: Sequence[Row]) -> None:
+        for shape in plan.shapes:
+            print_table(rows, shape)
+        print_shard_costs(rows)
+        print_replays(rows)
 
-    report = keep(measure(plan, deadline, keep))
-    for shape in plan.shapes:
-        print_table(report, shape)
-    print_shard_costs(report)
-    print_replays(report)
-    deadline.tell()
-    if options.plot and report.rows:
-        plot(report, options.plot)
+    report_rows(options, measure(plan, deadline), show, plot, deadline=deadline)
 
 
-def measure(
-    plan: Plan, deadline: BenchDeadline, so_far: Callable[[list[ReportRow]], object] = lambda rows: None
-) -> list[ReportRow]:
-    """Returns the plan's rows that the deadline allows, measured on its own cluster; calls `so_far` when there are more."""
-    rows: list[ReportRow] = []
+def measure(plan: Plan, deadline: BenchDeadline) -> Iterator[list[Row]]:
+    """Measures what the deadline allows of the plan, on a cluster of its own. Yields all rows so far."""
+    rows: list[Row] = []
     with bench_cluster(plan.hosts) as host_resources:
         actors = Actors.start(max(plan.workers), host_resources, plan.variants)
         wait_for_quiet(plan.effort.settle_s)
         for workers in plan.workers:
             for case in deadline.each(_cases(plan, workers), partial(_name_of_case, workers)):
                 rows += _measure_case(plan, actors.first(workers), *case)
-                so_far(rows)
-            nearest = workers == _nearest(plan.workers, FIRST_STEP_WORKERS) and "dagrl_compiled" in plan.variants
-            if nearest and plan.first_steps and deadline.allows("first steps"):
-                rows.append(_with_small(plan, workers, actors, FIRST_STEP))
-                so_far(rows)
-            if nearest and plan.replays and deadline.allows("waiting"):
-                rows.append(_with_small(plan, workers, actors, WAITING))
-                so_far(rows)
-    return rows
+                yield rows
+            if workers == _nearest(plan.workers, FIRST_STEP_WORKERS) and "dagrl_compiled" in plan.variants:
+                counts = {FIRST_STEP: plan.first_steps, WAITING: plan.replays}
+                for shape in deadline.each([shape for shape, count in counts.items() if count]):
+                    rows.append(_with_small(plan, workers, actors, shape))
+                    yield rows
 
 
 Case = tuple[str, int, int]
@@ -164,9 +143,9 @@ def _cases(plan: Plan, workers: int) -> list[Case]:
     return cases
 
 
-def _measure_case(plan: Plan, actors: Actors, shape: str, arity: int, shards: int) -> list[ReportRow]:
+def _measure_case(plan: Plan, actors: Actors, shape: str, arity: int, shards: int) -> list[Row]:
     """Measures one case, compiled once per size of results."""
-    rows: list[ReportRow] = []
+    rows: list[Row] = []
     workers = actors.count
     variants = [variant for variant in plan.variants if shards > 1 or variant != "dagrl_fused"]  # one shard: the same graph
     own = {"arity": arity} if shape == "reduce" else {}
@@ -180,28 +159,32 @@ def _measure_case(plan: Plan, actors: Actors, shape: str, arity: int, shards: in
                 inputs = {step.variant: argument(shape, step.variant, workers, value) for step in made}
                 timings = side_by_side(made, inputs, plan.effort)
                 for step in made:
-                    row = as_row(timings[step.variant], variant=step.variant, shape=shape, **what)
-                    copied = _copied(step, shape, actors, plan.hosts, inputs[step.variant], value, result_bytes)
-                    rows.append({**row, **copied})
+                    row = {"variant": step.variant, "shape": shape, **what, **timings[step.variant]}
+                    if step.variant in COUNTED:
+                        row["copied_bytes"] = _counted(step, inputs[step.variant], actors)
+                    rows.append(row)
     return rows
 
 
-def _copied(step: Step, shape: str, actors: Actors, hosts: int, given: Any, value: Any, result_bytes: int) -> dict[str, Any]:
-    """Returns the bytes a step copies and how they are known; empty if unknown."""
-    if step.variant in COUNTED:
-        return {"copied_bytes": counted(step, given, actors), "copied_by": "counted"}
-    if step.variant == "dagrl_eager" and shape == "multiple args":
-        value = given  # one batch for all shards
-    known = computed(step.variant, shape, actors.count, value, payload(result_bytes)) if hosts == 1 else None
-    return {} if known is None else {"copied_bytes": known, "copied_by": "computed"}
+def _counted(step: Step, value: Any, actors: Actors) -> int:
+    """Returns the bytes that a step copies into edges and out of them, by the counters of the driver and all workers."""
+
+    def total() -> int:
+        return copied_bytes() + int(sum(ray.get([actor.copied.remote() for actor in actors.of[step.variant]])))
+
+    before = total()
+    with step.awake():
+        for _ in range(COUNTED_STEPS):
+            step.run(value)
+    return round((total() - before) / COUNTED_STEPS)
 
 
-def _with_small(plan: Plan, workers: int, actors: Actors, shape: str) -> ReportRow:
+def _with_small(plan: Plan, workers: int, actors: Actors, shape: str) -> Row:
     """Measures first steps or many replays, with small inputs and results."""
     actors.set_result(SMALL)
-    sizes = {"payload_bytes": SMALL, "result_bytes": SMALL}
+    case = {"variant": "dagrl_compiled", "shape": shape, "workers": workers, "hosts": plan.hosts}
     found = first_steps(workers, actors, plan.first_steps) if shape == FIRST_STEP else waiting(workers, actors, plan.replays)
-    return as_row(found, variant="dagrl_compiled", shape=shape, workers=workers, hosts=plan.hosts, **sizes)
+    return {**case, "payload_bytes": SMALL, "result_bytes": SMALL, **found}
 
 
 def _sizes(plan: Plan, shape: str, workers: int) -> dict[int, tuple[int, ...]]:
@@ -232,7 +215,6 @@ def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
         with ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), object_store_memory=_store()), {"OMP_NUM_THREADS": "1"}):
             yield ()
         return
-    import ray
     from ray.cluster_utils import Cluster
 
     names = [f"host{number}" for number in range(hosts)]

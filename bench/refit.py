@@ -18,14 +18,14 @@ import multiprocessing
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 
-from dagrl.bench.deadline import TIME_IS_UP
+from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
 from dagrl.bench.refit_cases import CASES, TRIALS, RefitCase, largest_that_fit, trials
-from dagrl.bench.refit_report import RefitRow, label, plot, print_table, report
-from dagrl.bench.report import command_line
+from dagrl.bench.refit_report import label, plot, print_table
+from dagrl.bench.report import Row, add_outputs, report_rows
 from dagrl.errors import ConfigError, RunError
 
 SPARE_S = 1.5  # for processes to exit before they are killed
@@ -37,8 +37,7 @@ after its deadline."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench refit`."""
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file, after each")
-    parser.add_argument("--plot", type=Path, help="plot the times to this file (png, svg)")
+    add_outputs(parser)
     parser.add_argument(
         "--cases", nargs="*", default=[], help='only cases with these name prefixes, e.g. "4B" "30B EP2->TP2 fp8"'
     )
@@ -46,59 +45,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-bytes", type=int, help="bytes per bucket; default: the value of a run")
     parser.add_argument("--direct-bytes", type=int, help="smallest slice sent without staging")
     parser.add_argument("--no-rivals", action="store_true", help="skip the broadcasts")
-    parser.add_argument(
-        "--deadline", type=float, default=900.0, metavar="S", help="skip methods that would not finish within S seconds"
-    )
+    add_deadline(parser, default=900.0)
     parser.add_argument("--trial", action="store_true", help="measure a tiny model on the CPU")
 
 
 def run(options: argparse.Namespace) -> None:
     """Measures, prints the table and writes the requested files. Raises RunError if a method failed or left wrong
     parameters."""
-    gpus, memory, kinds = _gpus()
+    gpus, memory = _gpus()
     if not options.trial and not gpus:
         raise ConfigError("found no GPU; use a host with GPUs, or --trial for a tiny model on the CPU")
     cases, left_out = (trials(options.cases), {}) if options.trial else largest_that_fit(gpus, memory, options.cases)
     if not cases and not left_out:
         names = dict.fromkeys(case.name for case in (TRIALS if options.trial else CASES))
         raise ConfigError(f"--cases {' '.join(options.cases)}: no case has this prefix; choose from {', '.join(names)}")
-    rows: list[RefitRow] = []
-
-    def keep(row: RefitRow) -> None:
-        if "left_out" in row:
-            left_out[label(row)] = str(row["left_out"])
-        else:
-            rows.append(row)
-        sys.stderr.write(f"{_line(row)}\n")
-        if options.json:
-            report(rows, command_line(), left_out).write(options.json, rows="cases")
-
-    deadline = time.monotonic() + options.deadline
-    for sizes in sorted({(case.gpus, case.ranks) for case in cases}, reverse=True):
-        some = [case for case in cases if (case.gpus, case.ranks) == sizes]
-        if time.monotonic() < deadline:
-            _measure(some, options, keep, deadline)
-        else:
-            for case in some:
-                keep({"name": case.name, "dtype": case.dtype, "left_out": TIME_IS_UP})
-    if options.json:
-        report(rows, command_line(), left_out).write(options.json, rows="cases")
-    print_table(rows, left_out)
-    if options.plot and any("median_s" in row for row in rows):
-        plot(options.plot, rows, kinds)
-    check(rows)
-
-
-def check(rows: Sequence[RefitRow]) -> None:
-    """Raises RunError with the methods that failed or left wrong parameters."""
-    failed = [
-        label(row) if "name" in row else str(row["error"]) for row in rows if row.get("error") or row.get("wrong_parameters")
-    ]
+    deadline, failed = BenchDeadline(options.deadline), dict[str, str]()
+    deadline.left_out |= left_out
+    measured = sorted_out(_measure_all(cases, options, deadline), deadline.left_out, failed)
+    show = partial(print_table, failed=failed)
+    report_rows(options, measured, show, plot, deadline=deadline, failed=failed, key="cases")
     if failed:
         raise RunError(f"{len(failed)} methods of the refit benchmark failed, see their rows: {', '.join(failed)}")
 
 
-def _line(row: RefitRow) -> str:
+def sorted_out(rows: Iterable[Row], left_out: dict[str, str], failed: dict[str, str]) -> Iterator[list[Row]]:
+    """Yields the measured rows so far; adds the others to `left_out` and `failed`, by their labels. A method that left wrong
+    parameters has failed too."""
+    measured: list[Row] = []
+    for row in rows:
+        if "left_out" in row:
+            left_out[label(row)] = row["left_out"]
+        if "error" in row:
+            failed[label(row)] = row["error"]
+        if row.get("wrong_parameters"):
+            failed[label(row)] = f"wrong parameters: {row['wrong_parameters']}"
+        measured += [row] if "median_s" in row else []
+        sys.stderr.write(f"{_line(row)}\n")
+        yield measured
+
+
+def _line(row: Row) -> str:
     if "median_s" in row:
         return f"{label(row)}: {row['median_s'] * 1e3:.2f} ms, {row['gb_per_s']:.1f} GB/s"
     if "left_out" in row:
@@ -106,18 +92,25 @@ def _line(row: RefitRow) -> str:
     return f"{label(row)}: {row.get('note') or row['error']}"
 
 
-def _gpus() -> tuple[int, int, str]:
-    """Returns the number of GPUs, the memory of the smallest in bytes, and their names."""
+def _gpus() -> tuple[int, int]:
+    """Returns the number of GPUs, and the memory of the smallest in bytes."""
     import torch
 
-    if not torch.cuda.is_available():
-        return 0, 0, ""
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    names = sorted({one.name for one in found})
-    return len(found), min(one.total_memory for one in found), f"{len(found)} x {' and '.join(names)}"
+    found = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    return len(found), min(found, default=0)
 
 
-def _measure(cases: Sequence[RefitCase], options: argparse.Namespace, keep: Any, deadline: float) -> None:
+def _measure_all(cases: Sequence[RefitCase], options: argparse.Namespace, deadline: BenchDeadline) -> Iterator[Row]:
+    """Yields the rows of cases of the same number of ranks and GPUs, then of the next."""
+    for sizes in sorted({(case.gpus, case.ranks) for case in cases}, reverse=True):
+        some = [case for case in cases if (case.gpus, case.ranks) == sizes]
+        if deadline.left() > 0:
+            yield from _measure(some, options, time.monotonic() + deadline.left())
+        else:
+            yield from ({"name": case.name, "dtype": case.dtype, "left_out": TIME_IS_UP} for case in some)
+
+
+def _measure(cases: Sequence[RefitCase], options: argparse.Namespace, until: float) -> Iterator[Row]:
     """Measures cases of the same number of ranks and GPUs, in processes of their own."""
     from dagrl.bench.refit_rank import PORTS_A_CASE, Settings, run_rank
 
@@ -126,14 +119,13 @@ def _measure(cases: Sequence[RefitCase], options: argparse.Namespace, keep: Any,
     settings = Settings(
         cases,
         not options.trial,
-        not options.trial,
         options.rounds,
         control,
         ports,
         options.bucket_bytes,
         options.direct_bytes,
         rivals=not (options.no_rivals or options.trial),
-        until=deadline,
+        until=until,
     )
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -142,7 +134,7 @@ def _measure(cases: Sequence[RefitCase], options: argparse.Namespace, keep: Any,
         process.start()
     theirs.close()
     try:
-        _listen(ours, size, keep, deadline + OVERTIME_S)
+        yield from _listen(ours, size, until + OVERTIME_S)
     finally:
         last = time.monotonic() + SPARE_S
         for process in ranks:
@@ -151,22 +143,22 @@ def _measure(cases: Sequence[RefitCase], options: argparse.Namespace, keep: Any,
             process.join()
 
 
-def _listen(connection: Any, size: int, keep: Any, deadline: float) -> None:
+def _listen(connection: Connection, size: int, until: float) -> Iterator[Row]:
     """Passes on rows until every rank has ended."""
     running = size
     while running:
-        if not connection.poll(max(0.0, deadline - time.monotonic())):
-            keep({"error": f"{running} ranks did not finish in time and were killed"})
+        if not connection.poll(max(0.0, until - time.monotonic())):
+            yield {"error": f"{running} ranks did not finish in time and were killed"}
             return
         try:
             row = connection.recv()
         except EOFError:
-            keep({"error": f"{running} ranks died"})
+            yield {"error": f"{running} ranks died"}
             return
         if row is None:
             running -= 1
         else:
-            keep(row)
+            yield row
 
 
 def _free_ports(count: int) -> list[int]:

@@ -20,9 +20,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-from dagrl.bench.report import BenchReport, ReportRow, command_line
+from dagrl.bench.report import Row, add_outputs, report_rows
 from dagrl.errors import ConfigError, MissingDependencyError, RunError
 
 TRAINER, ENGINE = "trainer", "engine"
@@ -34,7 +33,7 @@ _NAMED = ("unshare", "--uts", "env")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench refit_delta`."""
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    add_outputs(parser, plot=False)
     parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], help="rates of the link, in tc's units")
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-6, 1e-5], help="of AdamW")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each case")
@@ -50,14 +49,17 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("network namespaces need root; run this benchmark as root, for example in a container")
     if options.steps < 1 or options.layers < 1:
         raise ConfigError(f"--steps {options.steps} and --layers {options.layers} must be at least 1")
-    rows: list[ReportRow] = []
+    report_rows(options, _measure(options), _print)
+
+
+def _measure(options: argparse.Namespace) -> Iterator[list[Row]]:
+    """Yields all rows so far."""
+    rows: list[Row] = []
     for rate in options.rates:
         with two_hosts(rate) as prefixes:
             for learning_rate in options.learning_rates:
                 rows.append({"rate": rate, **measure(prefixes, learning_rate, options.steps, options.layers)})
-                _print(rows[-1:])
-                if options.json:
-                    BenchReport(rows, command_line()).write(options.json)
+                yield rows
 
 
 @contextmanager
@@ -90,9 +92,7 @@ def two_hosts(rate: str) -> Iterator[Mapping[str, Sequence[str]]]:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)  # noqa: S603, S607
 
 
-def measure(
-    prefixes: Mapping[str, Sequence[str]], learning_rate: float, steps: int, layers: int
-) -> dict[str, str | int | float]:
+def measure(prefixes: Mapping[str, Sequence[str]], learning_rate: float, steps: int, layers: int) -> Row:
     """Runs both processes once. Returns the trainer's row. Raises RunError if one of them fails."""
     words = [f"{ADDRESSES[TRAINER]}:29611", str(learning_rate), str(steps), str(layers)]
     command = [sys.executable, "-m", "dagrl.bench.refit_delta_rank"]
@@ -108,7 +108,7 @@ def measure(
     for side, (_, errors) in ended.items():
         if started[side].returncode:
             raise RunError(f"the {side} failed: {errors[-2000:]}")
-    row: dict[str, str | int | float] = json.loads(ended[TRAINER][0].splitlines()[-1])
+    row: Row = json.loads(ended[TRAINER][0].splitlines()[-1])
     return row
 
 
@@ -120,8 +120,6 @@ def _tool(*words: str) -> None:
         )
 
 
-def _print(rows: Sequence[ReportRow]) -> None:
-    from rich.console import Console
-
+def _print(rows: Sequence[Row]) -> None:
     for row in rows:
-        Console(width=200).print("  ".join(f"{name}={value}" for name, value in row.items()))
+        print("  ".join(f"{name}={value}" for name, value in row.items()))

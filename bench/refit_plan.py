@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,10 +28,10 @@ from typing import Any
 import yaml
 
 from dagrl.bench.refit_mappings import TABLE, RefitMapping
-from dagrl.bench.report import BenchReport, ReportRow, command_line, print_rows
+from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
 from dagrl.errors import ConfigError, RunError
 
-_LIMIT_S, _POLL_S = 300.0, 0.05
+_LIMIT_S = 300.0
 _TITLE = re.compile(r"refit of ([\d,.]+) MB from (\d+) to (\d+) ranks, (\d+) buckets")
 
 
@@ -45,7 +47,7 @@ class InspectRun:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench refit_plan`."""
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    add_outputs(parser, plot=False)
     parser.add_argument("--mappings", nargs="*", default=[""], help="name prefixes of mappings: 4b 30b 235b dsv3")
     parser.add_argument("--rounds", type=int, default=3, help="processes per mapping")
 
@@ -65,10 +67,7 @@ def run(options: argparse.Namespace) -> None:
             for case in cases:
                 rounds[str(case)].append(_inspect(case, Path(directory)))
                 loads.append(os.getloadavg()[0])
-    rows = [_row(case, rounds[str(case)], median(loads)) for case in cases]
-    _print(rows)
-    if options.json:
-        BenchReport(rows, command_line()).write(options.json)
+    report_rows(options, [[_row(case, rounds[str(case)], median(loads)) for case in cases]], _print)
 
 
 def configuration(case: RefitMapping) -> dict[str, Any]:
@@ -101,30 +100,21 @@ def _inspect(case: RefitMapping, directory: Path) -> InspectRun:
     words = ["inspect", str(config), "--phase", "refit", "-o", str(directory / "refit.mmd")]
     program = f"import sys; from dagrl.cli.main import main; sys.exit(main({words!r}))"
     start = time.perf_counter()
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    files = [(os.POSIX_SPAWN_OPEN, 1, str(output), flags, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
-    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", program], os.environ, file_actions=files)
-    status, used = _end_of(pid, start + _LIMIT_S)
+    with output.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
+    late = threading.Timer(_LIMIT_S, process.kill)
+    late.start()
+    _, status, used = os.wait4(process.pid, 0)  # what `subprocess` hides: the resources of this process alone
+    late.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
     wall, text = time.perf_counter() - start, output.read_text()
     title = _TITLE.search(text)
-    if status or title is None:
-        raise RunError(f"dagrl inspect of {case} ended with {status}, or printed no plan: {text[-2000:]}")
+    if process.returncode or title is None:
+        raise RunError(f"dagrl inspect of {case} ended with {process.returncode}, or printed no plan: {text[-2000:]}")
     return InspectRun(wall, used.ru_utime + used.ru_stime, 1024 * used.ru_maxrss, title.groups())
 
 
-def _end_of(pid: int, deadline: float) -> tuple[int, Any]:
-    """Returns a process's exit code and own resource usage, which `subprocess` hides. Kills it at the deadline."""
-    while True:
-        found, status, used = os.wait4(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status), used
-        if time.perf_counter() > deadline:
-            os.kill(pid, 9)
-            deadline = float("inf")
-        time.sleep(_POLL_S)
-
-
-def _row(case: RefitMapping, rounds: Sequence[InspectRun], load: float) -> ReportRow:
+def _row(case: RefitMapping, rounds: Sequence[InspectRun], load: float) -> Row:
     megabytes, sources, destinations, buckets = rounds[0].plan
     return {
         "mapping": str(case),
@@ -142,6 +132,6 @@ def _row(case: RefitMapping, rounds: Sequence[InspectRun], load: float) -> Repor
     }
 
 
-def _print(rows: Sequence[ReportRow]) -> None:
+def _print(rows: Sequence[Row]) -> None:
     title = "dagrl inspect --phase refit: seconds (median, slowest), memory at the peak"
     print_rows(list(rows[0]), (list(row.values()) for row in rows), title)

@@ -21,7 +21,7 @@ import torch
 from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline
 from dagrl.bench.refit_cases import RefitCase
 from dagrl.bench.refit_control import Control
-from dagrl.bench.refit_report import PartTimes, RefitRow
+from dagrl.bench.refit_report import PartTimes
 from dagrl.bench.refit_rivals import (
     PACKED_BYTES,
     RAW_BYTES,
@@ -33,6 +33,7 @@ from dagrl.bench.refit_rivals import (
 from dagrl.bench.refit_sides import Side, described_side, leave_vllm, megatron_side, vllm_side
 from dagrl.bench.refit_truth import clear, fill, wrong
 from dagrl.bench.refit_vllm_engines import VllmEngine
+from dagrl.bench.report import Row
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.channels.base import MAILBOX_SLOTS, ChannelKind
 from dagrl.refit import RecordMode, RefitReceiver, RefitSender, Verify, commit_together, plan_refit
@@ -48,7 +49,7 @@ PORTS_A_CASE = 4
 FIRST_REFITS = 1 + 2 * TRIALS
 """Refits of one end until it has opened its connections and chosen the faster method."""
 
-SayRow = Callable[[RefitRow], None]
+SayRow = Callable[[Row], None]
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ class Settings:
     """Settings of all ranks; `ports` holds `PORTS_A_CASE` ports per case."""
 
     cases: Sequence[RefitCase]
-    on_gpus: bool
-    real: bool
+    on_gpus: bool  # with real modules
     rounds: int
     control_port: int
     ports: Sequence[int]
@@ -156,7 +156,7 @@ class Rank:
         if self._built is not None and self._built[0] == key:
             return self._built[1]
         self._let_go()
-        if not self.settings.real:
+        if not self.settings.on_gpus:
             slices = (case.sources() + case.destinations())[self.rank]
             side = described_side(slices, self.device, "tensors of the described shapes")
         elif is_train:

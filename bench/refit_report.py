@@ -1,4 +1,4 @@
-"""The output of the refit benchmark: a table, a report of cases, and a plot."""
+"""The output of the refit benchmark: a table and a plot."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from dagrl.bench.report import BenchReport, print_rows
-
-RefitRow = Mapping[str, Any]
+from dagrl.bench.report import Row, drawing, hardware, print_rows
 
 
 class PartTimes:
@@ -29,38 +26,26 @@ class PartTimes:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
 
-def report(rows: Sequence[RefitRow], command: str, left_out: Mapping[str, str]) -> BenchReport:
-    """Returns the report of the measured rows, with failures by name."""
-    failed = {label(row): str(row["error"]) for row in rows if "error" in row}
-    return BenchReport([row for row in rows if "median_s" in row], command, left_out=left_out, failed=failed)
-
-
-def label(row: RefitRow) -> str:
+def label(row: Row) -> str:
     """Returns what a row is about: its case, dtype and method, as far as known."""
     return " ".join(str(row[key]) for key in ("name", "dtype", "method") if key in row) or "the benchmark"
 
 
-def print_table(rows: Sequence[RefitRow], left_out: Mapping[str, str]) -> None:
-    """Prints a line per case and method, then errors and left-out cases."""
-    from rich.console import Console
-
+def print_table(rows: Sequence[Row], failed: Mapping[str, str]) -> None:
+    """Prints a line per case and method, then the parts of pauses and the errors."""
     columns = "case, dtype, method, GB, ms, p90, GB/s, raw, share, staging MB, pack/wire/unpack ms, pause ms, wrong"
     title = "refit: median and 90th percentile of the slowest rank, GB/s into a rank, share of the raw link"
-    print_rows(columns.split(", "), (_cells(row) for row in rows if "median_s" in row), title)
-    console = Console(width=max(170, Console().width))
+    print_rows(columns.split(", "), map(_cells, rows), title)
     for row in rows:
         for pause, about in (("pause", ""), ("pause_moved", ", weights in new memory")):
             if parts := row.get(f"{pause}_parts_s"):
                 spent = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items())
-                console.print(f"pause of {label(row)}{about}, ms: {row[f'{pause}_s'] * 1e3:.2f} = {spent}")
-    for row in rows:
-        if "error" in row:
-            console.print(f"[red]{label(row)}[/red]: {row['error']}", markup=True)
-    for name, reason in left_out.items():
-        console.print(f"left out: {name}: {reason}")
+                print(f"pause of {label(row)}{about}, ms: {row[f'{pause}_s'] * 1e3:.2f} = {spent}")
+    for name, error in failed.items():
+        print(f"{name}: {error}")
 
 
-def _cells(row: RefitRow) -> list[str]:
+def _cells(row: Row) -> list[str]:
     stages = "/".join(f"{row[key] * 1e3:.2f}" for key in ("pack_s", "wire_s", "unpack_s")) if "wire_s" in row else ""
     return [
         row["name"],
@@ -79,43 +64,28 @@ def _cells(row: RefitRow) -> list[str]:
     ]
 
 
-def plot(path: Path, rows: Sequence[RefitRow], title: str) -> None:
+def plot(rows: Sequence[Row], path: Path) -> None:
     """Plots milliseconds of every method on a logarithmic axis, one panel per case, with the link's own time as a line."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    cases: dict[tuple[str, str], list[RefitRow]] = {}
+    cases: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if "median_s" in row:
-            cases.setdefault((row["name"], row["dtype"]), []).append(row)
-    every = [row["median_s"] * 1e3 for some in cases.values() for row in some]
-    height = 0.8 + sum(0.28 * len(some) + 0.55 for some in cases.values())
-    figure, panels = pyplot.subplots(
-        len(cases),
-        1,
-        figsize=(8, height),
-        squeeze=False,
-        sharex=True,
-        height_ratios=[len(some) + 1 for some in cases.values()],
-    )
-    for panel, ((name, dtype), some) in zip(panels[:, 0], cases.items(), strict=True):
-        times = [row["median_s"] * 1e3 for row in some]
-        colors = ["tab:green" if row["method"].startswith("dagrl") else "tab:gray" for row in some]
-        bars = panel.barh([row["method"] for row in some], times, color=colors)
-        panel.bar_label(bars, [f"{time:.1f} ms" for time in times], padding=3, fontsize=7)
-        raw = next((row for row in some if "raw_gb_per_s" in row), None)
-        if raw is not None:
-            panel.axvline(raw["bytes_into_rank"] / raw["raw_gb_per_s"] / 1e6, color="black", linewidth=0.8, linestyle=":")
-        panel.set_xscale("log")
-        panel.set_xlim(0.5 * min(every), 2.5 * max(every))
-        panel.set_title(f"{name} {dtype}, {some[0]['bytes_into_rank'] / 1e9:.2f} GB per rank", fontsize=8, loc="left")
-        panel.tick_params(labelsize=7, which="both")
-        panel.invert_yaxis()
-    panels[-1, 0].set_xlabel("ms; dotted: the same bytes at the link's raw speed", fontsize=8)
-    figure.suptitle(title, fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+        cases.setdefault((row["name"], row["dtype"]), []).append(row)
+    every = [row["median_s"] * 1e3 for row in rows]
+    size = (8, 0.8 + sum(0.28 * len(some) + 0.55 for some in cases.values()))
+    heights = [len(some) + 1 for some in cases.values()]
+    with drawing(path, len(cases), figsize=size, sharex=True, height_ratios=heights) as (figure, panels):
+        for panel, ((name, dtype), some) in zip(panels[:, 0], cases.items(), strict=True):
+            times = [row["median_s"] * 1e3 for row in some]
+            colors = ["tab:green" if row["method"].startswith("dagrl") else "tab:gray" for row in some]
+            bars = panel.barh([row["method"] for row in some], times, color=colors)
+            panel.bar_label(bars, [f"{time:.1f} ms" for time in times], padding=3, fontsize=7)
+            raw = next((row for row in some if "raw_gb_per_s" in row), None)
+            if raw is not None:
+                link_ms = raw["bytes_into_rank"] / raw["raw_gb_per_s"] / 1e6
+                panel.axvline(link_ms, color="black", linewidth=0.8, linestyle=":")
+            panel.set_xscale("log")
+            panel.set_xlim(0.5 * min(every), 2.5 * max(every))
+            panel.set_title(f"{name} {dtype}, {some[0]['bytes_into_rank'] / 1e9:.2f} GB per rank", fontsize=8, loc="left")
+            panel.tick_params(labelsize=7, which="both")
+            panel.invert_yaxis()
+        panels[-1, 0].set_xlabel("ms; dotted: the same bytes at the link's raw speed", fontsize=8)
+        figure.suptitle(hardware(), fontsize=8)

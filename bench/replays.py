@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import ray
 
+from dagrl.bench.report import Row
 from dagrl.bench.variants import DEADLINE_S, Actors, StepSetup, steps
 from dagrl.bench.worker import SMALL, payload
 
@@ -17,31 +17,23 @@ LATER = 200
 """Steps with which a first one is compared."""
 
 
-@dataclass(frozen=True)
-class FirstSteps:
-    """Results over `n` fresh schedulers: median first step and median later step in microseconds, and their ratio."""
+def first_steps(workers: int, actors: Actors, schedulers: int) -> Row:
+    """Compiles and warms up each scheduler, then times one step and 200 more, with small inputs and results.
 
-    p50_us: float  # first steps
-    p99_us: float
-    later_us: float
-    ratio: float  # median over schedulers of (first step / median of its later steps)
-    worst_ratio: float
-    n: int
-
-
-def first_steps(workers: int, actors: Actors, schedulers: int) -> FirstSteps:
-    """Compiles and warms up each scheduler, then times one step and 200 more, with small inputs and results."""
+    Returns the median and 99th percentile of the first steps and the median of the later ones in microseconds, and the
+    median and the worst ratio of a scheduler's first step to its later ones.
+    """
     taken = [_first_and_later(actors.first(workers)) for _ in range(schedulers)]
     first, later = np.array(taken).T * 1e6
     ratios = first / later
-    return FirstSteps(
-        p50_us=round(float(np.median(first)), 1),
-        p99_us=round(float(np.percentile(first, 99)), 1),
-        later_us=round(float(np.median(later)), 1),
-        ratio=round(float(np.median(ratios)), 3),
-        worst_ratio=round(float(ratios.max()), 3),
-        n=schedulers,
-    )
+    return {
+        "p50_us": round(float(np.median(first)), 1),
+        "p99_us": round(float(np.percentile(first, 99)), 1),
+        "later_us": round(float(np.median(later)), 1),
+        "ratio": round(float(np.median(ratios)), 3),
+        "worst_ratio": round(float(ratios.max()), 3),
+        "n": schedulers,
+    }
 
 
 def _first_and_later(actors: Actors) -> tuple[float, float]:
@@ -58,25 +50,13 @@ def _first_and_later(actors: Actors) -> tuple[float, float]:
     return first, float(np.median(later))
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """Results of `n` replays one after another, in microseconds, and of replays in which one worker sleeps.
+def waiting(workers: int, actors: Actors, replays: int) -> Row:
+    """Measures scatter-gather over compiled phases with small inputs and results.
 
-    `cpu_us` is the processor time of the driver and all workers in a replay, `waiting_cpu_s` what they burn together in a
-    second in which they wait for the sleeping one.
+    Returns percentiles of the replays in microseconds, `ratio` (p99 / p50), the processor time of the driver and all workers
+    in a replay (`cpu_us`), and what they burn together in a second in which they wait for a sleeping worker
+    (`waiting_cpu_s`).
     """
-
-    p50_us: float
-    p99_us: float
-    p999_us: float
-    ratio: float  # p99 / p50
-    cpu_us: float
-    waiting_cpu_s: float
-    n: int
-
-
-def waiting(workers: int, actors: Actors, replays: int) -> Waiting:
-    """Measures scatter-gather over compiled phases with small inputs and results."""
     used, value = actors.first(workers), payload(SMALL)
     held = used.of["dagrl_compiled"]
     with steps(StepSetup("scatter-gather", SMALL, SMALL), used, ("dagrl_compiled",)) as (step,):
@@ -88,8 +68,15 @@ def waiting(workers: int, actors: Actors, replays: int) -> Waiting:
         spent += _cpu_s(held)
         burnt = _burnt_while_waiting(held, lambda: step.run(value))
     middle, late, latest = np.percentile(taken * 1e6, [50, 99, 99.9]).round(1).tolist()
-    cpu_us = round(1e6 * spent / replays, 1)
-    return Waiting(middle, late, latest, round(late / middle, 2), cpu_us, round(burnt, 4), replays)
+    return {
+        "p50_us": middle,
+        "p99_us": late,
+        "p999_us": latest,
+        "ratio": round(late / middle, 2),
+        "cpu_us": round(1e6 * spent / replays, 1),
+        "waiting_cpu_s": round(burnt, 4),
+        "n": replays,
+    }
 
 
 def _burnt_while_waiting(actors: tuple[object, ...], replay: Callable[[], object]) -> float:

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dagrl.bench.models import SHAPES, ModelShape, write_model
-from dagrl.bench.report import print_rows
-from dagrl.bench.train_inputs import add_model_arguments, measure_and_report, one_gpu_config, single_worker, train_batch
+from dagrl.bench.report import Row, print_rows
+from dagrl.bench.train_inputs import add_model_arguments, one_gpu_config, report_measured, single_worker, train_batch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,33 +75,6 @@ COMPARISONS: Mapping[str, Sequence[Setting]] = {
 
 
 @dataclass(frozen=True)
-class SettingRow:
-    """Medians over rounds, by part of a step, in milliseconds; spreads are interquartile ranges.
-
-    `times` is the first setting's time over this one's. GPU memory is in GiB, 0 on a CPU: `held_gib` before a step,
-    `logprobs_peak_gib` and `step_peak_gib` at most, with memory that kernels or copies may still use.
-    """
-
-    comparison: str
-    setting: str
-    model: str
-    precision: str
-    sequences: int
-    tokens: int
-    longest: int
-    rounds: int
-    ms: Mapping[str, float]
-    spread_ms: Mapping[str, float]
-    times: Mapping[str, float]
-    padding_share: float
-    held_gib: float
-    logprobs_peak_gib: float
-    step_peak_gib: float
-    loss: float
-    fits: bool | None
-
-
-@dataclass(frozen=True)
 class Step:
     """One step: seconds of each part, the share of padding in the model's input, and GPU memory."""
 
@@ -130,10 +103,10 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     options.precision = options.precision or ("bfloat16" if torch.cuda.is_available() else "float32")
-    measure_and_report(options, measure, print_table)
+    report_measured(options, measure, print_table)
 
 
-def measure(options: argparse.Namespace, directory: Path) -> list[SettingRow]:
+def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
     """Measures all settings in every turn, on one worker. The first step of a turn starts with another setting's memory."""
     import torch
 
@@ -293,39 +266,43 @@ def forget_peak() -> None:
 
 def as_row(
     options: argparse.Namespace, batch: Batch, name: str, steps: Mapping[str, list[Step]], loss: float, fits: bool | None
-) -> SettingRow:
-    """Returns one row from a setting's steps and those of the first setting."""
+) -> Row:
+    """Returns one row from a setting's steps and those of the first setting.
+
+    Medians over rounds, by part of a step, in milliseconds; spreads are interquartile ranges. `times` is the first setting's
+    time over this one's. GPU memory is in GiB, 0 on a CPU: `held_gib` before a step, `logprobs_peak_gib` and `step_peak_gib`
+    at most, with memory that kernels or copies may still use.
+    """
     mine, first = steps[name], next(iter(steps.values()))
     seconds = {part: [step.seconds[part] for step in mine] for part in mine[0].seconds}
     before = {part: median(step.seconds[part] for step in first) for part in seconds}
-    quartiles = {part: np.percentile(taken, [25, 75]) * 1e3 for part, taken in seconds.items()}
-    return SettingRow(
-        comparison=options.comparison,
-        setting=name,
-        model=options.model,
-        precision=options.precision,
-        sequences=options.rows,
-        tokens=int(batch["lengths"].sum()),
-        longest=int(batch["lengths"].max()),
-        rounds=len(mine),
-        ms={part: round(median(taken) * 1e3, 2) for part, taken in seconds.items()},
-        spread_ms={part: round(float(high - low), 2) for part, (low, high) in quartiles.items()},
-        times={part: round(before[part] / median(taken), 3) for part, taken in seconds.items()},
-        padding_share=round(median(step.padding_share for step in mine), 4),
-        held_gib=round(max(step.held_gib for step in mine), 3),
-        logprobs_peak_gib=round(max(step.logprobs_peak_gib for step in mine), 3),
-        step_peak_gib=round(max(step.peak_gib for step in mine), 3),
-        loss=loss,
-        fits=fits,
-    )
+    return {
+        "comparison": options.comparison,
+        "setting": name,
+        "model": options.model,
+        "precision": options.precision,
+        "sequences": options.rows,
+        "tokens": int(batch["lengths"].sum()),
+        "longest": int(batch["lengths"].max()),
+        "rounds": len(mine),
+        "ms": {part: round(median(taken) * 1e3, 2) for part, taken in seconds.items()},
+        "spread_ms": {part: round(float(np.ptp(np.percentile(one, [25, 75]))) * 1e3, 2) for part, one in seconds.items()},
+        "times": {part: round(before[part] / median(taken), 3) for part, taken in seconds.items()},
+        "padding_share": round(median(step.padding_share for step in mine), 4),
+        "held_gib": round(max(step.held_gib for step in mine), 3),
+        "logprobs_peak_gib": round(max(step.logprobs_peak_gib for step in mine), 3),
+        "step_peak_gib": round(max(step.peak_gib for step in mine), 3),
+        "loss": loss,
+        "fits": fits,
+    }
 
 
-def print_table(rows: list[SettingRow]) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     """Prints the rows: milliseconds with spreads, and times the first row's speed."""
     first, lines = rows[0], []
     for row in rows:
-        parts = [f"{row.ms[part]} ({row.spread_ms[part]}) {row.times[part]:.2f}x" for part in row.ms]
-        memory = f"{row.held_gib} {row.logprobs_peak_gib} {row.step_peak_gib}"
-        lines.append((row.setting, f"{row.padding_share:.1%}", *parts, memory, row.fits, f"{row.loss:.5f}"))
-    title = f"{first.model}: {first.sequences} sequences, {first.tokens} tokens, the longest {first.longest}"
-    print_rows((first.comparison, "padding", *first.ms, "GiB held, peaks", "fits", "loss"), lines, title)
+        parts = [f"{row['ms'][part]} ({row['spread_ms'][part]}) {row['times'][part]:.2f}x" for part in row["ms"]]
+        memory = f"{row['held_gib']} {row['logprobs_peak_gib']} {row['step_peak_gib']}"
+        lines.append((row["setting"], f"{row['padding_share']:.1%}", *parts, memory, row["fits"], f"{row['loss']:.5f}"))
+    title = "{model}: {sequences} sequences, {tokens} tokens, the longest {longest}".format(**first)
+    print_rows((first["comparison"], "padding", *first["ms"], "GiB held, peaks", "fits", "loss"), lines, title)

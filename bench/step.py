@@ -28,8 +28,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dagrl.bench.deadline import BenchDeadline, add_deadline, hurried
-from dagrl.bench.report import print_rows, report_while_measuring
+from dagrl.bench.report import Row, add_outputs, drawing, print_rows, report_rows
 from dagrl.telemetry.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE, UPDATE_PAUSE
 
 if TYPE_CHECKING:
@@ -82,41 +84,6 @@ VARIANTS = (
 )
 
 
-@dataclass(frozen=True)
-class StepRow:
-    """Medians over rounds of means over steps: seconds, and shares from 0 to 1.
-
-    `tokens_per_s` counts trained tokens of prompts and completions; per worker (or GPU) of both roles, low and high are the
-    slowest and the fastest round. `phases_s` is the driver's wait per phase (in another thread, if the loop has one).
-    `update_s` runs from the end of training until generation has the weights (0 for plain calls, which only refit).
-    `update_pause_s` and `policy_age_max` are maxima over all steps. MFU covers the train GPUs, in the optimizer step and
-    over the whole step (counting the FLOPs of one optimizer step); 0 if the device's peak is unknown. `speedup` is relative
-    to plain calls, or to the first row if those were not measured.
-    """
-
-    variant: str
-    rounds: int
-    steps: int
-    tokens_per_s: float
-    tokens_per_s_per_worker: float
-    tokens_per_s_per_worker_low: float
-    tokens_per_s_per_worker_high: float
-    step_s: float
-    phases_s: Mapping[str, float]
-    exposed_generation_s: float
-    idle_train: float
-    idle_generation: float
-    update_s: float
-    update_pause_s: float
-    quantum_overhead: float
-    policy_age_mean: float
-    policy_age_max: float
-    mfu_train_step: float
-    mfu: float
-    gen_kl_error: float
-    speedup: float = 1.0
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench step`."""
     add_run_arguments(parser, CONFIG)
@@ -141,15 +108,14 @@ def run(options: argparse.Namespace) -> None:
         first_weights = Path(config.output_dir) / "first_weights" if reloads else None
         config = at_rest(config) if options.at_rest else config
         measured = measure(config, variants, first_weights, options.rounds, deadline)
-        report_while_measuring(options, deadline, (as_rows(config, found) for found in measured), print_table, plot)
+        report_rows(options, (as_rows(config, found) for found in measured), print_table, plot, deadline=deadline)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, config: Path) -> None:
     """Adds the options of a benchmark that runs a configuration, by default `config`."""
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override keys of the configuration")
     parser.add_argument("--config", type=Path, default=config, help="configuration to measure; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
-    parser.add_argument("--plot", type=Path, help="plot the rows to this file (png, svg)")
+    add_outputs(parser)
 
 
 @contextmanager
@@ -218,11 +184,11 @@ def measure(
             yield measured
 
 
-def as_rows(config: Config, measured: Measured) -> list[StepRow]:
-    """Returns a row per measured variant."""
+def as_rows(config: Config, measured: Measured) -> list[Row]:
+    """Returns a row per measured variant. `speedup` is relative to plain calls, or to the first row without them."""
     rows = [as_row(config, variant, rounds) for variant, rounds in measured.items()]
-    base = next((row for row in rows if row.variant == PLAIN.name), rows[0])
-    return [replace(row, speedup=row.tokens_per_s / base.tokens_per_s) for row in rows]
+    base = next((row for row in rows if row["variant"] == PLAIN.name), rows[0])
+    return [{**row, "speedup": row["tokens_per_s"] / base["tokens_per_s"]} for row in rows]
 
 
 def run_variant(
@@ -274,8 +240,15 @@ def begin_again(session: Session, config: Config, variant: Variant, first_weight
     return replace(session, config=session.config.model_copy(update={"grpo": grpo, "policy": policy}))
 
 
-def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]]) -> StepRow:
-    """Returns one row from the metrics of its steps in each round, without the speedup."""
+def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]]) -> Row:
+    """Returns one row: medians over rounds of means over steps, in seconds and in shares from 0 to 1.
+
+    `tokens_per_s` counts trained tokens of prompts and completions; per worker (or GPU) of both roles, low and high are the
+    slowest and the fastest round. `phases_s` is the driver's wait per phase (in another thread, if the loop has one).
+    `update_s` runs from the end of training until generation has the weights (0 for plain calls, which only refit).
+    `update_pause_s` and `policy_age_max` are maxima over all steps. MFU covers the train GPUs, in the optimizer step and
+    over the whole step (counting the FLOPs of one optimizer step); 0 if the device's peak is unknown.
+    """
     from dagrl.config.settings import device_count
 
     steps, devices = [step for part in rounds for step in part], device_count(config)
@@ -287,28 +260,28 @@ def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]]
         return mean(lambda step: float(step.get(name) or 0.0))
 
     rates = sorted(_total(part, "trained_tokens") / _total(part, TIMING + "total") for part in rounds)
-    return StepRow(
-        variant=variant.name,
-        rounds=len(rounds),
-        steps=len(rounds[0]),
-        tokens_per_s=median(rates),
-        tokens_per_s_per_worker=median(rates) / devices,
-        tokens_per_s_per_worker_low=rates[0] / devices,
-        tokens_per_s_per_worker_high=rates[-1] / devices,
-        step_s=of(TIMING + "total"),
-        phases_s={phase: of(TIMING + phase) for phase in PHASES},
-        exposed_generation_s=of(TIMING + "exposed_generation"),
-        idle_train=of(IDLE + "train"),
-        idle_generation=of(IDLE + "generation"),
-        update_s=of(UPDATE),
-        update_pause_s=longest_pause_s(steps),
-        quantum_overhead=of("perf/quantum_overhead"),
-        policy_age_mean=of("staleness/policy_age_mean"),
-        policy_age_max=max(float(step["staleness/policy_age_max"]) for step in steps),
-        mfu_train_step=of(TRAIN_MFU),
-        mfu=mean(lambda step: _share_trained(step) * float(step.get(TRAIN_MFU) or 0.0)),
-        gen_kl_error=of("gen_kl_error"),
-    )
+    return {
+        "variant": variant.name,
+        "rounds": len(rounds),
+        "steps": len(rounds[0]),
+        "tokens_per_s": median(rates),
+        "tokens_per_s_per_worker": median(rates) / devices,
+        "tokens_per_s_per_worker_low": rates[0] / devices,
+        "tokens_per_s_per_worker_high": rates[-1] / devices,
+        "step_s": of(TIMING + "total"),
+        "phases_s": {phase: of(TIMING + phase) for phase in PHASES},
+        "exposed_generation_s": of(TIMING + "exposed_generation"),
+        "idle_train": of(IDLE + "train"),
+        "idle_generation": of(IDLE + "generation"),
+        "update_s": of(UPDATE),
+        "update_pause_s": longest_pause_s(steps),
+        "quantum_overhead": of("perf/quantum_overhead"),
+        "policy_age_mean": of("staleness/policy_age_mean"),
+        "policy_age_max": max(float(step["staleness/policy_age_max"]) for step in steps),
+        "mfu_train_step": of(TRAIN_MFU),
+        "mfu": mean(lambda step: _share_trained(step) * float(step.get(TRAIN_MFU) or 0.0)),
+        "gen_kl_error": of("gen_kl_error"),
+    }
 
 
 def _share_trained(step: Metrics) -> float:
@@ -325,48 +298,37 @@ def _total(steps: Sequence[Metrics], name: str) -> float:
     return sum(float(step[name]) for step in steps)
 
 
-def print_table(results: Sequence[StepRow]) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     """Prints the rows."""
     numbers = "exposed, idle train, idle gen, update ms, pause ms, quantum +, age, max, MFU train, MFU, KL"
     phases = [phase.replace("_", " ") for phase in PHASES]
-    rows = (
+    lines = (
         (
-            row.variant, f"{row.tokens_per_s_per_worker:,.0f}", f"{row.speedup:.2f}", f"{row.step_s:.2f}",
-            *(f"{row.phases_s[phase]:.3f}" for phase in PHASES), f"{row.exposed_generation_s:.2f}",
-            f"{row.idle_train:.0%}", f"{row.idle_generation:.0%}", f"{row.update_s * 1000:.0f}",
-            f"{row.update_pause_s * 1000:.0f}", f"{row.quantum_overhead:.2%}", f"{row.policy_age_mean:.2f}",
-            f"{row.policy_age_max:.0f}", *(f"{mfu:.1%}" if mfu else "" for mfu in (row.mfu_train_step, row.mfu)),
-            f"{row.gen_kl_error:.1e}",
+            row["variant"], f"{row['tokens_per_s_per_worker']:,.0f}", f"{row['speedup']:.2f}", f"{row['step_s']:.2f}",
+            *(f"{row['phases_s'][phase]:.3f}" for phase in PHASES), f"{row['exposed_generation_s']:.2f}",
+            f"{row['idle_train']:.0%}", f"{row['idle_generation']:.0%}", f"{row['update_s'] * 1000:.0f}",
+            f"{row['update_pause_s'] * 1000:.0f}", f"{row['quantum_overhead']:.2%}", f"{row['policy_age_mean']:.2f}",
+            f"{row['policy_age_max']:.0f}", *(f"{row[mfu]:.1%}" if row[mfu] else "" for mfu in ("mfu_train_step", "mfu")),
+            f"{row['gen_kl_error']:.1e}",
         )
-        for row in results
+        for row in rows
     )  # fmt: skip
     columns = ("variant", "tok/s/worker", "x", "step", *phases, *numbers.split(", "))
-    print_rows(columns, rows, "seconds per step, by phase; x: speedup")
+    print_rows(columns, lines, "seconds per step, by phase; x: speedup")
 
 
-def plot(results: Sequence[StepRow], path: Path) -> None:
+def plot(rows: Sequence[Row], path: Path) -> None:
     """Plots tokens per second and worker, with the slowest and fastest round, and idle shares, by variant."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (speed, idle) = pyplot.subplots(1, 2, figsize=(11, 0.6 * len(results) + 1.8), layout="constrained")
-    places = list(range(len(results)))
-    rates = [row.tokens_per_s_per_worker for row in results]
-    spread = [[row.tokens_per_s_per_worker - row.tokens_per_s_per_worker_low for row in results]]
-    spread.append([row.tokens_per_s_per_worker_high - row.tokens_per_s_per_worker for row in results])
-    bars = speed.barh(places, rates, xerr=spread, color="#4477aa")
-    speed.bar_label(bars, [f"{row.speedup:.2f}x" for row in results], padding=4)
-    speed.set(title="trained tokens/s/worker", yticks=places, yticklabels=[row.variant for row in results])
-    speed.margins(x=0.15)
-    idle.barh([place - 0.2 for place in places], [row.idle_train for row in results], 0.4, label="train", color="#ee6677")
-    idle.barh(
-        [place + 0.2 for place in places], [row.idle_generation for row in results], 0.4, label="generation", color="#228833"
-    )
-    idle.set(title="idle share of the step", yticks=places, yticklabels=[], xlim=(0, 1))
-    idle.legend()
-    for axes in (speed, idle):
-        axes.invert_yaxis()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    places, rate = np.arange(len(rows)), "tokens_per_s_per_worker"
+    rates, low, high = (np.array([row[name] for row in rows]) for name in (rate, f"{rate}_low", f"{rate}_high"))
+    with drawing(path, columns=2, figsize=(11, 0.6 * len(rows) + 1.8)) as (_, ((speed, idle),)):
+        bars = speed.barh(places, rates, xerr=[rates - low, high - rates], color="#4477aa")
+        speed.bar_label(bars, [f"{row['speedup']:.2f}x" for row in rows], padding=4)
+        speed.set(title="trained tokens/s/worker", yticks=places, yticklabels=[row["variant"] for row in rows])
+        speed.margins(x=0.15)
+        for role, place, color in (("train", places - 0.2, "#ee6677"), ("generation", places + 0.2, "#228833")):
+            idle.barh(place, [row[f"idle_{role}"] for row in rows], 0.4, label=role, color=color)
+        idle.set(title="idle share of the step", yticks=places, yticklabels=[], xlim=(0, 1))
+        idle.legend()
+        for axes in (speed, idle):
+            axes.invert_yaxis()

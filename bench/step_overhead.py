@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import add
 from pathlib import Path
@@ -26,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
-from dagrl.bench.report import print_rows, report_while_measuring
+from dagrl.bench.report import Row, add_outputs, drawing, print_rows, report_rows
 from dagrl.errors import LayoutError
 from dagrl.graphs.generate import generate
 from dagrl.graphs.logprobs import logprobs, reference_logprobs
@@ -124,29 +123,12 @@ class IdleWorker(SleepingWorker):
         """Takes no time."""
 
 
-@dataclass(frozen=True)
-class StepOverheadRow:
-    """Medians over steps in seconds: the step, its slowest workers' own time, and the difference with its quartiles."""
-
-    kind: str
-    executor: str
-    workers: int
-    steps: int
-    step_s: float
-    busy_s: float
-    overhead_s: float
-    overhead_low_s: float
-    overhead_high_s: float
-    share: float
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench step_overhead`."""
     parser.add_argument("--kind", choices=ROLES, default="grpo", help="the kind of step")
     parser.add_argument("--workers", type=_numbers, default=[8], help="numbers of workers over all roles, e.g. 8,64,128")
     parser.add_argument("--steps", type=int, default=20, help="counted steps per executor")
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
-    parser.add_argument("--plot", type=Path, help="plot the rows to this file (png, svg)")
+    add_outputs(parser)
     add_deadline(parser)
 
 
@@ -163,7 +145,7 @@ def run(options: argparse.Namespace) -> None:
     deadline = BenchDeadline(options.deadline)
     turns = deadline.each(layouts, "{} workers".format)
     measured = accumulate((measure(options.kind, layouts[workers], options.steps) for workers in turns), add)
-    report_while_measuring(options, deadline, measured, print_table, plot)
+    report_rows(options, measured, print_table, plot, deadline=deadline)
 
 
 def layout_of(kind: str, workers: int) -> ParallelLayout:
@@ -179,7 +161,7 @@ def layout_of(kind: str, workers: int) -> ParallelLayout:
     return ParallelLayout(dp=each // width, tp=width)
 
 
-def measure(kind: str, layout: ParallelLayout, steps: int) -> list[StepOverheadRow]:
+def measure(kind: str, layout: ParallelLayout, steps: int) -> list[Row]:
     """Measures both executors in turn, on the same workers."""
     samples: dict[str, list[tuple[float, float]]] = {executor: [] for executor in EXECUTORS}
     with groups(kind, layout) as made:
@@ -271,48 +253,49 @@ def _requests(sequences: Batch, rows: np.ndarray[tuple[int], np.dtype[np.intp]])
     )
 
 
-def _row(kind: str, executor: str, workers: int, samples: Sequence[tuple[float, float]]) -> StepOverheadRow:
+def _row(kind: str, executor: str, workers: int, samples: Sequence[tuple[float, float]]) -> Row:
+    """Returns medians over steps in seconds: the step, its slowest workers' own time, the difference with its quartiles."""
     table = np.asarray(samples)
-    overhead = table[:, 0] - table[:, 1]
-    low, middle, high = np.percentile(overhead, [25, 50, 75])
-    step = float(np.median(table[:, 0]))
-    return StepOverheadRow(
-        kind, executor, workers, len(samples), step, float(np.median(table[:, 1])),
-        float(middle), float(low), float(high), float(middle) / step,
-    )  # fmt: skip
+    step, busy = np.median(table, axis=0).tolist()
+    low, middle, high = np.percentile(table[:, 0] - table[:, 1], [25, 50, 75]).tolist()
+    return {
+        "kind": kind,
+        "executor": executor,
+        "workers": workers,
+        "steps": len(samples),
+        "step_s": step,
+        "busy_s": busy,
+        "overhead_s": middle,
+        "overhead_low_s": low,
+        "overhead_high_s": high,
+        "share": middle / step,
+    }
 
 
-def print_table(results: Sequence[StepOverheadRow]) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     """Prints the rows."""
-    rows = (
-        (row.kind, row.workers, row.executor, f"{row.step_s * 1e3:.1f}", f"{row.busy_s * 1e3:.1f}",
-         f"{row.overhead_s * 1e3:.1f}", f"{row.overhead_low_s * 1e3:.1f} to {row.overhead_high_s * 1e3:.1f}",
-         f"{row.share:.1%}")
-        for row in results
-    )  # fmt: skip
+    names = ("step_s", "busy_s", "overhead_s", "overhead_low_s", "overhead_high_s")
+    lines = (
+        (row["kind"], row["workers"], row["executor"], *(f"{1e3 * row[name]:.1f}" for name in names), f"{row['share']:.1%}")
+        for row in rows
+    )
     title = f"grpo: a step of {QUANTA} quanta, 2 log-probabilities, 1 optimizer step, 1 refit; sft: 1 optimizer step"
-    print_rows(("kind", "workers", "executor", "step ms", "busy ms", "overhead ms", "quartiles", "share"), rows, title)
+    columns = "kind, workers, executor, step ms, busy ms, overhead ms, quartiles: low, high, share"
+    print_rows(columns.split(", "), lines, title)
 
 
-def plot(results: Sequence[StepOverheadRow], path: Path) -> None:
+def plot(rows: Sequence[Row], path: Path) -> None:
     """Plots the overhead over the number of workers."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for executor in EXECUTORS:
-        rows = [row for row in results if row.executor == executor]
-        middle = [row.overhead_s * 1e3 for row in rows]
-        spread = [[(row.overhead_s - row.overhead_low_s) * 1e3 for row in rows]]
-        spread.append([(row.overhead_high_s - row.overhead_s) * 1e3 for row in rows])
-        axes.errorbar([row.workers for row in rows], middle, yerr=spread, marker="o", capsize=3, label=executor)
-    axes.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms per step", title="step minus slowest workers")
-    counts = sorted({row.workers for row in results})
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with drawing(path, figsize=(6, 4)) as (_, ((axes,),)):
+        for executor in EXECUTORS:
+            mine = [row for row in rows if row["executor"] == executor]
+            low, middle, high = (
+                np.array([1e3 * row[name] for row in mine]) for name in ("overhead_low_s", "overhead_s", "overhead_high_s")
+            )
+            spread = [middle - low, high - middle]
+            axes.errorbar([row["workers"] for row in mine], middle, yerr=spread, marker="o", capsize=3, label=executor)
+        axes.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms per step", title="step minus slowest workers")
+        counts = sorted({row["workers"] for row in rows})
+        axes.set_xticks(counts, map(str, counts))
+        axes.grid(alpha=0.3)
+        axes.legend()

@@ -21,19 +21,18 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
 from dagrl.bench.models import SHAPES, ModelShape, write_model
-from dagrl.bench.report import BenchReport, command_line, print_rows
+from dagrl.bench.report import Row, add_outputs, drawing, hardware, print_rows, report_rows
 from dagrl.bench.train_checkpoint import checkpoint_stalls, print_stalls
 from dagrl.bench.train_inputs import train_batch
 from dagrl.bench.train_parts import HEAD, print_parts
@@ -69,35 +68,6 @@ class TrainCase:
     alone: bool
 
 
-@dataclass(frozen=True)
-class TrainRow:
-    """One case and who ran it: medians in milliseconds, spread (interquartile range), peaks in GiB.
-
-    `overhead_ms` is the part of dagrl's step in which none of its workers ran, `parts_ms` the time of its kernels by kind,
-    `layers_mfu` the MFU of the step less its output layer, `stalls` background checkpoints (`bench/train_checkpoint.py`).
-    """
-
-    case: str
-    who: str
-    gpus: int
-    tokens: int
-    steps: int
-    step_ms: float
-    spread_ms: float
-    overhead_ms: float | None
-    tokens_per_s: float
-    tokens_per_s_per_gpu: float
-    model_tflops_per_gpu: float
-    mfu: float | None
-    peak_gib: float
-    losses: list[float]
-    loss_error: float | None = None
-    of_plain: float | None = None
-    parts_ms: Mapping[str, float] | None = None
-    layers_mfu: float | None = None
-    stalls: Sequence[Mapping[str, float]] | None = None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench train`."""
     parser.add_argument("--cases", nargs="+", default=["0.6b:dp1"], metavar="MODEL:LAYOUT", help="cases to measure")
@@ -113,8 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_deadline(parser)
     parser.add_argument("--tiny", action="store_true", help="two narrow layers and a small vocabulary, in float32")
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file, after every case")
-    parser.add_argument("--plot", type=Path, help="plot the rows to this file (png, svg)")
+    add_outputs(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -123,7 +92,22 @@ def run(options: argparse.Namespace) -> None:
     if options.parts:
         require_gpu()
     deadline, problems = BenchDeadline(options.deadline), dict[str, str]()
-    rows: list[TrainRow] = []
+
+    def show(rows: Sequence[Row]) -> None:
+        print_table(rows, problems)
+
+    measured = measure_all(cases, options, deadline, problems)
+    report_rows(options, measured, show, plot, deadline=deadline, failed=problems)
+    if problems:
+        raise RunError(f"{len(problems)} of {len(cases)} cases failed, see above: {', '.join(problems)}")
+
+
+def measure_all(
+    cases: Sequence[TrainCase], options: argparse.Namespace, deadline: BenchDeadline, problems: dict[str, str]
+) -> Iterator[list[Row]]:
+    """Measures every case that the deadline allows; yields all rows so far. The traceback of a case that failed is in
+    `problems`."""
+    rows: list[Row] = []
     workers = max(case.layout.world_size for case in cases)
     with ExitStack() as stack:
         models = writing(cases, options, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
@@ -131,27 +115,13 @@ def run(options: argparse.Namespace) -> None:
         ours = stack.enter_context(DagrlSteps(workers))
         plain.connect()
         wait(models.values())
-
-        def keep(rows: Sequence[TrainRow]) -> None:
-            if options.json:
-                found = [asdict(row) for row in rows]
-                report = BenchReport(found, command_line(), ours.hardware, left_out=deadline.left_out, failed=problems)
-                report.write(options.json)
-
         for case in deadline.each(cases, lambda case: case.name):
             try:
                 rows += measure(case, options, models[case.shape.name].result(), ours, plain)
             except Exception:  # reported; the next case may still run
                 problems[case.name] = traceback.format_exc()
             rows = compared(rows)
-            keep(rows)
-        keep(rows)
-    print_table(rows, ours.hardware, problems)
-    deadline.tell()
-    if options.plot and rows:
-        plot(rows, ours.hardware, options.plot)
-    if problems:
-        raise RunError(f"{len(problems)} of {len(cases)} cases failed, see above: {', '.join(problems)}")
+            yield rows
 
 
 def parse_case(text: str, tiny: bool) -> TrainCase:
@@ -189,9 +159,7 @@ def writing(
     return {name: pool.submit(write_model, shape, directory, device, dtype) for name, shape in shapes.items()}
 
 
-def measure(
-    case: TrainCase, options: argparse.Namespace, model: Path, ours: DagrlSteps, plain: PlainSteps
-) -> list[TrainRow]:
+def measure(case: TrainCase, options: argparse.Namespace, model: Path, ours: DagrlSteps, plain: PlainSteps) -> list[Row]:
     """Returns the rows of dagrl and, unless the case is `alone`, of the plain loop. Both build the case before the first
     turn."""
     config = case_config(case, model, options)
@@ -211,27 +179,30 @@ def measure(
                 taken[contender.name].append(contender.take(options.steps))
         rows = [as_row(case, contender, taken[contender.name], batch, config, ours) for contender in contenders]
         if options.checkpoints:
-            stalls = checkpoint_stalls(ours, rows[0].step_ms / 1e3, options.checkpoints)
+            stalls = checkpoint_stalls(ours, rows[0]["step_ms"] / 1e3, options.checkpoints)
             print_stalls(case.name, stalls)
-            rows[0] = replace(rows[0], stalls=stalls)
+            rows[0] = {**rows[0], "stalls": stalls}
         return profiled(rows, ours, case, batch) if options.parts and case.layout.world_size == 1 else rows
     finally:
         for contender in contenders:
             contender.end()
 
 
-def profiled(rows: Sequence[TrainRow], ours: DagrlSteps, case: TrainCase, batch: Batch) -> list[TrainRow]:
-    """Adds the kernels of a step of dagrl's, the first row, and the MFU of its layers, and prints them."""
+def profiled(rows: Sequence[Row], ours: DagrlSteps, case: TrainCase, batch: Batch) -> list[Row]:
+    """Adds the kernels of a step of dagrl's, the first row, and the MFU of its layers, and prints them.
+
+    `parts_ms` is the time of the kernels by kind, `layers_mfu` the MFU of the step less its output layer.
+    """
     from dagrl.workers.megatron.architecture import read_architecture
     from dagrl.workers.megatron.flops import step_tflop
 
     parts, row = ours.parts(), rows[0]
-    layers_ms = row.step_ms - sum(parts.parts_ms.get(kind, 0.0) for kind in HEAD)
+    layers_ms = row["step_ms"] - sum(parts.parts_ms.get(kind, 0.0) for kind in HEAD)
     headless = step_tflop(replace(read_architecture(case.shape.config), vocabulary=0), batch["lengths"])
-    rate = headless / (layers_ms / 1e3) / row.model_tflops_per_gpu
-    layers_mfu = None if row.mfu is None else round(row.mfu * rate, 4)
-    print_parts(row.case, parts, row.step_ms, layers_mfu)
-    return [replace(row, parts_ms=parts.parts_ms, layers_mfu=layers_mfu), *rows[1:]]
+    rate = headless / (layers_ms / 1e3) / row["model_tflops_per_gpu"]
+    layers_mfu = None if row["mfu"] is None else round(row["mfu"] * rate, 4)
+    print_parts(row["case"], parts, row["step_ms"], layers_mfu)
+    return [{**row, "parts_ms": parts.parts_ms, "layers_mfu": layers_mfu}, *rows[1:]]
 
 
 def case_config(case: TrainCase, model: Path, options: argparse.Namespace) -> Config:
@@ -256,80 +227,89 @@ def case_config(case: TrainCase, model: Path, options: argparse.Namespace) -> Co
 
 
 def as_row(
-    case: TrainCase, contender: Contender, turns: Sequence[Any], batch: Batch, config: Config, ours: DagrlSteps
-) -> TrainRow:
-    """Returns one row from a contender's turns."""
+    case: TrainCase, contender: Contender, turns: Sequence[Turn], batch: Batch, config: Config, ours: DagrlSteps
+) -> Row:
+    """Returns one row from a contender's turns: medians in milliseconds, spread (interquartile range), peaks in GiB.
+
+    `overhead_ms` is the part of dagrl's step in which none of its workers ran.
+    """
     from dagrl.workers.megatron.architecture import read_architecture
     from dagrl.workers.megatron.flops import peak_tflops, step_tflop
 
     seconds = [value for turn in turns for value in turn.seconds]
-    low, middle, high = np.percentile(seconds, [25, 50, 75])
-    gpus = case.layout.world_size
-    tflops = step_tflop(read_architecture(case.shape.config), batch["lengths"]) / middle / gpus
+    low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
+    gpus, tokens = case.layout.world_size, int(batch["lengths"].sum())
+    tflops = float(step_tflop(read_architecture(case.shape.config), batch["lengths"])) / middle / gpus
     peak = peak_tflops(ours.device_name, config.policy.precision, config.policy.megatron_cfg.peak_tflops)
-    return TrainRow(
-        case=case.name,
-        who=contender.name,
-        gpus=gpus,
-        tokens=int(batch["lengths"].sum()),
-        steps=len(seconds),
-        step_ms=round(median(seconds) * 1e3, 2),
-        spread_ms=round(float(high - low) * 1e3, 2),
-        overhead_ms=round(median(contender.overheads) * 1e3, 2) if contender.overheads else None,
-        tokens_per_s=round(float(batch["lengths"].sum() / middle), 1),
-        tokens_per_s_per_gpu=round(float(batch["lengths"].sum() / middle / gpus), 1),
-        model_tflops_per_gpu=round(float(tflops), 2),
-        mfu=None if peak is None else round(float(tflops / peak), 4),
-        peak_gib=round(contender.peak_bytes() / (1 << 30), 2),
-        losses=contender.losses,
-    )
+    return {
+        "case": case.name,
+        "who": contender.name,
+        "gpus": gpus,
+        "tokens": tokens,
+        "steps": len(seconds),
+        "step_ms": round(middle * 1e3, 2),
+        "spread_ms": round((high - low) * 1e3, 2),
+        "overhead_ms": round(median(contender.overheads) * 1e3, 2) if contender.overheads else None,
+        "tokens_per_s": round(tokens / middle, 1),
+        "tokens_per_s_per_gpu": round(tokens / middle / gpus, 1),
+        "model_tflops_per_gpu": round(tflops, 2),
+        "mfu": None if peak is None else round(tflops / peak, 4),
+        "peak_gib": round(contender.peak_bytes() / (1 << 30), 2),
+        "losses": contender.losses,
+    }
 
 
-def compared(rows: Sequence[TrainRow]) -> list[TrainRow]:
+def compared(rows: Sequence[Row]) -> list[Row]:
     """Fills in `loss_error`, against one GPU, and `of_plain`, against the plain loop."""
-    whole = [row for row in rows if not row.case.endswith(":lora")]
-    single = {row.case.split(":")[0]: row for row in reversed(whole) if row.gpus == 1 and row.who == "dagrl"}
-    plain = {row.case: row for row in rows if row.who == "plain"}
+    whole = [row for row in rows if not row["case"].endswith(":lora")]
+    single = {_model(row): row for row in reversed(whole) if row["gpus"] == 1 and row["who"] == "dagrl"}
+    plain = {row["case"]: row for row in rows if row["who"] == "plain"}
     found = []
     for row in rows:
-        truth, rival = single.get(row.case.split(":")[0]), plain.get(row.case)
+        truth, rival = single.get(_model(row)), plain.get(row["case"])
         error = None
         if truth is not None and row is not truth and row in whole:
-            steps = min(len(row.losses), len(truth.losses))
-            difference = np.subtract(row.losses[:steps], truth.losses[:steps])
-            error = float(f"{np.linalg.norm(difference) / np.linalg.norm(truth.losses[:steps]):.2e}")
-        ratio = round(row.step_ms / rival.step_ms, 4) if rival is not None else None
-        found.append(replace(row, loss_error=error, of_plain=ratio))
+            steps = min(len(row["losses"]), len(truth["losses"]))
+            expected = np.array(truth["losses"][:steps])
+            error = float(f"{np.linalg.norm(row['losses'][:steps] - expected) / np.linalg.norm(expected):.2e}")
+        ratio = round(row["step_ms"] / rival["step_ms"], 4) if rival is not None else None
+        found.append({**row, "loss_error": error, "of_plain": ratio})
     return found
 
 
-def print_table(rows: Sequence[TrainRow], hardware: str, problems: Mapping[str, str]) -> None:
+def _model(row: Row) -> str:
+    return str(row["case"]).split(":")[0]
+
+
+def print_table(rows: Sequence[Row], problems: Mapping[str, str]) -> None:
     """Prints the rows and the failures."""
     columns = "case, who, step ms, spread, overhead ms, of plain, tokens/s/GPU, TFLOP/s/GPU, MFU, peak GiB, loss error"
-    lines = (
-        (row.case, row.who, row.step_ms, row.spread_ms, row.overhead_ms, row.of_plain, row.tokens_per_s_per_gpu,
-         row.model_tflops_per_gpu, None if row.mfu is None else f"{row.mfu:.1%}", row.peak_gib, row.loss_error)
-        for row in rows
-    )  # fmt: skip
-    print_rows(columns.split(", "), lines, hardware)
+    names = (
+        "case",
+        "who",
+        "step_ms",
+        "spread_ms",
+        "overhead_ms",
+        "of_plain",
+        "tokens_per_s_per_gpu",
+        "model_tflops_per_gpu",
+    )
+    lines = ((*(row[name] for name in names), _mfu(row), row["peak_gib"], row["loss_error"]) for row in rows)
+    print_rows(columns.split(", "), lines, hardware())
     for case, problem in problems.items():
         sys.stdout.write(f"{case}:\n{problem}\n")
 
 
-def plot(rows: Sequence[TrainRow], hardware: str, path: Path) -> None:
+def _mfu(row: Row) -> str:
+    return "" if row["mfu"] is None else f"{row['mfu']:.1%}"
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
     """Plots tokens per second and GPU, with the MFU next to each bar."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(rows) + 1.2), layout="constrained")
-    names = [f"{row.case} {row.who}" for row in rows]
-    colors = ["#4477aa" if row.who == "dagrl" else "#bbbbbb" for row in rows]
-    bars = axes.barh(names, [row.tokens_per_s_per_gpu for row in rows], color=colors)
-    axes.bar_label(bars, ["" if row.mfu is None else f"{row.mfu:.1%}" for row in rows], padding=3, fontsize=8)
-    axes.set(xlabel="tokens/s/GPU (next to the bars: MFU)", title=hardware)
-    axes.invert_yaxis()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with drawing(path, figsize=(8, 0.45 * len(rows) + 1.2)) as (_, ((axes,),)):
+        names = [f"{row['case']} {row['who']}" for row in rows]
+        colors = ["#4477aa" if row["who"] == "dagrl" else "#bbbbbb" for row in rows]
+        bars = axes.barh(names, [row["tokens_per_s_per_gpu"] for row in rows], color=colors)
+        axes.bar_label(bars, [_mfu(row) for row in rows], padding=3, fontsize=8)
+        axes.set(xlabel="tokens/s/GPU (next to the bars: MFU)", title=hardware())
+        axes.invert_yaxis()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dagrl.bench.report import Row
 from dagrl.errors import RunError
 from dagrl.runtime.deadline import Deadline
 
@@ -22,33 +22,21 @@ if TYPE_CHECKING:
 SAVES, MOST_STEPS, DEADLINE_S = 2, 200, 300.0
 
 
-@dataclass(frozen=True)
-class CheckpointStall:
-    """One background checkpoint: its bytes, the copy to the host, the steps until it is written, and its completion."""
-
-    nbytes: int
-    copy_s: float
-    steps: int
-    written_s: float
-    finish_s: float
-    stall_s: float
-    stall_steps: float
-
-
-def checkpoint_stalls(ours: DagrlSteps, step_s: float, directory: Path) -> list[dict[str, float]]:
+def checkpoint_stalls(ours: DagrlSteps, step_s: float, directory: Path) -> list[Row]:
     """Saves checkpoints below `directory` and removes them. `step_s`: a step without a checkpoint."""
     found = []
     for number in range(SAVES):
         path = directory / f"checkpoint-{number}"
         try:
-            found.append(asdict(_one(ours, step_s, path)))
+            found.append(_one(ours, step_s, path))
         finally:
             for left in (path, Path(f"{path}.partial")):
                 shutil.rmtree(left, ignore_errors=True)
     return found
 
 
-def _one(ours: DagrlSteps, step_s: float, path: Path) -> CheckpointStall:
+def _one(ours: DagrlSteps, step_s: float, path: Path) -> Row:
+    """Returns a checkpoint's bytes, the copy to the host, the steps until it is written, its completion, and its stall."""
     started, deadline = time.perf_counter(), Deadline(DEADLINE_S, "bench.train_checkpoint.DEADLINE_S")
     ours.group.call("save_checkpoint", str(path), {}, True, deadline=deadline)
     copied, steps = time.perf_counter(), 0
@@ -60,17 +48,21 @@ def _one(ours: DagrlSteps, step_s: float, path: Path) -> CheckpointStall:
     ours.group.call("finish_checkpoint", deadline=deadline)
     ended = time.perf_counter()
     stall = ended - started - steps * step_s
-    nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    times = copied - started, steps, written - started, ended - written, stall, stall / step_s
-    return CheckpointStall(nbytes, *(round(value, 3) for value in times))  # type: ignore[arg-type]
+    return {
+        "nbytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
+        "copy_s": round(copied - started, 3),
+        "steps": steps,
+        "written_s": round(written - started, 3),
+        "finish_s": round(ended - written, 3),
+        "stall_s": round(stall, 3),
+        "stall_steps": round(stall / step_s, 3),
+    }
 
 
-def print_stalls(case: str, stalls: list[dict[str, float]]) -> None:
+def print_stalls(case: str, stalls: list[Row]) -> None:
     """Prints a line per checkpoint."""
-    from rich.console import Console
-
     for one in stalls:
-        Console(width=140).print(
+        print(
             f"{case}: checkpoint of {one['nbytes'] / 1e9:.1f} GB: copied in {one['copy_s']:.2f} s, written after "
             f"{one['steps']:.0f} steps ({one['written_s']:.1f} s), completed in {one['finish_s']:.2f} s; stall "
             f"{one['stall_s']:.2f} s, {one['stall_steps']:.1f} steps"

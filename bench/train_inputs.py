@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from dagrl.bench.report import BenchReport, RowT, command_line, hardware
+from dagrl.bench.report import Row, add_outputs, report_rows
 from dagrl.errors import ConfigError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.ports import reserve_port
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 Worker = TypeVar("Worker", bound=MegatronWorker)
 
 
-def measure_and_report(
+def report_measured(
     options: argparse.Namespace,
-    measure: Callable[[argparse.Namespace, Path], list[RowT]],
-    print_table: Callable[[list[RowT]], None],
+    measure: Callable[[argparse.Namespace, Path], list[Row]],
+    print_table: Callable[[Sequence[Row]], None],
     *,
     without_gpu: str | None = None,
 ) -> None:
@@ -40,15 +39,10 @@ def measure_and_report(
     """
     import torch
 
-    gpu = torch.cuda.is_available()
-    if without_gpu is not None and not gpu:
+    if without_gpu is not None and not torch.cuda.is_available():
         raise ConfigError(f"found no GPU; {without_gpu}")
     with tempfile.TemporaryDirectory() as directory:
-        rows = measure(options, Path(directory))
-    print_table(rows)
-    if options.json:
-        where = torch.cuda.get_device_name() if gpu else hardware()
-        BenchReport([asdict(row) for row in rows], command_line(), hardware=where).write(options.json)
+        report_rows(options, [measure(options, Path(directory))], print_table)
 
 
 def train_batch(rows: int, length: int, vocabulary: int, seed: int = 0) -> Batch:
@@ -68,7 +62,7 @@ def add_model_arguments(
     parser.add_argument("--model", choices=sorted(models), default=default)
     parser.add_argument("--rows", type=int, default=rows, help="sequences per step")
     parser.add_argument("--length", type=int, default=length, help="tokens of the longest sequence")
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    add_outputs(parser, plot=False)
 
 
 def one_gpu_config(model: Path, length: int, policy: Mapping[str, object]) -> Config:

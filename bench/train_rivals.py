@@ -66,7 +66,6 @@ class DagrlSteps:
         cuda = torch.cuda.is_available()
         self.device = "cuda" if cuda else "cpu"
         self.device_name = torch.cuda.get_device_name() if cuda else ""
-        self.hardware = f"{torch.cuda.device_count()} x {self.device_name}" if cuda else f"{os.cpu_count()} CPU cores"
 
     def __enter__(self) -> DagrlSteps:
         from dagrl.bench.train_worker import TrainBenchWorker

@@ -49,7 +49,7 @@ DAGRL_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 VARIANTS = ("ray_calls", "ray_calls_put", "ray_flat_graph", *DAGRL_OPTIONS)
 COUNTED = ("dagrl_compiled", "dagrl_fused")
-"""Variants whose copied bytes are counted (`copied.py`)."""
+"""Variants whose copied bytes are counted."""
 
 POLLING = ("ray_flat_graph", "dagrl_ray_engine")
 """Variants whose actors poll while they wait."""

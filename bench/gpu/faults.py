@@ -17,15 +17,14 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dagrl.bench.gpu.dying import DEATHS, PLACES, ask_for_death, died_at, has_died
-from dagrl.bench.report import print_rows, write_rows
+from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
 from dagrl.errors import DagrlError, RunError
 
 if TYPE_CHECKING:
@@ -37,29 +36,6 @@ DEATH_AT = {"all_reduce": 2, "quantum": 4, "refit": 7}
 
 END_S = 20.0  # for a run to stop
 
-Metrics = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One death. Seconds from the death to the driver's error, and to the end of the first training step after it.
-
-    `resumed_from_step` is the step before that one: with train state of a peer the last step before the death, else that of
-    the newest checkpoint. `loss_difference` and
-    `grad_norm_difference` are the largest relative differences between steps from the restart to the next death and the same
-    steps of the undisturbed run. `phase` is the phase named by the driver's error.
-    """
-
-    place: str
-    role: str
-    phase: str
-    detected_s: float
-    training_again_s: float
-    resumed_from_step: int
-    steps_compared: int
-    loss_difference: float
-    grad_norm_difference: float
-
 
 def main() -> None:
     """Runs, prints the table and writes the requested file."""
@@ -70,8 +46,7 @@ def main() -> None:
         faults = measure(options.config, options.overrides, places_of(options.places), options.deadline)
     except DagrlError as error:
         raise SystemExit(f"faults: {error}") from error
-    print_table(faults)
-    write_rows(options.json, faults, {})
+    report_rows(options, [faults], print_table)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override keys of the configuration")
     parser.add_argument("--config", type=Path, default=CONFIG, help="configuration of both runs; default: %(default)s")
     parser.add_argument("--places", default=",".join(PLACES), help="where workers die, in order; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    add_outputs(parser, plot=False)
     parser.add_argument("--deadline", type=float, default=540.0, metavar="S", help="stop both runs after S seconds")
 
 
@@ -91,7 +66,7 @@ def places_of(text: str) -> list[str]:
     return [place for place in PLACES if place in asked]
 
 
-def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES, deadline_s: float = 540.0) -> list[Fault]:
+def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES, deadline_s: float = 540.0) -> list[Row]:
     """Runs both and returns each fault. Raises RunError if a run fails or is late."""
     from dagrl.config import SparesConfig
     from dagrl.config.file import load_config
@@ -184,7 +159,14 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
     run_with_restarts(train, config)
 
 
-def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
+def _fault(place: str, places: Sequence[str], directory: Path) -> Row:
+    """Returns one death: seconds from the death to the driver's error, and to the end of the first training step after it.
+
+    `resumed_from_step` is the step before that one: with train state of a peer the last step before the death, else that of
+    the newest checkpoint. `loss_difference` and `grad_norm_difference` are the largest relative differences between steps
+    from the restart to the next death and the same steps of the undisturbed run. `phase` is the phase named by the driver's
+    error.
+    """
     if not has_died(directory / "deaths", place):
         raise RunError(
             f"no worker died in {place}, at policy version {DEATH_AT[place]}: the run did not reach it. Use more steps, "
@@ -202,17 +184,20 @@ def _fault(place: str, places: Sequence[str], directory: Path) -> Fault:
     if not compared:
         raise RunError(f"no step was trained between the death in {place} and the next; move them further apart")
     first = min(compared)
-    return Fault(
-        place=place,
-        role=heard["role"],
-        phase=heard["phase"],
-        detected_s=round(heard["time"] - died, 3),
-        training_again_s=round(ours[first]["time"] - died, 1),
-        resumed_from_step=first - 1,
-        steps_compared=len(compared),
-        loss_difference=max(_difference(ours[step]["loss"], theirs[step]["loss"]) for step in compared),
-        grad_norm_difference=max(_difference(ours[step]["grad_norm"], theirs[step]["grad_norm"]) for step in compared),
-    )
+    differences = {
+        f"{name}_difference": max(_difference(ours[step][name], theirs[step][name]) for step in compared)
+        for name in ("loss", "grad_norm")
+    }
+    return {
+        "place": place,
+        "role": heard["role"],
+        "phase": heard["phase"],
+        "detected_s": round(heard["time"] - died, 3),
+        "training_again_s": round(ours[first]["time"] - died, 1),
+        "resumed_from_step": first - 1,
+        "steps_compared": len(compared),
+        **differences,
+    }
 
 
 def _difference(found: float, expected: float) -> float:
@@ -222,7 +207,7 @@ def _difference(found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1e-9)
 
 
-def _steps(directory: Path) -> dict[int, Metrics]:
+def _steps(directory: Path) -> dict[int, Row]:
     return {int(line["step"]): line for line in _lines(directory / "metrics.jsonl") if "loss" in line}
 
 
@@ -230,14 +215,10 @@ def _lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def print_table(faults: Sequence[Fault]) -> None:
+def print_table(faults: Sequence[Row]) -> None:
     """Prints the rows."""
     columns = "in, role, told in phase, known after s, trained again after s, from step, steps, loss, grad norm"
-    rows = (
-        (one.place, one.role, one.phase, f"{one.detected_s:.3f}", f"{one.training_again_s:.1f}", one.resumed_from_step,
-         one.steps_compared, f"{one.loss_difference:.1e}", f"{one.grad_norm_difference:.1e}")
-        for one in faults
-    )  # fmt: skip
+    rows = ([f"{value:.1e}" if name.endswith("difference") else value for name, value in one.items()] for one in faults)
     print_rows(columns.split(", "), rows, "A worker killed with SIGKILL")
 
 

@@ -29,6 +29,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
+from dagrl.bench.deadline import by_reason
 from dagrl.bench.gpu.environment import Environment, environment
 from dagrl.bench.gpu.outcomes import FAILURES, STOPPED, Outcome, keep, own_directory
 from dagrl.bench.gpu.parts import ROOT, Job, jobs
@@ -244,11 +245,8 @@ def _measured(path: Path) -> tuple[str, str]:
     if not path.exists():
         return "passed", ""
     report = json.loads(path.read_text())
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in report.get("left_out", {}).items():
-        by_reason.setdefault(reason, []).append(name)
-    note = "; ".join(f"left out, {reason}: {', '.join(names)}" for reason, names in by_reason.items())
-    return ("passed" if report.get("rows") or report.get("cases") or not by_reason else "left out"), note
+    left_out = report.get("left_out", {})
+    return ("passed" if report.get("rows") or report.get("cases") or not left_out else "left out"), by_reason(left_out)
 
 
 def _lines(job: Job, out: Path) -> list[str]:

@@ -18,7 +18,7 @@ from statistics import median
 from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
 from dagrl.bench.peers.turns import Side
-from dagrl.bench.report import print_rows, write_rows
+from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
 from dagrl.errors import ConfigError, RunError
 
 
@@ -78,28 +78,6 @@ class Comparison:
         return self.cases[0].name.replace(" ", "-")
 
 
-@dataclass(frozen=True)
-class PeerRow:
-    """One case and peer: medians over steps in seconds, and the peer's time over dagrl's, by pair of turns."""
-
-    case: str
-    peer: str
-    ours_s: float
-    theirs_s: float
-    ratio: float
-    low: float
-    high: float
-    pairs: int
-    steps: int
-    tokens: int
-    ours_tokens_per_s: float
-    theirs_tokens_per_s: float
-    ours_steps_s: list[float]
-    theirs_steps_s: list[float]
-    ours_notes: Mapping[str, float]
-    theirs_notes: Mapping[str, float]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench peers`."""
     cases = ["grpo 0.6b 128", "grpo 0.6b 512", "sft 0.6b 16", *(f"generate 0.6b {number}" for number in (64, 256, 1024))]
@@ -114,34 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--apart", action="store_true", help="start each side for its turn alone: both need not fit at once")
     parser.add_argument("--tiny", action="store_true", help="a narrow model in float32, also without a GPU")
     parser.add_argument("--logs", type=Path, help="keep the output of the sides in this directory")
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file, after every pair of turns")
+    add_outputs(parser, plot=False)
     add_deadline(parser)
-
-
-class Findings:
-    """Rows and what is left out; both are written whenever they change."""
-
-    def __init__(self, path: Path | None, left_out: Mapping[str, str]) -> None:
-        self.rows: dict[tuple[str, str], PeerRow] = {}
-        self.left_out = dict(left_out)
-        self._path = path
-
-    def keep(self, row: PeerRow) -> None:
-        """Keeps a row in place of the one with fewer pairs."""
-        self.rows[row.case, row.peer] = row
-        sys.stderr.write(f"{row.case} {row.peer}: {row.ours_s:.3f} s, peer {row.theirs_s:.3f} s, {row.pairs} pairs\n")
-        self._write()
-
-    def leave_out(self, comparison: Comparison, reason: str) -> None:
-        """Reports the cases of a comparison that have no row."""
-        for case, peer in product(comparison.cases, comparison.peers):
-            if (case.name, peer.label()) not in self.rows:
-                self.left_out[f"{case.name} {peer.name}"] = reason
-        sys.stderr.write(f"{comparison.name}: {reason}\n")
-        self._write()
-
-    def _write(self) -> None:
-        write_rows(self._path, list(self.rows.values()), self.left_out)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -152,22 +104,37 @@ def run(options: argparse.Namespace) -> None:
     comparisons = comparisons_of(cases, [peer for peer in peers if peer.name not in missing])
     if not comparisons:
         raise ConfigError(f"--cases and --peers leave nothing to compare; found {missing or 'no peer for these kinds'}")
-    deadline, found = BenchDeadline(options.deadline), Findings(options.json, missing)
+    deadline = BenchDeadline(options.deadline)
+    deadline.left_out |= missing
+
+    def show(rows: Sequence[Row]) -> None:
+        if not rows:
+            raise RunError(f"no case was measured: {deadline.left_out}")
+        print_table(rows)
+
+    report_rows(options, measure(comparisons, options, deadline), show, deadline=deadline)
+
+
+def measure(
+    comparisons: Sequence[Comparison], options: argparse.Namespace, deadline: BenchDeadline
+) -> Iterator[Sequence[Row]]:
+    """Yields all rows so far after each pair of turns. Cases without a row are left out by `deadline`, with the reason."""
+    rows: dict[tuple[str, str], Row] = {}
     with tempfile.TemporaryDirectory() as directory:
         for number, comparison in enumerate(comparisons):
             left, later = deadline.left(), sum(WEIGHTS[other.cases[0].kind] for other in comparisons[number:])
-            if left <= 0:
-                found.leave_out(comparison, TIME_IS_UP)
-                continue
             now, share = time.monotonic(), WEIGHTS[comparison.cases[0].kind] / later
             try:
+                if left <= 0:
+                    raise RunError(TIME_IS_UP)
                 for row in compare(comparison, options, Path(directory), now + left * share, now + left):
-                    found.keep(row)
+                    rows[row["case"], row["peer"]] = row  # in place of the one with fewer pairs
+                    yield list(rows.values())
             except RunError as error:  # reported; others may still run
-                found.leave_out(comparison, str(error))
-    if not found.rows:
-        raise RunError(f"no case was measured: {found.left_out}")
-    print_table(list(found.rows.values()))
+                sys.stderr.write(f"{comparison.name}: {error}\n")
+                for case, peer in product(comparison.cases, comparison.peers):
+                    if (case.name, peer.label()) not in rows:
+                        deadline.left_out[f"{case.name} {peer.name}"] = str(error)
 
 
 def case_of(text: str, options: argparse.Namespace) -> PeerCase:
@@ -189,7 +156,7 @@ def comparisons_of(cases: Sequence[PeerCase], peers: Sequence[Peer]) -> list[Com
 
 def compare(
     comparison: Comparison, options: argparse.Namespace, directory: Path, until: float, deadline: float
-) -> Iterator[PeerRow]:
+) -> Iterator[Row]:
     """Lets dagrl and the peers take turns until about `until`, at least one each before `deadline`.
 
     Yields the rows of a case after every round. Raises RunError if a side fails, or works at the deadline.
@@ -283,36 +250,35 @@ def as_row(
     turns: Sequence[tuple[list[float], list[float]]],
     ours_notes: Mapping[str, float],
     theirs_notes: Mapping[str, float],
-) -> PeerRow:
-    """Returns the row of a case from its pairs of turns: the seconds of dagrl's and of the peer's steps."""
+) -> Row:
+    """Returns the row of a case from its pairs of turns: the seconds of dagrl's and of the peer's steps.
+
+    Times are medians over steps; `ratio` is the peer's time over dagrl's, by pair of turns.
+    """
     ours, theirs = ([second for pair in turns for second in pair[side]] for side in (0, 1))
     ratios = [median(second) / median(first) for first, second in turns]
-    return PeerRow(
-        case=case.name,
-        peer=peer.label(),
-        ours_s=round(median(ours), 4),
-        theirs_s=round(median(theirs), 4),
-        ratio=round(median(ratios), 3),
-        low=round(min(ratios), 3),
-        high=round(max(ratios), 3),
-        pairs=len(turns),
-        steps=len(ours),
-        tokens=case.tokens,
-        ours_tokens_per_s=round(case.tokens / median(ours), 1),
-        theirs_tokens_per_s=round(case.tokens / median(theirs), 1),
-        ours_steps_s=[round(second, 4) for second in ours],
-        theirs_steps_s=[round(second, 4) for second in theirs],
-        ours_notes=dict(ours_notes),
-        theirs_notes=dict(theirs_notes),
-    )
+    return {
+        "case": case.name,
+        "peer": peer.label(),
+        "ours_s": round(median(ours), 4),
+        "theirs_s": round(median(theirs), 4),
+        "ratio": round(median(ratios), 3),
+        "low": round(min(ratios), 3),
+        "high": round(max(ratios), 3),
+        "pairs": len(turns),
+        "steps": len(ours),
+        "tokens": case.tokens,
+        "ours_tokens_per_s": round(case.tokens / median(ours), 1),
+        "theirs_tokens_per_s": round(case.tokens / median(theirs), 1),
+        "ours_steps_s": [round(second, 4) for second in ours],
+        "theirs_steps_s": [round(second, 4) for second in theirs],
+        "ours_notes": dict(ours_notes),
+        "theirs_notes": dict(theirs_notes),
+    }
 
 
-def print_table(rows: Sequence[PeerRow]) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     """Prints the rows."""
-    lines = (
-        (row.case, row.peer, f"{row.ours_s:.3f}", f"{row.theirs_s:.3f}", f"{row.ratio:.2f}",
-         f"{row.low:.2f} to {row.high:.2f}", row.pairs, f"{row.ours_tokens_per_s:,.0f}", f"{row.theirs_tokens_per_s:,.0f}")
-        for row in rows
-    )  # fmt: skip
-    columns = "case, peer, dagrl s, peer s, ratio, low to high, pairs, dagrl tokens/s, peer tokens/s"
-    print_rows(columns.split(", "), lines)
+    columns = "case, peer, dagrl s, peer s, ratio, low, high, pairs, dagrl tokens/s, peer tokens/s"
+    names = "case peer ours_s theirs_s ratio low high pairs ours_tokens_per_s theirs_tokens_per_s".split()
+    print_rows(columns.split(", "), ([row[name] for name in names] for row in rows))

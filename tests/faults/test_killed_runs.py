@@ -15,8 +15,8 @@ def test_a_run_with_spares_ends_as_an_undisturbed_one() -> None:
     pytest.importorskip("vllm")
     replicas = "policy.megatron_cfg.data_parallel_size=2"
     faults = measure(CONFIG, [replicas, "checkpointing.save_period=100", "spares.train=1", "spares.generation=1"])
-    assert [fault.place for fault in faults] == list(PLACES)
-    assert faults[0].resumed_from_step == DEATH_AT["all_reduce"]
+    assert [fault["place"] for fault in faults] == list(PLACES)
+    assert faults[0]["resumed_from_step"] == DEATH_AT["all_reduce"]
     for fault in faults:
-        assert fault.steps_compared >= 2
-        assert fault.loss_difference == fault.grad_norm_difference == 0.0
+        assert fault["steps_compared"] >= 2
+        assert fault["loss_difference"] == fault["grad_norm_difference"] == 0.0

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dagrl.bench.gpu.dying import PLACES
-from dagrl.bench.gpu.faults import CONFIG, DEATH_AT, Fault, measure
+from dagrl.bench.gpu.faults import CONFIG, DEATH_AT, measure
+from dagrl.bench.report import Row
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 pytestmark = [
@@ -20,7 +21,7 @@ REPLICAS = ("policy.megatron_cfg.data_parallel_size=2", "checkpointing.save_peri
 
 
 @pytest.fixture(scope="module")
-def faults() -> list[Fault]:
+def faults() -> list[Row]:
     """Of a GRPO run; of two runs on two GPUs, as an all-reduce takes both."""
     if torch.cuda.device_count() >= 3:
         return measure(CONFIG, [*REPLICAS, "spares.train=2", "spares.generation=1"])
@@ -29,14 +30,14 @@ def faults() -> list[Fault]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_run_goes_on(faults: list[Fault], place: str) -> None:
-    (fault,) = [fault for fault in faults if fault.place == place]
-    assert fault.role == ("train" if place == "all_reduce" else "generation")
+def test_the_run_goes_on(faults: list[Row], place: str) -> None:
+    (fault,) = [fault for fault in faults if fault["place"] == place]
+    assert fault["role"] == ("train" if place == "all_reduce" else "generation")
     assert (
-        fault.phase
+        fault["phase"]
         in {"all_reduce": ("train_step", "demonstration_step"), "quantum": ("generate",), "refit": ("refit",)}[place]
     )
-    assert fault.steps_compared >= 2
+    assert fault["steps_compared"] >= 2
     if place == "all_reduce":
-        assert fault.resumed_from_step == DEATH_AT[place], "its peer has the state"
-    assert fault.loss_difference < 1e-3 and fault.grad_norm_difference < 1e-2
+        assert fault["resumed_from_step"] == DEATH_AT[place], "its peer has the state"
+    assert fault["loss_difference"] < 1e-3 and fault["grad_norm_difference"] < 1e-2

@@ -25,10 +25,10 @@ def test_first_steps_many_replays_and_waiting(cluster: None, monkeypatch: pytest
         found = waiting(WORKERS, actors, replays=200)
     finally:
         _end(actors)
-    assert first.n == 1 and first.later_us > 0
-    assert found.n == 200 and found.cpu_us > 0 and 0 < found.p50_us <= found.p99_us <= found.p999_us
-    assert found.ratio == pytest.approx(found.p99_us / found.p50_us, abs=0.01)
-    assert 0 <= found.waiting_cpu_s < WORKERS + 1  # a waiting process burns at most a core
+    assert first["n"] == 1 and first["later_us"] > 0
+    assert found["n"] == 200 and found["cpu_us"] > 0 and 0 < found["p50_us"] <= found["p99_us"] <= found["p999_us"]
+    assert found["ratio"] == pytest.approx(found["p99_us"] / found["p50_us"], abs=0.01)
+    assert 0 <= found["waiting_cpu_s"] < WORKERS + 1  # a waiting process burns at most a core
 
 
 def _end(actors: Any) -> None:

@@ -32,7 +32,7 @@ def test_items_without_time_are_left_out_and_reported(capsys: pytest.CaptureFixt
     assert begun == ["short", "long"]  # 50 of 60 s have passed and the longest item took 20
     assert deadline.left_out == {"next": "the time is up", "last": "the time is up"}
     deadline.tell()
-    assert capsys.readouterr().err == "left out, the time is up: next; last\n"
+    assert capsys.readouterr().err == "left out, the time is up: next, last\n"
 
 
 def test_no_limit_allows_everything(capsys: pytest.CaptureFixture[str]) -> None:

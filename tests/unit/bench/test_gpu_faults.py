@@ -51,11 +51,11 @@ def test_fault_is_measured_from_the_death(tmp_path: Path) -> None:
     ]
     (tmp_path / "heard.jsonl").write_text("".join(json.dumps(line) + "\n" for line in heard))
     quantum, refit = (_fault(place, ["quantum", "refit"], tmp_path) for place in ("quantum", "refit"))
-    assert (quantum.role, quantum.phase) == ("generation", "generate")
-    assert (quantum.detected_s, quantum.training_again_s) == (1.5, 15.0)
-    assert (quantum.resumed_from_step, quantum.steps_compared, quantum.loss_difference) == (4, 2, 0.0)
-    assert (refit.resumed_from_step, refit.steps_compared, refit.training_again_s) == (6, 2, 25.0)
-    assert refit.loss_difference == pytest.approx(0.001)
+    assert (quantum["role"], quantum["phase"]) == ("generation", "generate")
+    assert (quantum["detected_s"], quantum["training_again_s"]) == (1.5, 15.0)
+    assert (quantum["resumed_from_step"], quantum["steps_compared"], quantum["loss_difference"]) == (4, 2, 0.0)
+    assert (refit["resumed_from_step"], refit["steps_compared"], refit["training_again_s"]) == (6, 2, 25.0)
+    assert refit["loss_difference"] == pytest.approx(0.001)
 
 
 def test_resume_from_an_older_checkpoint_is_detected(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_resume_from_an_older_checkpoint_is_detected(tmp_path: Path) -> None:
     write_death(tmp_path, "quantum", 202.5)
     (tmp_path / "heard.jsonl").write_text(json.dumps({"time": 202.6, "role": "generation", "phase": "generate"}) + "\n")
     fault = _fault("quantum", ["quantum"], tmp_path)
-    assert (fault.resumed_from_step, fault.steps_compared, fault.training_again_s) == (2, 4, 0.5)
+    assert (fault["resumed_from_step"], fault["steps_compared"], fault["training_again_s"]) == (2, 4, 0.5)
     write_death(tmp_path, "quantum", 300.0)
     (tmp_path / "heard.jsonl").write_text(json.dumps({"time": 300.1, "role": "generation", "phase": "generate"}) + "\n")
     with pytest.raises(RunError, match="no step was trained between the death in quantum"):
@@ -81,7 +81,7 @@ def test_nan_loss_differs_from_any_loss(tmp_path: Path) -> None:
     write_death(tmp_path, "quantum", 202.5)
     (tmp_path / "heard.jsonl").write_text(json.dumps({"time": 202.6, "role": "generation", "phase": "generate"}) + "\n")
     fault = _fault("quantum", ["quantum"], tmp_path)
-    assert (fault.loss_difference, fault.grad_norm_difference) == (math.inf, 0.0)
+    assert (fault["loss_difference"], fault["grad_norm_difference"]) == (math.inf, 0.0)
 
 
 @pytest.mark.parametrize(

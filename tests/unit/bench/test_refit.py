@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from dagrl.bench import refit_rank
+from dagrl.bench import refit, refit_rank
 from dagrl.bench.deadline import TIME_IS_UP
-from dagrl.bench.refit import _free_ports, check
+from dagrl.bench.refit import _free_ports, sorted_out
 from dagrl.bench.refit_cases import CASES, TRIALS, largest_that_fit, trials
 from dagrl.bench.refit_control import Control
 from dagrl.bench.refit_mappings import TABLE, RefitMapping
 from dagrl.bench.refit_plan import configuration
 from dagrl.bench.refit_rank import Rank, Settings
-from dagrl.bench.refit_report import report
 from dagrl.bench.refit_resharding import _along
 from dagrl.bench.refit_vllm_engines import Calls, answer_calls
 from dagrl.bench.report import BenchReport
@@ -28,24 +28,40 @@ from dagrl.errors import RunError
 from dagrl.run.preflight import check_model, worker_classes
 from dagrl.runtime.layout import ParallelLayout
 
-GOOD = {"name": "4B TP2->TP2", "dtype": "bf16", "method": "dagrl", "median_s": 0.01, "wrong_parameters": 0}
+GOOD = {"name": "4B TP2->TP2", "dtype": "bf16", "method": "dagrl", "median_s": 0.01, "gb_per_s": 1.0, "wrong_parameters": 0}
 
 
-def test_good_rows_pass() -> None:
-    check([GOOD, {"name": "4B TP2->TP2", "dtype": "bf16", "note": "built in 1 s"}])
+def test_rows_are_measured_left_out_or_failed() -> None:
+    wrong = {**GOOD, "method": "broadcast", "wrong_parameters": 3}
+    rows = [
+        {"name": "4B TP2->TP2", "dtype": "bf16", "note": "built in 1 s"},
+        GOOD,
+        {"name": "4B TP4->TP4", "dtype": "bf16", "left_out": "the time is up"},
+        wrong,
+        {"name": "30B", "dtype": "fp8", "method": "prepare", "error": "rank 1: out of memory"},
+        {"error": "2 ranks died"},
+    ]
+    left_out: dict[str, str] = {"30B bf16": "needs 8 GPUs, found 2"}
+    failed: dict[str, str] = {}
+    *_, measured = sorted_out(rows, left_out, failed)
+    assert measured == [GOOD, wrong]
+    assert left_out == {"30B bf16": "needs 8 GPUs, found 2", "4B TP4->TP4 bf16": "the time is up"}
+    assert failed == {
+        "4B TP2->TP2 bf16 broadcast": "wrong parameters: 3",
+        "30B fp8 prepare": "rank 1: out of memory",
+        "the benchmark": "2 ranks died",
+    }
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({**GOOD, "wrong_parameters": 3}, r"1 methods .* failed, see their rows: 4B TP2->TP2 bf16 dagrl"),
-        ({"name": "30B", "dtype": "fp8", "method": "prepare", "error": "rank 1: out of memory"}, "30B fp8 prepare"),
-        ({"error": "2 ranks died"}, "2 ranks died"),
-    ],
-)
-def test_bad_rows_raise(row: dict[str, object], words: str) -> None:
-    with pytest.raises(RunError, match=words):
-        check([GOOD, row])
+@pytest.mark.parametrize("row", [{**GOOD, "wrong_parameters": 3}, {**GOOD, "error": "out of memory"}])
+def test_failed_methods_raise(row: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(refit, "_measure_all", lambda *rest: [row])
+    monkeypatch.setattr(refit, "print_table", lambda *rest, **more: None)
+    parser = argparse.ArgumentParser()
+    refit.add_arguments(parser)
+    with pytest.raises(RunError, match=r"1 methods .* failed, see their rows: 4B TP2->TP2 bf16 dagrl"):
+        refit.run(parser.parse_args(["--trial", "--json", str(tmp_path / "refit.json")]))
+    assert list(BenchReport.read(tmp_path / "refit.json").failed) == ["4B TP2->TP2 bf16 dagrl"]
 
 
 def test_a_case_needs_the_gpus_of_both_sides() -> None:
@@ -81,15 +97,6 @@ def test_groups_are_the_ranks_along_an_axis() -> None:
     assert list(_along(layout, "pp")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-def test_report_lists_left_out_and_failed_cases(tmp_path: Path) -> None:
-    rows = [GOOD, {"name": "30B", "dtype": "fp8", "method": "prepare", "error": "rank 1: out of memory"}]
-    report(rows, "command", {"4B TP4->TP4 bf16": "needs 8 GPUs, 2 are there"}).write(tmp_path / "refit.json", rows="cases")
-    found = BenchReport.read(tmp_path / "refit.json")
-    assert found.rows == [GOOD]
-    assert found.left_out == {"4B TP4->TP4 bf16": "needs 8 GPUs, 2 are there"}
-    assert found.failed == {"30B fp8 prepare": "rank 1: out of memory"}
-
-
 @pytest.mark.parametrize("others", [True, False])
 def test_methods_without_time_are_left_out_on_all_ranks(monkeypatch: pytest.MonkeyPatch, others: bool) -> None:
     """Even if this rank alone has enough time."""
@@ -97,7 +104,7 @@ def test_methods_without_time_are_left_out_on_all_ranks(monkeypatch: pytest.Monk
     control = SimpleNamespace(gather=lambda mine: [mine, others], leave=lambda: None)
     monkeypatch.setattr(refit_rank, "Control", lambda *given: control)
     until = time.monotonic() + (-1.0 if others else 60.0)
-    settings = Settings(TRIALS[:1], on_gpus=False, real=False, rounds=1, control_port=0, ports=range(9), until=until)
+    settings = Settings(TRIALS[:1], on_gpus=False, rounds=1, control_port=0, ports=range(9), until=until)
     Rank(settings, 0, said.append).run()
     assert said == [{"name": TRIALS[0].name, "dtype": TRIALS[0].dtype, "method": "all methods", "left_out": TIME_IS_UP}]
 

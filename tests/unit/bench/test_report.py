@@ -38,7 +38,7 @@ def test_shard_cost_is_relative_to_the_fused_graph(capsys: pytest.CaptureFixture
         {**case, "variant": variant, "p50_us": us} for variant, us in (("dagrl_compiled", 190.0), ("dagrl_fused", 100.0))
     ]
     rows.append({**case, "variant": "dagrl_compiled", "shards": 1, "p50_us": 90.0})
-    report.print_shard_costs(BenchReport(rows, "dagrl bench overhead"))
+    report.print_shard_costs(rows)
     assert capsys.readouterr().out.splitlines() == [
         "reduce, 8 workers, 100 B: 4 graphs cost +90 us over one fused graph, +30.0 us per further shard"
     ]

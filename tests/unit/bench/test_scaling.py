@@ -6,24 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from dagrl.bench.report import BenchReport, ReportRow, check_plot, command_line, plot, print_table
+from dagrl.bench.report import BenchReport, Row, check_plot, command_line, plot, print_table
 from dagrl.bench.scaling import MIB, PER_HOST, LineFit, fit_array, fit_line, fit_tree, levels, table
 from dagrl.bench.worker import SMALL
 from dagrl.errors import ConfigError
 
 
-def row(us: float, workers: int, payload: int = SMALL, variant: str = "dagrl_compiled", **more: str | int) -> ReportRow:
+def row(us: float, workers: int, payload: int = SMALL, variant: str = "dagrl_compiled", **more: str | int) -> Row:
     shape = {"variant": variant, "shape": "scatter-gather", "workers": workers, "hosts": 1}
     return shape | {"payload_bytes": payload, "result_bytes": SMALL, "p50_us": us, "p99_us": 2 * us, "n": 9} | more
 
 
-def report(rows: list[ReportRow]) -> BenchReport:
+def report(rows: list[Row]) -> BenchReport:
     return BenchReport(rows, "command", "hardware", {})
 
 
 @pytest.mark.parametrize(("count", "cell"), [(99, "10 / 20 (n 99)"), (100, "10 / 20")])
 def test_a_percentile_of_few_samples_shows_their_number(count: int, cell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(report([row(10.0, 1) | {"n": count}]))
+    print_table([row(10.0, 1) | {"n": count}])
     assert cell + " " in capsys.readouterr().out
 
 
@@ -94,8 +94,8 @@ def test_hosts_add_a_round_trip_per_level_of_their_tree() -> None:
 def test_any_shape_on_any_number_of_hosts_can_be_plotted(tmp_path: Path) -> None:
     """A report of two hosts, or of chains alone, can be plotted."""
     rows = [row(10.0 * n, n, shape="chain", hosts=2) for n in (2, 4)]
-    plot(report(rows), tmp_path / "chain.png")
-    plot(report([row(9.0, 2, shape="reduce", arity=arity) for arity in (2, 8)]), tmp_path / "reduce.svg")
+    plot(rows, tmp_path / "chain.png")
+    plot([row(9.0, 2, shape="reduce", arity=arity) for arity in (2, 8)], tmp_path / "reduce.svg")
     assert (tmp_path / "chain.png").stat().st_size > 1000
     assert "arity 8" in (tmp_path / "reduce.svg").read_text()
 

@@ -31,18 +31,18 @@ def test_rows_have_update_time_and_generation_pause() -> None:
         [measured(2.0, update=0.9, pause=0.02, refit=0.3)],
     ]
     row = step.as_row(CONFIG, IN_FLIGHT, rounds)
-    assert row.update_pause_s == 0.04, "the longest of all"
-    assert row.update_s == pytest.approx((0.6 + 0.9) / 2)
+    assert row["update_pause_s"] == 0.04, "the longest of all"
+    assert row["update_s"] == pytest.approx((0.6 + 0.9) / 2)
 
 
 def test_plain_calls_pause_generation_for_their_whole_refit(capsys: pytest.CaptureFixture[str]) -> None:
     rounds = {step.PLAIN: [[measured(4.0, refit=0.3)]], SYNC: [[measured(2.0, update=0.021, pause=0.006, refit=0.02)]]}
     plain, sync = step.as_rows(CONFIG, rounds)
-    assert (plain.update_s, plain.update_pause_s, sync.update_pause_s, sync.speedup) == (0.0, 0.3, 0.006, 2.0)
-    assert sync.tokens_per_s_per_worker_low == sync.tokens_per_s_per_worker == 25.0
+    assert (plain["update_s"], plain["update_pause_s"], sync["update_pause_s"], sync["speedup"]) == (0.0, 0.3, 0.006, 2.0)
+    assert sync["tokens_per_s_per_worker_low"] == sync["tokens_per_s_per_worker"] == 25.0
     reordered = step.as_rows(CONFIG, dict(reversed(rounds.items())))
-    assert [row.speedup for row in reordered] == [2.0, 1.0], "relative to plain calls in any order"
-    assert [row.speedup for row in step.as_rows(CONFIG, {SYNC: rounds[SYNC]})] == [1.0]
+    assert [row["speedup"] for row in reordered] == [2.0, 1.0], "relative to plain calls in any order"
+    assert [row["speedup"] for row in step.as_rows(CONFIG, {SYNC: rounds[SYNC]})] == [1.0]
     step.print_table([plain, sync])
     table = capsys.readouterr().out
     assert "pause" in table and "300" in table and " 21 " in table

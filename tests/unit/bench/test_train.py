@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dagrl.bench import train, train_rivals
+from dagrl.bench.report import Row
 from dagrl.bench.train_rivals import PlainSteps
 from dagrl.errors import ConfigError, RunError
 
@@ -42,8 +43,6 @@ def test_plain_loop_that_ends_or_hangs_before_connecting_raises(monkeypatch: pyt
 class Nobody:
     """Contenders that do nothing."""
 
-    hardware = "none"
-
     def __init__(self, workers: int) -> None:
         pass
 
@@ -62,7 +61,7 @@ def test_failed_cases_raise_after_the_last_case(
 ) -> None:
     taken: list[str] = []
 
-    def measure(case: train.TrainCase, *rest: Any) -> list[train.TrainRow]:
+    def measure(case: train.TrainCase, *rest: Any) -> list[Row]:
         taken.append(case.name)
         raise ValueError(f"no room for {case.name}")
 
