@@ -82,23 +82,12 @@ SHAPES = {
 }
 
 
-def parameter_shapes(config: Mapping[str, Json]) -> dict[str, list[int]]:
-    """Returns the shape of every parameter by its Hugging Face name."""
-    from dagrl.refit.slices import expand
-    from dagrl.runtime.layout import ParallelLayout
-    from dagrl.workers.megatron.weights import megatron_weight_slices
-
-    shapes: dict[str, list[int]] = {}
-    for part in expand(megatron_weight_slices(config, ParallelLayout(), 0)):
-        known = shapes.setdefault(part.name, [0] * len(part.box))
-        shapes[part.name] = [max(size, stop) for size, (_, stop) in zip(known, part.box, strict=True)]
-    return shapes
-
-
 def write_model(shape: ModelShape, directory: Path, device: str = "cpu", dtype: str = "bfloat16", seed: int = 0) -> Path:
     """Writes the model below `directory`: normal weights of standard deviation 0.02 and norms of 1, drawn on `device`."""
     import torch
     from safetensors.torch import save_file
+
+    from dagrl.workers.megatron.weights import parameter_shapes
 
     target = directory / shape.name
     target.mkdir(parents=True, exist_ok=True)
@@ -113,7 +102,7 @@ def write_model(shape: ModelShape, directory: Path, device: str = "cpu", dtype: 
     return target
 
 
-def _draw(size: list[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _draw(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     import torch
 
     if len(size) == 1:

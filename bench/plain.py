@@ -21,7 +21,7 @@ from dagrl.data import Sampler
 from dagrl.errors import DeadlineError
 from dagrl.rl.advantages import group_advantages
 from dagrl.rl.rollout.batches import train_batch
-from dagrl.rl.rollout.episodes import RolloutGroup, new_group, request_seeds, samples_of
+from dagrl.rl.rollout.episodes import RolloutGroup, new_group, request_seeds, samples_of, token_rows
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.plans import grpo_plans, logprob_phases
 from dagrl.runtime.replay import ReplayTiming
@@ -117,20 +117,13 @@ class PlainDriver:
         config = self._session.config
         groups = [self._new_group() for _ in range(config.grpo.num_prompts_per_step)]
         episodes = [episode for group in groups for episode in group.episodes]
-        tokens = np.zeros((len(episodes), max(len(episode.prompt) for episode in episodes)), np.int64)
-        for row, episode in enumerate(episodes):
-            tokens[row, : len(episode.prompt)] = episode.prompt.tokens
-        batch = Batch(
-            {
-                "tokens": tokens,
-                "lengths": np.array([len(episode.prompt) for episode in episodes], np.int64),
-                "request_ids": np.arange(len(episodes)),
-                "seeds": np.array([episode.seed for episode in episodes], np.int64),
-                "max_new_tokens": np.array([episode.max_new_tokens for episode in episodes], np.int64),
-                "greedy": np.zeros(len(episodes), np.int64),
-            },
-            {"engine_steps": ALL_STEPS},
+        batch = token_rows(episodes).with_fields(
+            request_ids=np.arange(len(episodes)),
+            seeds=np.array([episode.seed for episode in episodes], np.int64),
+            max_new_tokens=np.array([episode.max_new_tokens for episode in episodes], np.int64),
+            greedy=np.zeros(len(episodes), np.int64),
         )
+        batch = batch.with_scalars(engine_steps=ALL_STEPS)
         rows = np.array_split(np.arange(len(episodes), dtype=np.intp), self._generation.layout.dp)
         shards = self._call("generate", self._generation, "generate", [batch.select(mine) for mine in rows])
         for generated in cast("Sequence[Generated]", shards):

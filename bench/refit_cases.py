@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from dagrl.config import Json
 from dagrl.refit import TIED_HEAD
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 
 NAMES = {"4B": "qwen3-4b", "30B": "qwen3-30b-a3b"}
@@ -162,14 +163,7 @@ def largest_that_fit(gpus: int, memory_bytes: int, wanted: Sequence[str] = ()) -
 
 def _bytes_of_a_rank(case: RefitCase) -> float:
     """Returns the bytes one GPU needs: bfloat16 weights, of both sides if they share it, and 4 GB of staging and slack."""
-    from dagrl.bench.models import parameter_shapes
-
-    elements = 0
-    for shape in parameter_shapes(case.config).values():
-        size = 1
-        for extent in shape:
-            size *= extent
-        elements += size
+    elements = sum(map(math.prod, parameter_shapes(case.config).values()))
     replicas = case.train.dp // case.train.ep if case.model == "4B" else 1
     sides = 2 if case.colocated else 1
     return 2 * elements * sides * replicas / min(case.train.world_size, case.tp) + 4e9

@@ -20,6 +20,7 @@ from dagrl.config import Json
 from dagrl.refit import RefitReceiver, RefitReport, RefitSender, WeightSlice, commit_together
 from dagrl.refit.carry import delta
 from dagrl.refit.meet import Meeting, Side, meet
+from dagrl.refit.slices import tensor_shapes
 from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.refit.transfers import DeltaMode
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
@@ -133,7 +134,8 @@ def train(address: str, learning_rate: float, steps: int, layers: int) -> dict[s
 def receive(address: str, steps: int, layers: int) -> None:
     """Receives every version twice, and compares what both refits wrote."""
     slices = vllm_weight_slices(config_of(layers), VllmRank())
-    held = {mode: zeros(slices) for mode in MODES}
+    shapes = tensor_shapes(slices)
+    held = {mode: {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in shapes.items()} for mode in MODES}
     ends = {mode: connect("generation", address, mode, slices, held[mode]) for mode in MODES}
     for version in range(steps + 1):
         for mode in MODES if version % 2 else MODES[::-1]:
@@ -143,15 +145,6 @@ def receive(address: str, steps: int, layers: int) -> None:
                 receiver.receive(version)
         for name, tensor in held["off"].items():
             assert torch.equal(tensor, held["lossless"][name]), f"{name} differs after version {version}"
-
-
-def zeros(slices: list[WeightSlice]) -> dict[str, Tensor]:
-    """Returns tensors as large as the slices reach."""
-    shapes: dict[str, list[int]] = {}
-    for one in slices:
-        ends = [stop for _, stop in one.local]
-        shapes[one.tensor] = [max(pair) for pair in zip(shapes.get(one.tensor, ends), ends, strict=True)]
-    return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
 
 
 def main(side: Literal["trainer", "engine"], address: str, learning_rate: str, steps: str, layers: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from dagrl.bench.refit_cases import RefitCase
 from dagrl.bench.refit_truth import described
 from dagrl.config import PolicyConfig
-from dagrl.refit.slices import STACKED, WeightSlice, numbered
+from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.vllm.features import local_name
@@ -132,12 +132,7 @@ def _fp8(case: RefitCase) -> dict[str, Any]:
 
 def named_tensors(slices: Sequence[WeightSlice], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors that `slices` name. Raises KeyError if the modules lack one."""
-    names: dict[str, None] = {}
-    for held in slices:
-        tensors = [held.tensor] if held.scales is None else [held.tensor, held.scales.tensor]
-        for tensor in tensors:
-            stack = range(*held.local[0]) if STACKED in tensor else ()
-            names.update(dict.fromkeys([numbered(tensor, number) for number in stack] or [tensor]))
+    names = dict.fromkeys(held.tensor for one in expand(slices) for held in (one, one.scales) if held is not None)
     missing = sorted(names.keys() - parameters.keys())
     if missing:
         raise KeyError(f"the modules lack {missing[:4]}; they have {sorted(parameters)[:8]}")

@@ -13,7 +13,7 @@ import torch
 
 from dagrl.refit.carry.pack import views
 from dagrl.refit.fp8 import BLOCK, scale_shape
-from dagrl.refit.slices import STACKED, Box, WeightSlice, numbered
+from dagrl.refit.slices import STACKED, WeightSlice, expand, numbered
 
 _STEPS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)
 _SIGN_AND_FRACTION, _EXPONENT = 0x81FF, 0x3C00
@@ -94,19 +94,12 @@ def _quantized(truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def described(slices: Sequence[WeightSlice], device: torch.device) -> dict[str, torch.Tensor]:
     """Returns uninitialized tensors of the sizes in `slices`."""
-    sizes: dict[str, list[int]] = {}
+    sizes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
-
-    def include(tensor: str, local: Box, dtype: torch.dtype) -> None:
-        ends = [stop for _, stop in local]
-        names = [numbered(tensor, number) for number in range(*local[0])] if STACKED in tensor else [tensor]
-        for name in names:
-            own = ends[1:] if STACKED in tensor else ends
-            sizes[name] = [max(pair) for pair in zip(sizes.get(name, own), own, strict=True)]
-            dtypes[name] = dtype
-
-    for held in slices:
-        include(held.tensor, held.local, getattr(torch, held.dtype or "bfloat16"))
-        if held.scales is not None:
-            include(held.scales.tensor, held.scales.local, torch.float32)
+    for one in expand(slices):
+        held = [(one.tensor, one.local, getattr(torch, one.dtype or "bfloat16"))]
+        held += [(one.scales.tensor, one.scales.local, torch.float32)] if one.scales else []
+        for name, local, dtype in held:
+            ends = tuple(stop for _, stop in local)
+            sizes[name], dtypes[name] = tuple(map(max, ends, sizes.get(name, ends))), dtype
     return {name: torch.empty(size, dtype=dtypes[name], device=device) for name, size in sizes.items()}

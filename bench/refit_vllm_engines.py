@@ -22,6 +22,7 @@ from dagrl.bench.refit_sides import Side
 from dagrl.errors import RunError
 from dagrl.refit.carry.pack import view
 from dagrl.refit.slices import expand
+from dagrl.workers.megatron.weights import parameter_shapes
 
 _DONE = "done"
 
@@ -43,12 +44,9 @@ class ExportedWeights:
 
     def __init__(self, case: RefitCase, side: Side, ready: bool) -> None:
         slices = list(expand(case.sources()[0]))
-        shapes: dict[str, list[int]] = {}
-        for one in slices:
-            ends = [stop for _, stop in one.box]
-            shapes[one.name] = [max(pair) for pair in zip(shapes.get(one.name, ends), ends, strict=True)]
         device = next(iter(side.tensors.values())).device
-        self.tensors = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+        shapes = parameter_shapes(case.config).items()
+        self.tensors = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes}
         self._to = [self.tensors[one.name][tuple(slice(*edges) for edges in one.box)] for one in slices]
         self._of = [view(side.tensors, one.tensor, one.local, [stop - start for start, stop in one.box]) for one in slices]
         self._ready = ready

@@ -64,7 +64,7 @@ def engine_share(case: PeerCase) -> float:
     """Returns the part of the GPU's memory that gives the engine its weights and `kv_bytes`, with 2 GiB to compute in."""
     import torch
 
-    from dagrl.bench.models import parameter_shapes
+    from dagrl.workers.megatron.weights import parameter_shapes
 
     parameters = sum(math.prod(shape) for shape in parameter_shapes(case.shape.config).values())
     memory: int = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 8 << 30

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import yaml
 
-from dagrl.bench.models import SHAPES, parameter_shapes
+from dagrl.bench.models import SHAPES
 from dagrl.config.file import load_config
 from dagrl.config.settings import layouts
 from dagrl.machine import Gpu
 from dagrl.run import memory_fit
 from dagrl.run.model import character_tokenizer
 from dagrl.run.preflight import Inputs, preflight
+from dagrl.workers.megatron.weights import parameter_shapes
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
