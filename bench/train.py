@@ -8,7 +8,7 @@ A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `30b@6:dp4ep4` (a model
 `0.6b:dp2d` uses the distributed optimizer; `0.6b:dp1m` gives the plain loop Megatron's cross-entropy instead of the loss of
 dagrl's worker; `0.6b:tp2g` replays microbatches as CUDA graphs; `4b:dp1f` computes in FP8; `4b:dp1!` leaves out the plain
 loop; `4b:dp1:lora` trains adapters, without a plain loop. dagrl's workers under Ray and the plain loop's processes
-(`dagrl.bench.train_plain`, under torchrun) run at the same time, build the case from the same checkpoint, and take turns of
+(`dagrl.bench.train_plain`) run at the same time, build the case from the same checkpoint, and take turns of
 a few steps. Weights are random, of the real shape, in bfloat16 with float32 master weights. dagrl's time is a whole replay:
 it sends the batch and reads the metrics. The plain loop's step starts with its batch on the device. Losses are compared, by
 relative norm, with those of the model's first case on one GPU. `--tiny` also runs without GPUs, to try the benchmark.
@@ -110,8 +110,9 @@ def measure_all(
     rows: list[Row] = []
     workers = max(case.layout.world_size for case in cases)
     with ExitStack() as stack:
-        models = writing(cases, options, Path(stack.enter_context(tempfile.TemporaryDirectory())), stack)
-        plain = stack.enter_context(PlainSteps(workers))
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        models = writing(cases, options, directory, stack)
+        plain = stack.enter_context(PlainSteps(workers, directory))
         ours = stack.enter_context(DagrlSteps(workers))
         plain.connect()
         wait(models.values())

@@ -1,8 +1,6 @@
-"""A plain Megatron-Core training loop under torchrun, the baseline of `bench train`.
+"""A plain Megatron-Core training loop, the baseline of `bench train`: a process per rank, without Ray.
 
-    torchrun --nproc-per-node N -m dagrl.bench.train_plain ADDRESS KEY
-
-Every process connects to the benchmark at ADDRESS and executes its commands: `build` a case, take `steps`, `end` it. The
+Every process executes the benchmark's commands (`dagrl.bench.peers.turns`): `build` a case, take `steps`, `end` it. The
 loop is what a Megatron user writes: a GPTModel, DistributedDataParallel, Megatron's optimizer and pipeline schedule, and one
 metric read per step. Layers, weights, batch, microbatches and torch's fused Adam are those of dagrl's worker; the batch is
 on the device before the first step. The loss is either the worker's, whose output layer works in chunks, so that both take
@@ -13,15 +11,11 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Client
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from dagrl.bench.peers.turns import Told, serve
 from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext
@@ -212,15 +207,13 @@ def _device() -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
-def serve(address: tuple[str, int], key: bytes) -> None:
-    """Executes the benchmark's commands until it closes the session. An error is reported and does not end the process."""
+def work(told: Told) -> None:
+    """Executes the benchmark's commands until the end. An error is reported and does not end the process."""
     from dagrl.workers.megatron.groups import end_groups
 
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # each case has its own rendezvous
-    connection = Client(address, authkey=key)
-    connection.send(int(os.environ["RANK"]))
+    warnings.simplefilter("ignore")
     loop: Loop | None = None
-    while (command := connection.recv()) is not None:
+    while (command := told.turn()) is not None:
         name, *arguments = command
         try:
             result: Any = None
@@ -236,13 +229,10 @@ def serve(address: tuple[str, int], key: bytes) -> None:
                 torch.cuda.empty_cache()
                 if torch.cuda.is_available():
                     torch.cuda.reset_peak_memory_stats()
-            connection.send((None, result))
+            told.answer(result)
         except Exception:
-            connection.send((traceback.format_exc(), None))
+            told.fail()
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    host, port = sys.argv[1].split(":")
-    sys.path.insert(0, str(Path.cwd()))
-    serve((host, int(port)), sys.argv[2].encode())
+    serve(work)

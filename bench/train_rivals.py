@@ -1,21 +1,18 @@
-"""The two contenders of `bench train`: dagrl's workers under Ray, and a plain Megatron loop under torchrun."""
+"""The two contenders of `bench train`: dagrl's workers under Ray, and a plain Megatron loop in processes of its own."""
 
 from __future__ import annotations
 
 import os
-import queue
-import secrets
-import subprocess
-import sys
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Listener
+from pathlib import Path
 from typing import Any, Protocol
 
+from dagrl.bench.peers.turns import Side
 from dagrl.bench.train_parts import StepParts
 from dagrl.config import Config
+from dagrl.errors import RunError
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.ports import reserve_port
@@ -144,79 +141,56 @@ class DagrlSteps:
 
 
 class PlainSteps:
-    """Drives the processes of `dagrl.bench.train_plain`. `chunked` selects their loss."""
+    """Drives the processes of `dagrl.bench.train_plain`, whose output is below `logs`. `chunked` selects their loss."""
 
     name = "plain"
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self, workers: int, logs: Path) -> None:
+        variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+        self._sides = [
+            Side(
+                "dagrl.bench.train_plain",
+                rank,
+                logs / f"plain-{rank}.log",
+                longest_s=DEADLINE_S,
+                variables=variables | {"LOCAL_RANK": str(rank)},
+            )
+            for rank in range(workers)
+        ]
+        self._stack = ExitStack()
         self.losses: list[float] = []
         self.overheads: list[float] = []
         self.chunked = True
         self._peak = 0
-        self._connections: list[Connection] = []
 
     def __enter__(self) -> PlainSteps:
-        key = secrets.token_hex(16)
-        self._listener = Listener(("127.0.0.1", 0), authkey=key.encode())
-        host, port = self._listener.address
-        environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(self._workers)]
-        command += ["--master-port", str(reserve_port()), "-m", "dagrl.bench.train_plain", f"{host}:{port}", key]
-        self._torchrun = subprocess.Popen(command, env=environment)  # noqa: S603  # a module of this package
+        for side in self._sides:
+            self._stack.enter_context(side)
         return self
 
-    def connect(self) -> None:
-        """Waits for all processes. Raises RuntimeError if torchrun ended first, TimeoutError after DEADLINE_S."""
-        arrived: queue.Queue[Connection] = queue.Queue()
-        threading.Thread(target=self._accept, args=(arrived,), daemon=True).start()  # `accept` has no timeout
-        connections: dict[int, Connection] = {}
-        deadline = time.monotonic() + DEADLINE_S
-        while len(connections) < self._workers:
-            try:
-                connection = arrived.get(timeout=0.2)
-                connections[connection.recv()] = connection
-            except queue.Empty:
-                self._check_coming(len(connections), deadline)
-        self._listener.close()
-        self._connections = [connections[rank] for rank in range(self._workers)]
-
-    def _accept(self, arrived: queue.Queue[Connection]) -> None:
-        for _ in range(self._workers):
-            arrived.put(self._listener.accept())
-
-    def _check_coming(self, arrived: int, deadline: float) -> None:
-        there = f"{arrived} of {self._workers} processes of the plain loop have connected"
-        if self._torchrun.poll() is not None:
-            raise RuntimeError(f"torchrun ended with code {self._torchrun.returncode} after {there}; see its output above")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{there} after {DEADLINE_S:.0f} s")
-
     def __exit__(self, *exception: object) -> None:
-        for connection in self._connections:
-            connection.send(None)
-        if not self._connections:
-            self._torchrun.terminate()  # a process that never connected waits for no command
-        try:
-            self._torchrun.wait(20)
-        except subprocess.TimeoutExpired:
-            self._torchrun.kill()
+        self._stack.close()
+
+    def connect(self) -> None:
+        """Waits for all processes. Raises RunError if one ends or is late."""
+        for side in self._sides:
+            side.begin()
 
     def begin(self, layout: ParallelLayout, config: Config, batch: Batch) -> None:
-        self._used = self._connections[: layout.world_size]
+        self._used = self._sides[: layout.world_size]
         self.losses, self._peak = [], 0
         address = f"127.0.0.1:{reserve_port()}"
         shards = [batch.select(rows) for rows in split_rows(batch["lengths"], layout.dp)]
-        for rank, connection in enumerate(self._used):
+        for rank, side in enumerate(self._used):
             context = WorkerContext("train", rank, layout, config.seed, 60.0)
-            connection.send(("build", context, config, address, shards[context.coordinates.dp], self.chunked))
+            side.tell(("build", context, config, address, shards[context.coordinates.dp], self.chunked))
 
     def ready(self) -> None:
         self._answers()
 
     def take(self, steps: int) -> Turn:
-        for connection in self._used:
-            connection.send(("steps", steps))
+        for side in self._used:
+            side.tell(("steps", steps))
         answers = self._answers()
         self.losses += answers[-1]["losses"]
         self._peak = max(answer["peak"] for answer in answers)
@@ -226,19 +200,18 @@ class PlainSteps:
         return self._peak
 
     def end(self) -> None:
-        for connection in self._used:
-            connection.send(("end",))
+        for side in self._used:
+            side.tell(("end",))
         self._answers()
 
     def _answers(self) -> list[Any]:
-        """Returns every process's result. Raises TimeoutError, or RuntimeError with the first traceback."""
-        results, errors = [], []
-        for rank, connection in enumerate(self._used):
-            if not connection.poll(DEADLINE_S):
-                raise TimeoutError(f"rank {rank} of the plain loop did not answer within {DEADLINE_S:.0f} s")
-            error, value = connection.recv()
-            results.append(value)
-            errors += [error] if error else []
+        """Returns every process's result. Raises RunError for the first that fails or is late, after all have answered."""
+        answers, errors = [], []
+        for side in self._used:
+            try:
+                answers.append(side.answer())
+            except RunError as error:
+                errors.append(error)
         if errors:
-            raise RuntimeError(f"the plain loop failed:\n{errors[0]}")
-        return results
+            raise errors[0]
+        return answers

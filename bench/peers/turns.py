@@ -1,4 +1,4 @@
-"""A side of `bench peers` in a process of its own: it builds its case, and then takes steps when it is told to.
+"""A side of a comparison in a process of its own: it builds its case, and then takes steps when it is told to.
 
     with Side("dagrl.bench.peers.trl_sft", order, log, deadline) as side:
         side.begin()
@@ -19,14 +19,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import IO, NoReturn, TypeVar, cast
+from typing import IO, Any, NoReturn, TypeVar, cast
 
 from dagrl.bench.deadline import TIME_IS_UP
-from dagrl.bench.peers.case import PeerCase, SideOrder
+from dagrl.bench.peers.case import PeerCase
 from dagrl.errors import RunError
 
 LONGEST_S = 400.0
@@ -47,17 +47,32 @@ class Side:
     """The benchmark's end: starts `python -m module`, whose output goes to `log`, and talks to it.
 
     Every wait ends `CLOSE_S` before `deadline`, a reading of the monotonic clock, with RunError; the process ends by then.
+    No wait takes longer than `longest_s`. `variables` are added to the environment.
     """
 
-    def __init__(self, module: str, order: SideOrder, log: Path, deadline: float = math.inf) -> None:
+    def __init__(
+        self,
+        module: str,
+        order: object,
+        log: Path,
+        deadline: float = math.inf,
+        longest_s: float | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.module, self.order, self.log, self._deadline = module, order, log, deadline
+        self._longest_s, self._variables = longest_s or LONGEST_S, variables or {}
         self.notes: dict[str, float] = {}  # what else the side measured, as of its last answer
 
     def __enter__(self) -> Side:
         key = secrets.token_hex(16)
         self._listener = Listener(("127.0.0.1", 0), authkey=key.encode())
         host, port = self._listener.address
-        environment = {**os.environ, "DAGRL_SIDE": f"{host}:{port}:{key}:{time.monotonic()}", "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            **self._variables,
+            "DAGRL_SIDE": f"{host}:{port}:{key}:{time.monotonic()}",
+            "PYTHONUNBUFFERED": "1",
+        }
         self._connection: Connection | None = None
         self._output: IO[bytes] = self.log.open("ab")
         self._process = subprocess.Popen(  # noqa: S603  # a module of this package
@@ -81,27 +96,32 @@ class Side:
         if not arrived:
             self._late("connect")
         self._connection = arrived[0]
-        self._connection.send(self.order)
+        self.tell(self.order)
 
     def ready(self) -> None:
         """Waits until the side has built its cases. Raises RunError if it fails or is late."""
-        self._answer()
+        self.answer()
 
     def take(self, case: PeerCase, steps: int) -> list[float]:
         """Returns the seconds of `steps` steps. Raises RunError if the side fails or is late."""
+        self.tell((case, steps))
+        return cast("list[float]", self.answer())
+
+    def tell(self, message: object) -> None:
+        """Tells the side what to do next, after `begin`."""
         assert self._connection is not None
-        self._connection.send((case, steps))
-        return cast("list[float]", self._answer())
+        self._connection.send(message)
 
     def _left(self) -> float:
-        return max(0.0, min(LONGEST_S, self._deadline - CLOSE_S - time.monotonic()))
+        return max(0.0, min(self._longest_s, self._deadline - CLOSE_S - time.monotonic()))
 
     def _late(self, doing: str) -> NoReturn:
         if not self._left():
             raise RunError(TIME_IS_UP)
-        raise RunError(f"{self.module} did not {doing} within {LONGEST_S:.0f} s; {self._last_words()}")
+        raise RunError(f"{self.module} did not {doing} within {self._longest_s:.0f} s; {self._last_words()}")
 
-    def _answer(self) -> object:
+    def answer(self) -> Any:
+        """Returns the side's answer. Raises RunError if it fails or is late."""
         assert self._connection is not None
         try:
             if not self._connection.poll(self._left()):
@@ -139,12 +159,12 @@ class Told:
         host, port, key, begun = os.environ.pop("DAGRL_SIDE").split(":")
         self._begun = float(begun)
         self._connection = Client((host, int(port)), authkey=key.encode())
-        self.order = cast("SideOrder", self._connection.recv())
+        self.order: Any = self._connection.recv()  # a SideOrder of `bench peers`
         self.notes: dict[str, float] = {}  # sent with every answer
 
-    def turn(self) -> tuple[PeerCase, int] | None:
-        """Waits for the next turn; returns its case and number of steps, None at the end."""
-        return cast("tuple[PeerCase, int] | None", self._connection.recv())
+    def turn(self) -> Any:
+        """Waits for the next turn; returns its case and number of steps, or what `tell` was given; None at the end."""
+        return self._connection.recv()
 
     def answer(self, value: object = None) -> None:
         """Answers `ready`, or a turn. Notes how long the start took, next to those of other sides."""

@@ -1,49 +1,22 @@
-"""`bench train` reports a plain loop that does not start and cases that fail."""
+"""`bench train` reports cases that fail."""
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dagrl.bench import train, train_rivals
+from dagrl.bench import train
 from dagrl.bench.report import Row
-from dagrl.bench.train_rivals import PlainSteps
 from dagrl.errors import ConfigError, RunError
-
-POPEN = subprocess.Popen
-
-
-def started(monkeypatch: pytest.MonkeyPatch, program: str) -> PlainSteps:
-    """Returns a plain loop that starts `program` instead of torchrun."""
-    monkeypatch.setattr(subprocess, "Popen", lambda command, env: POPEN([sys.executable, "-c", program], env=env))
-    return PlainSteps(1)
-
-
-def test_plain_loop_that_ends_or_hangs_before_connecting_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        pytest.raises(RuntimeError, match="ended with code 3 after 0 of 1 processes"),
-        started(monkeypatch, "exit(3)") as plain,
-    ):
-        plain.connect()
-    monkeypatch.setattr(train_rivals, "DEADLINE_S", 0.1)
-    hangs = "import time; time.sleep(100)"
-    with (
-        pytest.raises(TimeoutError, match="0 of 1 processes of the plain loop have connected"),
-        started(monkeypatch, hangs) as plain,
-    ):
-        plain.connect()
-    assert plain._torchrun.returncode is not None
 
 
 class Nobody:
     """Contenders that do nothing."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, *words: object) -> None:
         pass
 
     def __enter__(self) -> Nobody:
