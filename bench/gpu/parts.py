@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -204,63 +205,59 @@ ASYNC = (
     "grpo.async_grpo.in_flight_weight_updates=true",
     "loss_fn.use_importance_sampling_correction=true",
 )
+DENSE, MOE = "examples/grpo_gpu.yaml", "bench/gpu/moe.yaml"
+RUNS: tuple[tuple[str, str, int, Sequence[str]], ...] = (
+    ("sync", DENSE, 2, ()),
+    ("async-in-flight", DENSE, 2, ASYNC),
+    ("eager", DENSE, 2, ("executor=eager",)),
+    ("colocated", DENSE, 1, ()),
+    ("colocated-tp2-to-tp2", DENSE, 2, ()),
+    ("colocated-pp2-to-dp2", DENSE, 2, ()),
+    ("colocated-ep2-to-tp2", MOE, 2, ()),
+    ("tp2-to-tp2", DENSE, 4, ()),
+    ("pp2-to-dp2", DENSE, 4, ASYNC),
+    ("dp2-to-tp2", DENSE, 4, ()),
+    ("ep2-to-tp2", MOE, 4, ()),
+    ("colocated-tp2pp2-to-tp2dp2", DENSE, 4, ()),
+    ("colocated-tp2dp2-to-tp4", DENSE, 4, ()),
+    ("colocated-ep4-to-tp4", MOE, 4, ()),
+    ("tp2pp2-to-tp2dp2", DENSE, 8, ()),
+    ("tp2dp2-to-tp4", DENSE, 8, ASYNC),
+    ("ep4-to-tp4", MOE, 8, ()),
+)
+"""Runs of `dagrl train`, SFT and then GRPO: name, configuration, GPUs and overrides besides the layouts in the name."""
 
-
-COLOCATED = "policy.generation.colocated.enabled=true"
+AXES = {"tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "dp": "data_parallel", "ep": "expert_model_parallel"}
 
 
 def _runs() -> list[Job]:
-    """Returns runs of `dagrl train`, SFT and then GRPO: layouts of both roles, loops and executors."""
-    dense, moe = "examples/grpo_gpu.yaml", "bench/gpu/moe.yaml"
-    rows: list[tuple[str, str, int, Sequence[str]]] = [
-        ("sync", dense, 2, ()),
-        ("async-in-flight", dense, 2, ASYNC),
-        ("eager", dense, 2, ("executor=eager",)),
-        ("colocated", dense, 1, (COLOCATED,)),
-        ("colocated-tp2-to-tp2", dense, 2, (COLOCATED, _tp(2), _engine_tp(2))),
-        ("colocated-pp2-to-dp2", dense, 2, (COLOCATED, _pp(2), _engine_dp(2))),
-        ("colocated-ep2-to-tp2", moe, 2, (COLOCATED, _dp(2), _ep(2), _engine_tp(2))),
-        ("tp2-to-tp2", dense, 4, (_tp(2), _engine_tp(2))),
-        ("pp2-to-dp2", dense, 4, (_pp(2), _engine_dp(2), *ASYNC)),
-        ("dp2-to-tp2", dense, 4, (_dp(2), _engine_tp(2))),
-        ("ep2-to-tp2", moe, 4, (_dp(2), _ep(2), _engine_tp(2))),
-        ("colocated-tp2pp2-to-tp2dp2", dense, 4, (COLOCATED, _tp(2), _pp(2), _engine_tp(2), _engine_dp(2))),
-        ("colocated-tp2dp2-to-tp4", dense, 4, (COLOCATED, _tp(2), _dp(2), _engine_tp(4))),
-        ("colocated-ep4-to-tp4", moe, 4, (COLOCATED, _dp(4), _ep(4), _engine_tp(4))),
-        ("tp2pp2-to-tp2dp2", dense, 8, (_tp(2), _pp(2), _engine_tp(2), _engine_dp(2))),
-        ("tp2dp2-to-tp4", dense, 8, (_tp(2), _dp(2), _engine_tp(4), *ASYNC)),
-        ("ep4-to-tp4", moe, 8, (_dp(4), _ep(4), _engine_tp(4))),
-    ]
     return [
         Job(
             "runs",
             f"run-{name}",
-            _python("dagrl.cli.main", "train", config, "output_dir={out}/runs", f"name={name}", *words),
+            _python("dagrl.cli.main", "train", config, "output_dir={out}/runs", f"name={name}", *_layouts(name), *words),
             gpus,
         )
-        for name, config, gpus, words in rows
+        for name, config, gpus, words in RUNS
     ]
 
 
-def _tp(size: int) -> str:
-    return f"{TRAIN}.tensor_model_parallel_size={size}"
+def _layouts(name: str) -> Iterator[str]:
+    """Yields the overrides for a name such as `colocated-tp2pp2-to-tp2dp2`: train layout, then engines."""
+    if name.startswith("colocated"):
+        yield "policy.generation.colocated.enabled=true"
+    train, _, generation = name.removeprefix("colocated-").partition("-to-")
+    if generation:
+        for axis, size in re.findall(_AXIS, train):
+            yield f"{TRAIN}.{AXES[axis]}_size={size}"
+            if axis == "ep":
+                yield _dp(size)
+        for axis, size in re.findall(_AXIS, generation):
+            yield f"{GENERATION}.{AXES[axis].replace('_model', '')}_size={size}"
 
 
-def _pp(size: int) -> str:
-    return f"{TRAIN}.pipeline_model_parallel_size={size}"
+_AXIS = r"([a-z]{2})(\d+)"
 
 
-def _dp(size: int) -> str:
+def _dp(size: int | str) -> str:
     return f"{TRAIN}.data_parallel_size={size}"
-
-
-def _ep(size: int) -> str:
-    return f"{TRAIN}.expert_model_parallel_size={size}"
-
-
-def _engine_tp(size: int) -> str:
-    return f"{GENERATION}.tensor_parallel_size={size}"
-
-
-def _engine_dp(size: int) -> str:
-    return f"{GENERATION}.data_parallel_size={size}"
