@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from dagrl.bench.report import write_rows
+from dagrl.bench.report import Row, add_outputs, report_rows
 from dagrl.data import Example, Splits
 from dagrl.rl.generation import FinishedRequest, Generated, RequestProgress, pack_generated, quantum_seconds, quantum_steps
 from dagrl.runtime.shapes import Batch
@@ -37,20 +36,6 @@ STEP_S = 0.003
 SKIPPED = 2
 """Steps that do not count: imports, memory and caches settle in them."""
 COUNTED = ("thread_cpu_s", "process_cpu_s", "wall_s", "overhead_s")
-
-
-@dataclass(frozen=True)
-class DriverRow:
-    """Medians and quartiles over steps, in seconds: processor time of the main thread and of the whole driver, the step, and
-    the part of it in which no worker computed (`perf/step_overhead_s`)."""
-
-    tree: str
-    samples: int
-    steps: int
-    thread_cpu_s: list[float]
-    process_cpu_s: list[float]
-    wall_s: list[float]
-    overhead_s: list[float]
 
 
 def prompts(count: int = 512, train_s: float = 0.0, engine_step_s: float = 0.0) -> Splits:
@@ -127,8 +112,12 @@ def steps_of(samples: int, steps: int) -> dict[str, list[float]]:
     return dict(zip(COUNTED, [*spent, overhead], strict=True))
 
 
-def measure(trees: dict[str, Path], sizes: Sequence[int], rounds: int, steps: int) -> list[DriverRow]:
-    """Runs each checkout in turn, each time in a process of its own; returns a row per checkout and size."""
+def measure(trees: dict[str, Path], sizes: Sequence[int], rounds: int, steps: int) -> list[Row]:
+    """Runs each checkout in turn, each time in a process of its own; returns a row per checkout and size.
+
+    Medians and quartiles over steps, in seconds: processor time of the main thread and of the whole driver, the step, and
+    the part of it in which no worker computed (`perf/step_overhead_s`).
+    """
     found: dict[tuple[str, int], dict[str, list[float]]] = {}
     for _, samples, (name, tree) in product(range(rounds), sizes, trees.items()):
         command = [sys.executable, "-m", "dagrl.bench.driver_run", "--samples", str(samples), "--steps", str(steps), "--raw"]
@@ -138,8 +127,9 @@ def measure(trees: dict[str, Path], sizes: Sequence[int], rounds: int, steps: in
         for key, values in json.loads(made.stdout.splitlines()[-1]).items():
             joined[key] += values
     return [
-        DriverRow(*of, len(columns["wall_s"]), *(np.percentile(columns[key], [25, 50, 75]).tolist() for key in COUNTED))
-        for of, columns in found.items()
+        {"tree": name, "samples": samples, "steps": len(columns["wall_s"])}
+        | {key: np.percentile(columns[key], [25, 50, 75]).tolist() for key in COUNTED}
+        for (name, samples), columns in found.items()
     ]
 
 
@@ -150,7 +140,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="counted steps of a run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each checkout and size")
     parser.add_argument("--against", metavar="NAME=DIR", help="another checkout, measured in turn")
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
+    add_outputs(parser, plot=False)
     parser.add_argument("--raw", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = [int(size) for size in options.samples.split(",")]
@@ -159,10 +149,7 @@ def main() -> None:
         return
     name, _, tree = (options.against or "").partition("=")
     trees = {**({name: Path(tree).absolute()} if tree else {}), "here": Path(__file__).absolute().parents[1]}
-    rows = measure(trees, sizes, options.rounds, options.steps)
-    write_rows(options.json, rows, {})
-    for row in rows:
-        print(row)
+    report_rows(options, [measure(trees, sizes, options.rounds, options.steps)], lambda rows: print(*rows, sep="\n"))
 
 
 if __name__ == "__main__":

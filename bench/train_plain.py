@@ -1,6 +1,6 @@
 """A plain Megatron-Core training loop, the baseline of `bench train`: a process per rank, without Ray.
 
-Every process executes the benchmark's commands (`dagrl.bench.peers.turns`): `build` a case, take `steps`, `end` it. The
+Every process executes the benchmark's commands (`dagrl.bench.turns`): `build` a case, take `steps`, `end` it. The
 loop is what a Megatron user writes: a GPTModel, DistributedDataParallel, Megatron's optimizer and pipeline schedule, and one
 metric read per step. Layers, weights, batch, microbatches and torch's fused Adam are those of dagrl's worker; the batch is
 on the device before the first step. The loss is either the worker's, whose output layer works in chunks, so that both take
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from dagrl.bench.peers.turns import Told, serve
+from dagrl.bench.turns import Told, serve
 from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext

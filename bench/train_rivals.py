@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dagrl.bench.peers.turns import Side
 from dagrl.bench.train_parts import StepParts
+from dagrl.bench.turns import Side
 from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.runtime.deadline import Deadline

@@ -17,8 +17,8 @@ from statistics import median
 
 from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
-from dagrl.bench.peers.turns import Side
 from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
+from dagrl.bench.turns import Side
 from dagrl.errors import ConfigError, RunError
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from dagrl.bench.peers.case import PeerCase
 from dagrl.bench.peers.dagrl_grpo import side_config
-from dagrl.bench.peers.turns import Told, serve, take_turns
 from dagrl.bench.peers.vllm_generate import requests
+from dagrl.bench.turns import Told, serve, take_turns
 from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.shapes import Batch
 

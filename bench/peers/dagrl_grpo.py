@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dagrl.bench.peers.case import GROUP, PeerCase
-from dagrl.bench.peers.turns import Told, serve, take_turns
+from dagrl.bench.turns import Told, serve, take_turns
 from dagrl.config import Config
 
 if TYPE_CHECKING:

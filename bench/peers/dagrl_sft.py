@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dagrl.bench.peers.case import PeerCase
-from dagrl.bench.peers.turns import Told, serve, take_turns
 from dagrl.bench.train_inputs import one_gpu_config, train_batch
 from dagrl.bench.train_rivals import DagrlSteps
+from dagrl.bench.turns import Told, serve, take_turns
 from dagrl.config import Config
 from dagrl.runtime.layout import ParallelLayout
 

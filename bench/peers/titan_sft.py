@@ -9,7 +9,7 @@ from typing import Any
 
 from dagrl.bench.peers.case import PeerCase
 from dagrl.bench.peers.dagrl_sft import MICROBATCH
-from dagrl.bench.peers.turns import Told, serve, take_turns
+from dagrl.bench.turns import Told, serve, take_turns
 
 
 def model_arguments(case: PeerCase) -> Any:

@@ -10,8 +10,8 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from dagrl.bench.peers.case import GROUP, PeerCase
-from dagrl.bench.peers.turns import Told, serve
 from dagrl.bench.peers.vllm_generate import engine_arguments
+from dagrl.bench.turns import Told, serve
 from dagrl.runtime.ports import reserve_port
 
 if TYPE_CHECKING:

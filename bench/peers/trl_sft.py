@@ -7,7 +7,7 @@ import tempfile
 from typing import Any
 
 from dagrl.bench.peers.case import PeerCase
-from dagrl.bench.peers.turns import Told, serve
+from dagrl.bench.turns import Told, serve
 
 ROWS = 400
 """Rows of the data set, which the trainer repeats."""

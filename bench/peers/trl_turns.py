@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from dagrl.bench.peers.case import PeerCase
-from dagrl.bench.peers.turns import Told
+from dagrl.bench.turns import Told
 
 
 class Turns(TrainerCallback):  # type: ignore[misc]

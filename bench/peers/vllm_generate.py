@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from dagrl.bench.peers.case import GROUP, PeerCase
-from dagrl.bench.peers.turns import Told, serve, take_turns
+from dagrl.bench.turns import Told, serve, take_turns
 
 
 def engine_arguments(case: PeerCase, model: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dagrl.bench.deadline import TIME_IS_UP
 from dagrl.bench.peers import command
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
 from dagrl.bench.peers.command import PEERS, Peer, as_row, comparisons_of, started, within
-from dagrl.bench.peers.turns import Side
+from dagrl.bench.turns import Side
 from dagrl.errors import ConfigError, RunError
 
 SIZES = {"prompt": 120, "completion": 256, "length": 2048, "micro": 32, "kv_gib": 8.0, "tiny": True}
@@ -86,7 +86,7 @@ def test_the_ratio_is_the_median_of_the_pairs_so_a_slow_minute_does_not_count() 
 
 SIDE = """
 import sys, time
-from dagrl.bench.peers.turns import serve, take_turns
+from dagrl.bench.turns import serve, take_turns
 def work(told):
     if told.order.variant == "broken":
         raise ValueError("no such GPU")
@@ -120,8 +120,8 @@ def test_a_side_takes_turns(side_module: str, tmp_path: Path) -> None:
 def test_a_side_that_fails_or_hangs_is_an_error_and_leaves_no_process(
     variant: str, reason: str, side_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dagrl.bench.peers.turns.END_S", 0.5)
-    monkeypatch.setattr("dagrl.bench.peers.turns.LONGEST_S", 5.0)
+    monkeypatch.setattr("dagrl.bench.turns.END_S", 0.5)
+    monkeypatch.setattr("dagrl.bench.turns.LONGEST_S", 5.0)
     side = Side(side_module, SideOrder((case(),), tmp_path, variant), tmp_path / "log")
     with pytest.raises(RunError, match=reason), side:
         side.begin()
@@ -132,7 +132,7 @@ def test_a_side_that_fails_or_hangs_is_an_error_and_leaves_no_process(
 def test_at_the_deadline_sides_that_hang_are_ended_and_rows_are_kept(
     side_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dagrl.bench.peers.turns.CLOSE_S", 0.5)
+    monkeypatch.setattr("dagrl.bench.turns.CLOSE_S", 0.5)
     kinds = dict.fromkeys(("generate", "sft"), side_module)
     monkeypatch.setattr(command, "OURS", kinds)
     monkeypatch.setattr(command, "PEERS", {"double": Peer("double", "dagrl", kinds)})

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar, cast
 
 from dagrl.bench.deadline import TIME_IS_UP
-from dagrl.bench.peers.case import PeerCase
 from dagrl.errors import RunError
 
 LONGEST_S = 400.0
@@ -39,7 +38,7 @@ CLOSE_S = 3.0
 """Part of a deadline in which sides end instead of working."""
 
 T = TypeVar("T")
-Take = Callable[[PeerCase, int], list[float]]
+Take = Callable[[Any, int], list[float]]
 """Takes a number of steps of a case and returns the seconds of each."""
 
 
@@ -102,7 +101,7 @@ class Side:
         """Waits until the side has built its cases. Raises RunError if it fails or is late."""
         self.answer()
 
-    def take(self, case: PeerCase, steps: int) -> list[float]:
+    def take(self, case: object, steps: int) -> list[float]:
         """Returns the seconds of `steps` steps. Raises RunError if the side fails or is late."""
         self.tell((case, steps))
         return cast("list[float]", self.answer())
