@@ -15,7 +15,8 @@ import torch
 from dagrl.bench.refit_cases import RefitCase
 from dagrl.bench.refit_sides import described_side
 from dagrl.channels import Channel, ChannelSpec, open_channel
-from dagrl.channels.base import ChannelKind, wait_all
+from dagrl.channels.base import wait_all
+from dagrl.channels.spec import ChannelKind
 from dagrl.refit import RefitReceiver, RefitSender, Verify, plan_refit
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.ports import reserve_port

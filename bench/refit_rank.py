@@ -35,7 +35,8 @@ from dagrl.bench.refit_truth import clear, fill, wrong
 from dagrl.bench.refit_vllm_engines import VllmEngine
 from dagrl.bench.report import Row
 from dagrl.channels import Channel, ChannelSpec, open_channel
-from dagrl.channels.base import MAILBOX_SLOTS, ChannelKind
+from dagrl.channels.base import MAILBOX_SLOTS
+from dagrl.channels.spec import ChannelKind
 from dagrl.refit import RecordMode, RefitReceiver, RefitSender, Verify, commit_together, plan_refit
 from dagrl.refit.carry.autotune import TRIALS
 from dagrl.refit.connect import device_name

@@ -1,6 +1,28 @@
 """Channels: move tensors between workers outside Ray's object store."""
 
-from dagrl.channels.base import Channel, ChannelSpec, PendingMessage
-from dagrl.channels.open import open_channel
+from dagrl.channels.base import Channel, PendingMessage
+from dagrl.channels.spec import ChannelSpec
+from dagrl.errors import ChannelError
 
 __all__ = ["Channel", "ChannelSpec", "PendingMessage", "open_channel"]
+
+
+def open_channel(spec: ChannelSpec) -> Channel:
+    """Opens this rank's end of the channel that `spec` describes; returns when all ranks have opened theirs.
+
+    Raises ChannelError if a rank does not join within the deadline, MissingDependencyError if the backend's package is not
+    installed.
+    """
+    if spec.kind == "gloo":
+        from dagrl.channels.gloo import GlooChannel
+
+        return GlooChannel(spec)
+    if spec.kind == "nccl":
+        from dagrl.channels.nccl import NcclChannel
+
+        return NcclChannel(spec)
+    if spec.kind == "ipc":
+        from dagrl.channels.ipc import IpcChannel
+
+        return IpcChannel(spec)
+    raise ChannelError(f"channel kind {spec.kind!r} is unknown; choose 'gloo', 'nccl' or 'ipc'")

@@ -17,7 +17,7 @@ from dagrl.runtime.deadline import within
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from dagrl.channels.base import ChannelSpec
+    from dagrl.channels.spec import ChannelSpec
 
 _POLL_S, _CHECK_S, _LINGER_S = 1e-4, 0.05, 0.5
 _POLL_S_PER_RANK = 1e-5  # the store serves one request at a time
@@ -39,7 +39,8 @@ class Agreement:
         self._number = 0
 
     @property
-    def _store(self) -> Store:
+    def store(self) -> Store:
+        """The channel's store, until the end is closed."""
         assert self._open_store is not None, "channels check that they are open first"
         return self._open_store
 
@@ -66,9 +67,9 @@ class Agreement:
         number = self._number
         self._number += 1
         if refusal:
-            self._refuse(self._store, number, refusal)
-        elif self._store.add(f"agree/{number}/votes", 1) == self._spec.size:
-            self._store.set(f"agree/{number}/outcome", _ALL)
+            self._refuse(self.store, number, refusal)
+        elif self.store.add(f"agree/{number}/votes", 1) == self._spec.size:
+            self.store.set(f"agree/{number}/outcome", _ALL)
             self._forget(number - 1)
         return number
 
@@ -76,7 +77,7 @@ class Agreement:
         start = time.monotonic()
         checked, pause = start, max(_POLL_S, _POLL_S_PER_RANK * self._spec.size)
         key = f"agree/{number}/outcome"
-        while not self._store.check([key]):
+        while not self.store.check([key]):
             now = time.monotonic()
             if now - checked > _CHECK_S:
                 checked = now
@@ -84,12 +85,12 @@ class Agreement:
             if now - start > self._spec.timeout_s:
                 raise self._late(number)
             time.sleep(pause)
-        outcome = self._store.get(key).decode()
+        outcome = self.store.get(key).decode()
         if outcome != _ALL:
             raise ChannelError(f"{self._spec}: {outcome}; no rank uses the new version, replay the refit")
 
     def _late(self, number: int) -> ChannelError:
-        voted = int(self._store.add(f"agree/{number}/votes", 0))
+        voted = int(self.store.add(f"agree/{number}/votes", 0))
         return ChannelError(
             f"{self._spec}: only {voted} of {self._spec.size} ranks voted within {self._spec.timeout_s} s; "
             "look for the first error of the other ranks, then open a new channel"
@@ -128,4 +129,4 @@ class Agreement:
     def _forget(self, number: int) -> None:
         """Deletes an agreement that no rank reads any more: all of them have voted in the next."""
         for key in ("votes", "outcome"):
-            self._store.delete_key(f"agree/{number}/{key}")
+            self.store.delete_key(f"agree/{number}/{key}")

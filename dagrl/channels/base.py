@@ -7,63 +7,20 @@ beforehand.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
 
+from dagrl.channels.agreement import Agreement
+from dagrl.channels.spec import ChannelSpec, open_store
 from dagrl.errors import ChannelError
-from dagrl.runtime.store import open_tcp_store
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-ChannelKind = Literal["gloo", "nccl", "ipc"]
 
 MAILBOX_SLOTS = 2
 """Messages that a mailbox of an IPC channel holds (`ipc.py`): one is written while another is read."""
-
-
-@dataclass(frozen=True)
-class ChannelSpec:
-    """How to open one rank's end. `address` is a free `host:port` on the host of rank 0, which serves the rendezvous there.
-
-    `timeout_s` limits the opening and every wait, in seconds. Raises ChannelError for a malformed address or rank.
-    """
-
-    kind: ChannelKind
-    address: str
-    rank: int
-    size: int
-    timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ChannelError(f"the channel address is {self.address!r}; expected host:port")
-        if not 0 <= self.rank < self.size:
-            raise ChannelError(f"the channel rank is {self.rank}; expected 0 to {self.size - 1}")
-
-    def __str__(self) -> str:
-        """Returns this rank's end as errors name it."""
-        return f"{self.kind} channel rank {self.rank} of {self.size} ({self.address})"
-
-    @property
-    def host(self) -> str:
-        """Host part of the address."""
-        return self.address.rpartition(":")[0]
-
-    @property
-    def port(self) -> int:
-        """Port part of the address."""
-        return int(self.address.rpartition(":")[2])
-
-    @property
-    def timeout(self) -> timedelta:
-        """`timeout_s` as torch takes it."""
-        return timedelta(seconds=self.timeout_s)
 
 
 class PendingMessage(Protocol):
@@ -76,17 +33,23 @@ class PendingMessage(Protocol):
         """
 
 
-class Channel(Protocol):
+class Channel(ABC):
     """One rank's end of a channel."""
 
-    spec: ChannelSpec
+    def __init__(self, spec: ChannelSpec) -> None:
+        self.spec = spec
+        self._reason: str | None = None  # why it is broken
+        self._agreement = Agreement(open_store(spec), spec)
 
     def send(self, tensor: torch.Tensor, peer: int) -> PendingMessage:
         """Sends `tensor`, which must not change before the wait."""
+        return self.exchange([(tensor, peer)], [])[0]
 
     def receive(self, tensor: torch.Tensor, peer: int) -> PendingMessage:
         """Receives into `tensor`, which must have the message's size."""
+        return self.exchange([], [(tensor, peer)])[0]
 
+    @abstractmethod
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> Sequence[PendingMessage]:
@@ -96,14 +59,20 @@ class Channel(Protocol):
         """
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Aborts the channel if the block, which launches work and messages, takes longer than the deadline."""
+        """Aborts the channel if the block, which launches work and messages, takes longer than the deadline.
+
+        Does nothing if every wait for a message has the deadline anyway.
+        """
+        return nullcontext()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Records what `work` posts, waits for and launches; returns a function that repeats it in one launch if possible.
 
         Recording executes nothing. `work` must have run before, must use only memory that stays allocated, and must not
-        wait on the host. The returned function is valid as long as the channel is open.
+        wait on the host. The returned function is valid as long as the channel is open; it is `work` itself if the host
+        posts every message.
         """
+        return work
 
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
         """Votes that this rank is done, and returns when all ranks have voted; without `wait`, at once.
@@ -113,18 +82,30 @@ class Channel(Protocol):
         ranks must call this equally often, in the same order. Raises ChannelError if a rank refused, aborted, died or did
         not vote within the deadline.
         """
+        self._check_usable()
+        self._agreement.reach(self._check_peers, refusal, wait=wait)
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027
         """Frees memory that is kept between messages, once peers no longer map it. The next message allocates it again."""
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027
         """Blocks the host until all messages that were waited for are complete, at most until the deadline."""
 
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """Breaks the channel, from any thread: this rank and its peers raise ChannelError instead of waiting."""
 
+    @abstractmethod
     def close(self) -> None:
         """Frees everything. May be called twice."""
+
+    @abstractmethod
+    def _check_usable(self) -> None:
+        """Raises ChannelError if the channel is closed or broken."""
+
+    def _check_peers(self) -> None:
+        """Raises ChannelError while it waits for votes that will not come, if the backend can tell."""
+        self._check_usable()
 
 
 def wait_all(pending: Sequence[PendingMessage]) -> None:
@@ -149,19 +130,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
     flat = tensor.detach().reshape(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # a single element is contiguous with any stride
-
-
-def open_store(spec: ChannelSpec) -> Store:
-    """Opens the channel's store, which rank 0 serves; returns when all ranks are connected. Raises ChannelError."""
-    try:
-        return open_tcp_store(spec.host, spec.port, spec.size, serves=spec.rank == 0, timeout=spec.timeout)
-    except RuntimeError as error:  # torch's DistError is one
-        raise cannot_join(spec, error) from error
-
-
-def cannot_join(spec: ChannelSpec, error: Exception) -> ChannelError:
-    """Returns the error of a rank that could not open its end."""
-    return ChannelError(
-        f"{spec.kind} channel at {spec.address}: rank {spec.rank} of {spec.size} could not join within {spec.timeout_s} s: "
-        f"{error}; every rank must open its end, and the address must be free on the host of rank 0"
-    )

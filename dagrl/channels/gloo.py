@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from dagrl.channels.agreement import Agreement
-from dagrl.channels.base import ChannelSpec, as_bytes, cannot_join, check_message, open_store
+from dagrl.channels.base import Channel, as_bytes, check_message
+from dagrl.channels.spec import ChannelSpec, cannot_join
 from dagrl.errors import ChannelError
 from dagrl.runtime.process_groups import break_gloo_group
 
@@ -36,54 +35,24 @@ class GlooPending:
             raise self._channel.broken(self._what, error) from error
 
 
-class GlooChannel:
-    """One rank's end of a Gloo channel; see `dagrl.channels.base.Channel`."""
+class GlooChannel(Channel):
+    """One rank's end of a Gloo channel. A wait for a message blocks the host."""
 
     def __init__(self, spec: ChannelSpec) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self._lock = threading.Lock()
-        self._reason: str | None = None
-        store = open_store(spec)
-        self._agreement = Agreement(store, spec)
         try:
-            self._group: ProcessGroup | None = _join(spec, store)
+            self._group: ProcessGroup | None = _join(spec, self._agreement.store)
         except BaseException:
             self._agreement.close()  # the caller gets no object to close
             raise
-
-    def send(self, tensor: torch.Tensor, peer: int) -> GlooPending:
-        """Sends `tensor`, which must not change before the wait."""
-        return self._post(tensor, peer, "send", "to")
-
-    def receive(self, tensor: torch.Tensor, peer: int) -> GlooPending:
-        """Receives into `tensor`."""
-        return self._post(tensor, peer, "recv", "from")
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[GlooPending]:
         """Posts several messages at once."""
-        posted = [self.receive(tensor, peer) for tensor, peer in receives]
-        return [*posted, *(self.send(tensor, peer) for tensor, peer in sends)]
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Does nothing: every wait for a Gloo message has the deadline."""
-        return nullcontext()
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Returns `work` itself: the host posts every Gloo message."""
-        return work
-
-    def agree(self, refusal: str = "", *, wait: bool = True) -> None:
-        """See `Channel.agree`."""
-        self._check_usable()
-        self._agreement.reach(self._check_usable, refusal, wait=wait)
-
-    def release(self) -> None:
-        """Does nothing: no memory is kept."""
-
-    def synchronize(self) -> None:
-        """Does nothing: a Gloo wait blocks the host."""
+        posted = [self._post(tensor, peer, "recv", "from") for tensor, peer in receives]
+        return [*posted, *(self._post(tensor, peer, "send", "to") for tensor, peer in sends)]
 
     def _post(self, tensor: torch.Tensor, peer: int, operation: str, preposition: str) -> GlooPending:
         check_message(self.spec, tensor, peer, "cpu")

@@ -16,17 +16,16 @@ import os
 import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.channels.agreement import Agreement
-from dagrl.channels.base import MAILBOX_SLOTS, ChannelSpec, as_bytes, cannot_join, check_message, open_store
+from dagrl.channels.base import MAILBOX_SLOTS, Channel, as_bytes, check_message
 from dagrl.channels.ipc_memory import HostSegment, Segment, attach_segment, create_segment
 from dagrl.channels.lent import Borrowed, Loans
+from dagrl.channels.spec import ChannelSpec, cannot_join
 from dagrl.errors import ChannelError
 from dagrl.runtime.deadline import within
 from dagrl.runtime.edges.futex import fence
@@ -56,15 +55,12 @@ class IpcPending:
             self._action = None
 
 
-class IpcChannel:
-    """One rank's end; see `dagrl.channels.base.Channel`. Tensors may be on the host or on any GPU that both sides see."""
+class IpcChannel(Channel):
+    """One rank's end. Tensors may be on the host or on any GPU that both sides see. A sent one may change at once."""
 
     def __init__(self, spec: ChannelSpec) -> None:
-        self.spec = spec
-        self._reason: str | None = None
+        super().__init__(spec)
         self._closed = False
-        self._store: Store | None = open_store(spec)
-        self._agreement = Agreement(self._store, spec)
         self._outgoing: dict[int, Segment] = {}  # the newest mailbox for each receiver
         self._outgrown: list[_Outgrown] = []
         self._incoming: dict[int, tuple[int, Segment]] = {}  # by sender: which of its mailboxes, and the mapping
@@ -104,14 +100,6 @@ class IpcChannel:
             raise cannot_join(
                 self.spec, RuntimeError(f"the process of rank {rank}, {pid}, cannot be watched: {error}")
             ) from error
-
-    def send(self, tensor: torch.Tensor, peer: int) -> IpcPending:
-        """Copies `tensor` into the peer's mailbox, after waiting for a free slot. It may change when this returns."""
-        return self.exchange([(tensor, peer)], [])[0]
-
-    def receive(self, tensor: torch.Tensor, peer: int) -> IpcPending:
-        """Receives into `tensor` when waited for."""
-        return self.exchange([], [(tensor, peer)])[0]
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
@@ -158,19 +146,6 @@ class IpcChannel:
         if not self._closed and self._reason is None:
             self._loans.reclaim(self._lives, lambda ready: self._wait_until(ready, None, "unmapping of tensors by peers"))
 
-    def guarded(self) -> AbstractContextManager[None]:
-        """Does nothing: every wait for a peer has the deadline."""
-        return nullcontext()
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Returns `work` itself: the host posts every message."""
-        return work
-
-    def agree(self, refusal: str = "", *, wait: bool = True) -> None:
-        """See `Channel.agree`."""
-        self._check_usable()
-        self._agreement.reach(self._check_peers, refusal, wait=wait)
-
     def release(self) -> None:
         """Unmaps the peers' mailboxes and frees its own; those still mapped or holding messages are freed later."""
         if self._closed or self._reason is not None:
@@ -211,7 +186,6 @@ class IpcChannel:
         if self._table_segment is not None:
             self._table_segment.close()
         self._agreement.close()
-        self._store = None
 
     def _publish(self, key: str, text: str) -> None:
         self._ask(lambda store: store.set(f"ipc/{key}", text))
@@ -222,8 +196,7 @@ class IpcChannel:
 
     def _ask(self, question: Callable[[Store], T]) -> T:
         """Sends a request to the store, with a deadline: the store ignores its own while rank 0 is stopped."""
-        store = self._store
-        assert store is not None
+        store = self._agreement.store
         try:
             return within(self.spec.timeout_s + _MARGIN_S, lambda: question(store), "dagrl-ipc-store")
         except (RuntimeError, TimeoutError) as error:  # torch's DistError is one

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from dagrl.channels.base import ChannelSpec
+    from dagrl.channels.spec import ChannelSpec
 
 BORROWED, ASKED = 4, 5
 """Columns of the channel's table, in the row of lender and borrower: what is lent is mapped; the lender wants it back."""

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from dagrl.channels.agreement import Agreement
-from dagrl.channels.base import ChannelSpec, cannot_join, check_message, open_store
+from dagrl.channels.base import Channel, check_message
+from dagrl.channels.spec import ChannelSpec, cannot_join
 from dagrl.errors import ChannelError, MissingDependencyError
 from dagrl.runtime.deadline import within
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store  # type: ignore[attr-defined]
 
 logger = logging.getLogger(__name__)
 
@@ -56,31 +55,28 @@ class NcclPending:
         torch.cuda.current_stream().wait_event(self._done)
 
 
-class NcclChannel:
-    """One rank's end of an NCCL channel, on the current CUDA device; see `dagrl.channels.base.Channel`."""
+class NcclChannel(Channel):
+    """One rank's end of an NCCL channel, on the current CUDA device."""
 
     def __init__(self, spec: ChannelSpec) -> None:
         nccl = _import_nccl()
         import torch
 
         os.environ.update(nccl_environment())
-        self.spec = spec
         self._nccl = nccl
         self._device = torch.cuda.current_device()
         # High priority: NCCL's few kernels need whole multiprocessors, which other kernels must not take first.
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()  # guards the communicator and the reason why it is broken
         self._posting = threading.Lock()  # held while messages are posted
-        self._reason: str | None = None
         self._communicator: Any = None
         self._aborting: threading.Thread | None = None
         self._graphs_lock = threading.RLock()  # held while a graph is launched or all are freed
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._recording = False
-        store = open_store(spec)
-        self._agreement = Agreement(store, spec)
+        super().__init__(spec)
         try:
-            self._within_deadline(lambda: self._connect(store))
+            self._within_deadline(self._connect)
         except BaseException:
             self._agreement.close()  # the caller gets no object to close
             raise
@@ -88,11 +84,12 @@ class NcclChannel:
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="nccl-watch", daemon=True).start()
 
-    def _connect(self, store: Store) -> None:
+    def _connect(self) -> None:
         """Joins the communicator. Blocks until all ranks do, so it runs on its own thread."""
         import torch
 
         torch.cuda.set_device(self._device)
+        store = self._agreement.store
         if self.spec.rank == 0:
             store.set("nccl/id", repr(self._nccl.get_unique_id()))  # bytes; before cupy 14 a tuple of integers
         unique_id = ast.literal_eval(store.get("nccl/id").decode())
@@ -123,14 +120,6 @@ class NcclChannel:
             until = self._host_until
             if until is not None and time.monotonic() > until:
                 self.abort(f"a peer did not post its messages within {self.spec.timeout_s} s")
-
-    def send(self, tensor: torch.Tensor, peer: int) -> NcclPending:
-        """Sends `tensor`, which must not change before the wait."""
-        return self.exchange([(tensor, peer)], [])[0]
-
-    def receive(self, tensor: torch.Tensor, peer: int) -> NcclPending:
-        """Receives into `tensor`."""
-        return self.exchange([], [(tensor, peer)])[0]
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
@@ -207,14 +196,6 @@ class NcclChannel:
         with self._graphs_lock, self.guarded():
             self._check_usable()
             graph.replay()
-
-    def agree(self, refusal: str = "", *, wait: bool = True) -> None:
-        """See `Channel.agree`."""
-        self._check_usable()
-        self._agreement.reach(self._check_usable, refusal, wait=wait)
-
-    def release(self) -> None:
-        """Does nothing: no memory is kept."""
 
     def synchronize(self) -> None:
         """Waits on the host for the channel's stream and the current one. Raises ChannelError at the deadline."""

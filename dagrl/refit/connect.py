@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dagrl.channels.base import ChannelKind, ChannelSpec
+from dagrl.channels.spec import ChannelKind, ChannelSpec
 from dagrl.errors import RefitPlanError
 from dagrl.refit.carry.delta import check_delta
 from dagrl.refit.phase import refit

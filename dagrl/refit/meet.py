@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from dagrl.channels.base import ChannelSpec
+from dagrl.channels.spec import ChannelSpec
 from dagrl.errors import ChannelError
 from dagrl.refit.carry.delta import check_delta
 from dagrl.refit.connect import check_devices, choose_kind, device_name

@@ -13,7 +13,7 @@ from typing import Any
 
 from dagrl.errors import ChannelError, DagrlError, RunError, error_text
 
-_MODULES = ("dagrl.refit.slices", "dagrl.refit.transfers", "dagrl.channels.base", "dagrl.errors")
+_MODULES = ("dagrl.refit.slices", "dagrl.refit.transfers", "dagrl.channels.spec", "dagrl.errors")
 
 
 def write_told(value: object) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from dagrl.channels.base import ChannelSpec
+from dagrl.channels.spec import ChannelSpec
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import RankPlan
 

@@ -61,7 +61,7 @@ def test_a_failed_opening_leaves_nothing_open(fails: str, monkeypatch: pytest.Mo
         raise OSError("not here")
 
     monkeypatch.setattr(fails, fail)
-    monkeypatch.setattr("dagrl.channels.ipc.open_store", lambda spec: HashStore())
+    monkeypatch.setattr("dagrl.channels.base.open_store", lambda spec: HashStore())
     monkeypatch.setattr("dagrl.channels.ipc.IpcChannel._load", lambda channel, key: str(os.getppid()))
     before = os.listdir("/proc/self/fd")
     with pytest.raises((ChannelError, OSError), match="not here"):

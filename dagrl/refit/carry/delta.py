@@ -24,7 +24,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from dagrl.channels.base import Channel, ChannelKind, wait_all
+from dagrl.channels.base import Channel, wait_all
+from dagrl.channels.spec import ChannelKind
 from dagrl.errors import RefitPlanError
 from dagrl.refit.carry.changes import apply, encode, pieces
 from dagrl.refit.carry.pack import BucketMemory

@@ -61,7 +61,7 @@ def open_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Communicator], NcclC
             NcclCommunicator=lambda *_: communicator,
         )
         monkeypatch.setattr(module, "_import_nccl", lambda: nccl)
-        monkeypatch.setattr(module, "open_store", lambda spec: HashStore())
+        monkeypatch.setattr("dagrl.channels.base.open_store", lambda spec: HashStore())
         monkeypatch.setattr(Agreement, "abort", lambda agreement, reason: communicator.told.set())
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from queue import Queue
 
 from torch import Tensor
 
-from dagrl.channels.base import ChannelSpec, check_message
+from dagrl.channels.base import Channel, check_message
+from dagrl.channels.spec import ChannelSpec
 from dagrl.refit import RefitPlan, RefitReceiver, RefitReport, RefitSender, Verify
 from dagrl.refit.carry.mapped import MappedCopies
 
@@ -23,7 +23,7 @@ class Done:
         pass
 
 
-class MemoryChannel:
+class MemoryChannel(Channel):
     def __init__(self, rank: int, size: int, queues: Queues) -> None:
         self.spec = ChannelSpec("gloo", "memory:0", rank, size)
         self.queues = queues
@@ -43,25 +43,16 @@ class MemoryChannel:
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Done]:
         return [*(self.send(*message) for message in sends), *(self.receive(*message) for message in receives)]
 
-    def guarded(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        return work
-
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
         raise AssertionError("ends that run one after the other cannot wait for each other")
-
-    def release(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
     def abort(self, reason: str) -> None:
         pass
 
     def close(self) -> None:
+        pass
+
+    def _check_usable(self) -> None:
         pass
 
 

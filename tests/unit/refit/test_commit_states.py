@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.distributed import HashStore
 
 from dagrl.channels.agreement import Agreement
-from dagrl.channels.base import ChannelSpec
+from dagrl.channels.spec import ChannelSpec
 from dagrl.errors import ChannelError, RunError
 from dagrl.refit.carry.commit import commit_together
 

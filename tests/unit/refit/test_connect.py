@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dagrl.channels.base import ChannelKind
+from dagrl.channels.spec import ChannelKind
 from dagrl.config import Config
 from dagrl.errors import RefitPlanError
 from dagrl.refit import TIED_HEAD, plan_refit

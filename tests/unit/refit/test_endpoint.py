@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dagrl.channels import ChannelSpec, open_channel
-from dagrl.channels.base import ChannelKind
+from dagrl.channels.spec import ChannelKind
 from dagrl.errors import ChannelError, MissingDependencyError, RefitPlanError, RunError
 from dagrl.refit import (
     RefitPlan,
