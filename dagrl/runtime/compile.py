@@ -84,10 +84,6 @@ class Compiled:
         """`Executable.failures`."""
         return self.executable.failures(submitted)
 
-    def teardown(self, timeout_s: float) -> None:
-        """`Executable.teardown`."""
-        self.executable.teardown(timeout_s)
-
     @property
     def reusable(self) -> bool:
         """Whether it has ended all of its replays and can start another one."""
@@ -97,7 +93,7 @@ class Compiled:
         """Whether its workers are still those of `groups`, and none is absent."""
         if any(set(one.ranks) & set(absent.get(one.role, ())) for one in self.workers):
             return False
-        actors = _actors_of({one.role: one.ranks for one in self.workers}, groups)
+        actors = [groups[one.role].actors[rank] for one in self.workers for rank in one.ranks]
         return [actor._actor_id for actor in self.actors] == [actor._actor_id for actor in actors]
 
 
@@ -136,13 +132,17 @@ def compile_phase(
     """
     ranks_of = _ranks_of_shards(phase, groups)
     shards = [shard for shard in range(len(ranks_of)) if shard not in without]
-    fuse = fuse_shards and not accelerated(graph)  # the workers of a graph with accelerator edges form a communicator
+    fuses = fuse_shards and not accelerated(graph)  # the workers of a graph with accelerator edges form a communicator
     made: list[Compiled] = []
     with ExitStack() as undo:
-        for mine in _by_hosts(shards, ranks_of, groups) if fuse else [[shard] for shard in shards]:
-            ranks = [ranks_of[shard] for shard in mine]
-            made.append(_compile_shards(executor, phase, graph, groups, counters, limits, mine, ranks))
-            undo.callback(made[-1].teardown, limits.teardown_s)
+        for mine in _by_hosts(shards, ranks_of, groups) if fuses else [[shard] for shard in shards]:
+            ranks = {role: [rank for shard in mine for rank in ranks_of[shard][role]] for role in phase.roles}
+            actors = {role: [groups[role].actors[rank] for rank in some] for role, some in ranks.items()}
+            whole = replace(fuse(graph, len(mine)), aliases=_aliases(actors))
+            executable = executor(whole, actors, replace(limits, input_bytes=limits.input_bytes * len(mine)))
+            undo.callback(executable.teardown, limits.teardown_s)
+            all_actors = tuple(actor for some in actors.values() for actor in some)
+            made.append(Compiled(executable, tuple(mine), _graph_workers(whole, ranks, counters), all_actors))
         undo.pop_all()
     return made
 
@@ -165,16 +165,16 @@ def executor_of(name: str, engine: Engine = "dagrl") -> Executor:
     Imports Ray's graph modules only where they are used.
     """
     if name == "eager":
-        from dagrl.runtime.executors.eager import EagerExecutor
+        from dagrl.runtime.executors.eager import EagerGraph, Sender
 
-        return EagerExecutor()
+        return functools.partial(EagerGraph, sender=Sender())
     if engine == "dagrl" and not _warn_of_unknown_parts():
-        from dagrl.runtime.executors.compiled import CompiledExecutor
+        from dagrl.runtime.executors.compiled import compile_graph
 
-        return CompiledExecutor()
-    from dagrl.runtime.executors.ray_engine import RayExecutor
+        return compile_graph
+    from dagrl.runtime.executors.ray_engine import RayGraph
 
-    return RayExecutor()
+    return RayGraph
 
 
 @functools.cache
@@ -192,25 +192,6 @@ def _warn_of_unknown_parts() -> bool:
             "; ".join(missing),
         )
     return bool(missing)
-
-
-def _compile_shards(
-    executor: Executor,
-    phase: Phase,
-    graph: PhaseGraph,
-    groups: Groups,
-    counters: Counters,
-    limits: GraphLimits,
-    shards: Sequence[int],
-    ranks_of: Sequence[Ranks],
-) -> Compiled:
-    """Compiles `shards`, whose workers are `ranks_of`, into one graph."""
-    whole = fuse(graph, len(shards))
-    limits = replace(limits, input_bytes=limits.input_bytes * len(shards))
-    ranks = {role: [rank for mine in ranks_of for rank in mine[role]] for role in phase.roles}
-    actors = {role: list(_actors_of({role: mine}, groups)) for role, mine in ranks.items()}
-    executable = executor.compile(replace(whole, aliases=_aliases(actors)), actors, limits)
-    return Compiled(executable, tuple(shards), _graph_workers(whole, ranks, counters), _actors_of(ranks, groups))
 
 
 def _graph_workers(graph: PhaseGraph, ranks: Ranks, counters: Counters) -> tuple[GraphWorkers, ...]:
@@ -231,10 +212,6 @@ def _aliases(actors: Mapping[str, Sequence[ActorHandle]]) -> dict[WorkerRef, Wor
     workers = {WorkerRef(role, at): actor for role, mine in actors.items() for at, actor in enumerate(mine)}
     found = {worker: first.setdefault(actor._actor_id, worker) for worker, actor in workers.items()}
     return {worker: known for worker, known in found.items() if known != worker}
-
-
-def _actors_of(ranks: Ranks, groups: Groups) -> tuple[ActorHandle, ...]:
-    return tuple(groups[role].actors[rank] for role, mine in ranks.items() for rank in mine)
 
 
 def _by_hosts(shards: Sequence[int], ranks_of: Sequence[Ranks], groups: Groups) -> list[list[int]]:

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dagrl.errors import GraphError
 from dagrl.runtime.static import Static
@@ -106,16 +106,31 @@ def _remapped(arg: ArgumentRef, source: Callable[[Source], Source]) -> ArgumentR
 
 @dataclass(frozen=True)
 class PhaseGraph:
-    """A traced phase: `widths` are the workers of each role in one graph, `outputs` the nodes whose results are returned."""
+    """A traced phase: `widths` are the workers of each role in one graph, `outputs` the nodes whose results are returned.
+
+    `shards`: how many shards it covers, the workers of one after those of the other (`passes/shards.py`).
+    `aliases`: workers on the actor of an earlier one, and that one.
+    """
 
     phase: str
     widths: Mapping[str, int]
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]
+    shards: int = 1
+    aliases: Mapping[WorkerRef, WorkerRef] = field(default_factory=dict)
 
     def actor(self, worker: WorkerRef) -> WorkerRef:
-        """The first worker of the graph on the same actor; `worker` itself unless roles share actors."""
-        return worker
+        """The first worker of the graph on the same actor."""
+        return self.aliases.get(worker, worker)
+
+    def shard(self, worker: WorkerRef) -> int:
+        """The shard of a worker."""
+        return worker.position // (self.widths[worker.role] // self.shards)
+
+    def label(self, node: Node) -> str:
+        """A node's label in the graph of its shard alone."""
+        role, position = node.worker.role, node.worker.position % (self.widths[node.worker.role] // self.shards)
+        return dataclasses.replace(node, worker=WorkerRef(role, position)).label
 
     def validate(self) -> None:
         """Raises GraphError for an unknown or later upstream node (a cycle), an unused result, or a worker out of range."""

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,14 +116,9 @@ class Replay:
 
     def partial(self) -> dict[int, Any]:
         """Returns the results of a failed replay by shard, of the graphs that had ended without a failure."""
-        found: dict[int, Any] = {}
-        for graph, packets in self.pending.found.items():
-            outputs = len(packets) // len(self._shards[graph])
-            for position, shard in enumerate(self._shards[graph]):
-                mine = packets[position * outputs : (position + 1) * outputs]
-                if not any(packet.failures for packet in packets):
-                    found[shard] = mine[0].value if outputs == 1 else tuple(packet.value for packet in mine)
-        return found
+        whole = {graph: mine for graph, mine in self.pending.found.items() if not any(packet.failures for packet in mine)}
+        values = {shard: tuple(packet.value for packet in mine) for shard, mine in self._by_shard(whole).items()}
+        return {shard: mine[0] if len(mine) == 1 else mine for shard, mine in values.items()}
 
     def ready(self) -> bool:
         """Whether `result` would return or raise at once. Does not wait."""
@@ -147,7 +142,7 @@ class Replay:
         together.
         """
         try:
-            shards = self._by_shard(packets)
+            shards = [mine for _, mine in sorted(self._by_shard(dict(enumerate(packets))).items())]
             busy_s = tuple(max(packet.busy_s for packet in outputs) for outputs in shards)
             outputs = [self._join([packet.value for packet in column]) for column in zip(*shards, strict=True)]
         except Exception as error:  # the replay is over, and its graphs are whole
@@ -159,14 +154,14 @@ class Replay:
         """Sets the error."""
         self._error = error
 
-    def _by_shard(self, packets: Sequence[Sequence[Packet]]) -> list[Sequence[Packet]]:
-        """Returns the packets of every shard, from those of every graph."""
+    def _by_shard(self, packets: Mapping[int, Sequence[Packet]]) -> dict[int, Sequence[Packet]]:
+        """Returns the packets of each shard, from those of each graph."""
         found: dict[int, Sequence[Packet]] = {}
-        for shards, mine in zip(self._shards, packets, strict=True):
-            outputs = len(mine) // len(shards)
-            for position, shard in enumerate(shards):
+        for graph, mine in packets.items():
+            outputs = len(mine) // len(self._shards[graph])
+            for position, shard in enumerate(self._shards[graph]):
                 found[shard] = mine[position * outputs : (position + 1) * outputs]
-        return [found[shard] for shard in self.shards]
+        return found
 
 
 @dataclass(slots=True)

@@ -464,7 +464,7 @@ class Scheduler:
                 replay.fail(PhaseError((), f"{text}; replay it again"))
             ended = [one for entry in entries for one in entry.compiled if ends(one)]
             with ThreadPoolExecutor(max(1, len(ended)), thread_name_prefix="teardown") as threads:
-                list(threads.map(lambda one: one.teardown(self.options.teardown_s), ended))
+                list(threads.map(lambda one: one.executable.teardown(self.options.teardown_s), ended))
             for entry in entries:
                 entry.compiled = [one for one in entry.compiled if one not in ended]
                 entry.in_flight.clear()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,10 +107,10 @@ def test_only_the_shard_of_a_replaced_worker_is_compiled_again(
     def recording(name: str, engine: Engine) -> Any:
         def compile_(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Executable:
             compiled.append((graph.phase, list(actors["train"])))
-            return executor.compile(graph, actors, limits)
+            return executor(graph, actors, limits)
 
         executor = executor_of(name, engine)
-        return SimpleNamespace(name=name, compile=compile_)
+        return compile_
 
     monkeypatch.setattr("dagrl.runtime.schedule.executor_of", recording)
     options = SchedulerOptions(**ENGINES[engine], fallback="error", replay_s=60.0, teardown_s=TEARDOWN_S)

@@ -6,7 +6,7 @@ Two executors run the same graphs with the same results: `compiled` (Ray Compile
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,6 @@ from dagrl.runtime.edges.tls import TlsFiles
 from dagrl.runtime.executors.node import NodeCall, Take
 from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.passes.hosts import RELAY, relays_input
-from dagrl.runtime.passes.shards import FusedGraph
 from dagrl.runtime.static import Static
 
 Actors = Mapping[str, Sequence[ActorHandle]]
@@ -71,13 +70,8 @@ class Executable(Protocol):
         """Stops the graph's loops within `timeout_s`; kills workers that do not stop in time."""
 
 
-class Executor(Protocol):
-    """Makes executables."""
-
-    name: str
-
-    def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Executable:
-        """Returns the graph on these actors, ready to replay."""
+Executor = Callable[[PhaseGraph, Actors, GraphLimits], Executable]
+"""Makes an executable of a graph on these actors."""
 
 
 def node_calls(graph: PhaseGraph, limits: GraphLimits) -> list[NodeCall]:
@@ -88,7 +82,7 @@ def node_calls(graph: PhaseGraph, limits: GraphLimits) -> list[NodeCall]:
     return [
         NodeCall(
             role=node.worker.role,
-            label=label_of(graph, node),
+            label=graph.label(node),
             position=node.worker.position,
             kind=node.kind,
             method=node.method,
@@ -104,11 +98,6 @@ def node_calls(graph: PhaseGraph, limits: GraphLimits) -> list[NodeCall]:
         )
         for node in graph.nodes
     ]
-
-
-def label_of(graph: PhaseGraph, node: Node) -> str:
-    """Returns the node's label in the graph of its shard alone."""
-    return graph.label(node) if isinstance(graph, FusedGraph) else node.label
 
 
 def result_rooms(graph: PhaseGraph, limits: GraphLimits) -> list[int]:
@@ -161,7 +150,7 @@ def packet_sources(node: Node) -> tuple[int | None, ...]:
 
 def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Static | Json, ...]:
     takes: list[Take | Static | Json] = []
-    share = (graph.shard(node.worker), graph.shards) if isinstance(graph, FusedGraph) and graph.shards > 1 else None
+    share = (graph.shard(node.worker), graph.shards) if graph.shards > 1 else None
     index = 0
     for arg in node.args:
         match arg:

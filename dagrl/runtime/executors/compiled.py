@@ -26,7 +26,7 @@ from dagrl.errors import RunError, WorkerFailure
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.ring import KEPT
 from dagrl.runtime.executors import deaths, ray_dag
-from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, label_of, node_calls, result_rooms
+from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, node_calls, result_rooms
 from dagrl.runtime.executors.edge import Edge, EdgeType, MailboxSlot, make_mailbox
 from dagrl.runtime.executors.loop import loop_runs, wait_for_loop
 from dagrl.runtime.executors.node import HasState, run_node
@@ -40,7 +40,7 @@ DEATH_S = 10.0
 
 
 class CompiledGraph:
-    """A live Ray Compiled Graph, run by dagrl's engine. `CompiledExecutor.compile` makes it.
+    """A live Ray Compiled Graph, run by dagrl's engine. `compile_graph` makes it.
 
     `name`: that of its loops; `start`: the edge of its input, which the driver writes; `outputs`: the edges that the driver
     reads.
@@ -149,33 +149,24 @@ class CompiledGraph:
         return [loops[loop] for loop in running]
 
 
-class CompiledExecutor:
-    """Makes compiled graphs."""
-
-    name = "compiled"
-
-    def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> CompiledGraph:
-        """Compiles the graph; its actors' loops run from here to its teardown."""
-        accelerator = bool(accelerated(graph))
-        hosts = _hosts(actors, _prepare(actors, limits, accelerator))
-        gathering = Gathering.of(graph, limits.result_bytes, hosts)
-        graph = with_relays(gathering.graph, hosts, accelerated(gathering.graph))
-        near = _only_driver_reads(graph, hosts)
-        mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
-        slots = {number: MailboxSlot(mailbox.address, slot) for slot, number in enumerate(near)} if mailbox else {}
-        hints = _edge_types(graph, limits, slots)
-        inputs = EdgeType(limits.input_bytes, limits.max_in_flight, tls=limits.tls)
-        name = f"{graph.phase}-{uuid.uuid4().hex}"
-        with ray_dag.driver_settings(limits), ray_dag.replaced_parts(name, accelerator):
-            bound = ray_dag.bind_graph(graph, actors, run_node, node_calls(graph, limits), hints, inputs)
-            dag = ray_dag.compile_dag(bound, graph.phase, limits, accelerator)
-        (start,) = dag.dag_input_channels
-        writers = [
-            (ray_dag.actor_of(graph, actors, number)._actor_id.hex(), label_of(graph, graph.nodes[number]))
-            for number in graph.outputs
-        ]
-        outputs = Outputs(dag.dag_output_channels, mailbox, writers)
-        return CompiledGraph(graph.phase, limits, dag, name, start, outputs, gathering)
+def compile_graph(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> CompiledGraph:
+    """Compiles the graph; its actors' loops run from here to its teardown."""
+    accelerator = bool(accelerated(graph))
+    hosts = _hosts(actors, _prepare(actors, limits, accelerator))
+    gathering = Gathering.of(graph, limits.result_bytes, hosts)
+    graph = with_relays(gathering.graph, hosts, accelerated(gathering.graph))
+    near = _only_driver_reads(graph, hosts)
+    mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
+    slots = {number: MailboxSlot(mailbox.address, slot) for slot, number in enumerate(near)} if mailbox else {}
+    hints = _edge_types(graph, limits, slots)
+    inputs = EdgeType(limits.input_bytes, limits.max_in_flight, tls=limits.tls)
+    name = f"{graph.phase}-{uuid.uuid4().hex}"
+    with ray_dag.driver_settings(limits), ray_dag.replaced_parts(name, accelerator):
+        bound = ray_dag.bind_graph(graph, actors, run_node, node_calls(graph, limits), hints, inputs)
+        dag = ray_dag.compile_dag(bound, graph.phase, limits, accelerator)
+    (start,) = dag.dag_input_channels
+    outputs = Outputs(dag.dag_output_channels, mailbox, ray_dag.writers_of(graph, actors))
+    return CompiledGraph(graph.phase, limits, dag, name, start, outputs, gathering)
 
 
 def _prepare(actors: Actors, limits: GraphLimits, accelerator: bool) -> dict[ActorHandle, str]:

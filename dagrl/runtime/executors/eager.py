@@ -53,7 +53,7 @@ def _run_after(worker: HasState, ended: None, call: NodeCall, *packets: Packet) 
 
 
 class EagerGraph:
-    """A graph replayed as one actor call per node."""
+    """A graph replayed as one actor call per node. Graphs with one `sender` keep their order on every actor."""
 
     def __init__(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits, sender: Sender) -> None:
         self._sender = sender
@@ -117,16 +117,3 @@ class EagerGraph:
 
     def teardown(self, timeout_s: float) -> None:
         """Nothing runs between replays."""
-
-
-class EagerExecutor:
-    """Makes eager graphs; all graphs of one executor keep their order on every actor."""
-
-    name = "eager"
-
-    def __init__(self) -> None:
-        self._sender = Sender()
-
-    def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> EagerGraph:
-        """Returns the graph, ready at once."""
-        return EagerGraph(graph, actors, limits, self._sender)

@@ -138,6 +138,11 @@ def actor_of(graph: PhaseGraph, actors: Actors, number: int) -> ActorHandle:
     return actors[worker.role][worker.position]
 
 
+def writers_of(graph: PhaseGraph, actors: Actors) -> list[tuple[str, str]]:
+    """Returns the id of the actor and the label of the node of each output."""
+    return [(actor_of(graph, actors, number)._actor_id.hex(), graph.label(graph.nodes[number])) for number in graph.outputs]
+
+
 def distinct(actors: Actors) -> list[ActorHandle]:
     """Returns every actor once."""
     return list({actor._actor_id: actor for group in actors.values() for actor in group}.values())

@@ -25,7 +25,7 @@ from dagrl.errors import RunError, WorkerFailure
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet
 from dagrl.runtime.edges.pickling import UnreadableError, dump, load
 from dagrl.runtime.executors import ray_dag
-from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, label_of, node_calls, result_rooms
+from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, node_calls, result_rooms
 from dagrl.runtime.executors.node import HasState, NodeCall, Report, failed_packet, report, run_node
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.passes.gather import Gathering
@@ -51,7 +51,7 @@ class Executed:
 
 
 class RayGraph:
-    """A live Ray Compiled Graph, run by Ray's engine."""
+    """A live Ray Compiled Graph, run by Ray's engine. Its actors' loops run from here to its teardown."""
 
     def __init__(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> None:
         self._phase = graph.phase
@@ -61,10 +61,7 @@ class RayGraph:
         graph = self._gathering.graph
         self._places = [list(dict.fromkeys(graph.outputs)).index(number) for number in graph.outputs]
         graph = replace(graph, outputs=tuple(dict.fromkeys(graph.outputs)))  # Ray takes each output once
-        self._writers = [
-            (ray_dag.actor_of(graph, actors, number)._actor_id.hex(), label_of(graph, graph.nodes[number]))
-            for number in graph.outputs
-        ]
+        self._writers = ray_dag.writers_of(graph, actors)
         sizes = _channel_sizes(graph, actors, limits)
         ray_dag.call_loops(self._actors, _prepare_worker, [sizes[actor] for actor in self._actors], limits)
         on_accelerators = accelerated(graph)
@@ -128,16 +125,6 @@ class RayGraph:
         reports = {actor.__ray_call__.remote(report): actor for actor in self._actors}
         ready, _ = ray.wait(list(reports), num_returns=len(reports), timeout=timeout_s)
         return [reports[ref] for ref in ready if _report(ref).phase == self._phase]
-
-
-class RayExecutor:
-    """Makes graphs that Ray's engine runs."""
-
-    name = "ray"
-
-    def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> RayGraph:
-        """Compiles the graph; its actors' loops run from here to its teardown."""
-        return RayGraph(graph, actors, limits)
 
 
 def run_pickled(worker: HasState, pickled: PickledCall, *items: Any) -> Any:

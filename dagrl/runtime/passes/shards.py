@@ -8,41 +8,14 @@ of it as views.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from dagrl.runtime.graph import Node, PhaseGraph, WorkerRef
 
 
-@dataclass(frozen=True)
-class FusedGraph(PhaseGraph):
-    """The graphs of `shards` shards in one, the workers of one shard after those of the other.
-
-    Each worker takes its shard's rows, or part, out of the input. `aliases`: workers on the actor of an earlier one, and
-    that one.
-    """
-
-    shards: int = 1
-    aliases: Mapping[WorkerRef, WorkerRef] = field(default_factory=dict)
-
-    def actor(self, worker: WorkerRef) -> WorkerRef:
-        """The first worker of the graph on the same actor."""
-        return self.aliases.get(worker, worker)
-
-    def shard(self, worker: WorkerRef) -> int:
-        """The shard of a worker."""
-        return worker.position // (self.widths[worker.role] // self.shards)
-
-    def label(self, node: Node) -> str:
-        """A node's label in the graph of its shard alone."""
-        width = self.widths[node.worker.role] // self.shards
-        return dataclasses.replace(node, worker=WorkerRef(node.worker.role, node.worker.position % width)).label
-
-
-def fuse(graph: PhaseGraph, shards: int) -> FusedGraph:
+def fuse(graph: PhaseGraph, shards: int) -> PhaseGraph:
     """Returns `shards` copies of the graph of one shard as one graph."""
     size = len(graph.nodes)
-    return FusedGraph(
+    return PhaseGraph(
         phase=graph.phase,
         widths={role: shards * width for role, width in graph.widths.items()},
         nodes=tuple(_copy(graph, node, shard) for shard in range(shards) for node in graph.nodes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ from dagrl.runtime.compile import executor_of
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.pickling import dump, load
 from dagrl.runtime.executors import ray_dag
+from dagrl.runtime.executors.compiled import compile_graph
+from dagrl.runtime.executors.eager import EagerGraph
 from dagrl.runtime.executors.node import NodeCall, Take, install
-from dagrl.runtime.executors.ray_engine import PickledCall, run_pickled
+from dagrl.runtime.executors.ray_engine import PickledCall, RayGraph, run_pickled
 from dagrl.runtime.shapes import Batch
 from tests.unit.runtime.unreadable import unreadable
 
@@ -34,8 +37,10 @@ def forget() -> Iterator[None]:
 
 
 def test_each_engine_has_its_executor(caplog: pytest.LogCaptureFixture) -> None:
-    assert [executor_of("compiled", "dagrl").name, executor_of("compiled", "ray").name] == ["compiled", "ray"]
-    assert executor_of("eager", "dagrl").name == executor_of("eager", "ray").name == "eager"
+    assert [executor_of("compiled", "dagrl"), executor_of("compiled", "ray")] == [compile_graph, RayGraph]
+    for engine in ("dagrl", "ray"):
+        eager = executor_of("eager", engine)
+        assert isinstance(eager, functools.partial) and eager.func is EagerGraph
     assert not caplog.records
 
 
@@ -56,7 +61,7 @@ def test_a_ray_whose_private_parts_are_unknown_uses_its_own_engine_with_one_warn
 ) -> None:
     monkeypatch.setattr(part, found)
     with caplog.at_level(logging.WARNING, "dagrl"):
-        assert [executor_of("compiled", "dagrl").name for _ in range(3)] == ["ray"] * 3
+        assert [executor_of("compiled", "dagrl") for _ in range(3)] == [RayGraph] * 3
     (warning,) = caplog.records
     assert named in warning.getMessage() and "docs/runtime.md" in warning.getMessage()
 

@@ -114,32 +114,15 @@ class Group:
         pass
 
 
-class FailingExecutor:
-    """Cannot make its second graph."""
-
-    name = "failing"
-
-    def __init__(self, graphs: list[Graph]) -> None:
-        self.graphs = graphs
-
-    def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
-        if self.graphs:
-            raise TimeoutError("no free thread")
-        return Graph(graph, limits, self.graphs)
-
-
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The graphs that were compiled, in order."""
     graphs: list[Graph] = []
 
-    class Executor:
-        name = "fake"
+    def executor(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
+        return Graph(graph, limits, graphs)
 
-        def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
-            return Graph(graph, limits, graphs)
-
-    monkeypatch.setattr("dagrl.runtime.schedule.executor_of", lambda name, engine: Executor())
+    monkeypatch.setattr("dagrl.runtime.schedule.executor_of", lambda name, engine: executor)
     return graphs
 
 
@@ -707,7 +690,13 @@ def test_graphs_are_torn_down_at_once(scheduler: Scheduler, made: list[Graph]) -
 
 def test_a_phase_that_compiles_on_some_shards_alone_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Graph] = []
-    monkeypatch.setattr("dagrl.runtime.schedule.executor_of", lambda name, engine: FailingExecutor(graphs))
+
+    def executor(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
+        if graphs:
+            raise TimeoutError("no free thread")
+        return Graph(graph, limits, graphs)
+
+    monkeypatch.setattr("dagrl.runtime.schedule.executor_of", lambda name, engine: executor)
     scheduler = Scheduler([Group()], SchedulerOptions(fallback="error"))  # type: ignore[list-item]
     scheduler.add(other, warmup_value=0)
     with pytest.raises(RunError, match="'other' could not be compiled: no free thread"):
@@ -783,7 +772,7 @@ class Executors:
             made.stays = name != "eager"
             return made
 
-        return SimpleNamespace(name=name, compile=compile_)
+        return compile_
 
 
 def two_phases(executor: Any = "compiled") -> Scheduler:

@@ -34,12 +34,10 @@ def two(train: Shard, value):
 
 
 class Executor:
-    name = "fake"
-
     def __init__(self) -> None:
         self.made: list[Graph] = []
 
-    def compile(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
+    def __call__(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
         return Graph(graph, limits, self.made)
 
 
