@@ -85,12 +85,13 @@ class Accelerated:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from verl.protocol import _padding_size_key
 
-        given, named = self.method.dispatch(self._group, *map(_materialized, args), **_materialized_values(kwargs))
+        by_name = {name: _materialized(value) for name, value in kwargs.items()}
+        given, named = self.method.dispatch(self._group, *map(_materialized, args), **by_name)
         named = dict(named)
         padding = named.pop(_padding_size_key, 0)
         replay = self._fleet.call(RUN, self._parts(given, named))
         collect = functools.partial(self._collected, replay, padding)
-        return collect() if self.method.blocking else _pending(collect)
+        return collect() if self.method.blocking else _pending_class()(collect)
 
     def _parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
         """Returns the arguments of every worker; those of workers that are given the same are one object."""
@@ -237,17 +238,9 @@ def _materialized(value: Any) -> Any:
     return value.get() if isinstance(value, DataProtoFuture) else value
 
 
-def _materialized_values(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _materialized(value) for name, value in kwargs.items()}
-
-
-def _pending(collect: Callable[[], Any]) -> Any:
-    """Returns a `DataProtoFuture` whose `get` calls `collect`, once."""
-    return _pending_class()(collect)
-
-
 @functools.cache
 def _pending_class() -> type:
+    """Returns the class of a `DataProtoFuture` whose `get` calls a function, once."""
     from verl.protocol import DataProtoFuture
 
     class Pending(DataProtoFuture):  # type: ignore[misc]

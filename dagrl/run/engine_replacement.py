@@ -22,7 +22,7 @@ from dagrl.run.fleet import Fleet
 from dagrl.run.replays import Replays
 from dagrl.run.resizing import Resizing, has_room
 from dagrl.runtime.deadline import in_background
-from dagrl.runtime.revive import Revival, idle_ranks, revive_shards
+from dagrl.runtime.revive import Revival, idle_ranks, revive
 from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class EngineReplacement:
 
     def _revive(self, lost: set[int]) -> Revival:
         begin, limits = time.monotonic(), self.config.timeouts
-        revival = revive_shards(self.group, lost, rest_s=limits.teardown_s)
+        revival = revive(self.group, lost, rest_s=limits.teardown_s)
         logger.info("%s; the engines started in %.1f s", revival, time.monotonic() - begin)
         self.fleet.settle()
         return revival

@@ -105,7 +105,7 @@ class WorkerLocation:
 
 @dataclass
 class ActorStarter:
-    """Starts actors of `worker_class` for the ranks of one group. `spares`: processes that `fill` keeps on each node."""
+    """Starts actors of `worker_class` for the ranks of one group. `spares`: processes that its `pool` keeps on each node."""
 
     worker_class: type
     role: str
@@ -116,7 +116,7 @@ class ActorStarter:
     collective_timeout_s: float
     start_timeout_s: float
     spares: int = 0
-    _waiting: Spares = field(init=False)
+    pool: Spares = field(init=False)
 
     def __post_init__(self) -> None:
         cls, config = self.worker_class, self.config
@@ -128,7 +128,7 @@ class ActorStarter:
             concurrency_groups={"_ray_system": self.resources.graphs, HEALTH: 1},
             runtime_env={"env_vars": self._environment},
         )(cls)
-        self._waiting = Spares(self._start_spare, self.spares)
+        self.pool = Spares(self._start_spare, self.spares)
 
     def start(self, rank: int) -> ActorHandle:
         """Starts the actor of a rank, which constructs its worker."""
@@ -136,38 +136,17 @@ class ActorStarter:
 
     def _create(self, rank: int, options: dict[str, Any]) -> ActorHandle:
         owner, arguments = self.resources.owner, (self.context(rank), self.config)
-        handle: ActorHandle
         if owner is None:
-            handle = self._actor_class.options(**options).remote(*arguments)
-        else:
-            handle = ask_lease(owner.create.remote(self._actor_class, options, arguments), self.start_timeout_s)
-        return handle
-
-    def fill(self, places: tuple[WorkerLocation, ...]) -> None:
-        """Starts the spares that the nodes of these places lack. Does not wait for them."""
-        self._waiting.fill(place.node for place in places)
+            return self._actor_class.options(**options).remote(*arguments)
+        return ask_lease(owner.create.remote(self._actor_class, options, arguments), self.start_timeout_s)
 
     def take_over(self, rank: int, place: WorkerLocation) -> ActorHandle | None:
         """Gives the place of a lost worker to a spare of its node. Returns None if there is none."""
-        spare = self._waiting.take(place.node)
+        spare = self.pool.take(place.node)
         if spare is not None:
             context, wait_s = self.context(rank), self.start_timeout_s
             spare.__ray_call__.remote(take_place, context, self.config, place.gpus, place.pid, wait_s)
         return spare
-
-    def end(self) -> None:
-        """Ends the spares."""
-        self._waiting.end()
-
-    @property
-    def waiting(self) -> list[tuple[ActorHandle, str]]:
-        """The spares and their nodes."""
-        return self._waiting.waiting
-
-    def adopt(self, spares: Sequence[tuple[ActorHandle, str]]) -> None:
-        """Takes over spares that another driver started."""
-        for spare, node in spares:
-            self._waiting.add(spare, node, spare.__ray_call__.remote(answer))
 
     def _start_spare(self, node: str) -> tuple[ActorHandle, Any]:
         variables = {"env_vars": self._environment | (ALL_GPUS if self.resources.num_gpus else {})}

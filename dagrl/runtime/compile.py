@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,14 +12,15 @@ from typing import Any, Literal
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from dagrl.errors import LayoutError, WorkerFailure
+from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.base import Executable, Executor, GraphLimits, accelerated
 from dagrl.runtime.graph import PhaseGraph, WorkerRef
 from dagrl.runtime.passes.shards import fuse
 from dagrl.runtime.phase import Phase, replicas_per_graph
-from dagrl.runtime.worker_group import Groups, WorkerGroup
+from dagrl.runtime.tickets import Counters, GraphWorkers
+from dagrl.runtime.worker_group import Groups
 
 logger = logging.getLogger(__name__)
 
@@ -29,23 +30,6 @@ Ranks = Mapping[str, Sequence[int]]
 
 Absent = Mapping[str, Collection[int]]
 """Ranks by role whose workers are being replaced."""
-
-
-@dataclass(frozen=True)
-class GraphWorkers:
-    """The workers of one role in one graph, in the graph's order: their ranks and ticket counters.
-
-    `used`: the counters of those that the phase has nodes on, and that no earlier role of the graph uses.
-    """
-
-    role: str
-    ranks: tuple[int, ...]
-    counters: tuple[int, ...]
-    used: tuple[int, ...]
-
-
-Counters = Mapping[str, Sequence[int]]
-"""The ticket counter of each rank, by role. An actor has one, also if it is in several groups."""
 
 
 Engine = Literal["dagrl", "ray"]
@@ -95,25 +79,6 @@ class Compiled:
             return False
         actors = [groups[one.role].actors[rank] for one in self.workers for rank in one.ranks]
         return [actor._actor_id for actor in self.actors] == [actor._actor_id for actor in actors]
-
-
-def ticket_counters(groups: Iterable[WorkerGroup]) -> Counters:
-    """Returns the ticket counters of these groups' workers, numbered from 0.
-
-    Raises LayoutError for two groups of one role.
-    """
-    groups = list(groups)
-    roles = [group.role.name for group in groups]
-    for role in roles:
-        if roles.count(role) > 1:
-            raise LayoutError(
-                f"{roles.count(role)} groups have the role {role!r}, by which phases find theirs; give each a name of its "
-                "own: WorkerGroup.from_actors(..., role=...)"
-            )
-    known: dict[object, int] = {}
-    return {
-        group.role.name: tuple(known.setdefault(actor._actor_id, len(known)) for actor in group.actors) for group in groups
-    }
 
 
 def compile_phase(

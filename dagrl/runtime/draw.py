@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dagrl.runtime.graph import SHARED_MEMORY, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.runtime.graph import SHARED_MEMORY, Node, PhaseGraph, WorkerRef
 from dagrl.runtime.layout import ParallelLayout
 
 CONSTANT_CHARACTERS = 24
@@ -55,7 +55,7 @@ class Drawing:
     def edges(self) -> tuple[DrawnEdge, ...]:
         """Every edge once, in the order of the nodes that read; those to the driver last."""
         found: list[tuple[int | None, int | None]] = [
-            (source, node.number) for node in self.graph.nodes for source in _sources(node)
+            (source, node.number) for node in self.graph.nodes for source in node.sources
         ]
         found += [(number, None) for number in self.graph.outputs]
         return tuple(
@@ -162,11 +162,3 @@ def _escaped(text: str) -> str:
     """Escapes for Mermaid: `#` starts an entity, a double quote ends the text, angle brackets are tags."""
     entities = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "`": "#96;"}
     return "".join(entities.get(character, character) for character in text)
-
-
-def _sources(node: Node) -> Iterator[int | None]:
-    for arg in node.args:
-        if isinstance(arg, NodeRef):
-            yield arg.node
-        elif isinstance(arg, InputRef):
-            yield None

@@ -79,14 +79,14 @@ class Node:
         return f"{self.worker.role}[{self.worker.position}].{self.method or self.kind}"
 
     @property
-    def reads_input(self) -> bool:
-        """Whether the node reads the phase's input."""
-        return any(isinstance(arg, InputRef) for arg in self.args)
+    def sources(self) -> tuple[Source, ...]:
+        """What it reads, in the order of its arguments."""
+        return tuple(arg.node if isinstance(arg, NodeRef) else None for arg in self.args if not isinstance(arg, Constant))
 
     @property
     def upstream(self) -> tuple[int, ...]:
         """Numbers of the nodes whose results it reads."""
-        return tuple(arg.node for arg in self.args if isinstance(arg, NodeRef))
+        return tuple(source for source in self.sources if source is not None)
 
     def remapped(self, number: int, source: Callable[[Source], Source]) -> Node:
         """The node with another number. `source` maps each source that it reads to a new one."""
@@ -153,7 +153,7 @@ class PhaseGraph:
                 raise GraphError(
                     f"phase {self.phase!r}: the result of node {node.label} is not used; return it, or join() it"
                 )
-        if not any(node.reads_input for node in self.nodes):
+        if not any(None in node.sources for node in self.nodes):
             raise GraphError(f"phase {self.phase!r}: no node reads the input; pass it to a map(...)")
 
     @property

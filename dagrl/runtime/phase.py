@@ -277,16 +277,14 @@ class Tracer:
             raise self.error(
                 f"{role.name}.reduce({method!r}) was given values of another role; reduce them on their own shard"
             )
-        level = self._join_level(method, parts.nodes, kind)
-        while len(level) > 1:
-            level = self._join_level(method, level, kind)
-        return Value(self, level)
+        level = parts.nodes
+        while True:
+            groups = [level[start : start + self.arity] for start in range(0, len(level), self.arity)]
+            level = tuple(self._join(method, group, kind) for group in groups)
+            if len(level) == 1:
+                return Value(self, level)
 
-    def _join_level(self, method: str, parts: Sequence[int], kind: str) -> tuple[int, ...]:
-        groups = [parts[start : start + self.arity] for start in range(0, len(parts), self.arity)]
-        return tuple(self._join_group(method, group, kind) for group in groups)
-
-    def _join_group(self, method: str, group: Sequence[int], kind: str) -> int:
+    def _join(self, method: str, group: Sequence[int], kind: str) -> int:
         worker = self.nodes[group[0]].worker
         args: tuple[ArgumentRef, ...] = tuple(NodeRef(node) for node in group)
         return self.add(self.roles[worker.role], worker.position, method, kind, args)

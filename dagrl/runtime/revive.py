@@ -31,25 +31,18 @@ class Revival:
         return f"{self.kept} workers kept their process, {self.spares} spares and {self.started} new processes took places"
 
 
-def revive(group: WorkerGroup, *, rest_s: float) -> Revival:
+def revive(group: WorkerGroup, lost: Collection[int] | None = None, *, rest_s: float) -> Revival:
     """Sets all workers of a group up again; none may have a graph. Afterwards they are as after `WorkerGroup.create`.
 
-    A worker keeps its process if it is idle within `rest_s` and its `reset` returns true in that time. Raises what `setup`
-    raises, and DeadlineError if a new process takes longer than the group's start may.
+    A worker keeps its process if it is idle within `rest_s` and its `reset` returns true in that time. With `lost`, only the
+    shards of these workers are made whole, and the others may run. Raises what `setup` raises, and DeadlineError if a new
+    process takes longer than the group's start may.
     """
-    kept = _reset(group, idle_ranks(group, rest_s), rest_s)
-    lost = [rank for rank in range(len(group.actors)) if rank not in kept]
-    spares = group.replace_workers(lost)
-    return Revival(len(kept), spares, len(lost) - spares)
-
-
-def revive_shards(group: WorkerGroup, lost: set[int], *, rest_s: float) -> Revival:
-    """Makes the shards of the workers `lost` whole as `revive` does, and leaves the others alone. They may run."""
-    shards = {group.layout.coordinates(rank).dp for rank in lost}
-    theirs = [rank for shard in sorted(shards) for rank in group.layout.shard(shard)]
-    kept = _reset(group, idle_ranks(group, rest_s, [rank for rank in theirs if rank not in lost]), rest_s)
-    gone = [rank for rank in theirs if rank not in kept]
-    spares = group.replace_workers(gone, setup=theirs)
+    shards = range(group.layout.dp) if lost is None else sorted({group.layout.coordinates(rank).dp for rank in lost})
+    ranks = [rank for shard in shards for rank in group.layout.shard(shard)]
+    kept = _reset(group, idle_ranks(group, rest_s, [rank for rank in ranks if rank not in (lost or ())]), rest_s)
+    gone = [rank for rank in ranks if rank not in kept]
+    spares = group.replace_workers(gone, setup=ranks)
     return Revival(len(kept), spares, len(gone) - spares)
 
 

@@ -31,7 +31,7 @@ from ray.exceptions import RayError
 from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
 from dagrl.runtime.added_phase import AddedPhase, channel_bytes
 from dagrl.runtime.codec import Codec, codec_of
-from dagrl.runtime.compile import Absent, Compiled, compile_phase, executor_of, shards_with, ticket_counters
+from dagrl.runtime.compile import Absent, Compiled, compile_phase, executor_of, shards_with
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.executors.base import Executor, accelerated
@@ -42,7 +42,7 @@ from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase, replicas_per_graph
 from dagrl.runtime.replay import Breakage, Replay, ReplayQueue
 from dagrl.runtime.shapes import Bucket, Scalar, field_types
-from dagrl.runtime.tickets import Tickets
+from dagrl.runtime.tickets import Tickets, ticket_counters
 from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)

@@ -71,16 +71,16 @@ class Spares:
         for node in set(nodes):
             for _ in range(self.count - sum(spare.node == node for spare in self._waiting)):
                 actor, prepared = self.start(node)
-                self.add(actor, node, prepared)
+                self._waiting.append(_Spare(actor, node, prepared))
 
     @property
     def waiting(self) -> list[tuple[ActorHandle, str]]:
         """The spares and their nodes."""
         return [(spare.actor, spare.node) for spare in self._waiting]
 
-    def add(self, actor: ActorHandle, node: str, prepared: Any) -> None:
-        """Adds a spare that has been started."""
-        self._waiting.append(_Spare(actor, node, prepared))
+    def adopt(self, spares: Iterable[tuple[ActorHandle, str]]) -> None:
+        """Adds spares that another driver started, and their nodes."""
+        self._waiting += [_Spare(actor, node, actor.__ray_call__.remote(answer)) for actor, node in spares]
 
     def take(self, node: str) -> ActorHandle | None:
         """Returns a living spare of the node, which is then no longer one."""

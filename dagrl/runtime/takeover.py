@@ -47,7 +47,7 @@ class KeptGroup:
 
 def keep(group: WorkerGroup) -> KeptGroup:
     """Describes a group that `WorkerGroup.create` made."""
-    return KeptGroup(replace(group.starter), group.actors, group.locations, group.starter.waiting)
+    return KeptGroup(replace(group.starter), group.actors, group.locations, group.starter.pool.waiting)
 
 
 def take_over(kept: KeptGroup, rest_s: float) -> tuple[WorkerGroup, list[int]]:
@@ -56,7 +56,7 @@ def take_over(kept: KeptGroup, rest_s: float) -> tuple[WorkerGroup, list[int]]:
     Those are dead or not idle within `rest_s`. Their places are filled by spares or new processes, which are not set up.
     """
     starter, actors = kept.starter, list(kept.actors)
-    starter.adopt(kept.spares)
+    starter.pool.adopt(kept.spares)
     rest = _at_rest(actors, rest_s)
     lost = [rank for rank in range(len(actors)) if rank not in rest]
     for rank in lost:

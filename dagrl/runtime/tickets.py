@@ -2,10 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from dagrl.runtime.compile import GraphWorkers, ticket_counters
+from dagrl.errors import LayoutError
 from dagrl.runtime.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class GraphWorkers:
+    """The workers of one role in one graph, in the graph's order: their ranks and ticket counters.
+
+    `used`: the counters of those that the phase has nodes on, and that no earlier role of the graph uses.
+    """
+
+    role: str
+    ranks: tuple[int, ...]
+    counters: tuple[int, ...]
+    used: tuple[int, ...]
+
+
+Counters = Mapping[str, Sequence[int]]
+"""The ticket counter of each rank, by role. An actor has one, also if it is in several groups."""
+
+
+def ticket_counters(groups: Iterable[WorkerGroup]) -> Counters:
+    """Returns the ticket counters of these groups' workers, numbered from 0.
+
+    Raises LayoutError for two groups of one role.
+    """
+    groups = list(groups)
+    roles = [group.role.name for group in groups]
+    for role in roles:
+        if roles.count(role) > 1:
+            raise LayoutError(
+                f"{roles.count(role)} groups have the role {role!r}, by which phases find theirs; give each a name of its "
+                "own: WorkerGroup.from_actors(..., role=...)"
+            )
+    known: dict[object, int] = {}
+    return {
+        group.role.name: tuple(known.setdefault(actor._actor_id, len(known)) for actor in group.actors) for group in groups
+    }
 
 
 class Tickets:

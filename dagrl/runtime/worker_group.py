@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import ray
 from ray.actor import ActorHandle
 
 from dagrl.errors import LayoutError, RunError, WorkerFailure
-from dagrl.runtime.actors import HEALTH, ActorStarter, Resources, WorkerLocation
+from dagrl.runtime.actors import HEALTH, ActorStarter, GpuBundles, Resources, WorkerLocation
 from dagrl.runtime.answers import end_workers, gather
 from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.deadline import Deadline
@@ -54,7 +55,7 @@ class WorkerGroup:
         self.role = role
         self.layout = role.layout
         self.actors = tuple(actors)
-        self._owned = owned
+        self.owned = owned  # created its workers, and may end them
         self._deadline = deadline
         self._health_group = health_group
         self._while_waiting = while_waiting
@@ -211,9 +212,9 @@ class WorkerGroup:
         starter, size = self._starter, count * self.layout.shard_size
         assert starter is not None, "a group around existing actors starts none"
         more = replace(starter, layout=replace(self.layout, dp=self.layout.dp + count), spares=0)
-        first, bundles = len(self.actors), starter.resources.bundles
-        if bundles is not None:
-            bundles.add(size, starter.start_timeout_s)
+        first = len(self.actors)
+        if self._bundles is not None:
+            self._bundles.add(size, starter.start_timeout_s)
         role = replace(self.role, layout=replace(self.layout, dp=count))
         try:
             return self._set_up(role, [more.start(first + rank) for rank in range(size)], more, while_waiting)
@@ -234,9 +235,9 @@ class WorkerGroup:
         assert self._starter is not None and self.layout.world_size == self.layout.dp * self.layout.tp
         ranks = [rank for shard in shards for rank in self.layout.shard(shard)]
         left = [actor for rank, actor in enumerate(self.actors) if rank not in ranks]
-        if self._starter.resources.bundles is not None:
+        if self._bundles is not None:
             added = [] if joining is None else range(len(self.actors), len(self.actors) + len(joining.actors))
-            self._starter.resources.bundles.keep([*ranks, *added])
+            self._bundles.keep([*ranks, *added])
         layout = replace(self.layout, dp=len(shards) + (0 if joining is None else joining.layout.dp))
         self.layout = self._starter.layout = layout
         self.role = replace(self.role, layout=layout)
@@ -252,17 +253,20 @@ class WorkerGroup:
     @property
     def reserved_gpus(self) -> int:
         """GPUs that the group has reserved and no worker uses."""
-        bundles = self._starter.resources.bundles if self._starter is not None else None
-        return 0 if bundles is None else len(bundles.free)
+        return 0 if self._bundles is None else len(self._bundles.free)
+
+    @property
+    def _bundles(self) -> GpuBundles | None:
+        return None if self._starter is None else self._starter.resources.bundles
 
     def _free_bundles(self) -> None:
-        if self._starter is not None and self._starter.resources.bundles is not None:
-            self._starter.resources.bundles.keep(range(len(self.actors)))
+        if self._bundles is not None:
+            self._bundles.keep(range(len(self.actors)))
 
     def fill_spares(self) -> None:
         """Starts the spare processes that are missing; does not wait for them."""
         if self._starter is not None:
-            self._starter.fill(self.locations)
+            self._starter.pool.fill(place.node for place in self.locations)
 
     def _install(self, ranks: Sequence[int], deadline: Deadline) -> None:
         """Prepares new workers for graphs, and finds out where they run."""
@@ -308,8 +312,6 @@ class WorkerGroup:
 
     def call(self, method: str, *args: object, deadline: Deadline | None = None, without: Collection[int] = ()) -> list[Any]:
         """Calls `method(*args)` on every worker and returns the results in rank order; None for the ranks `without`."""
-        if not without:
-            return self.call_each(method, [args] * len(self.actors), deadline=deadline)
         refs = [
             ray.put(None) if rank in without else getattr(actor, method).remote(*args)
             for rank, actor in enumerate(self.actors)
@@ -393,21 +395,11 @@ class WorkerGroup:
         for rank in ranks if self.owned else ():
             ray.kill(self.actors[rank])
 
-    def end_spares(self) -> None:
-        """Ends the spare processes."""
-        if self._starter is not None:
-            self._starter.end()
-
     def shutdown(self, timeout_s: float) -> None:
         """Ends the workers that this group created: calls their `shutdown()` within the deadline, then kills their
         processes.
         """
         shutdown_groups([self], timeout_s)
-
-    @property
-    def owned(self) -> bool:
-        """Whether the group created its workers, and may end them."""
-        return self._owned
 
     def _health(self, actor: ActorHandle, function: Any, *args: object) -> Any:
         call = actor.__ray_call__
@@ -447,7 +439,8 @@ def shutdown_groups(groups: Sequence[WorkerGroup], timeout_s: float) -> None:
     mine = [group for group in groups if group.owned]
     end_workers([(group.role, group.actors) for group in mine], timeout_s)
     for group in mine:
-        group.end_spares()
+        if group._starter is not None:
+            group._starter.pool.end()
 
 
 def take_context(worker: Any, context: WorkerContext) -> None:
@@ -460,7 +453,5 @@ def free_address(worker: object) -> str:
     return f"{ray.util.get_node_ip_address()}:{reserve_port()}"
 
 
-def _signature(flat: Sequence[Any]) -> Any:
-    import inspect
-
+def _signature(flat: Sequence[Any]) -> inspect.Signature:
     return inspect.Signature([parameter for parameter in flat if parameter.name != "self"])

@@ -14,7 +14,7 @@ from dagrl.errors import DeadlineError, PhaseError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, join, phase
-from dagrl.runtime.revive import Revival, revive, revive_shards
+from dagrl.runtime.revive import Revival, revive
 from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.spares import take_place
 from dagrl.runtime.worker import WorkerContext
@@ -89,7 +89,7 @@ def pids(group: WorkerGroup) -> list[int]:
 
 def wait_for_spare(group: WorkerGroup) -> int:
     """Returns the pid of the only spare, once it has prepared."""
-    (spare,) = group._starter._waiting._waiting
+    (spare,) = group._starter.pool._waiting
     ray.get(spare.prepared, timeout=START_S)
     return int(ray.get(spare.actor.__ray_call__.remote(lambda worker: os.getpid()), timeout=START_S))
 
@@ -149,7 +149,7 @@ def test_one_shard_is_replaced_while_another_role_computes(cluster: None, tmp_pa
             assert scheduler.broken == ("other",)
             assert scheduler.recover(["other"], {"other": {1}}) == {}
             assert scheduler.replay(misbehave, {"rank": -1}).result() == (0,), "the other shard goes on"
-            assert revive_shards(other, {1}, rest_s=REST_S) == Revival(kept=0, spares=1, started=0)
+            assert revive(other, {1}, rest_s=REST_S) == Revival(kept=0, spares=1, started=0)
             assert scheduler.recover(["other"]) == {"misbehave": [1]}
             assert scheduler.replay(misbehave, {"rank": -1}).result() == (0, 1)
             assert [setups for *_, setups in other.call("story")] == [1, 1]
@@ -195,7 +195,7 @@ def test_shards_join_and_leave_while_another_role_computes(cluster: None, tmp_pa
             assert scheduler.replay(both, {"rank": -1}).result() == ([0, 0, 1],)
             with pytest.raises(PhaseError, match=r"other worker 1 .* died"):
                 scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
-            assert revive_shards(other, {1}, rest_s=REST_S) == Revival(kept=0, spares=0, started=1)
+            assert revive(other, {1}, rest_s=REST_S) == Revival(kept=0, spares=0, started=1)
             assert scheduler.recover(["other"]) == {"misbehave": [1], "both": [0]}
             assert scheduler.replay(misbehave, {"rank": -1}).result() == (0, 1), "a new process has the new rank"
     finally:

@@ -143,11 +143,6 @@ def accelerated(graph: PhaseGraph) -> set[int]:
     } - set(graph.outputs)
 
 
-def packet_sources(node: Node) -> tuple[int | None, ...]:
-    """Returns the source of each of a node's packets, in order: a node's number, or None for the phase's input."""
-    return tuple(arg.node if isinstance(arg, NodeRef) else None for arg in node.args if not isinstance(arg, Constant))
-
-
 def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Static | Json, ...]:
     takes: list[Take | Static | Json] = []
     share = (graph.shard(node.worker), graph.shards) if graph.shards > 1 else None

@@ -29,7 +29,7 @@ from dagrl.runtime.executors import deaths, ray_dag
 from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, node_calls, result_rooms
 from dagrl.runtime.executors.edge import Edge, EdgeType, MailboxSlot, make_mailbox
 from dagrl.runtime.executors.loop import loop_runs, wait_for_loop
-from dagrl.runtime.executors.node import HasState, run_node
+from dagrl.runtime.executors.node import run_node
 from dagrl.runtime.executors.outputs import Outputs, Submitted
 from dagrl.runtime.graph import PhaseGraph, WorkerRef
 from dagrl.runtime.passes.gather import Gathering
@@ -195,7 +195,7 @@ def _only_driver_reads(graph: PhaseGraph, hosts: Hosts) -> list[int]:
     return [number for number in mine if hosts.of[graph.nodes[number].worker] == hosts.driver]
 
 
-def _prepare_worker(worker: HasState, channel_bytes: int | None) -> str:
+def _prepare_worker(worker: object, channel_bytes: int | None) -> str:
     """Returns the worker's Ray node. Sizes its Ray channels, which carry packets between accelerators, unless None."""
     if channel_bytes is not None:
         ray_dag.set_channel_size(channel_bytes, accelerator=True)

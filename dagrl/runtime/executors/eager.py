@@ -13,8 +13,8 @@ from ray.exceptions import RayError
 from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.packet import Packet, payload_bytes
 from dagrl.runtime.edges.pickling import UnreadableError
-from dagrl.runtime.executors.base import Actors, GraphLimits, node_calls, packet_sources
-from dagrl.runtime.executors.node import HasState, NodeCall, run_node
+from dagrl.runtime.executors.base import Actors, GraphLimits, node_calls
+from dagrl.runtime.executors.node import NodeCall, run_node
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.passes.gather import Gathering
 
@@ -47,7 +47,7 @@ def takes_in_order(actor: ActorHandle) -> bool:
     return not actor._ray_allow_out_of_order_execution
 
 
-def _run_after(worker: HasState, ended: None, call: NodeCall, *packets: Packet) -> tuple[Packet, None]:
+def _run_after(worker: object, ended: None, call: NodeCall, *packets: Packet) -> tuple[Packet, None]:
     """Runs a node. The second result is small and says that it has ended. Runs in the worker."""
     return run_node(worker, call, *packets), None
 
@@ -60,7 +60,7 @@ class EagerGraph:
         self._gathering = Gathering.of(graph, limits.result_bytes)
         graph = self._gathering.graph
         self._steps: list[tuple[ActorHandle, NodeCall, tuple[int | None, ...]]] = [
-            (actor, dataclasses.replace(call, in_order=takes_in_order(actor)), packet_sources(node))
+            (actor, dataclasses.replace(call, in_order=takes_in_order(actor)), node.sources)
             for node, call in zip(graph.nodes, node_calls(graph, limits), strict=True)
             for actor in [actors[node.worker.role][node.worker.position]]
         ]

@@ -14,9 +14,10 @@ from __future__ import annotations
 import pickle
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayChannelError, RayChannelTimeoutError
@@ -31,20 +32,17 @@ from dagrl.runtime.edges.pickling import dump
 from dagrl.runtime.edges.ring import Ring, RingAddress
 from dagrl.runtime.edges.tls import TlsFiles
 
-_rings: weakref.WeakValueDictionary[str, Ring] = weakref.WeakValueDictionary()
-"""The rings that this process has open, by the name of their edge."""
-
-_mailboxes: weakref.WeakValueDictionary[MailboxAddress, Mailbox] = weakref.WeakValueDictionary()
-"""The mailboxes that this process has open."""
-
-_link_readers: weakref.WeakValueDictionary[LinkAddress, LinkReader] = weakref.WeakValueDictionary()
-"""The links that this process reads."""
+_open: weakref.WeakValueDictionary[object, Any] = weakref.WeakValueDictionary()
+"""The rings and mailboxes that this process has open, and the links that it reads, by their addresses."""
 
 _links: dict[str, list[LinkWriter]] = {}
 """The links that this process writes, by the name of their edge, until they are closed."""
 
 _written: dict[str, Ring] = {}
 """Keeps the rings that this process writes alive until they are closed: readers open them through this process."""
+
+
+Opened = TypeVar("Opened", Ring, Mailbox, LinkReader)
 
 
 @dataclass(frozen=True)
@@ -79,13 +77,14 @@ class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
         far = [_actor_id(reader) for reader, node in others if node != here]
         name = uuid.uuid4().hex
         if near:
-            _written[name] = _rings[name] = Ring.create(self.in_flight, self.slot_bytes, len(near))
+            ring = _written[name] = Ring.create(self.in_flight, self.slot_bytes, len(near))
+            _open[ring.address] = ring
         if far:
             here_ip = ray.util.get_node_ip_address()
             _links[name] = [LinkWriter(here_ip, self.slot_bytes, self.in_flight, self.tls) for _ in far]
         description = EdgeDescription(
             name=name,
-            address=_rings[name].address if near else None,
+            address=_written[name].address if near else None,
             readers=tuple(near),
             own=IntraProcessChannel(num_readers=1) if len(others) < len(reader_and_node_list) else None,
             far={reader: link.address for reader, link in zip(far, _links.get(name, []), strict=True)},
@@ -141,9 +140,9 @@ class Edge(ChannelInterface):  # type: ignore[misc]
     def ensure_registered_as_writer(self) -> None:
         """Opens what this process writes to."""
         if self._ring is None and self.description.address is not None:
-            self._ring = self._open_ring()
+            self._ring = _opened(self.description.address, Ring.open)
         if self._mailbox is None and self.mailbox_slot is not None:
-            self._mailbox = open_mailbox(self.mailbox_slot.mailbox)
+            self._mailbox = _opened(self.mailbox_slot.mailbox, Mailbox.open)
         self._senders = [*([self._ring] if self._ring is not None else []), *_links.get(self.description.name, [])]
         self._is_writer = True
 
@@ -152,12 +151,12 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         me = ray.get_runtime_context().get_actor_id()
         if me is None or me == self.description.driver:  # Ray lists the driver first, as an actor that represents it
             me = self.description.first_reader
-        readers = self.description.readers
+        readers, far = self.description.readers, self.description.far
         if me in readers:
             self._reader = readers.index(me)
-            self._ring = self._read_from = self._open_ring()
+            self._ring = self._read_from = self._ring or _opened(self.description.address, Ring.open)
         else:
-            self._read_from = self._open_link(me) if me in self.description.far else self._own
+            self._read_from = _opened(far[me], LinkReader) if me in far else self._own
 
     def write(self, value: Any, timeout: float | None = None) -> None:
         """Sends a packet (or an error of Ray's) to every reader.
@@ -229,52 +228,33 @@ class Edge(ChannelInterface):  # type: ignore[misc]
     def close(self) -> None:
         """Closes the edge for all its processes."""
         if self.description.address is not None:
-            try:
-                self._open_ring().close()
-            except EdgeClosedError:  # its writer is gone, and Ray tells its readers
-                pass
+            with suppress(EdgeClosedError):  # its writer is gone, and Ray tells its readers
+                (self._ring or _opened(self.description.address, Ring.open)).close()
             _written.pop(self.description.name, None)
         if self.mailbox_slot is not None:
-            try:
-                open_mailbox(self.mailbox_slot.mailbox).close()
-            except EdgeClosedError:  # the driver is gone
-                pass
+            with suppress(EdgeClosedError):  # the driver is gone
+                _opened(self.mailbox_slot.mailbox, Mailbox.open).close()
         for writer in _links.pop(self.description.name, []):
             writer.close()
         for address in self.description.far.values():
-            if (reader := _link_readers.get(address)) is not None:
+            if (reader := _open.get(address)) is not None:
                 reader.close()
         if self._own is not None:
             self._own.close()
 
-    def _open_link(self, reader: str) -> LinkReader:
-        address = self.description.far[reader]
-        link = _link_readers.get(address)
-        if link is None:
-            link = _link_readers[address] = LinkReader(address)
-        return link
 
-    def _open_ring(self) -> Ring:
-        name, address = self.description.name, self.description.address
-        ring = self._ring or _rings.get(name)
-        if ring is None:
-            assert address is not None
-            ring = _rings[name] = Ring.open(address)
-        return ring
-
-
-def open_mailbox(address: MailboxAddress) -> Mailbox:
-    """Returns a mailbox of this process or another one. Raises EdgeClosedError if that process is gone."""
-    mailbox = _mailboxes.get(address)
-    if mailbox is None:
-        mailbox = _mailboxes[address] = Mailbox.open(address)
-    return mailbox
+def _opened(address: Any, opens: Callable[[Any], Opened]) -> Opened:
+    """Returns what is at an address, which this process opens once. Raises EdgeClosedError if its process is gone."""
+    found: Opened | None = _open.get(address)
+    if found is None:
+        found = _open[address] = opens(address)
+    return found
 
 
 def make_mailbox(writers: int, slots: int) -> Mailbox:
     """Creates a mailbox that this process reads."""
     mailbox = Mailbox.create(writers, slots)
-    _mailboxes[mailbox.address] = mailbox
+    _open[mailbox.address] = mailbox
     return mailbox
 
 

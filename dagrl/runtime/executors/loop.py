@@ -25,7 +25,7 @@ from dagrl.runtime.edges.memory import MessageTooLargeError
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.edge import Edge
-from dagrl.runtime.executors.node import HasState, failed_packet, state_of
+from dagrl.runtime.executors.node import failed_packet, state_of
 
 PASSED = 1 << 62
 """A ticket after all others: what waits for a turn that the driver has not sent gives up."""
@@ -55,7 +55,7 @@ _tasks: dict[str, Sequence[Task]] = {}
 """The tasks of the loops that run."""
 
 
-def start_loop(run: Callable[..., None], name: str, worker: HasState, tasks: Sequence[Task], *rays: object) -> None:
+def start_loop(run: Callable[..., None], name: str, worker: object, tasks: Sequence[Task], *rays: object) -> None:
     """Starts `run(worker, tasks, *rays)`, a loop, on a thread of its own. Runs in the worker.
 
     `name` is that of its graph; `rays` are the other arguments of Ray's loop.
@@ -79,7 +79,7 @@ def start_loop(run: Callable[..., None], name: str, worker: HasState, tasks: Seq
     threading.Thread(target=loop, name=f"dagrl-loop-{name}", daemon=True).start()
 
 
-def wait_for_loop(worker: HasState, name: str) -> None:
+def wait_for_loop(worker: object, name: str) -> None:
     """Waits for the end of a loop, and raises what ended it. Runs in the worker."""
     if name in _loops:
         try:
@@ -88,7 +88,7 @@ def wait_for_loop(worker: HasState, name: str) -> None:
             _loops.pop(name, None)
 
 
-def end_loops(worker: HasState, timeout_s: float) -> list[str]:
+def end_loops(worker: object, timeout_s: float) -> list[str]:
     """Ends all loops, whose driver is dead. Returns those that have not ended in time. Runs in the worker."""
     until = time.monotonic() + timeout_s
     state_of(worker).gate.reset(PASSED)
@@ -102,12 +102,12 @@ def end_loops(worker: HasState, timeout_s: float) -> list[str]:
     return running
 
 
-def loop_runs(worker: HasState, name: str) -> bool:
+def loop_runs(worker: object, name: str) -> bool:
     """Whether a loop is running. Runs in the worker."""
     return name in _loops and not _loops[name].done()
 
 
-def run_tasks(worker: HasState, tasks: Sequence[Task], *rays: object) -> None:
+def run_tasks(worker: object, tasks: Sequence[Task], *rays: object) -> None:
     """Runs the nodes of one worker in order until an edge is closed. `rays`: the other arguments of Ray's loop.
 
     Raises RayChannelError if a link was lost.
@@ -123,7 +123,7 @@ def run_tasks(worker: HasState, tasks: Sequence[Task], *rays: object) -> None:
         raise_lost_link(worker, tasks)
 
 
-def raise_lost_link(worker: HasState, tasks: Sequence[Task]) -> None:
+def raise_lost_link(worker: object, tasks: Sequence[Task]) -> None:
     """Raises RayChannelError if one of the tasks' links to another host was lost."""
     edges = [edge for task in tasks for edge in (*task.input_channels, *task.output_channels) if isinstance(edge, Edge)]
     lost = next((edge.lost for edge in edges if edge.lost is not None), None)
@@ -134,7 +134,7 @@ def raise_lost_link(worker: HasState, tasks: Sequence[Task]) -> None:
         raise error
 
 
-def _step(worker: HasState, task: Task) -> Callable[[], None]:
+def _step(worker: object, task: Task) -> Callable[[], None]:
     """Returns one turn of a node, which reads a packet once even if the node takes it twice.
 
     A packet that cannot be unpickled or pickled is a failure of this worker; the loop goes on.

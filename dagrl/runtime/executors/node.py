@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ray
 
@@ -199,18 +199,14 @@ class NodeState:
 _STATE = "_dagrl_node_state"
 
 
-class HasState(Protocol):
-    """Any worker object."""
-
-
-def install(worker: HasState, role: str, rank: int, coordinates: str) -> None:
+def install(worker: object, role: str, rank: int, coordinates: str) -> None:
     """Prepares a worker for graphs. Called when a group of it is made."""
     state = getattr(worker, _STATE, None) or NodeState()
     setattr(worker, _STATE, state)
     state.members[role] = Member(role, rank, coordinates)
 
 
-def state_of(worker: HasState) -> NodeState:
+def state_of(worker: object) -> NodeState:
     """Returns the worker's runtime state. Raises RunError if Ray restarted the worker in its actor."""
     try:
         state = getattr(worker, _STATE)
@@ -223,7 +219,7 @@ def state_of(worker: HasState) -> NodeState:
     return state
 
 
-def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
+def run_node(worker: object, call: NodeCall, *packets: Packet) -> Packet:
     """Runs one node on `worker`. Its failures, and those of the nodes before it, are in the packet that it returns."""
     if call.kind == RELAY:
         return packets[0]
@@ -261,7 +257,7 @@ def run_node(worker: HasState, call: NodeCall, *packets: Packet) -> Packet:
     return Packet(header, value, busy_s + (time.perf_counter() - started if started else 0.0), failures)
 
 
-def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
+def _call(worker: object, state: NodeState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
     header = packets[0].header
     start_ns = time.time_ns()
     state.activity = (call.role, header.phase, header.replay, call.label, threading.get_ident(), time.monotonic())
@@ -274,7 +270,7 @@ def _call(worker: HasState, state: NodeState, call: NodeCall, packets: tuple[Pac
     return value
 
 
-def _annotated(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
+def _annotated(worker: object, call: NodeCall, packets: tuple[Packet, ...]) -> object:
     """Runs `_evaluate` in a range for profilers that names the node, the replay and the bucket of its batch."""
     header = packets[0].header
     given = [(arg, packets[arg.index].value) for arg in call.args if isinstance(arg, Take)]
@@ -296,7 +292,7 @@ def _check_size(call: NodeCall, value: object) -> None:
         )
 
 
-def _evaluate(worker: HasState, call: NodeCall, packets: tuple[Packet, ...]) -> object:
+def _evaluate(worker: object, call: NodeCall, packets: tuple[Packet, ...]) -> object:
     args: list[object] = []
     for arg in call.args:
         if not isinstance(arg, Take):
@@ -340,7 +336,7 @@ def _spread(call: NodeCall, arguments: object) -> tuple[list[object], dict[str, 
     return list(arguments.args), dict(arguments.kwargs)
 
 
-def _awaited(worker: HasState, call: NodeCall, coroutine: Coroutine[Any, Any, object]) -> object:
+def _awaited(worker: object, call: NodeCall, coroutine: Coroutine[Any, Any, object]) -> object:
     """Runs a coroutine on the actor's event loop, where its `async` methods run, until it ends or is aborted."""
     state = state_of(worker)
     state.coroutine = asyncio.run_coroutine_threadsafe(coroutine, actor_event_loop(call.label))
@@ -370,13 +366,13 @@ def _failure(state: NodeState, call: NodeCall, packet: Packet, error: BaseExcept
     )
 
 
-def failed_packet(worker: HasState, call: NodeCall, packet: Packet, error: Exception) -> Packet:
+def failed_packet(worker: object, call: NodeCall, packet: Packet, error: Exception) -> Packet:
     """Returns a packet that reports `error`, in place of one that cannot be read or written."""
     failure = _failure(state_of(worker), call, packet, error)
     return packet._replace(value=None, failures=(*packet.failures, failure))
 
 
-def _abort(worker: HasState) -> None:
+def _abort(worker: object) -> None:
     """Frees peers that wait for this worker in a collective, which a failed worker will not join.
 
     If that fails too, the driver still gets the first failure.
@@ -393,13 +389,13 @@ def _abort(worker: HasState) -> None:
 # Plain calls of the driver, which run on other threads of the actor than the graph loops.
 
 
-def drain_runs(worker: HasState, role: str) -> list[NodeRun]:
+def drain_runs(worker: object, role: str) -> list[NodeRun]:
     """Returns the worker's node runs in a role since the last call, oldest first."""
     runs = state_of(worker).members[role].runs
     return [NodeRun(*runs.popleft()) for _ in range(len(runs))]
 
 
-def abort(worker: HasState) -> None:
+def abort(worker: object) -> None:
     """Ends what the worker waits for: its collectives by its `abort()`, and a coroutine by cancelling it."""
     _abort(worker)
     coroutine = state_of(worker).coroutine
@@ -407,12 +403,12 @@ def abort(worker: HasState) -> None:
         coroutine.cancel()
 
 
-def reset_tickets(worker: HasState, ticket: int) -> None:
+def reset_tickets(worker: object, ticket: int) -> None:
     """Makes `ticket` the worker's next one, after a failure."""
     state_of(worker).gate.reset(ticket)
 
 
-def where(worker: HasState) -> tuple[str, int, str, tuple[str, ...]]:
+def where(worker: object) -> tuple[str, int, str, tuple[str, ...]]:
     """Returns the worker's host, process id, Ray node and GPUs."""
     return socket.gethostname(), os.getpid(), str(ray.get_runtime_context().get_node_id()), tuple(assigned_gpus())
 
@@ -432,7 +428,7 @@ NO_ANSWER = Report("", 0, "does not answer", "")
 DIED = Report("", 0, "died", "")
 
 
-def report(worker: HasState) -> Report:
+def report(worker: object) -> Report:
     """Returns what the worker is running."""
     activity = state_of(worker).activity
     if activity is None:

@@ -25,9 +25,8 @@ from ray.dag import DAGContext, InputNode, MultiOutputNode
 from ray.exceptions import GetTimeoutError
 
 from dagrl.runtime.deadline import in_background
-from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, packet_sources
+from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated
 from dagrl.runtime.executors.loop import raise_lost_link, run_tasks, start_loop
-from dagrl.runtime.executors.node import HasState
 from dagrl.runtime.graph import PhaseGraph
 
 logger = logging.getLogger(__name__)
@@ -123,7 +122,7 @@ def bind_graph(
             start.type_hint = input_hint
         bound: list[Any] = []
         for node, call in zip(graph.nodes, calls, strict=True):
-            packets = [start if source is None else bound[source] for source in packet_sources(node)]
+            packets = [start if source is None else bound[source] for source in node.sources]
             bound.append(actor_of(graph, actors, node.number).__ray_call__.bind(function, call, *packets))
             if hints is not None:
                 bound[-1].type_hint = hints[node.number]
@@ -288,7 +287,7 @@ class DriverId:
         return DriverId(uuid.uuid4().bytes)
 
 
-def run_rays_tasks(worker: HasState, tasks: Sequence[Any], *rays: object) -> None:
+def run_rays_tasks(worker: object, tasks: Sequence[Any], *rays: object) -> None:
     """Runs Ray's own loop, which ends silently. Raises RayChannelError if a link was lost. Runs in the worker."""
     importlib.import_module("ray.dag.compiled_dag_node").do_exec_tasks(worker, tasks, *rays)
     raise_lost_link(worker, tasks)

@@ -26,7 +26,7 @@ from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet
 from dagrl.runtime.edges.pickling import UnreadableError, dump, load
 from dagrl.runtime.executors import ray_dag
 from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, node_calls, result_rooms
-from dagrl.runtime.executors.node import HasState, NodeCall, Report, failed_packet, report, run_node
+from dagrl.runtime.executors.node import NodeCall, Report, failed_packet, report, run_node
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.passes.gather import Gathering
 
@@ -127,7 +127,7 @@ class RayGraph:
         return [reports[ref] for ref in ready if _report(ref).phase == self._phase]
 
 
-def run_pickled(worker: HasState, pickled: PickledCall, *items: Any) -> Any:
+def run_pickled(worker: object, pickled: PickledCall, *items: Any) -> Any:
     """Runs one node on packets that are bytes. Runs in the worker.
 
     A value that cannot be unpickled, or a result that cannot be pickled, is a failure of this worker.
@@ -169,7 +169,7 @@ def _channel_sizes(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> di
     return sizes
 
 
-def _prepare_worker(worker: HasState, channel_bytes: int) -> None:
+def _prepare_worker(worker: object, channel_bytes: int) -> None:
     ray_dag.set_channel_size(channel_bytes, accelerator=False)
 
 

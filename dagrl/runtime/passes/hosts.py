@@ -12,7 +12,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dagrl.runtime.graph import Constant, InputRef, Node, NodeRef, PhaseGraph, Source, WorkerRef
+from dagrl.runtime.graph import InputRef, Node, NodeRef, PhaseGraph, Source, WorkerRef
 
 FAN_OUT = 8
 """The largest number of other hosts that one process sends to."""
@@ -73,10 +73,8 @@ def _readers(graph: PhaseGraph) -> dict[Source, list[WorkerRef]]:
     """The workers that read each value, each once."""
     found: dict[Source, dict[WorkerRef, None]] = {}
     for node in graph.nodes:
-        for arg in node.args:
-            if not isinstance(arg, Constant):
-                source = arg.node if isinstance(arg, NodeRef) else None
-                found.setdefault(source, {})[node.worker] = None
+        for source in node.sources:
+            found.setdefault(source, {})[node.worker] = None
     return {source: list(workers) for source, workers in found.items()}
 
 
