@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from dagrl.runtime.shapes import (
     check_batch,
     choose_bucket,
     empty_batch,
+    field_types,
     longest_row,
     padding_share,
 )
@@ -43,11 +45,15 @@ class AddedPhase:
     warmup_value: object
     codec: Codec | None
     limits: GraphLimits
-    fields: FieldTypes | None  # of its batches
     in_flight: ReplayQueue
     compiled: list[Compiled] = field(default_factory=list)
     groups: Mapping[str, WorkerGroup] = field(default_factory=dict)  # that it is compiled on
     replays: int = 0
+
+    @functools.cached_property
+    def fields(self) -> FieldTypes | None:
+        """The types of its batches' fields; None if it takes no batches."""
+        return None if self.phase.inputs is None else field_types(self.phase.inputs)
 
     @property
     def shards(self) -> int:
@@ -71,18 +77,14 @@ class AddedPhase:
         """Raises RunError if an input does not fit. Only those that a codec split have different sizes."""
         for one, value in zip(self.compiled, values, strict=True):
             splits = self.fields is not None or type(value) is Shares
-            self._check_size(value, len(one.shards) if splits else 1)
+            needed = -(-payload_bytes(value) // (len(one.shards) if splits else 1)) + ENVELOPE_BYTES
+            if needed > self.limits.input_bytes:
+                raise RunError(
+                    f"the input of phase {self.phase.name!r} needs {needed} bytes per shard, but its channel has room for "
+                    f"{self.limits.input_bytes}; raise {self.limits.input_key}"
+                )
             if type(value) not in (Encoded, Shares):
                 break
-
-    def _check_size(self, value: object, shards: int) -> None:
-        """Raises RunError if the input of `shards` shards does not fit."""
-        needed = -(-payload_bytes(value) // shards) + ENVELOPE_BYTES
-        if needed > self.limits.input_bytes:
-            raise RunError(
-                f"the input of phase {self.phase.name!r} needs {needed} bytes per shard, but its channel has room for "
-                f"{self.limits.input_bytes}; raise {self.limits.input_key}"
-            )
 
     def share_out(
         self, value: object, rows: Sequence[npt.NDArray[np.intp]] | None

@@ -75,7 +75,7 @@ class Compiled:
 
     def runs_on(self, groups: Groups, absent: Absent) -> bool:
         """Whether its workers are still those of `groups`, and none is absent."""
-        if any(set(one.ranks) & set(absent.get(one.role, ())) for one in self.workers):
+        if not _is_whole({one.role: one.ranks for one in self.workers}, absent):
             return False
         actors = [groups[one.role].actors[rank] for one in self.workers for rank in one.ranks]
         return [actor._actor_id for actor in self.actors] == [actor._actor_id for actor in actors]
@@ -89,14 +89,15 @@ def compile_phase(
     counters: Counters,
     limits: GraphLimits,
     fuse_shards: bool,
-    without: Collection[int] = (),
+    without: Collection[int],
+    absent: Absent,
 ) -> list[Compiled]:
-    """Compiles the shards of a phase, except those in `without`: all of their graphs, or none and an error.
+    """Compiles the shards of a phase, except those in `without` or with absent workers: all graphs, or none and an error.
 
     `graph` and `limits` are those of one shard. `fuse_shards`: shards on the same hosts share one graph.
     """
     ranks_of = _ranks_of_shards(phase, groups)
-    shards = [shard for shard in range(len(ranks_of)) if shard not in without]
+    shards = [shard for shard, ranks in enumerate(ranks_of) if shard not in without and _is_whole(ranks, absent)]
     fuses = fuse_shards and not accelerated(graph)  # the workers of a graph with accelerator edges form a communicator
     made: list[Compiled] = []
     with ExitStack() as undo:
@@ -110,18 +111,6 @@ def compile_phase(
             made.append(Compiled(executable, tuple(mine), _graph_workers(whole, ranks, counters), all_actors))
         undo.pop_all()
     return made
-
-
-def shards_with(absent: Absent, phase: Phase, groups: Groups) -> list[int]:
-    """Returns the shards of a phase that need one of the absent workers."""
-    if not any(absent.values()):
-        return []
-    ranks_of = _ranks_of_shards(phase, groups)
-    return [
-        shard
-        for shard, ranks in enumerate(ranks_of)
-        if any(set(mine) & set(absent.get(role, ())) for role, mine in ranks.items())
-    ]
 
 
 def executor_of(name: str, engine: Engine = "dagrl") -> Executor:
@@ -157,6 +146,11 @@ def _warn_of_unknown_parts() -> bool:
             "; ".join(missing),
         )
     return bool(missing)
+
+
+def _is_whole(ranks: Ranks, absent: Absent) -> bool:
+    """Whether none of these workers is absent."""
+    return not any(set(mine) & set(absent.get(role, ())) for role, mine in ranks.items())
 
 
 def _graph_workers(graph: PhaseGraph, ranks: Ranks, counters: Counters) -> tuple[GraphWorkers, ...]:

@@ -16,9 +16,9 @@ from ray.exceptions import RayActorError, RayChannelError, RayError
 
 from dagrl.errors import DeadlineError, PhaseError, WorkerFailure, cause_first, error_text
 from dagrl.runtime.answers import GRACE_S, first_line
+from dagrl.runtime.compile import Compiled
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError
-from dagrl.runtime.executors.base import Executable
 from dagrl.runtime.executors.node import DIED, IDLE, NO_ANSWER, Report
 from dagrl.runtime.worker_group import Groups, WorkerGroup
 
@@ -44,7 +44,7 @@ class PendingReplay:
 
     phase: str
     number: int
-    submitted: Sequence[tuple[Executable, Any]]  # each graph, and what its `submit` returned
+    submitted: Sequence[tuple[Compiled, Any]]  # each graph, and what its `submit` returned
     groups: Groups  # of the phase
     deadline: float  # `time.monotonic`
     grace_s: float  # time that other workers get to finish after one raised
@@ -93,15 +93,15 @@ def collect_outcome(replay: PendingReplay, until: float = math.inf) -> list[list
 
 def _wait_for_next(replay: PendingReplay, until: float) -> None:
     """Waits for one graph, at most `TURN_S`, so that the others are looked at too."""
-    graph = replay.waiting[0]
-    executable, submitted = replay.submitted[graph]
+    number = replay.waiting[0]
+    graph, submitted = replay.submitted[number]
     try:
         left = min(replay.deadline, until) - time.monotonic()
-        packets = replay.found[graph] = _fetch(executable, submitted, max(0.0, min(left, TURN_S)))
+        packets = replay.found[number] = _fetch(graph, submitted, max(0.0, min(left, TURN_S)))
     except TimeoutError:
         now = time.monotonic()
         late = now >= replay.deadline
-        replay.add(_arrived_failures(executable, submitted))  # the failed worker is the cause, not those that wait for it
+        replay.add(_arrived_failures(graph, submitted))  # the failed worker is the cause, not those that wait for it
         if late:
             replay.late = True
             replay.waiting.popleft()
@@ -131,16 +131,16 @@ def _wait_for_next(replay: PendingReplay, until: float) -> None:
                 replay.add(packet.failures)
 
 
-def _fetch(executable: Executable, submitted: object, timeout_s: float) -> list[Packet]:
+def _fetch(graph: Compiled, submitted: object, timeout_s: float) -> list[Packet]:
     if isinstance(submitted, RayError):  # it could not be sent
         raise submitted
-    return executable.fetch(submitted, timeout_s)
+    return graph.fetch(submitted, timeout_s)
 
 
-def _arrived_failures(executable: Executable, submitted: object) -> Sequence[WorkerFailure]:
+def _arrived_failures(graph: Compiled, submitted: object) -> Sequence[WorkerFailure]:
     """Returns the failures of workers whose outputs have arrived. Others may wait for these in a collective forever."""
     with suppress(RayChannelError):  # the next `fetch` raises it
-        return executable.failures(submitted)
+        return graph.failures(submitted)
     return ()
 
 

@@ -31,7 +31,7 @@ from ray.exceptions import RayError
 from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
 from dagrl.runtime.added_phase import AddedPhase, channel_bytes
 from dagrl.runtime.codec import Codec, codec_of
-from dagrl.runtime.compile import Absent, Compiled, compile_phase, executor_of, shards_with
+from dagrl.runtime.compile import Absent, Compiled, compile_phase, executor_of
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.executors.base import Executor, accelerated
@@ -41,7 +41,7 @@ from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase, replicas_per_graph
 from dagrl.runtime.replay import Breakage, Replay, ReplayQueue
-from dagrl.runtime.shapes import Bucket, Scalar, field_types
+from dagrl.runtime.shapes import Bucket, Scalar
 from dagrl.runtime.tickets import Tickets, ticket_counters
 from dagrl.runtime.worker_group import WorkerGroup
 
@@ -122,16 +122,9 @@ class Scheduler:
             max_in_flight,
             room_key,
         )
-        fields = None if phase.inputs is None else field_types(phase.inputs)
-        carried = dict(scalars or {}), token_ids, warmup_value, codec
+        queue = ReplayQueue(self._breakage, self._tickets.together(phase.roles))
         self._entries[phase.name] = AddedPhase(
-            phase,
-            graph,
-            tuple(buckets),
-            *carried,
-            limits,
-            fields,
-            ReplayQueue(self._breakage, self._tickets.together(phase.roles)),
+            phase, graph, tuple(buckets), dict(scalars or {}), token_ids, warmup_value, codec, limits, queue
         )
 
     def number_from(self, numbers: Mapping[str, int]) -> None:
@@ -157,8 +150,7 @@ class Scheduler:
         made: dict[str, list[int]] = {}
         for name, entry in self._entries.items():
             entry.groups = {role: self.groups[role] for role in entry.phase.roles}
-            kept = [shard for one in entry.compiled for shard in one.shards]
-            new = self._compile(entry, [*kept, *shards_with(absent or {}, entry.phase, self.groups)])
+            new = self._compile(entry, absent or {})
             entry.compiled = sorted([*entry.compiled, *new], key=lambda one: one.shards)
             if new:
                 made[name] = [shard for one in new for shard in one.shards]
@@ -375,24 +367,31 @@ class Scheduler:
         self._teardown()
         self._entries.clear()
 
-    def _compile(self, entry: AddedPhase, without: Sequence[int]) -> list[Compiled]:
+    def _compile(self, entry: AddedPhase, absent: Absent) -> list[Compiled]:
         try:
-            return self._compile_with(self.options.executor, entry, without)
+            return self._compile_with(self.options.executor, entry, absent)
         except (RayError, RuntimeError, ValueError, TimeoutError) as error:
             if self.options.executor == "eager" or self.options.fallback == "error":
                 raise RunError(
                     f"phase {entry.phase.name!r} could not be compiled: {error}. Set executor: eager, or fallback: eager"
                 ) from error
             logger.warning("phase %r could not be compiled and runs eagerly: %s", entry.phase.name, error)
-            return self._compile_with("eager", entry, without)
+            return self._compile_with("eager", entry, absent)
 
-    def _compile_with(self, name: str, entry: AddedPhase, without: Sequence[int]) -> list[Compiled]:
+    def _compile_with(self, name: str, entry: AddedPhase, absent: Absent) -> list[Compiled]:
         if name not in self._executors:
             self._executors[name] = executor_of(name, self.options.engine)
         limits = replace(entry.limits, may_kill=all(group.owned for group in entry.groups.values()))
-        fuse = self.options.fuse_shards
         return compile_phase(
-            self._executors[name], entry.phase, entry.graph, self.groups, self._tickets.counters, limits, fuse, without
+            self._executors[name],
+            entry.phase,
+            entry.graph,
+            self.groups,
+            self._tickets.counters,
+            limits,
+            self.options.fuse_shards,
+            [shard for one in entry.compiled for shard in one.shards],
+            absent,
         )
 
     def _submit(
