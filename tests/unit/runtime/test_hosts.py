@@ -103,11 +103,7 @@ def test_no_worker_sends_a_value_to_two_workers_of_a_host_or_to_many_hosts(host_
     sources: list[tuple[str, int | None]] = [(hosts.driver, None)]
     sources += [(hosts.of[node.worker], node.number) for node in graph.nodes]
     for home, source in sources:
-        readers = {
-            node.worker
-            for node in graph.nodes
-            if source in (list(node.upstream) if source is not None else [None] * node.reads_input)
-        }
+        readers = {node.worker for node in graph.nodes if source in node.sources}
         abroad = [hosts.of[worker] for worker in readers if hosts.of[worker] != home]
         assert len(abroad) == len(set(abroad)) <= FAN_OUT
     far_outputs = [number for number in graph.outputs if hosts.of[graph.nodes[number].worker] != hosts.driver]
@@ -141,7 +137,7 @@ def test_many_hosts_are_reached_through_a_tree(hosts: int) -> None:
     placement = placed({position: position // 2 + 1 for position in range(2 * hosts)})
     graph = with_relays(traced(ranks, 2 * hosts), placement)
     assert sum(node.kind == RELAY for node in graph.nodes) == hosts
-    assert sum(node.reads_input for node in graph.nodes) == FAN_OUT
+    assert sum(None in node.sources for node in graph.nodes) == FAN_OUT
 
 
 def largest() -> np.ndarray:
