@@ -13,6 +13,8 @@ import os
 import platform
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from dagrl.errors import RunError
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeTimeoutError
@@ -40,6 +42,9 @@ _LOOK_S = 0.5  # longest sleep before the next look at the closed flag
 _NUMBERS = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 0, 1
 _EVERYONE = 0x7FFF_FFFF
+
+
+T = TypeVar("T")
 
 
 class _Timespec(ctypes.Structure):
@@ -142,20 +147,19 @@ class Watch:
         self._futexes.wait(index, known, min(left, _LOOK_S))
 
 
-class Pause:
-    """Waits for room by sleeping, longer each time: readers acknowledge messages without waking the writer."""
+def pause_until(look: Callable[[], T | None], timeout_s: float | None, late: str) -> T:
+    """Returns what `look` finds, once that is not None. Raises EdgeTimeoutError, with the text `late`, after `timeout_s`.
 
-    def __init__(self, timeout_s: float | None, late: str) -> None:
-        self._until = None if timeout_s is None else time.perf_counter() + timeout_s
-        self._late = late
-        self._pause_s = 50e-6
-
-    def take(self) -> None:
-        """Sleeps for a moment. Raises EdgeTimeoutError after `timeout_s`."""
-        if self._until is not None and time.perf_counter() >= self._until:
-            raise EdgeTimeoutError(self._late)
-        time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, 2e-3)
+    Sleeps between looks, longer each time: readers acknowledge messages without waking the writer.
+    """
+    until = math.inf if timeout_s is None else time.perf_counter() + timeout_s
+    pause_s = 50e-6
+    while (found := look()) is None:
+        if time.perf_counter() >= until:
+            raise EdgeTimeoutError(late)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 2e-3)
+    return found
 
 
 _ORDERED = platform.machine() == "x86_64"

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dagrl.errors import RunError
-from dagrl.runtime.edges.futex import Futexes, Pause, Watch, fence
+from dagrl.runtime.edges.futex import Futexes, Watch, fence, pause_until
 from dagrl.runtime.edges.memory import LINE, MemoryAddress, aligned, anonymous_memory, count_copied, open_memory
 from dagrl.runtime.edges.pickling import UnreadableError, load
 
@@ -131,13 +131,13 @@ class Mailbox:
 
     def _wait_for_room(self, number: int, timeout_s: float | None) -> None:
         """Returns once the cell of message `number` is free: at once, unless too many messages are in flight."""
-        words, slots = self._words, self._slots
+        if not self._has_room(number):
+            late = f"no room for message {number}: the reader has not read the ones before it"
+            pause_until(lambda: self._has_room(number) or None, timeout_s, late)
+
+    def _has_room(self, number: int) -> bool:
         self._watch.check_open()
-        if (number - words[_READ]) & _MASK > slots:
-            pause = Pause(timeout_s, f"no room for message {number}: the reader has not read the ones before it")
-            while (number - words[_READ]) & _MASK > slots:
-                pause.take()
-                self._watch.check_open()
+        return (number - self._words[_READ]) & _MASK <= self._slots
 
     def _collect_as_they_come(self, cells: list[memoryview], wanted: int, timeout_s: float) -> list[object]:
         messages: list[object] = [None] * len(cells)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.runtime.edges.futex import Futexes, Pause, Watch, fence
+from dagrl.runtime.edges.futex import Futexes, Watch, fence, pause_until
 from dagrl.runtime.edges.memory import (
     LINE,
     EdgeLostError,
@@ -88,9 +88,9 @@ class Ring:
         self._arrays = np.frombuffer(memory, dtype=np.uint8)
         self._futexes = Futexes(self._words)
         self._watch = Watch(self._words, self._futexes, _CLOSED)
-        self._written = 0
+        self.messages_written = 0  # by this process; also the number of the last one
         self._message_of = [0] * address.slots  # the last message in each slot; used by the writer
-        self._read = 0
+        self.messages_read = 0  # or skipped, by this process
         self._held = 0
         if descriptor is not None:  # the writer keeps it open for the readers
             weakref.finalize(self, os.close, descriptor)
@@ -109,16 +109,6 @@ class Ring:
         """Opens the ring of another process. Raises EdgeClosedError if that process is gone or has closed it."""
         return Ring(address, open_memory(address.memory), None)
 
-    @property
-    def messages_written(self) -> int:
-        """Number of messages that this process has written; also the number of the last one."""
-        return self._written
-
-    @property
-    def messages_read(self) -> int:
-        """Number of messages that this process has read or skipped."""
-        return self._read
-
     def write(self, parts: Sequence[bytes | memoryview], timeout_s: float | None) -> None:
         """Publishes a message: a pickle and its buffers, as flat bytes. Waits until a slot is free."""
         head = aligned(8 * (len(parts) + 1))
@@ -126,7 +116,7 @@ class Ring:
         if needed > self._slot_bytes:
             raise MessageTooLargeError(f"a message of {needed} bytes does not fit a slot of {self._slot_bytes} bytes")
         slot = self._wait_for_room(timeout_s)
-        sequence = self._written + 1
+        sequence = self.messages_written + 1
         start = self._first_slot + slot * self._slot_bytes
         offset = start + head
         word = start // 8
@@ -136,7 +126,7 @@ class Ring:
             self._sizes[word] = size = len(part)
             self._copy(part, offset, size)
             offset += aligned(size)
-        self._written = self._message_of[slot] = sequence
+        self.messages_written = self._message_of[slot] = sequence
         self._words[_SLOTS + sequence % self._slots] = slot
         fence()
         self._words[_SEQUENCE] = sequence & _MASK
@@ -162,7 +152,7 @@ class Ring:
             try:
                 return load(pickled)
             finally:
-                self._acknowledge(reader, slot, self._read)
+                self._acknowledge(reader, slot, self.messages_read)
         sizes = self._sizes[word + 2 : word + 1 + count].tolist()
         if offset + aligned(size) + sum(map(aligned, sizes)) > start + self._slot_bytes:
             raise self._damaged()
@@ -174,16 +164,16 @@ class Ring:
             try:
                 return load(pickled, [_own(view) for view in views])
             finally:
-                self._acknowledge(reader, slot, self._read)
+                self._acknowledge(reader, slot, self.messages_read)
         self._held += 1  # until the last array in the slot is gone
-        weakref.finalize(message, self._release, reader, slot, self._read).atexit = False
+        weakref.finalize(message, self._release, reader, slot, self.messages_read).atexit = False
         buffers = views if self._readers == 1 else [view.toreadonly() for view in views]
         return load(pickled, buffers)
 
     def skip(self, reader: int, timeout_s: float | None) -> None:
         """Drops the next message."""
         slot = self._next(timeout_s)
-        self._acknowledge(reader, slot, self._read)
+        self._acknowledge(reader, slot, self.messages_read)
 
     def close(self) -> None:
         """Closes the ring for every process. Calls that wait, and later ones, raise EdgeClosedError."""
@@ -198,18 +188,18 @@ class Ring:
 
     def _next(self, timeout_s: float | None) -> int:
         """Waits for the next message and returns its slot."""
-        self._watch.wait(_SEQUENCE, self._read & _MASK, timeout_s)
+        self._watch.wait(_SEQUENCE, self.messages_read & _MASK, timeout_s)
         fence()
-        self._read += 1
-        slot = self._words[_SLOTS + self._read % self._slots]
+        self.messages_read += 1
+        slot = self._words[_SLOTS + self.messages_read % self._slots]
         if slot >= self._slots:
             raise self._damaged()
         return slot
 
     def _damaged(self) -> EdgeLostError:
         return EdgeLostError(
-            f"the header of message {self._read} in shared memory is damaged: its sizes exceed a slot of {self._slot_bytes} "
-            "bytes. Only the writer's process writes there; look for native code that writes out of bounds"
+            f"the header of message {self.messages_read} in shared memory is damaged: its sizes exceed a slot of "
+            f"{self._slot_bytes} bytes. Only the writer's process writes there; look for native code that writes out of bounds"
         )
 
     def _acknowledge(self, reader: int, slot: int, sequence: int) -> None:
@@ -223,9 +213,8 @@ class Ring:
         """Returns a slot that every reader is done with: at once, unless too many messages are in flight."""
         slot = self._free_slot()
         if slot is None:
-            pause = Pause(timeout_s, f"no room for message {self._written + 1}: a reader has not read the ones before it")
-            while (slot := self._free_slot()) is None:
-                pause.take()
+            late = f"no room for message {self.messages_written + 1}: a reader has not read the ones before it"
+            slot = pause_until(self._free_slot, timeout_s, late)
         return slot
 
     def _free_slot(self) -> int | None:

@@ -178,7 +178,7 @@ def test_message_numbers_wrap_around() -> None:
     writer = Ring.create(2, SLOT, 1)
     reader = Ring.open(writer.address)
     start = (1 << 32) - 3
-    writer._written = reader._read = start
+    writer.messages_written = reader.messages_read = start
     writer._words[0] = start
     writer._message_of[:] = [start] * len(writer._message_of)
     for slot in range(writer.address.slots):
