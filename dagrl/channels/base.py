@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dagrl.channels.agreement import Agreement
 from dagrl.channels.spec import ChannelSpec, open_store
@@ -23,14 +23,18 @@ MAILBOX_SLOTS = 2
 """Messages that a mailbox of an IPC channel holds (`ipc.py`): one is written while another is read."""
 
 
-class PendingMessage(Protocol):
-    """A message that is being sent or received."""
+class PendingMessage:
+    """A message that is being sent or received, or several that end together."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
 
     def wait(self) -> None:
         """Returns when the message's tensor may be used: on the host for Gloo and IPC, on the current stream for NCCL.
 
         Raises ChannelError that names the peer if the channel broke, was aborted or passed its deadline.
         """
+        self._action()
 
 
 class Channel(ABC):

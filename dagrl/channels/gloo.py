@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from dagrl.channels.base import Channel, as_bytes, check_message
+from dagrl.channels.base import Channel, PendingMessage, as_bytes, check_message
 from dagrl.channels.spec import ChannelSpec, cannot_join
 from dagrl.errors import ChannelError
 from dagrl.runtime.process_groups import break_gloo_group
@@ -19,20 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store, Work  # type: ignore[attr-defined]
 
 _TAG = 0
-
-
-class GlooPending:
-    """A Gloo message that is being sent or received."""
-
-    def __init__(self, channel: GlooChannel, work: Work, what: str) -> None:
-        self._channel, self._work, self._what = channel, work, what
-
-    def wait(self) -> None:
-        """Blocks until the message is sent or received. Raises ChannelError."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._channel.broken(self._what, error) from error
 
 
 class GlooChannel(Channel):
@@ -49,20 +35,26 @@ class GlooChannel(Channel):
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> list[GlooPending]:
+    ) -> list[PendingMessage]:
         """Posts several messages at once."""
         posted = [self._post(tensor, peer, "recv", "from") for tensor, peer in receives]
         return [*posted, *(self._post(tensor, peer, "send", "to") for tensor, peer in sends)]
 
-    def _post(self, tensor: torch.Tensor, peer: int, operation: str, preposition: str) -> GlooPending:
+    def _post(self, tensor: torch.Tensor, peer: int, operation: str, preposition: str) -> PendingMessage:
         check_message(self.spec, tensor, peer, "cpu")
         what = f"{operation} of {tensor.nbytes} bytes {preposition} rank {peer}"
         self._check_usable(what)
         try:
             work = getattr(self._group, operation)([as_bytes(tensor)], peer, _TAG)
         except RuntimeError as error:
-            raise self.broken(what, error) from error
-        return GlooPending(self, work, what)
+            raise self._broken(what, error) from error
+        return PendingMessage(lambda: self._wait_for(work, what))
+
+    def _wait_for(self, work: Work, what: str) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._broken(what, error) from error
 
     def _check_usable(self, what: str = "agreement") -> None:
         if self._group is None or self._reason is not None:
@@ -70,7 +62,7 @@ class GlooChannel(Channel):
                 f"{what} on a {'closed' if self._group is None else 'broken'} channel ({self._reason}); open a new one"
             )
 
-    def broken(self, what: str, error: Exception) -> ChannelError:
+    def _broken(self, what: str, error: Exception) -> ChannelError:
         """Aborts the channel, so that no peer waits for this rank, and returns the error of a failed message."""
         reason = self._reason or str(error).partition("] ")[2] or str(error)
         self.abort(f"{what} failed: {reason}")

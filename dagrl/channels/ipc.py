@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.channels.base import MAILBOX_SLOTS, Channel, as_bytes, check_message
+from dagrl.channels.base import MAILBOX_SLOTS, Channel, PendingMessage, as_bytes, check_message
 from dagrl.channels.ipc_memory import HostSegment, Segment, attach_segment, create_segment
 from dagrl.channels.lent import Borrowed, Loans
 from dagrl.channels.spec import ChannelSpec, cannot_join
@@ -42,17 +42,16 @@ _MARGIN_S = 0.5  # lets the store's own deadline pass first: its error says more
 T = TypeVar("T")
 
 
-class IpcPending:
+class IpcPending(PendingMessage):
     """A message that is being sent or received. `wait` does the receiving, in the order posted."""
 
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action: Callable[[], None] | None = action
+    _done = False
 
     def wait(self) -> None:
         """Returns when the message's tensor may be used. Raises ChannelError, on every call after a failure."""
-        if self._action is not None:
+        if not self._done:
             self._action()
-            self._action = None
+            self._done = True
 
 
 class IpcChannel(Channel):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from dagrl.channels.base import Channel, check_message
+from dagrl.channels.base import Channel, PendingMessage, check_message
 from dagrl.channels.spec import ChannelSpec, cannot_join
 from dagrl.errors import ChannelError, MissingDependencyError
 from dagrl.runtime.deadline import within
@@ -40,19 +40,6 @@ def nccl_environment() -> dict[str, str]:
     keep writing to the address after the memory was freed and the address was reused.
     """
     return {"NCCL_GRAPH_REGISTER": os.environ.get("NCCL_GRAPH_REGISTER", "0")}
-
-
-class NcclPending:
-    """A group of messages that is being sent or received; they end together."""
-
-    def __init__(self, done: torch.cuda.Event) -> None:
-        self._done = done
-
-    def wait(self) -> None:
-        """Makes the current stream wait for the messages."""
-        import torch
-
-        torch.cuda.current_stream().wait_event(self._done)
 
 
 class NcclChannel(Channel):
@@ -123,7 +110,7 @@ class NcclChannel(Channel):
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
-    ) -> list[NcclPending]:
+    ) -> list[PendingMessage]:
         """Posts several messages as one NCCL group."""
         import torch
 
@@ -141,7 +128,7 @@ class NcclChannel(Channel):
         if not torch.cuda.is_current_stream_capturing():  # recorded work uses memory that stays allocated
             for tensor, _ in (*sends, *receives):
                 tensor.record_stream(self._stream)
-        return [NcclPending(done)] * (len(sends) + len(receives))
+        return [PendingMessage(lambda: torch.cuda.current_stream().wait_event(done))] * (len(sends) + len(receives))
 
     def _post(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
         nccl, stream, communicator = self._nccl, self._stream.cuda_stream, self._communicator

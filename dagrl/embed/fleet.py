@@ -34,11 +34,7 @@ Call = Arguments | None
 Result = TypeVar("Result")
 
 
-def _as_given(calls: Sequence[Call], workers: int) -> Sequence[Call]:
-    return calls
-
-
-PER_WORKER = Codec(_as_given, list)
+PER_WORKER = Codec(lambda calls, workers: calls, list)
 """The input is a list with the `Call` of each worker, the result a list of theirs."""
 
 

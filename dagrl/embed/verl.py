@@ -139,16 +139,16 @@ def _bound_methods(worker_group: Any) -> dict[str, Any]:
         raise GraphError(f"accelerate() takes a verl RayWorkerGroup, but was given a {type(worker_group).__name__}")
     if any(isinstance(value, Accelerated) for value in vars(worker_group).values()):
         raise GraphError("this worker group is accelerated already; call accelerate() on the group that verl made")
-    functors = {name: value for name, value in vars(worker_group).items() if _FUNCTOR in map(_qualname, type(value).__mro__)}
-    return {name: value for name, value in functors.items() if _attributes(worker_group, _target(value)) is not None}
+    return {
+        name: value
+        for name, value in vars(worker_group).items()
+        if any(kind.__qualname__ == _FUNCTOR for kind in type(value).__mro__)
+        and _attributes(worker_group, _target(value)) is not None
+    }
 
 
 _FUNCTOR = "func_generator.<locals>.Functor"
 """The class that verl derives a bound method's class from."""
-
-
-def _qualname(kind: type) -> str:
-    return kind.__qualname__
 
 
 def _target(functor: Any) -> str:

@@ -1,1 +1,15 @@
-"""Phases, graphs and layouts, and what compiles, schedules and replays them over groups of Ray actors."""
+"""Phases, their graphs, and replays of these on Ray actors.
+
+The way of one replay, from a phase to a worker's method and back:
+
+    phase.py               `Phase.trace` runs the phase's function once and records a `PhaseGraph` (`graph.py`)
+    compile.py             `compile_phase` makes each shard's graph ready on its actors, by an executor (`executors/`)
+    schedule.py            `Scheduler.replay` takes the tickets of the workers (`tickets.py`) and sends each graph one packet
+    added_phase.py         shares the input out over the graphs (`split.py` for batches, `codec.py` for other types)
+    executors/compiled.py  `CompiledGraph.submit` writes the packet to the input's edge (`executors/edge.py`, `edges/`)
+    executors/loop.py      the loop of a worker reads it, runs its nodes and writes their results to further edges
+    executors/node.py      `run_node` waits for the worker's turn and calls the method
+    executors/outputs.py   `Outputs.read` reads what the driver gets; `passes/gather.py` puts lists together
+    failures.py            `collect_outcome` waits for the graphs, and makes one error of what went wrong
+    replay.py              `Replay.result` joins the shards' results
+"""

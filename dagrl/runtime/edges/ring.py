@@ -199,7 +199,8 @@ class Ring:
     def _damaged(self) -> EdgeLostError:
         return EdgeLostError(
             f"the header of message {self.messages_read} in shared memory is damaged: its sizes exceed a slot of "
-            f"{self._slot_bytes} bytes. Only the writer's process writes there; look for native code that writes out of bounds"
+            f"{self._slot_bytes} bytes. Only the writer's process writes there; look for native code that writes out of "
+            "bounds"
         )
 
     def _acknowledge(self, reader: int, slot: int, sequence: int) -> None:

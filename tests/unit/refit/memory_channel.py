@@ -9,7 +9,7 @@ from queue import Queue
 
 from torch import Tensor
 
-from dagrl.channels.base import Channel, check_message
+from dagrl.channels.base import Channel, PendingMessage, check_message
 from dagrl.channels.spec import ChannelSpec
 from dagrl.refit import RefitPlan, RefitReceiver, RefitReport, RefitSender, Verify
 from dagrl.refit.carry.mapped import MappedCopies
@@ -18,7 +18,9 @@ Queues = Mapping[tuple[int, int], "Queue[Tensor]"]
 DEADLINE_S = 30
 
 
-class Done:
+class Done(PendingMessage):
+    def __init__(self) -> None: ...
+
     def wait(self) -> None:
         pass
 
