@@ -88,17 +88,14 @@ class IpcChannel(Channel):
         self._publish(f"pid/{spec.rank}", str(os.getpid()))
         pids = [int(self._load(f"pid/{rank}")) for rank in range(spec.size)]
         for rank, pid in enumerate(pids):
-            if rank != spec.rank:
-                self._lives[rank] = self._process(rank, pid)
+            if rank == spec.rank:
+                continue
+            try:
+                self._lives[rank] = _PeerProcess(pid)
+            except OSError as error:
+                watched = f"the process of rank {rank}, {pid}, cannot be watched: {error}"
+                raise cannot_join(spec, RuntimeError(watched)) from error
         self._agreement.reach(self._check_usable)  # all have mapped the table
-
-    def _process(self, rank: int, pid: int) -> _PeerProcess:
-        try:
-            return _PeerProcess(pid)
-        except OSError as error:
-            raise cannot_join(
-                self.spec, RuntimeError(f"the process of rank {rank}, {pid}, cannot be watched: {error}")
-            ) from error
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 
 from dagrl.errors import ConfigError
+from dagrl.runtime.phase import without_self
 from dagrl.runtime.worker import WorkerHooks
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -58,7 +59,7 @@ def _mistakes(worker_class: type, protocol: type, *, optional: bool) -> Iterator
 def _signature(function: Callable[..., object], is_static: bool) -> inspect.Signature:
     """The signature of a class's function as the protocol calls it: on the class, or without `self` on an instance."""
     signature = inspect.signature(function)
-    return signature if is_static else signature.replace(parameters=list(signature.parameters.values())[1:])
+    return signature if is_static else without_self(signature)
 
 
 def _accepts_calls_of(found: inspect.Signature, expected: inspect.Signature) -> bool:

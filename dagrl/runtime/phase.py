@@ -13,6 +13,7 @@ Tracing finds mistakes; each error names the phase, the node and what to write i
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import reprlib
@@ -47,9 +48,13 @@ def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
     found = {}
     for name, member in inspect.getmembers(worker_class, inspect.isfunction):
         if not name.startswith("__") and not isinstance(inspect.getattr_static(worker_class, name), staticmethod):
-            signature = inspect.signature(member)
-            found[name] = signature.replace(parameters=list(signature.parameters.values())[1:])
+            found[name] = without_self(inspect.signature(member))
     return found
+
+
+def without_self(signature: inspect.Signature) -> inspect.Signature:
+    """The signature of a method as its callers see it."""
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 @dataclass(frozen=True)
@@ -327,7 +332,8 @@ class Phase:
             name: Shard(tracer, role, tuple(range(replicas[name] * role.layout.shard_size))) for name, role in mine.items()
         }
         returned = self.function(**shards, **{self.input_name: Input(self.input_name)})
-        outputs = self._single_outputs(tracer, returned)
+        values = returned if isinstance(returned, tuple) else (returned,)
+        outputs = tuple(self._single_output(tracer, value) for value in values)
         tracer.check_readers()
         tracer.check_outputs(outputs)
         widths = {name: len(shard) for name, shard in shards.items()}
@@ -340,16 +346,12 @@ class Phase:
         """Name of the parameter that takes the phase's input."""
         return next(name for name in inspect.signature(self.function).parameters if name not in self.roles)
 
-    def _single_outputs(self, tracer: Tracer, returned: object) -> tuple[int, ...]:
-        values = returned if isinstance(returned, tuple) else (returned,)
-        outputs = []
-        for value in values:
-            if not isinstance(value, Value):
-                raise tracer.error(f"it returns {value!r}; return a value from map, reduce or join, or a tuple of these")
-            tracer.check_own("its result", value)
-            single = value if len(value.nodes) == 1 else join(value)
-            outputs.append(single.nodes[0])
-        return tuple(outputs)
+    def _single_output(self, tracer: Tracer, value: object) -> int:
+        """Returns the node whose result is a returned value; of a value of several nodes, their join."""
+        if not isinstance(value, Value):
+            raise tracer.error(f"it returns {value!r}; return a value from map, reduce or join, or a tuple of these")
+        tracer.check_own("its result", value)
+        return (value if len(value.nodes) == 1 else join(value)).nodes[0]
 
 
 def replicas_per_graph(shards: Mapping[str, int]) -> dict[str, int]:
@@ -374,11 +376,7 @@ def phase(
 ) -> Phase | Callable[[PhaseFunction], Phase]:
     """Makes a `Phase` of a function: `@phase`, or `@phase(inputs={...})` for one that takes a `Batch`."""
     if function is None:
-        return lambda decorated: _make_phase(decorated, inputs, name)
-    return _make_phase(function, inputs, name)
-
-
-def _make_phase(function: PhaseFunction, inputs: InputSpec | None, name: str) -> Phase:
+        return functools.partial(phase, inputs=inputs, name=name)
     name = name or function.__name__
     parameters = inspect.signature(function).parameters
     roles = tuple(key for key, parameter in parameters.items() if _is_shard(parameter.annotation))
