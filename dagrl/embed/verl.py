@@ -74,28 +74,28 @@ class Method:
     blocking: bool
 
 
+@dataclass(frozen=True)
 class Accelerated:
-    """A bound method that runs as a replay."""
+    """A bound method of a group that runs as a replay."""
 
-    def __init__(self, group: Any, fleet: Fleet, method: Method) -> None:
-        self._group = group
-        self._fleet = fleet
-        self.method = method
+    group: Any
+    fleet: Fleet
+    method: Method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from verl.protocol import _padding_size_key
 
         by_name = {name: _materialized(value) for name, value in kwargs.items()}
-        given, named = self.method.dispatch(self._group, *map(_materialized, args), **by_name)
+        given, named = self.method.dispatch(self.group, *map(_materialized, args), **by_name)
         named = dict(named)
         padding = named.pop(_padding_size_key, 0)
-        replay = self._fleet.call(RUN, self._parts(given, named))
+        replay = self.fleet.call(RUN, self._parts(given, named))
         collect = functools.partial(self._collected, replay, padding)
         return collect() if self.method.blocking else _pending_class()(collect)
 
     def _parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
         """Returns the arguments of every worker; those of workers that are given the same are one object."""
-        workers = len(self._group.workers)
+        workers = len(self.group.workers)
         if self.method.rank_zero:
             return [self._part(args, kwargs), *[None] * (workers - 1)]
         given = [*args, *kwargs.values()]
@@ -120,7 +120,7 @@ class Accelerated:
         except Exception as error:
             error.add_note(f"in the method {self.method.name!r} of a verl worker group")
             raise
-        output = self.method.collect(self._group, results[0] if self.method.rank_zero else results)
+        output = self.method.collect(self.group, results[0] if self.method.rank_zero else results)
         return _without_padding(output, padding) if padding else output
 
 

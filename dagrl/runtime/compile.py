@@ -55,7 +55,9 @@ class Compiled:
             return error
 
     def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
-        """`Executable.fetch`."""
+        """`Executable.fetch`. Raises Ray's error of a replay that could not be sent."""
+        if isinstance(submitted, RayError):
+            raise submitted
         try:
             packets = self.executable.fetch(submitted, timeout_s)
         except UnreadableError:  # the replay has ended

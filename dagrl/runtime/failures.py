@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayActorError, RayChannelError, RayError
+from ray.exceptions import RayActorError, RayChannelError
 
 from dagrl.errors import DeadlineError, PhaseError, WorkerFailure, cause_first, error_text
 from dagrl.runtime.answers import GRACE_S, first_line
@@ -20,7 +20,7 @@ from dagrl.runtime.compile import Compiled
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.node import DIED, IDLE, NO_ANSWER, Report
-from dagrl.runtime.worker_group import Groups, WorkerGroup
+from dagrl.runtime.worker_group import Groups
 
 TURN_S = 0.1
 """How long to wait for one graph before looking at the next one."""
@@ -62,6 +62,13 @@ class PendingReplay:
         """The replay's name in errors."""
         return f"phase {self.phase!r}, replay {self.number}"
 
+    def failure(
+        self, role: str, rank: int, kind: str, message: str, node: str = "unknown", stack: str = ""
+    ) -> WorkerFailure:
+        """A failure of a worker in this replay."""
+        known = self.groups[role].failure(rank, kind, node or "unknown", message, stack)
+        return dataclasses.replace(known, phase=self.phase, replay=self.number)
+
     def add(self, failures: Sequence[WorkerFailure]) -> None:
         """Adds failures. The first one, and a broken graph, bring the deadline nearer.
 
@@ -97,7 +104,7 @@ def _wait_for_next(replay: PendingReplay, until: float) -> None:
     graph, submitted = replay.submitted[number]
     try:
         left = min(replay.deadline, until) - time.monotonic()
-        packets = replay.found[number] = _fetch(graph, submitted, max(0.0, min(left, TURN_S)))
+        packets = replay.found[number] = graph.fetch(submitted, max(0.0, min(left, TURN_S)))
     except TimeoutError:
         now = time.monotonic()
         late = now >= replay.deadline
@@ -131,12 +138,6 @@ def _wait_for_next(replay: PendingReplay, until: float) -> None:
                 replay.add(packet.failures)
 
 
-def _fetch(graph: Compiled, submitted: object, timeout_s: float) -> list[Packet]:
-    if isinstance(submitted, RayError):  # it could not be sent
-        raise submitted
-    return graph.fetch(submitted, timeout_s)
-
-
 def _arrived_failures(graph: Compiled, submitted: object) -> Sequence[WorkerFailure]:
     """Returns the failures of workers whose outputs have arrived. Others may wait for these in a collective forever."""
     with suppress(RayChannelError):  # the next `fetch` raises it
@@ -148,15 +149,15 @@ def _deaths(replay: PendingReplay, error: Exception) -> list[WorkerFailure]:
     if not isinstance(error, RayActorError | RayChannelError):
         return []
     actor_id = getattr(error, "actor_id", None) or ""
-    for group in replay.groups.values():
+    for role, group in replay.groups.items():
         rank = group.rank_of_actor(actor_id)
         if rank is not None:
-            return [_failure(replay, group, rank, "died", "", first_line(error), "")]
+            return [replay.failure(role, rank, "died", first_line(error))]
     for timeout_s in (REPORT_S, DEATH_S):
         ended = [worker for worker, found in _reports(replay.groups, timeout_s).items() if found is DIED]
         if ended:
             break
-    return [_failure(replay, replay.groups[role], rank, "died", "", "its process ended", "") for role, rank in ended]
+    return [replay.failure(role, rank, "died", "its process ended") for role, rank in ended]
 
 
 def _unreadable_result(replay: PendingReplay, error: UnreadableError) -> WorkerFailure:
@@ -165,7 +166,7 @@ def _unreadable_result(replay: PendingReplay, error: UnreadableError) -> WorkerF
     found = {role: rank for role, group in replay.groups.items() if (rank := group.rank_of_actor(actor_id)) is not None}
     role, rank = next((one for one in found.items() if node.startswith(f"{one[0]}[")), next(iter(found.items())))
     text = f"its result cannot be read by the driver: {error}"
-    return _failure(replay, replay.groups[role], rank, "raised", node, text, "".join(traceback.format_exception(error)))
+    return replay.failure(role, rank, "raised", text, node, "".join(traceback.format_exception(error)))
 
 
 def _broken_error(replay: PendingReplay, failures: Sequence[WorkerFailure], error: Exception) -> PhaseError:
@@ -244,19 +245,12 @@ def _runs(found: Report, replay: PendingReplay) -> bool:
 def _hung(replay: PendingReplay, worker: RoleRank, found: Report) -> WorkerFailure:
     role, rank = worker
     if found is DIED:
-        return _failure(replay, replay.groups[role], rank, "died", "", "its process ended", "")
+        return replay.failure(role, rank, "died", "its process ended")
     left = "" if replay.groups[role].owned else "; dagrl did not create it and leaves it running"
-    return _failure(replay, replay.groups[role], rank, "hung", found.what, f"running {found.what}{left}", found.stack)
+    return replay.failure(role, rank, "hung", f"running {found.what}{left}", found.what, found.stack)
 
 
 def _others(groups: Groups) -> str:
     """What the workers run instead."""
     busy = sorted({f"{found.phase!r}" for found in _reports(groups, REPORT_S).values() if found.phase})
     return f" (they run {', '.join(busy)}, which comes before it)" if busy else ""
-
-
-def _failure(
-    replay: PendingReplay, group: WorkerGroup, rank: int, kind: str, node: str, message: str, stack: str
-) -> WorkerFailure:
-    known = group.failure(rank, kind, node or "unknown", message, stack)
-    return dataclasses.replace(known, phase=replay.phase, replay=replay.number)
