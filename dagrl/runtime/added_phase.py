@@ -60,10 +60,6 @@ class AddedPhase:
         """How many data-parallel shards (graphs as they were traced) the phase is compiled on."""
         return sum(len(one.shards) for one in self.compiled)
 
-    def missing(self, shards: int) -> set[int]:
-        """Returns those of `shards` shards that have no graph."""
-        return set(range(shards)) - {shard for one in self.compiled for shard in one.shards}
-
     def warmup_inputs(self) -> list[object]:
         """Returns the inputs at which the phase is warmed up, the largest first."""
         if self.phase.inputs is None:
@@ -99,7 +95,8 @@ class AddedPhase:
         if rows is None:
             rows = split_rows(lengths, shards)
         else:
-            if len(rows) > shards and not any(len(rows[shard]) for shard in self.missing(len(rows))):
+            here = {shard for one in self.compiled for shard in one.shards}
+            if len(rows) > shards and not any(len(mine) for shard, mine in enumerate(rows) if shard not in here):
                 shards = len(rows)  # those without workers get no rows
             check_rows(self.phase.name, rows, shards, value.rows)
         bucket = choose_bucket(self.buckets, max(map(len, rows)), longest)

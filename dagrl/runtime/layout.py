@@ -61,13 +61,8 @@ class ParallelLayout:
             )
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(f"vpp is {self.vpp} but pp is 1; virtual stages need at least two pipeline stages")
-        if self.uneven and self.pp == 1:
+        if self.pp == 1 and (self.first_stage_layers, self.last_stage_layers) != (None, None):
             raise LayoutError("first_stage_layers or last_stage_layers is set, but pp is 1; leave it out")
-
-    @property
-    def uneven(self) -> bool:
-        """Whether the first or the last pipeline stage has its own number of layers."""
-        return self.first_stage_layers is not None or self.last_stage_layers is not None
 
     def stage_layers(self, layers: int, pp: int, stage: int = 0) -> range:
         """The layers of virtual stage `stage` of pipeline rank `pp`, out of `layers`.

@@ -110,7 +110,7 @@ def reduced(row: RefitMapping) -> dict[str, Any]:
     model = {**row.model, **SMALL[row.model["model_type"]]}
     model["num_hidden_layers"] = 2 * row.train.pp
     train = row.train
-    if train.uneven:
+    if (train.first_stage_layers, train.last_stage_layers) != (None, None):
         model["num_hidden_layers"] = train.pp + (train.first_stage_layers or 1) + (train.last_stage_layers or 1) - 2
     if "n_routed_experts" in model:
         model["n_routed_experts"] = 2 * train.ep
