@@ -189,6 +189,15 @@ def clock_jumps(victim: Victim, random: Random) -> Iterator[str]:
         yield f"{seconds:+d} s"
 
 
+def clock_runs_fast(victim: Victim, random: Random) -> Iterator[str]:
+    """An hour to a day of the wall clock pass in a few seconds."""
+    if victim.clock is None:
+        raise CannotError("needs a C compiler, for a clock of its own")
+    times = random.choice((1000, 10000))
+    with victim.clock.fast(times):
+        yield f"{times} times as fast"
+
+
 def misbehaves(how: str) -> Applied:
     """The user's function (`task.py`) raises, hangs or ends its process: for all samples, or for some."""
 
@@ -313,6 +322,7 @@ FAULTS = {
         Fault("out of memory: train worker", out_of_memory("train worker"), (3.0, 5.0)),
         Fault("out of memory: generation worker", out_of_memory("generation worker"), (3.0, 5.0), scenarios=GRPO),
         Fault("clock jumps", clock_jumps, (1.5, 5.0), spares=True),
+        Fault("clock runs fast", clock_runs_fast, (3.0, 8.0), spares=True),
         Fault("second run in the directory", second_run, spares=True),
         Fault("packets lost", packets(loss=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
         Fault("packets late", packets(delay_s=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),

@@ -8,9 +8,14 @@ from random import Random
 
 import pytest
 
+from dagrl.telemetry.record import read_metrics
 from tests.chaos.faults import FAULTS
 from tests.chaos.scenarios import SCENARIOS
-from tests.chaos.trial import Trial
+from tests.chaos.trial import HANG_S, Trial
+from tests.chaos.verdict import differences
+
+DAY_S = 86400
+TIMES = 1440  # a day in a minute
 
 
 def test_a_killed_worker_restarts_the_run_and_the_last_one_is_named(tmp_path: Path) -> None:
@@ -27,3 +32,24 @@ def test_a_killed_worker_restarts_the_run_and_the_last_one_is_named(tmp_path: Pa
     assert first is not None and (first.outcome, first.wrong) == ("restarted", [])
     assert last is not None and (last.outcome, last.exit_code, last.wrong) == ("stopped", 1, [])
     assert f"{last.did}) died in" in last.message
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_of_a_day_by_the_wall_clock_is_that_of_a_minute(tmp_path: Path) -> None:
+    """Checkpoints, locks, Ray and its links see days pass. Deadlines do not: their clock is monotonic, and stays."""
+    pytest.importorskip("megatron.core")
+    usual, steps = SCENARIOS["grpo"], 450
+    scenario = replace(usual, overrides=(*usual.overrides, f"grpo.max_num_steps={steps}"), steps=steps)
+    truth, days = (Trial(scenario, tmp_path, name, Random(0), None) for name in ("truth", "days"))  # noqa: S311
+    truth.launch()
+    assert truth.finish() == []
+    assert days.clock is not None
+    with days.clock.fast(TIMES):
+        days.launch()
+        assert days.run is not None
+        days.run.finish(3 * HANG_S)
+    assert days.finish() == []
+    assert differences(scenario, truth.directory, days.directory) == []
+    times = [float(line["time"]) for line in read_metrics(days.directory / "metrics.jsonl") if "loss" in line]
+    assert times[-1] - times[0] > DAY_S

@@ -86,20 +86,23 @@ def lines(directory: Path) -> list[dict[str, object]]:
     return [{name: value for name, value in line.items() if name not in OF_THE_DRIVER} for line in found]
 
 
-def check_taken_over(killed: Run, undisturbed: Run, workers: set[Process], driver: subprocess.Popen[str]) -> str:
-    """Compares the end of a killed run that `driver` has taken over. Returns what that logged."""
+def taken_over(killed: Run, workers: set[Process], driver: subprocess.Popen[str]) -> str:
+    """Waits for the end of a killed run, whose `workers` `driver` has taken over. Returns what that logged."""
     begin = time.time()
     wait_until(lambda: killed.metrics[-1]["time"] > begin or driver.poll() is not None, "no step after the attach")
     assert workers <= set(processes().values())
     logged = driver.communicate(timeout=PATIENCE_S)[0]
     assert driver.returncode == 0, logged
-    assert undisturbed.finish() == 0, undisturbed.shown
-    assert lines(killed.directory) == lines(undisturbed.directory)
-    assert files(killed.directory / "final_model") == files(undisturbed.directory / "final_model")
     assert not {"lease.json", "driver"} & set(os.listdir(killed.directory))
     wait_until(lambda: not killed.left_processes(), "processes are left")
     wait_until(lambda: not killed.left_shared_memory(), "shared memory is left")
     return logged
+
+
+def check_equal(killed: Run, undisturbed: Run) -> None:
+    assert undisturbed.finish() == 0, undisturbed.shown
+    assert lines(killed.directory) == lines(undisturbed.directory)
+    assert files(killed.directory / "final_model") == files(undisturbed.directory / "final_model")
 
 
 @pytest.mark.timeout(300)
@@ -123,7 +126,8 @@ def test_sft_goes_on_with_the_workers_of_a_killed_driver(tmp_path: Path) -> None
             refused, driver = (one, other) if one.poll() is not None else (other, one)
             text = refused.communicate()[0]
             assert refused.returncode == 2 and re.fullmatch(r"dagrl: error: .* is in use by pid \d+ on .*\n", text)
-            assert "Going on from step" in check_taken_over(killed, undisturbed, workers, driver)
+            assert "Going on from step" in taken_over(killed, workers, driver)
+        check_equal(killed, undisturbed)
 
 
 @pytest.mark.slow
@@ -158,7 +162,8 @@ def test_grpo_goes_on_with_the_workers_of_a_killed_driver(
             workers = kill_driver(killed)
         assert len(workers) == 3
         with running(GRPO, tmp_path, "undisturbed", *overrides) as undisturbed, attaching(killed.directory) as driver:
-            logged = check_taken_over(killed, undisturbed, workers, driver)
+            logged = taken_over(killed, workers, driver)
+            check_equal(killed, undisturbed)
     assert ("Going on from step" in logged) == ("had begun to update" not in logged)
     assert moment == "learning" or "Going on from step" in logged
 
