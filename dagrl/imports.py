@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -61,6 +62,19 @@ def load_callable(path: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{key}: {path!r} is a {type(found).__name__}; a callable is expected")
     return cast("Callable[..., Any]", found)
+
+
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], path: str, key: str) -> None:
+    """Raises ConfigError, naming the configuration's `key`, if the callable at `path` does not take these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some C functions have no signature
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        accepted = ", ".join(signature.parameters) or "no arguments"
+        raise ConfigError(f"{key}: {error}; {path} takes {accepted}") from error
 
 
 @contextmanager

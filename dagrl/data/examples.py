@@ -9,7 +9,6 @@ with `weight` 0 is not learned. Errors name the file and the line or row.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -22,7 +21,7 @@ import numpy as np
 from dagrl.config import DataConfig, Json
 from dagrl.data.hugging_face import has_splits, is_dataset, read_rows
 from dagrl.errors import ConfigError, DataError, UserError
-from dagrl.imports import load_callable, running
+from dagrl.imports import check_arguments, load_callable, running
 
 
 @dataclass(frozen=True)
@@ -169,12 +168,7 @@ def _check_split_names(config: DataConfig, path: str) -> None:
     held_out = config.val_path or path
     everywhere = [path] if config.val_path is None else [path, config.val_path]
     named = (
-        (
-            "val_split",
-            config.val_split,
-            [held_out],
-            "set data.val_path to a file for validation, or leave it out",
-        ),
+        ("val_split", config.val_split, [held_out], "set data.val_path to a file for validation, or leave it out"),
         ("split", config.split if config.split != DataConfig().split else None, everywhere, "leave it out"),
         ("subset", config.subset, everywhere, "leave it out"),
     )
@@ -201,9 +195,10 @@ def _hold_out(examples: list[Example], config: DataConfig) -> tuple[list[Example
 
 
 def _load_task(config: DataConfig) -> Splits:
-    task = cast("Callable[..., object]", load_callable(cast(str, config.task), "data.task"))
-    _check_arguments(task, config)
-    with running(cast(str, config.task), "data.task"):
+    assert config.task is not None
+    task = load_callable(config.task, "data.task")
+    check_arguments(task, config.task_args, config.task, "data.task_args")
+    with running(config.task, "data.task"):
         try:
             splits = task(**config.task_args)
         except ValueError as error:  # invalid arguments
@@ -212,18 +207,6 @@ def _load_task(config: DataConfig) -> Splits:
         raise ConfigError(f"data.task {config.task} returned {type(splits).__name__}; expected: dagrl.data.Splits")
     _check_made(splits, config)
     return splits
-
-
-def _check_arguments(task: Callable[..., object], config: DataConfig) -> None:
-    try:
-        signature = inspect.signature(task)
-    except ValueError:  # some C functions have no signature
-        return
-    try:
-        signature.bind(**config.task_args)
-    except TypeError as error:
-        accepted = ", ".join(signature.parameters)
-        raise ConfigError(f"data.task_args: {error}; {config.task} takes {accepted}") from error
 
 
 def _check_made(splits: Splits, config: DataConfig) -> None:

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dagrl.config import EnvironmentConfig, Json
 from dagrl.data.tokenization import Prompt, with_opening
 from dagrl.errors import ConfigError, UserError
-from dagrl.imports import load_callable, require_package
+from dagrl.imports import check_arguments, load_callable, require_package
 from dagrl.rl.functions.answers import Answers, Failed, joined
 from dagrl.rl.functions.episodes import Step
 from dagrl.rl.functions.runner import FunctionRunner
@@ -72,15 +72,7 @@ def check_environment(config: EnvironmentConfig) -> None:
     missing = [name for name in ("reset", "step") if isinstance(found, type) and not hasattr(found, name)]
     if missing:
         raise ConfigError(f"{key}: {config.function} has no method {' or '.join(missing)}; docs/rewards.md has an example")
-    try:
-        signature = inspect.signature(found)
-    except ValueError:  # some C functions have no signature
-        return
-    try:
-        signature.bind(**config.args)
-    except TypeError as error:
-        accepted = ", ".join(signature.parameters) or "no arguments"
-        raise ConfigError(f"environment.args: {error}; {config.function} takes {accepted}") from error
+    check_arguments(found, config.args, config.function, "environment.args")
 
 
 def _check_agent(config: EnvironmentConfig) -> None:

@@ -120,9 +120,9 @@ def batch_loss(
         return LossOutput(loss, sums)
     before = data["prev_logprobs"] if "prev_logprobs" in algorithm.columns else logprobs.detach()
     known = batch.with_columns(prev_logprobs=before)
-    difference = logprob_difference(known.columns, mask, denominators)
+    agreement, maxima = logprob_difference(known.columns, mask, denominators)
     ratio = torch.exp(known.log_ratio.detach()) * (mask > 0)
-    return LossOutput(loss, {**sums, **difference.sums}, {**difference.maxima, "max_probs_ratio": ratio.amax()})
+    return LossOutput(loss, {**sums, **agreement}, {**maxima, "max_probs_ratio": ratio.amax()})
 
 
 def rows_as_sequences(mask: Tensor) -> Sequences:
@@ -145,11 +145,11 @@ def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: L
     if config.truncated_importance_sampling_type == "tis":
         return importance.clamp(max=high)
     judged = importance
-    if config.truncated_importance_sampling_type in ("seq-mask-tis", "seq-product-mask-tis"):
-        tokens = data["sequence_tokens"].to(importance.dtype).clamp(min=1)
-        if config.truncated_importance_sampling_type == "seq-product-mask-tis":
-            tokens = torch.ones_like(tokens)
-        judged = torch.exp(data["sequence_log_ratio"].to(importance.dtype) / tokens)
+    if config.truncated_importance_sampling_type != "icepop":
+        judged = data["sequence_log_ratio"].to(importance.dtype)
+        if config.truncated_importance_sampling_type == "seq-mask-tis":
+            judged = judged / data["sequence_tokens"].to(importance.dtype).clamp(min=1)
+        judged = judged.exp()
     kept = (judged <= high) & (judged >= (low or 0.0))
     return torch.where(kept, importance, torch.zeros_like(importance))
 
@@ -169,29 +169,22 @@ def row_sums(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return sums
 
 
-@dataclass(frozen=True)
-class LogprobDifference:
-    """Differences of two policies' log-probabilities of the same tokens. Adds up like `LossOutput`."""
-
-    sums: Mapping[str, Tensor]
-    maxima: Mapping[str, Tensor]
-
-
-def logprob_difference(data: Mapping[str, Tensor], mask: Tensor, denominators: Denominators) -> LogprobDifference:
+def logprob_difference(
+    data: Mapping[str, Tensor], mask: Tensor, denominators: Denominators
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Compares generation's log-probabilities with the train workers': `generation_logprobs` and `prev_logprobs` [b, t].
 
     `token_mult_prob_error` is NeMo-RL's: the mean over tokens of exp(|generation - prev|); 1 if both agree. After a
     correct refit it differs from 1 only by rounding. `gen_kl_error` (NeMo-RL's too) is KL(generation || train), estimated
-    by k3 on generation's own samples. `max_logprob_difference` is the largest |generation - prev|.
+    by k3 on generation's own samples. `max_logprob_difference` is the largest |generation - prev|. Returns sums and maxima
+    of a `LossOutput`.
     """
     difference = _inside(data["generation_logprobs"] - data["prev_logprobs"], mask > 0)
     gap = difference.abs()
     divergence = kl_estimate(difference, torch.zeros_like(difference), "k3")
     sums = {"token_mult_prob_error": torch.exp(gap), "gen_kl_error": divergence}
-    return LogprobDifference(
-        sums={name: _masked_sum(value, mask) / denominators.tokens for name, value in sums.items()},
-        maxima={"max_logprob_difference": gap.amax()},
-    )
+    means = {name: _masked_sum(value, mask) / denominators.tokens for name, value in sums.items()}
+    return means, {"max_logprob_difference": gap.amax()}
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:

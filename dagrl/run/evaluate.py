@@ -27,7 +27,7 @@ from dagrl.rl.functions.answers import Answers
 from dagrl.rl.pass_at_k import pass_at_k
 from dagrl.rl.rewards import RewardRunner, Rewards, join_rewards, rewards_of
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
-from dagrl.rl.rollout.judged import reward_values
+from dagrl.rl.rollout.judged import reward_texts, reward_values
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import with_turn_rewards
 from dagrl.run.engines import WorkerEngines
@@ -129,7 +129,7 @@ def _complete(
         for group in rollouts.advance():
             samples = samples_of(inputs.tokenizer, group)
             row_values = partial(reward_values, group, samples, inputs.tokenizer)
-            scoring.append((group, samples, reward.submit(*_texts(samples), row_values)))
+            scoring.append((group, samples, reward.submit(*reward_texts(samples), row_values)))
             if len(scoring) % max(1, len(prompts) // LOGGED) == 0:
                 logger.info("completed %d of %d prompts", len(scoring), len(prompts))
     completions: dict[int, list[Completion]] = {}
@@ -144,14 +144,6 @@ def _complete(
         ]
     reward.check_parts(join_rewards(everything))
     return [completions[number] for number in range(len(prompts))]
-
-
-def _texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[str]]:
-    return (
-        [sample.prompt.text for sample in samples],
-        [sample.text for sample in samples],
-        [sample.prompt.reference for sample in samples],
-    )
 
 
 def _report(completions: list[list[Completion]], wanted: Evaluation) -> Report:

@@ -186,8 +186,5 @@ def _joined(stages: Sequence[Stage], name: str) -> Column:
 
 def _trailing_mean(values: Column, window: int) -> Column:
     """Returns the mean of the last `window` values, of fewer at the start."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    means: Column = (sums[ends] - sums[starts]) / (ends - starts)
-    return means
+    sums = np.convolve(values, np.ones(window))[: len(values)]
+    return np.asarray(sums / np.minimum(np.arange(1, len(values) + 1), window), np.float64)

@@ -228,11 +228,8 @@ def _end(left: float | None) -> str:
         return ""
     now = datetime.now()
     end = now + timedelta(seconds=left)
-    return (
-        f"{_seconds(left)} left, until {end:%H:%M}"
-        if end.date() == now.date()
-        else f"{_seconds(left)} left, until {end:%a %H:%M}"
-    )
+    day = "" if end.date() == now.date() else f"{end:%a} "
+    return f"{_seconds(left)} left, until {day}{end:%H:%M}"
 
 
 def _seconds(seconds: float) -> str:

@@ -48,6 +48,16 @@ Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True)
+class _Below:
+    """A property of `RunPaths`: a path in the run's directory."""
+
+    name: str
+
+    def __get__(self, paths: RunPaths, owner: type[RunPaths]) -> Path:
+        return paths.directory / self.name
+
+
+@dataclass(frozen=True)
 class RunPaths:
     """Where a run writes. Paths are absolute, because workers have other working directories."""
 
@@ -61,37 +71,14 @@ class RunPaths:
         checkpoints = config.checkpointing.checkpoint_dir
         return cls(directory, Path(checkpoints).absolute() if checkpoints else directory / "checkpoints")
 
-    @property
-    def config(self) -> Path:
-        return self.directory / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.directory / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.directory / "tensorboard"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.directory / "rollouts"
-
-    @property
-    def trace(self) -> Path:
-        return self.directory / "trace.json"
-
-    @property
-    def plot(self) -> Path:
-        return self.directory / "metrics.png"
-
-    @property
-    def final_model(self) -> Path:
-        return self.directory / "final_model"
-
-    @property
-    def init_model(self) -> Path:
-        return self.directory / "init_model"
+    config = _Below("config.yaml")
+    metrics = _Below("metrics.jsonl")
+    tensorboard = _Below("tensorboard")
+    rollouts = _Below("rollouts")
+    trace = _Below("trace.json")
+    plot = _Below("metrics.png")
+    final_model = _Below("final_model")
+    init_model = _Below("init_model")
 
     def written(self) -> dict[str, Path]:
         """Returns the existing paths by display name."""

@@ -2,7 +2,7 @@
 
 with AgentRunner(config, tokenizer) as agents:
     episode = agents.begin("3/0", example)
-    agents.take()                  # requests for generation, as they come; `agents.news` says when
+    agents.inbox.take()            # requests for generation, as they come; `agents.inbox.news` says when
     episode.answer.result()        # what the agent returned
     episode.rows(1)                # its conversations
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dagrl.config import Config
 from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.errors import printable
-from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
+from dagrl.rl.agents.episode import AgentEpisode, Limits
 from dagrl.rl.agents.protocol import MODEL
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.agents.server import EndpointServer, Inbox
@@ -31,8 +31,6 @@ from dagrl.rl.functions.answers import Failed
 from dagrl.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from transformers import PreTrainedTokenizerFast
 
 
@@ -52,13 +50,13 @@ class AgentRunner:
             generation.top_p,
             generation.stop_strings,
         )
-        self._inbox, own = Inbox(), copy.deepcopy(tokenizer)
+        self.inbox, own = Inbox(), copy.deepcopy(tokenizer)
         self._server = EndpointServer(
             environment.endpoint.host,
             environment.endpoint.port,
             Renderer(own, environment.tool_parser),
             self._limits,
-            self._inbox,
+            self.inbox,
         )
         self._stop = Deadline(config.timeouts.teardown_s, "timeouts.teardown_s")
         self._pool = AgentPool(environment.agent, environment)
@@ -74,11 +72,6 @@ class AgentRunner:
         self._pool.close()
         self._server.stop(self._stop)
 
-    @property
-    def news(self) -> Future[None]:
-        """Is done when `take` has something, or a request was cancelled."""
-        return self._inbox.news
-
     def begin(self, key: str, example: Mapping[str, Any], *, greedy: bool = False) -> AgentEpisode:
         """Starts an episode. A `greedy` one takes the likeliest tokens, unless its requests ask for a temperature."""
         episode = AgentEpisode(key, f"dagrl-{secrets.token_hex(16)}", self._limits, greedy=greedy)
@@ -87,14 +80,10 @@ class AgentRunner:
 
         def again() -> None:
             episode.begin_again()
-            self._inbox.wake()
+            self.inbox.wake()
 
         episode.answer = self._pool.submit(key, {"example": dict(example), "endpoint": endpoint}, again)
         return episode
-
-    def take(self) -> list[tuple[AgentEpisode, Turn]]:
-        """Returns the requests that have come since the last call."""
-        return self._inbox.take()
 
     def end(self, episode: AgentEpisode, why: str = "the episode has ended") -> None:
         """Ends an episode, whether or not its agent has returned."""

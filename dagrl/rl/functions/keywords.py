@@ -18,29 +18,26 @@ TEXTS = 3
 Rows = Sequence[Mapping[str, Any]]
 
 
+def _parameters(function: Callable[..., Any]) -> list[Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # some C functions have no signature
+        return []
+
+
 def keywords_of(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
     """Returns the names of the parameters after the texts, and whether each must be given; and whether it takes any name."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # some C functions have no signature
-        return {}, False
+    parameters = _parameters(function)
     named = [item for item in parameters[TEXTS:] if item.kind is Parameter.POSITIONAL_OR_KEYWORD]
     named += [item for item in parameters if item.kind is Parameter.KEYWORD_ONLY]
     takes_any = any(item.kind is Parameter.VAR_KEYWORD for item in parameters)
     return {item.name: item.default is Parameter.empty for item in named}, takes_any
 
 
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except ValueError:  # some C functions have no signature
-        return []
-
-
 def with_keywords(function: Callable[..., Any], *, batched: bool) -> Callable[..., Any]:
     """Returns a function of the texts and a dictionary (batched: a list of them), whose values `function` gets by name."""
 
-    texts = set(_parameters(function)[:TEXTS])
+    texts = {item.name for item in _parameters(function)[:TEXTS]}
 
     def named(given: Mapping[str, Any] | Rows) -> Mapping[str, Any]:
         if isinstance(given, Mapping):

@@ -79,7 +79,7 @@ class AgentTurns:
     @property
     def awaited(self) -> list[Future[Any]]:
         """Futures of which one is done when there is something to do. Empty if no agent runs."""
-        return [self._runner.news, *(one.agent.answer for one in self._running.values())] if self._running else []
+        return [self._runner.inbox.news, *(one.agent.answer for one in self._running.values())] if self._running else []
 
     def start(self, groups: Iterable[RolloutGroup]) -> None:
         """Starts an agent for each sequence of the groups."""
@@ -92,7 +92,7 @@ class AgentTurns:
     def requests(self) -> list[tuple[RolloutGroup, TurnEpisode]]:
         """Returns the requests that have come since the last call."""
         found = []
-        for agent, turn in self._runner.take():
+        for agent, turn in self._runner.inbox.take():
             running = self._running.get(id(agent))
             if running is not None and not turn.cancelled:
                 prompt = Prompt("", np.array(turn.prompt, np.int64), "", running.episode.prompt.source)

@@ -33,7 +33,7 @@ from dagrl.rl.functions.answers import Answers, split_done
 from dagrl.rl.rewards import RewardRunner, Rewards, check_failures, join_rewards, rewards_of
 from dagrl.rl.rollout.engines import GenerationEngines, PromptData, Stop
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, new_group, request_seeds, samples_of
-from dagrl.rl.rollout.judged import reward_values
+from dagrl.rl.rollout.judged import reward_texts, reward_values
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import (
     FAILED,
@@ -386,7 +386,7 @@ class Experience:
         samples = samples_of(self._prompts.tokenizer, group)
         scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
         values = partial(reward_values, group, samples, self._prompts.tokenizer)
-        scoring.append(_Scoring(group, samples, self._reward.submit(*_texts(samples), values)))
+        scoring.append(_Scoring(group, samples, self._reward.submit(*reward_texts(samples), values)))
         for sample in samples:  # while the reward functions run
             for episode in sample.rows:
                 episode.arrays()
@@ -457,12 +457,3 @@ class Experience:
                 "at most. Fix the cause, raise grpo.dynamic_sampling_max_gen_batches, or set "
                 "grpo.use_dynamic_sampling=false"
             )
-
-
-def _texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[str]]:
-    """The arguments of the reward function: prompts, completions and references."""
-    return (
-        [sample.prompt.text for sample in samples],
-        [sample.text for sample in samples],
-        [sample.prompt.reference for sample in samples],
-    )

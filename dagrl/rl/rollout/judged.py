@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+def reward_texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[str]]:
+    """Returns the positional arguments of reward functions: prompts, completions and references."""
+    return (
+        [sample.prompt.text for sample in samples],
+        [sample.text for sample in samples],
+        [sample.prompt.reference for sample in samples],
+    )
+
+
 def reward_values(
     group: RolloutGroup, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerFast
 ) -> list[dict[str, Any]]:
