@@ -57,7 +57,8 @@ class Prompt:
 
     def content(self) -> tuple[bytes, ...]:
         """Returns everything that a step learns from."""
-        more = [json.dumps(part, default=_type_name).encode() for part in (self.columns, self.task) if part]
+        parts = [part for part in (self.columns, self.task) if part]  # JSON has no images, for example: their type counts
+        more = [json.dumps(part, default=lambda value: type(value).__name__).encode() for part in parts]
         return self.tokens.tobytes(), self.reference.encode(errors="surrogatepass"), *more
 
 
@@ -128,11 +129,6 @@ def with_opening(prompt: Prompt, opening: str | Sequence[Mapping[str, Json]], to
     text = _render(messages, tokenizer, prompt, opened=True)
     (ids,) = _tokens(tokenizer, [text], [prompt], special=False)
     return replace(prompt, text=text, tokens=np.array(ids, np.int64), messages=messages)
-
-
-def _type_name(value: object) -> str:
-    """Stands for a value that JSON does not have, such as an image, in the digest of a prompt."""
-    return type(value).__name__
 
 
 def encode_demonstrations(

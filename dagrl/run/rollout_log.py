@@ -55,7 +55,11 @@ class RolloutLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._pool.shutdown()
         if error is None:
-            self._check(0)
+            self.flush()
+
+    def flush(self) -> None:
+        """Waits until all files are written. Raises the OSError of one that could not be."""
+        self._check(0)
 
     @contextmanager
     def keeping(self, groups: Sequence[ScoredGroup], batch: Batch, step: int) -> Iterator[Callable[[], object]]:

@@ -81,8 +81,11 @@ class Session:
         Calls `begin_next` before it records the step, unless something has to happen between this step and the next.
         """
         last = self.last_step is not None and state.step == self.last_step.number
-        if not (last or self.stop.requested or self.record_of_driver is not None or self.checkpoints.due(state)):
+        due = self.checkpoints.due(state)
+        if not (last or self.stop.requested or self.record_of_driver is not None or due):
             begin_next()
+        if due and self.recorder.rollouts is not None:
+            self.recorder.rollouts.flush()
         self.recorder.step(stage, state.step, position, total, metrics)
         if self.record_of_driver is not None:
             self.record_of_driver.write(state, self.checkpoints.parts, self.replays.scheduler.next_replays())

@@ -114,7 +114,8 @@ class VerifiersEnvironment:
         finally:
             asked.cancel()
         if not asked.done() or asked.cancelled():
-            _raise_error(self._rollout.result())
+            if error := self._rollout.result().get("error"):
+                raise RuntimeError(f"the environment failed: {error['error_chain_repr']}")
             return None
         messages, before = list(asked.result()), self._seen
         if messages[: len(before)] != before or (before and messages[len(before)].role != "assistant"):
@@ -128,12 +129,6 @@ def _parser(environment: Any, tokenizer: str, tool_parser: str) -> Callable[[str
     """Returns what finds the calls in a turn; None without tools."""
     schemas = [_schema(tool) for tool in environment.tool_defs or ()]
     return call_parser(json.dumps(schemas), tool_parser, tokenizer) if schemas else None
-
-
-def _raise_error(output: Mapping[str, Any]) -> None:
-    """Raises RuntimeError for a rollout that the environment ended because of an error."""
-    if output.get("error"):
-        raise RuntimeError(f"the environment failed: {output['error']['error_chain_repr']}")
 
 
 @cache
@@ -169,23 +164,11 @@ def _policy_class() -> type:
             message = ResponseMessage(content=calls.text, tool_calls=given or None, finish_reason=reason, is_truncated=False)
             return Response(id="", created=int(time.time()), model=MODEL, message=message)
 
-        def setup_client(self, config: object) -> object:
+        def _unused(self, *unused: object) -> object:
             raise NotImplementedError
 
-        async def to_native_tool(self, tool: object) -> object:
-            raise NotImplementedError
-
-        async def to_native_prompt(self, messages: object) -> tuple[object, dict[str, object]]:
-            raise NotImplementedError
-
-        async def get_native_response(self, *unused: object, **unused_too: object) -> object:
-            raise NotImplementedError
-
-        async def raise_from_native_response(self, response: object) -> None:
-            raise NotImplementedError
-
-        async def from_native_response(self, response: object) -> Response:
-            raise NotImplementedError
+        setup_client = to_native_tool = to_native_prompt = _unused
+        get_native_response = raise_from_native_response = from_native_response = _unused
 
         async def close(self) -> None:
             """There is no connection."""

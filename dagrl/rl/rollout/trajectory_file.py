@@ -23,6 +23,9 @@ INDEX, ARRAYS = "trajectories.json", "trajectories.npz"
 NO_PROMPT = Prompt("", np.zeros(0, np.int64), "", "")
 """Stands for a prompt of the data, which the group's key finds. Only those that an environment gave are saved."""
 EXPERTS = "experts"
+KEPT_FIELDS = (
+    "seed", "max_new_tokens", "finish_reason", "turns", "turn_start", "opened", "awaiting", "failure", "turn_rewards"
+)  # fmt: skip
 TOKEN_FIELDS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64, "sampled": np.bool_}
 
 
@@ -87,24 +90,17 @@ def can_go_on(config: Config, version: int, prompt: Prompt, group: RolloutGroup,
     `version` is the current policy version. `limits` are the new tokens that a turn of each sequence may have in this run.
     """
     fits = _fits(config, prompt, group, limits) and not _runs_across(config, version, group)
-    return fits and not (config.policy.router_replay and _lacks_record(group))
+    lacks_record = any(episode.tokens and episode.experts is None for episode in group.episodes)
+    return fits and not (config.policy.router_replay and lacks_record)
 
 
 def _describe(saved: SavedGroup) -> dict[str, Json]:
     group = saved.group
     episodes: list[Json] = [
         {
+            **{name: getattr(episode, name) for name in KEPT_FIELDS},
             "length": len(episode.tokens),
-            "seed": episode.seed,
-            "max_new_tokens": episode.max_new_tokens,
-            "finish_reason": episode.finish_reason,
-            "turns": episode.turns,
-            "turn_start": episode.turn_start,
-            "opened": episode.opened,
             "prompt": _given(episode),
-            "awaiting": episode.awaiting,
-            "failure": episode.failure,
-            "turn_rewards": list(episode.turn_rewards),
             EXPERTS: [0, 0] if episode.experts is None else list(episode.experts.shape),
         }
         for episode in (group.episodes if saved.whole else ())
@@ -158,11 +154,6 @@ def _fits(config: Config, prompt: Prompt, group: RolloutGroup, limits: Sequence[
         max(limits),
     )
     return False
-
-
-def _lacks_record(group: RolloutGroup) -> bool:
-    """Whether tokens of the group were made in a run without `policy.router_replay`."""
-    return any(episode.tokens and episode.experts is None for episode in group.episodes)
 
 
 def _runs_across(config: Config, version: int, group: RolloutGroup) -> bool:

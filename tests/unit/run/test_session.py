@@ -179,12 +179,14 @@ def test_the_next_step_begins_before_a_step_is_recorded_unless_its_state_is_save
     begins: bool, changed: dict[str, Any]
 ) -> None:
     done: list[str] = []
-    recorder = SimpleNamespace(step=lambda *step: done.append("recorded"))
+    rollouts = SimpleNamespace(flush=lambda: done.append("flushed"))
+    recorder = SimpleNamespace(step=lambda *step: done.append("recorded"), rollouts=rollouts)
     pieces = {"stop": MagicMock(requested=False), "checkpoints": MagicMock(due=lambda state: False), **changed}
     names = ("config", "inputs", "train", "generation", "replays")
     session = Session(**dict.fromkeys(names, MagicMock()), recorder=cast(Any, recorder), **pieces)
     session.finish_step("grpo", 1, 5, {}, TrainState(1), begin_next=lambda: done.append("begun"))
-    assert done == (["begun", "recorded"] if begins else ["recorded"])
+    before = ["begun"] if begins else ["flushed"] if "checkpoints" in changed else []
+    assert done == [*before, "recorded"]
 
 
 def test_exposed_generation_is_summed_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
