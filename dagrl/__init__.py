@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dagrl.rl.token_losses import TokenBatch
     from dagrl.run.worker_protocols import GenerationWorker, RolloutTrainWorker, TrainWorker
     from dagrl.runtime.actors import Resources
-    from dagrl.runtime.arguments import Arguments
+    from dagrl.runtime.arguments import Arguments, Static
     from dagrl.runtime.codec import Codec, register_codec
     from dagrl.runtime.layout import ParallelLayout
     from dagrl.runtime.options import SchedulerOptions
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from dagrl.runtime.replay import Replay
     from dagrl.runtime.schedule import Scheduler
     from dagrl.runtime.shapes import Batch, Bucket, Field
-    from dagrl.runtime.static import Static
     from dagrl.runtime.worker import WorkerContext, in_warmup
     from dagrl.runtime.worker_group import WorkerGroup
 
@@ -101,7 +100,6 @@ _MODULES = {
     "dagrl.rl.algorithm": ("Algorithm",),
     "dagrl.rl.token_losses": ("TokenBatch",),
     "dagrl.run.worker_protocols": ("GenerationWorker", "RolloutTrainWorker", "TrainWorker"),
-    "dagrl.runtime.arguments": ("Arguments",),
     "dagrl.runtime.codec": ("Codec", "register_codec"),
     "dagrl.runtime.layout": ("ParallelLayout",),
     "dagrl.runtime.phase": ("Input", "Phase", "Shard", "Value", "join", "phase"),
@@ -109,7 +107,7 @@ _MODULES = {
     "dagrl.runtime.options": ("SchedulerOptions",),
     "dagrl.runtime.schedule": ("Scheduler",),
     "dagrl.runtime.shapes": ("Batch", "Bucket", "Field"),
-    "dagrl.runtime.static": ("Static",),
+    "dagrl.runtime.arguments": ("Arguments", "Static"),
     "dagrl.runtime.worker": ("WorkerContext", "in_warmup"),
     "dagrl.runtime.actors": ("Resources",),
     "dagrl.runtime.worker_group": ("WorkerGroup",),

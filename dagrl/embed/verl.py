@@ -7,6 +7,9 @@
 Works for plain `RayWorkerGroup`s, for colocated ones (`create_colocated_worker_cls` and `spawn`) and for fused ones
 (`create_colocated_worker_raw_cls`). How a method's arguments are shared out and its results put together is read from its
 `@register(...)`. Tested with verl 0.9.1 (`make test-peers`).
+
+One graph serves all groups on the same actors, with one node per actor: `execute_with_func_generator`, a method of every
+verl worker that calls any function with the worker. The method to run is part of the input.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dagrl.embed.fleet import Call, Fleet, FleetLimits
-from dagrl.embed.verl_data import chunks
-from dagrl.embed.verl_fleet import RUN, fleet_of, references, run_method
+from dagrl.embed.verl_data import chunks, register_reducers
 from dagrl.errors import GraphError, MissingDependencyError
 from dagrl.runtime.arguments import Arguments
 from dagrl.runtime.replay import Replay
@@ -28,6 +31,11 @@ from dagrl.runtime.replay import Replay
 logger = logging.getLogger(__name__)
 
 CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
+
+RUN = "execute_with_func_generator"
+
+_fleets: weakref.WeakValueDictionary[tuple[str, ...], Fleet] = weakref.WeakValueDictionary()
+"""By the ids of their actors."""
 
 
 def accelerate(
@@ -48,7 +56,7 @@ def accelerate(
     refused = {name: method for name, method in methods.items() if isinstance(method, str)}
     if phases is not None and refused:
         raise GraphError("; ".join(refused.values()) + ". Leave it out of `phases`: it then runs as verl runs it")
-    fleet = fleet_of(worker_group.workers, FleetLimits(deadline_s, max_bytes))
+    fleet = _fleet_of(worker_group.workers, FleetLimits(deadline_s, max_bytes))
     made = copy.copy(worker_group)
     for name, functor in bound.items():
         method = methods.get(name)
@@ -112,7 +120,7 @@ class Accelerated:
         return parts
 
     def _part(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        return Arguments((run_method, *self.method.prefix, *args), kwargs)
+        return Arguments((_run_method, *self.method.prefix, *args), kwargs)
 
     def _collected(self, replay: Replay, padding: int) -> Any:
         try:
@@ -124,9 +132,32 @@ class Accelerated:
         return _without_padding(output, padding) if padding else output
 
 
+def _run_method(worker: object, name: str, *args: object, **kwargs: object) -> object:
+    """Runs a method of the worker. On the worker."""
+    return getattr(worker, name)(*args, **kwargs)
+
+
+def _fleet_of(actors: Sequence[Any], limits: FleetLimits) -> Fleet:
+    """Returns the fleet on these actors, with the phase `RUN`: that of another worker group on them, or a new one."""
+    key = tuple(actor._actor_id.hex() for actor in actors)
+    fleet = _fleets.get(key)
+    if fleet is not None and fleet.limits != limits:
+        fleet.close()
+    if fleet is None or fleet.closed:
+        register_reducers()
+        fleet = _fleets[key] = Fleet(actors, [RUN], role="verl", limits=limits, prepare=register_reducers)
+    return fleet
+
+
+def _references(result: Any) -> list[Any]:
+    """What a non-blocking method of verl returns, one by one: object references, or anything else."""
+    items = result if isinstance(result, list) else getattr(result, "futures", None) or [result]
+    return list(items)
+
+
 def _plain(fleet: Fleet, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a method of verl's own, after all replays; later replays wait until it has ended on the workers."""
-    return fleet.order.plain(lambda: function(*args, **kwargs), references)
+    return fleet.order.plain(lambda: function(*args, **kwargs), _references)
 
 
 def _bound_methods(worker_group: Any) -> dict[str, Any]:

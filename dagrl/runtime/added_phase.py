@@ -12,8 +12,8 @@ import numpy.typing as npt
 from dagrl.errors import RunError
 from dagrl.runtime.codec import Codec, Join, share_out
 from dagrl.runtime.compile import Compiled
-from dagrl.runtime.edges.encoded import Encoded, Shares
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, encoded, payload_bytes
+from dagrl.runtime.edges.pickling import Encoded, Shares
 from dagrl.runtime.executors.base import GraphLimits
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase

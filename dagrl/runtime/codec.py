@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dagrl.errors import DataError
-from dagrl.runtime.edges.encoded import Encoded, Shares
 from dagrl.runtime.edges.packet import encoded
+from dagrl.runtime.edges.pickling import Encoded, Shares
 from dagrl.runtime.shapes import Batch
 
 Join = Callable[[list[Any]], Any]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dagrl.errors import GraphError
-from dagrl.runtime.static import Static
+from dagrl.runtime.arguments import Static
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from dagrl.errors import GraphError
+from dagrl.runtime.arguments import Static
 from dagrl.runtime.graph import SHARED_MEMORY, ArgumentRef, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import InputSpec, field_types
-from dagrl.runtime.static import Static
 
 
 def group_transports(gpus_per_worker: float) -> frozenset[str]:

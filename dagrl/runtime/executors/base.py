@@ -13,12 +13,12 @@ from typing import Any, Protocol
 from ray.actor import ActorHandle
 
 from dagrl.errors import WorkerFailure
+from dagrl.runtime.arguments import Static
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Packet
 from dagrl.runtime.edges.tls import TlsFiles
 from dagrl.runtime.executors.node import NodeCall, Take
 from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.passes.hosts import RELAY, relays_input
-from dagrl.runtime.static import Static
 
 Actors = Mapping[str, Sequence[ActorHandle]]
 """Actors of each role, in the order of the graph's worker positions."""

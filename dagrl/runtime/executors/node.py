@@ -26,16 +26,15 @@ import ray
 
 from dagrl.errors import DeadlineError, RunError, WorkerFailure, error_text, printable
 from dagrl.runtime.annotate import annotate, ranges_enabled
-from dagrl.runtime.arguments import Arguments
-from dagrl.runtime.edges.encoded import Encoded, Shares
+from dagrl.runtime.arguments import Arguments, Static
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
+from dagrl.runtime.edges.pickling import Encoded, Shares
 from dagrl.runtime.edges.tensors import accelerator_tensors
 from dagrl.runtime.executors.event_loop import actor_event_loop
 from dagrl.runtime.graph import Json
 from dagrl.runtime.passes.hosts import RELAY
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.spares import assigned_gpus
-from dagrl.runtime.static import Static
 from dagrl.runtime.worker import ReplayContext, replay_context
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagrl.errors import GraphError
+from dagrl.runtime.arguments import Static
 from dagrl.runtime.graph import Constant, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Input, Phase, Role, Shard, Value, join, methods_of, phase, replicas_per_graph
 from dagrl.runtime.shapes import Field
-from dagrl.runtime.static import Static
 
 
 class Worker:

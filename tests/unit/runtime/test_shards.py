@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dagrl.runtime.edges.encoded import Encoded, Shares
+from dagrl.runtime.edges.pickling import Encoded, Shares
 from dagrl.runtime.executors.base import GraphLimits, node_calls
 from dagrl.runtime.executors.node import Take
 from dagrl.runtime.graph import InputRef, Node, NodeRef, PhaseGraph, WorkerRef
