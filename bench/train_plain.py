@@ -106,8 +106,8 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
     from dagrl.workers.megatron.hf_load import load_hf, read_hf_config
     from dagrl.workers.megatron.microbatches import split_batch
     from dagrl.workers.megatron.model import build_model, transformer_config
-    from dagrl.workers.megatron.optimizer import create_state, make_scheduler, optimizer_config
     from dagrl.workers.megatron.row_plans import ParallelRank, SplitRule
+    from dagrl.workers.megatron.trainer import create_state, make_scheduler, optimizer_config
     from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
 
     cpu.adapt()

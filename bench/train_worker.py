@@ -23,9 +23,9 @@ class TrainBenchWorker(MegatronWorker):
         from dagrl.workers.megatron import cpu
 
         cpu.adapt()
-        import dagrl.workers.megatron.optimizer
+        import dagrl.workers.megatron.trainer
 
-        assert dagrl.workers.megatron.optimizer
+        assert dagrl.workers.megatron.trainer
 
     def become(self, context: WorkerContext, config: Config, address: str) -> None:
         """Sets up a worker of `context.layout`. Collective over the layout's workers."""

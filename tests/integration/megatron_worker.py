@@ -179,7 +179,7 @@ class TestedWorker(MegatronWorker):
         """Returns the optimizer classes if Transformer Engine or Apex is installed, whose Adam Megatron prefers."""
         from megatron.core import optimizer as megatron_optimizer
 
-        from dagrl.workers.megatron.optimizer import make_trainer
+        from dagrl.workers.megatron.trainer import make_trainer
 
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         try:

@@ -32,7 +32,7 @@ def schedule_of(settings: dict[str, Any]) -> Any:
     from dagrl.workers.megatron import cpu
 
     cpu.adapt()
-    from dagrl.workers.megatron.optimizer import make_scheduler
+    from dagrl.workers.megatron.trainer import make_scheduler
 
     config = Config.model_validate({"name": "x", "data": {}, **settings})
     return make_scheduler(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), config)

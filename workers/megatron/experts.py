@@ -108,15 +108,11 @@ def experts_last_first(named: Iterable[tuple[str, Held]]) -> Iterator[tuple[str,
     Megatron fills its gradient and weight buffers from their end, which brings the experts in order.
     """
 
-    def layer(item: tuple[str, Held]) -> str:
+    def place(item: tuple[str, Held]) -> tuple[str, int]:
         found = _EXPERT.match(item[0])
-        return "" if found is None else found[1]
+        return ("", 0) if found is None else (found[1], -int(found[2]))
 
-    def place(item: tuple[str, Held]) -> int:
-        found = _EXPERT.match(item[0])
-        return 0 if found is None else -int(found[2])
-
-    for _, items in groupby(named, layer):
+    for _, items in groupby(named, lambda item: place(item)[0]):
         yield from sorted(items, key=place)
 
 

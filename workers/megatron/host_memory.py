@@ -26,15 +26,9 @@ class StagingBuffers:
     buckets of such sizes. Dropping this object frees the memory.
     """
 
-    def __init__(self, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._bucket_bytes = bucket_bytes
+    def __init__(self) -> None:
         self._buckets: list[Tensor] = []  # [bytes] each
         self._filled: list[int] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Total bytes of the buckets."""
-        return sum(bucket.nbytes for bucket in self._buckets)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Copies a tensor to host memory. A copy from a GPU is complete when the current stream reaches it."""
@@ -43,18 +37,16 @@ class StagingBuffers:
     def room_for(self, tensor: Tensor) -> Tensor:
         """Allocates host memory for a tensor. The storage has exactly its size, because torch saves whole storages."""
         size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        number = next((bucket for bucket in range(len(self._buckets)) if size <= self._left(bucket)), None)
+        ends = zip(self._buckets, self._filled, strict=True)
+        number = next((number for number, (bucket, filled) in enumerate(ends) if filled + size <= bucket.nbytes), None)
         if number is None:
             number = self._add_bucket(size)
         start, self._filled[number] = self._filled[number], self._filled[number] + size
         memory = self._buckets[number].numpy()
         return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
 
-    def _left(self, number: int) -> int:
-        return self._buckets[number].nbytes - self._filled[number]
-
     def _add_bucket(self, least: int) -> int:
-        size = 1 << (max(least, self._bucket_bytes) - 1).bit_length()
+        size = 1 << (max(least, BUCKET_BYTES) - 1).bit_length()
         self._buckets.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
         self._filled.append(0)
         return len(self._buckets) - 1

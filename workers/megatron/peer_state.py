@@ -17,7 +17,7 @@ from torch import Tensor
 from dagrl.errors import RunError
 from dagrl.runtime.shapes import Array
 from dagrl.workers.megatron.checkpoint import counters, random_state, restore_counters
-from dagrl.workers.megatron.optimizer import Trainer
+from dagrl.workers.megatron.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 
 from dagrl.workers.megatron.lora import LayerAdapters
-from dagrl.workers.megatron.optimizer import Trainer
+from dagrl.workers.megatron.trainer import Trainer
 
 STATE = "optimizer.state"  # prefix of Megatron's own optimizers
 REFERENCE = "reference"
 
-Sharded = ShardedTensor | ShardedTensorFactory
 ElementRange = tuple[int, int]
 ToHost = Callable[[Tensor], Tensor]
 """Copies a tensor to host memory. The copy may complete asynchronously on the current stream."""
@@ -36,7 +35,7 @@ class ShardedParameter:
 
     name: str
     parameter: Tensor
-    sharded: Any  # Sharded
+    sharded: Any  # ShardedTensor, or ShardedTensorFactory
     group: Any
 
     @property
@@ -50,6 +49,11 @@ class ShardedParameter:
         if isinstance(self.sharded, ShardedTensorFactory):
             return replace(self.sharded, key=key, data=data, replica_id=main)
         return replace(self.sharded, key=key, data=data, dtype=data.dtype, replica_id=main)
+
+    def weights(self, reference: Mapping[str, Tensor] | None) -> list[Any]:
+        """Returns the entries of the weight and, if there is one, of the reference policy's."""
+        others = [] if reference is None else [self.entry(f"{REFERENCE}.{self.sharded.key}", reference[self.name])]
+        return [self.entry(self.sharded.key, self.parameter.data), *others]
 
 
 @dataclass(frozen=True)
@@ -99,26 +103,18 @@ def entries_to_save(trainer: Trainer, reference: Mapping[str, Tensor] | None, to
     entries = []
     for number, shard in enumerate(sharded_parameters(trainer)):
         mine = number % dist.get_world_size(shard.group) == dist.get_rank(shard.group)
-        whole = _gathered_states(trainer, shard, to_host)
+        if _is_sharded(trainer):
+            states = _gathered_states(trainer, shard, to_host)
+        else:
+            states = _local_states(trainer, shard) if mine else {}
         if shard.is_replica:
             continue
-        if mine:
-            entries.append(shard.entry(shard.sharded.key, shard.parameter.data))
-        if mine and reference is not None:
-            entries.append(shard.entry(f"{REFERENCE}.{shard.sharded.key}", reference[shard.name]))
-        if whole is None:
-            whole = _local_states(trainer, shard) if mine else {}
-        entries += [shard.entry(_state_key(shard, name), tensor) for name, tensor in whole.items()]
-    return [*entries, *_biases_to_save(trainer, reference)]
-
-
-def _biases_to_save(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> Iterator[Any]:
+        entries += shard.weights(reference) if mine else []
+        entries += [shard.entry(_state_key(shard, name), tensor) for name, tensor in states.items()]
     for shard in sharded_biases(trainer):
-        if shard.is_replica or dist.get_rank(shard.group):
-            continue
-        yield shard.entry(shard.sharded.key, shard.parameter.data)
-        if reference is not None:
-            yield shard.entry(f"{REFERENCE}.{shard.sharded.key}", reference[shard.name])
+        if not shard.is_replica and not dist.get_rank(shard.group):
+            entries += shard.weights(reference)
+    return entries
 
 
 def load_targets(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> Iterator[LoadTarget]:
@@ -127,9 +123,8 @@ def load_targets(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> It
     Elements outside the checkpoint (vocabulary padding) become 0.
     """
     for shard in (*sharded_biases(trainer), *sharded_parameters(trainer)):
-        yield LoadTarget(shard.entry(shard.sharded.key, shard.parameter.data.zero_()))
-        if reference is not None:
-            yield LoadTarget(shard.entry(f"{REFERENCE}.{shard.sharded.key}", reference[shard.name]))
+        shard.parameter.data.zero_()
+        yield from map(LoadTarget, shard.weights(reference))
         if not shard.parameter.requires_grad:
             continue
         span = _spans(trainer, shard)[dist.get_rank(shard.group)] if _is_sharded(trainer) else None
@@ -216,10 +211,8 @@ def _spans_in(buffer: Any, parameter: Tensor) -> list[ElementRange]:
     return spans
 
 
-def _gathered_states(trainer: Trainer, shard: ShardedParameter, to_host: ToHost) -> dict[str, Tensor] | None:
-    """Gathers a parameter's states on the replica that holds most; {} on the others. None if not sharded."""
-    if not _is_sharded(trainer):
-        return None
+def _gathered_states(trainer: Trainer, shard: ShardedParameter, to_host: ToHost) -> dict[str, Tensor]:
+    """Gathers a parameter's states, with a sharded optimizer, on the replica that holds most; {} on the others."""
     spans, rank = _spans(trainer, shard), dist.get_rank(shard.group)
     owner = max(range(len(spans)), key=lambda replica: spans[replica][1] - spans[replica][0])
     held, found = _local_states(trainer, shard), {}

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from dagrl.workers.megatron.lora import Adapters
     from dagrl.workers.megatron.model import ModelChunks
     from dagrl.workers.megatron.offload import StatePart
-    from dagrl.workers.megatron.optimizer import Trainer
     from dagrl.workers.megatron.reference import ReferenceModel, ReferencePolicy
+    from dagrl.workers.megatron.trainer import Trainer
 
 
 class MegatronWorkerBase:
@@ -124,7 +124,7 @@ class MegatronWorkerBase:
             warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
             cpu.adapt()
             import dagrl.workers.megatron.model
-            import dagrl.workers.megatron.optimizer  # noqa: F401
+            import dagrl.workers.megatron.trainer  # noqa: F401
 
     def setup(self, address: str) -> None:
         """Joins the group at `address`, builds this rank's part of the model and loads its weights.
@@ -149,7 +149,7 @@ class MegatronWorkerBase:
 
         cpu.adapt()
         from dagrl.workers.megatron.model import build_model
-        from dagrl.workers.megatron.optimizer import frozen_trainer, make_trainer
+        from dagrl.workers.megatron.trainer import frozen_trainer, make_trainer
 
         torch.use_deterministic_algorithms(self.config.policy.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time

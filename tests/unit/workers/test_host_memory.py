@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from dagrl.workers.megatron import host_memory
 from dagrl.workers.megatron.host_memory import StagingBuffers, upload
 
 SHAPES = [((300, 7), torch.float32), ((5,), torch.bfloat16), ((2, 3, 4), torch.float32), ((1,), torch.int64)] * 40
-BUCKET = 1 << 12
 
 
-def test_copies_share_buckets_but_are_saved_separately() -> None:
-    staging = StagingBuffers(BUCKET)
+def test_copies_share_buckets_but_are_saved_separately(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "BUCKET_BYTES", 1 << 12)
+    staging = StagingBuffers()
     values = [torch.randn(shape).to(dtype) for shape, dtype in SHAPES]
     copies = [staging.room_for(value).copy_(value) for value in values]
     for copy, value in zip(copies, values, strict=True):
         assert torch.equal(copy, value) and copy.dtype == value.dtype
         assert copy.untyped_storage().nbytes() == value.nbytes  # torch.save writes whole storages
-    assert staging.nbytes < sum(value.nbytes for value in values) * 2
+    assert sum(bucket.nbytes for bucket in staging._buckets) < sum(value.nbytes for value in values) * 2
     assert all(bucket.nbytes.bit_count() == 1 for bucket in staging._buckets)  # powers of two, as pinned memory is rounded
     assert len(staging._buckets) == 40  # each large copy needs its own bucket; the small ones fit after the first
 
