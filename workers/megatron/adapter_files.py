@@ -1,8 +1,7 @@
 """Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`. Also says which parameters have one.
 
 PEFT names A and B `base_model.model.<module>.lora_A.weight` and `lora_B.weight`, DoRA's magnitudes
-`lora_magnitude_vector`. Needs neither Megatron nor PEFT; imports
-torch only to read and write files.
+`lora_magnitude_vector`. Needs neither Megatron nor PEFT; imports torch only to read and write files.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import PeftConfig
 from dagrl.errors import CheckpointError, ConfigError
+from dagrl.workers.megatron.hf_load import opened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,18 +121,13 @@ def _check_config(directory: Path, settings: PeftConfig) -> None:
 
 
 def _check_shapes(directory: Path, settings: PeftConfig, shapes: AdapterShapes) -> None:
-    from safetensors import SafetensorError, safe_open
-
     wanted: dict[str, tuple[int, ...]] = {}
     for name, (outputs, inputs) in ((name, shapes[name]) for name in shapes if is_target(name, settings)):
         sizes = ((settings.dim, inputs), (outputs, settings.dim), *([(outputs,)] if settings.use_dora else []))
         wanted |= zip(_keys(name), sizes, strict=False)
     path = directory / WEIGHTS
-    try:
-        with safe_open(path, framework="np") as file:
-            found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; the file is missing or damaged") from error
+    with opened(path) as file:
+        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
     for key in {**wanted, **found}:
         if wanted.get(key) != found.get(key):
             raise CheckpointError(

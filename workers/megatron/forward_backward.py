@@ -93,9 +93,8 @@ def accumulate_losses(chunks: list[Any], model_pass: ModelPass, batch: Microbatc
     """Computes losses and accumulates gradients on each worker without reducing them."""
     config = get_model_config(chunks[0])  # shared by all chunks
     kept = config.finalize_model_grads_func, config.no_sync_func
-    config.finalize_model_grads_func = config.no_sync_func = (
-        None  # the schedule's own no_sync ends before the last microbatch
-    )
+    # The schedule's own no_sync ends before the last microbatch.
+    config.finalize_model_grads_func = config.no_sync_func = None
     try:
         with ExitStack() as stack:
             for chunk in chunks:

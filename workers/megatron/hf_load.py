@@ -43,7 +43,7 @@ ParameterShapes = Mapping[str, tuple[int, ...]]
 def check_hf(directory: str | Path, shapes: ParameterShapes) -> None:
     """Raises the CheckpointError that `load_hf` would raise. Reads only file headers and sizes."""
     for path, names in _by_file(shapes, shapes, directory).items():
-        with _opened(path) as file:
+        with opened(path) as file:
             for name in names:
                 _check_stored(path, name, file.get_slice(name), shapes[name])
 
@@ -64,7 +64,13 @@ def load_hf(
     for piece in slices:
         pieces.setdefault(piece.name, []).append(piece)
     for path, names in _by_file(pieces, shapes, directory).items():
-        _load_file(path, [piece for name in names for piece in pieces[name]], shapes, tensors)
+        with opened(path, "pt") as file:
+            for name in names:
+                stored = file.get_slice(name)
+                _check_stored(path, name, stored, shapes[name])
+                for piece in pieces[name]:
+                    box = tuple(slice(start, stop) for start, stop in piece.box)
+                    local_view(tensors[piece.tensor], piece).copy_(stored[box])
 
 
 def has_scalar_head(directory: str | Path) -> bool:
@@ -96,9 +102,12 @@ def _by_file(names: Iterable[str], shapes: ParameterShapes, directory: str | Pat
     _check_names(files, shapes, directory)
     by_file: dict[Path, list[str]] = {}
     for name in names:
-        if name == SCORE and name not in files:
-            continue  # a language model, which gets a scalar head of its own
-        by_file.setdefault(_file_of(name, files, directory), []).append(name)
+        if name in files:
+            by_file.setdefault(files[name], []).append(name)
+        elif name != SCORE:  # a language model gets a scalar head of its own
+            raise CheckpointError(
+                f"{directory} has no parameter {name!r}, which config.json defines; the checkpoint belongs to another model"
+            )
     return by_file
 
 
@@ -126,7 +135,8 @@ def _check_names(files: Mapping[str, Path], shapes: ParameterShapes, directory: 
     unread = ("inv_freq", "_scale_inv", "k_scale", "v_scale", "lm_head.weight")
     others = [name for name in sorted(files) if name not in shapes and not name.endswith(unread)]
     if others:
-        drafts = _draft_layers(directory)
+        model = ModelConfig(read_hf_config(directory))  # layers for multi-token prediction are numbered after its own
+        drafts = tuple(f"model.layers.{model.layers + number}." for number in range(model.draft_layers))
         others = [name for name in others if not name.startswith(drafts)]
     if others:
         raise CheckpointError(
@@ -135,30 +145,8 @@ def _check_names(files: Mapping[str, Path], shapes: ParameterShapes, directory: 
         )
 
 
-def _draft_layers(directory: str | Path) -> tuple[str, ...]:
-    """Returns the prefixes of the layers for multi-token prediction, which are numbered after the model's own."""
-    model = ModelConfig(read_hf_config(directory))
-    return tuple(f"model.layers.{model.layers + number}." for number in range(model.draft_layers))
-
-
-def _file_of(name: str, files: Mapping[str, Path], directory: str | Path) -> Path:
-    if name not in files:
-        raise CheckpointError(
-            f"{directory} has no parameter {name!r}, which config.json defines; the checkpoint belongs to another model"
-        )
-    return files[name]
-
-
-def _load_file(path: Path, pieces: Sequence[WeightSlice], shapes: ParameterShapes, tensors: Mapping[str, Tensor]) -> None:
-    with _opened(path, "pt") as file:
-        for piece in pieces:
-            part = file.get_slice(piece.name)
-            _check_stored(path, piece.name, part, shapes[piece.name])
-            local_view(tensors[piece.tensor], piece).copy_(part[tuple(slice(start, stop) for start, stop in piece.box)])
-
-
 @contextmanager
-def _opened(path: Path, framework: str = "np") -> Iterator[Any]:
+def opened(path: Path, framework: str = "np") -> Iterator[Any]:
     """A safetensors file; opening it compares its size with its header. With `np` torch is not imported."""
     from safetensors import SafetensorError, safe_open
 

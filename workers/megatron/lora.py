@@ -234,9 +234,9 @@ def add_adapters(
             chunk.embedding.register_forward_hook(_need_gradients)
     scale = settings.alpha / (math.sqrt(settings.dim) if settings.use_rslora else settings.dim)
     layers: dict[torch.nn.Module, list[AdaptedWeight]] = {}
-    names = [_names(held) for held in siblings]
+    pieces_of = [_by_tensor(held) for held in siblings]
     for tensor, pieces in _by_tensor(slices).items():
-        shared = dict.fromkeys(name for held in names for name in held.get(tensor, ()))
+        shared = dict.fromkeys(piece.name for held in pieces_of for piece in held.get(tensor, ()))
         match = _LAYER.fullmatch(tensor)
         if match is None or not any(is_target(name, settings) for name in shared):
             continue
@@ -313,11 +313,6 @@ def _by_tensor(slices: Sequence[WeightSlice]) -> dict[str, list[WeightSlice]]:
         if len(piece.box) == 2:
             found.setdefault(piece.tensor, []).append(piece)
     return {tensor: sorted(pieces, key=lambda piece: piece.local) for tensor, pieces in found.items()}
-
-
-def _names(slices: Sequence[WeightSlice]) -> dict[str, list[str]]:
-    """Returns the parameters that each local matrix has a part of."""
-    return {tensor: [piece.name for piece in pieces] for tensor, pieces in _by_tensor(slices).items()}
 
 
 def _tensor_group(base: torch.nn.Parameter) -> dist.ProcessGroup:

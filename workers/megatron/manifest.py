@@ -19,9 +19,9 @@ from dagrl.workers.megatron.architecture import read_architecture
 MANIFEST = "manifest.json"
 FORMAT = "dagrl-megatron-2"
 _READ_BYTES = 1 << 24
-_FIELDS = {"identity": "an object", "state": "an object", "reference": "true or false", "layout": "an object"}
-_FIELDS |= {"files": "an object"}
-_JSON_TYPES = {"an object": dict, "true or false": bool, "text": str}
+_OBJECTS = ("identity", "identity.model", "state", "layout", "files")
+_FIELDS = {**dict.fromkeys(_OBJECTS, dict), "identity.precision": str, "reference": bool}
+_JSON_TYPES = {dict: "an object", bool: "true or false", str: "text"}
 
 
 def identity_of(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> dict[str, Json]:
@@ -66,16 +66,15 @@ def _well_formed(path: Path, content: object) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has format {content.get('format')!r}, expected {FORMAT!r}; it is not a checkpoint of this dagrl version"
         )
-    _check_fields(path, "", content, _FIELDS)
-    _check_fields(path, "identity.", content["identity"], {"precision": "text", "model": "an object"})
+    for field, kind in _FIELDS.items():
+        parent, _, name = field.rpartition(".")
+        held = content[parent] if parent else content
+        if not isinstance(held.get(name), kind):
+            found = f"{field} = {held[name]!r:.60}" if name in held else f"no {field}"
+            raise CheckpointError(
+                f"{path} has {found}, expected {_JSON_TYPES[kind]}; it is damaged; resume from another checkpoint"
+            )
     return content
-
-
-def _check_fields(path: Path, prefix: str, content: Mapping[str, object], expected: Mapping[str, str]) -> None:
-    for name, kind in expected.items():
-        if not isinstance(content.get(name), _JSON_TYPES[kind]):
-            found = f"{prefix}{name} = {content[name]!r:.60}" if name in content else f"no {prefix}{name}"
-            raise CheckpointError(f"{path} has {found}, expected {kind}; it is damaged; resume from another checkpoint")
 
 
 def _check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

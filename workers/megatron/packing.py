@@ -130,9 +130,7 @@ def _modified_first_fit_decreasing(lengths: list[int], budget: int) -> Bins:
     room = [budget - lengths[row] for row in large]
     for index in range(len(bins)):  # add the largest that fits, of a third to a half
         _place(bins[index], room, index, rest.take_between(budget / 3, room[index]))
-    for index in reversed(
-        range(len(bins))
-    ):  # add a pair of a sixth to a third: the smallest, and the largest that fits with it
+    for index in reversed(range(len(bins))):  # add a pair of a sixth to a third: the smallest, and the largest that fits
         if len(bins[index]) == 1 and rest.pair_fits(budget / 6, budget / 3, room[index]):
             _place(bins[index], room, index, rest.take_smallest(budget / 6))
             _place(bins[index], room, index, rest.take_between(budget / 6, min(room[index], budget / 3)))

@@ -8,18 +8,13 @@ from a checkpoint that has one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from dagrl.config import Config, Json
 from dagrl.errors import ConfigError
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.families.hf_config import with_scalar_head
 from dagrl.workers.megatron.worker import MegatronWorker, sums_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from dagrl.workers.megatron.microbatches import Microbatch
 
 
 class MegatronValueWorker(MegatronWorker):
@@ -50,15 +45,10 @@ class MegatronValueWorker(MegatronWorker):
         trainer = self._ready("weights")
         with self._running():
             for microbatches in self._microbatches(batch, "logprob"):
-                columns = run_columns(trainer.chunks, trainer.model_pass, microbatches, _values)
+                columns = run_columns(trainer.chunks, trainer.model_pass, microbatches, lambda _, values: (values,))
         return self._given(batch, columns, "values")
 
     def answer_sums(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> Batch | None:
         """Returns `sums` [rows] float64: of the values of each row's tokens in `loss_mask`, for a reward model one."""
         found = self.values(batch)
         return None if found is None else sums_of(batch, found["values"])
-
-
-def _values(microbatch: Microbatch, values: Tensor) -> tuple[Tensor]:
-    """The model's output is the values already."""
-    return (values,)

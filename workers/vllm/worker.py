@@ -154,9 +154,7 @@ class VllmWorker:
         """Steps of the model for each run of vLLM's scheduler. One if a string may end a request, which is found later, for
         router replay, which reads the experts of each step, and with drafts, which every step has of its own."""
         asked = self.generation.vllm_cfg.num_scheduler_steps
-        strings = (
-            self.generation.stop_strings or self.config.environment.agent is not None
-        )  # requests of agents have some too
+        strings = self.generation.stop_strings or self.config.environment.agent is not None  # whose requests have some too
         drafts = self.generation.vllm_cfg.speculative.method is not None
         if strings or drafts or self.config.policy.router_replay:
             return 1
