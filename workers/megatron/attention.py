@@ -84,25 +84,12 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     """Attention within segments. `query` [queries, heads, d], `key` and `value` [keys, kv_heads, d] -> like `query`."""
     if _flash_takes(query):
         # Variable-length FlashAttention 2: differentiable, causal from the end of each segment.
-        out: Tensor
         if segments.prefixes is not None:
             from dagrl.workers.megatron.prefix_attention import prefix_attention
 
-            out = prefix_attention(query, key, value, segments, scale)
-            return out
-        out = torch.ops.aten._flash_attention_forward(
-            query,
-            key,
-            value,
-            segments.query_starts,
-            segments.key_starts,
-            segments.longest_query,
-            segments.longest_key,
-            dropout_p=0.0,
-            is_causal=True,
-            return_debug_mask=False,
-            scale=scale,
-        )[0]
+            return prefix_attention(query, key, value, segments, scale)
+        settings = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False, "scale": scale}
+        out: Tensor = torch.ops.aten._flash_attention_forward(query, key, value, *segments.sizes, **settings)[0]
         return out
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, tokens, d]
     seen = [_seen(torch.split(one, list(segments.key_lengths), 2), segments.heads) for one in (k, v)]

@@ -201,21 +201,8 @@ class _RmsNorm(torch.autograd.Function):
         grad_flat = torch.empty_like(flat, memory_format=torch.contiguous_format)
         parts = torch.empty(programs, width, dtype=torch.float32, device=flat.device)
         turns = triton.cdiv(rows, tile * programs)
-        strides = flat.stride(0), grad.stride(0)
-        _norm_backward_kernel[(programs,)](
-            flat,
-            weight,
-            scale,
-            grad,
-            grad_flat,
-            parts,
-            rows,
-            *strides,
-            width,
-            block,
-            tile,
-            turns,
-        )
+        tensors, strides = (flat, weight, scale, grad, grad_flat, parts), (flat.stride(0), grad.stride(0))
+        _norm_backward_kernel[(programs,)](*tensors, rows, *strides, width, block, tile, turns)
         return grad_flat.view(grads[0].shape), parts.sum(0).to(weight.dtype), None
 
 

@@ -23,23 +23,9 @@ def chunk_sums(logits: Tensor, columns: Tensor, inside: Tensor, kept: tuple[Tens
     """
     highest, sums = logits.new_empty(len(logits)), logits.new_empty(3, len(logits))
     values, tops = kept or (logits, logits)
-    _row_sums[(len(logits),)](
-        logits,
-        columns,
-        inside,
-        highest,
-        sums,
-        values,
-        tops,
-        len(logits),
-        logits.shape[1],
-        logits.stride(0),
-        values.stride(0),
-        tops.stride(0),
-        KEEP=kept is not None,
-        COLUMNS=TILE,
-        num_warps=_WARPS,
-    )
+    tensors = logits, columns, inside, highest, sums, values, tops
+    strides = logits.stride(0), values.stride(0), tops.stride(0)
+    _row_sums[(len(logits),)](*tensors, *logits.shape, *strides, KEEP=kept is not None, COLUMNS=TILE, num_warps=_WARPS)
     return highest, sums
 
 
@@ -56,21 +42,9 @@ def logit_gradients(
     tops = normaliser[:, None] if tops is None else tops
     grad = source if kept else torch.empty(source.shape, dtype=dtype, device=source.device)
     grid = (len(source), triton.cdiv(source.shape[1], TILE))
-    _row_gradients[grid](
-        source,
-        grad,
-        normaliser,
-        tops,
-        scale,
-        *labels,
-        source.shape[1],
-        source.stride(0),
-        grad.stride(0),
-        tops.stride(0),
-        KEPT=kept,
-        COLUMNS=TILE,
-        num_warps=_WARPS,
-    )
+    tensors = source, grad, normaliser, tops, scale, *labels
+    sizes = source.shape[1], source.stride(0), grad.stride(0), tops.stride(0)
+    _row_gradients[grid](*tensors, *sizes, KEPT=kept, COLUMNS=TILE, num_warps=_WARPS)
     return grad
 
 

@@ -141,14 +141,11 @@ class AdaptedWeight:
 
     def _factors(self, norms: Tensor) -> Tensor:
         """Returns by what each row is multiplied: magnitude over norm, and 1 without an adapter."""
-        factors, start = [], 0
+        factors = []
         for part in self.parts:
-            found = norms[start : start + part.rows.stop - part.rows.start]
-            start += len(found)
-            if part.adapter is None:
-                factors.append(torch.ones_like(found))
-            else:
-                factors.append(part.adapter[2][slice(*part.box[0])] / found)
+            found = norms[part.rows]
+            share = part.adapter[2][slice(*part.box[0])] / found if part.adapter is not None else torch.ones_like(found)
+            factors.append(share)
         return torch.cat(factors)
 
 
@@ -268,12 +265,10 @@ def _split_over(pieces: Sequence[WeightSlice], shapes: AdapterShapes, base: torc
 
 def _set_magnitudes(weight: AdaptedWeight, held: Mapping[str, Adapter]) -> None:
     """Sets the magnitudes to the norms of the base weight's rows. All tensor-parallel ranks call it together."""
-    norms, start, group = weight.norms(weight.base), 0, _tensor_group(weight.base)
+    norms, group = weight.norms(weight.base), _tensor_group(weight.base)
     for part in weight.parts:
-        found = norms[start : start + part.rows.stop - part.rows.start]
-        start += len(found)
         if part.adapter is not None:
-            part.adapter[2].data[slice(*part.box[0])] = found
+            part.adapter[2].data[slice(*part.box[0])] = norms[part.rows]
     if weight.group is None and dist.get_world_size(group) > 1:  # others have other rows
         for adapter in held.values():
             dist.all_reduce(adapter[2].data, group=group)

@@ -50,20 +50,16 @@ class _PrefixAttention(torch.autograd.Function):
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool, scale: float) -> list[Tensor]:
     """Returns the output, its log-sum-exp [heads, tokens] (infinite where no key is seen), and two states of dropout."""
-    inputs = query, key, value, *_sizes(segments), 0.0, causal, False
+    inputs = query, key, value, *segments.sizes, 0.0, causal, False
     return list(torch.ops.aten._flash_attention_forward(*inputs, scale=scale)[:4])
 
 
 def _backward(saved: tuple[Tensor, ...], segments: Segments, causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Returns the part of the gradients of query, key and value that comes through these segments."""
     *tensors, first, second = saved
-    inputs = *tensors, *_sizes(segments), 0.0, causal, first, second
+    inputs = *tensors, *segments.sizes, 0.0, causal, first, second
     gradients: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(*inputs, scale=scale)
     return gradients
-
-
-def _sizes(segments: Segments) -> tuple[Tensor, Tensor, int, int]:
-    return segments.query_starts, segments.key_starts, segments.longest_query, segments.longest_key
 
 
 def join(own: Tensor, own_lse: Tensor, seen: Tensor, seen_lse: Tensor) -> tuple[Tensor, Tensor]:

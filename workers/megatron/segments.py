@@ -46,6 +46,11 @@ class Segments:
     prefixes: Segments | None = None
 
     @property
+    def sizes(self) -> tuple[Tensor, Tensor, int, int]:
+        """Offsets, and the largest numbers of queries and of keys, as kernels take them."""
+        return self.query_starts, self.key_starts, self.longest_query, self.longest_key
+
+    @property
     def longest_query(self) -> int:
         """Number of queries in the largest segment."""
         return max(self.query_lengths)

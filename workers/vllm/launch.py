@@ -122,17 +122,12 @@ def _register_rendezvous() -> None:
 
 
 def start_engine(
-    config: Config,
-    context: WorkerContext,
-    rendezvous: Rendezvous,
-    recorder: ExpertRecorder | None = None,
-    parts: StartParts | None = None,
+    config: Config, context: WorkerContext, rendezvous: Rendezvous, recorder: ExpertRecorder | None, parts: StartParts
 ) -> LLMEngine:
     """Starts an engine rank with loaded weights and an empty KV cache. Raises MissingDependencyError without vLLM.
 
     A `recorder` is attached to its model. `parts` gets the times.
     """
-    parts = parts or StartParts()
     hf_config = read_hf_config(config)
     import_vllm(hf_config)
     if config.policy.deterministic:
