@@ -39,16 +39,14 @@ def megatron_attention(layout: ParallelLayout, stage: int, local: int) -> str:
 def vllm_kv_scales(hf_config: Mapping[str, Json]) -> list[WeightSlice]:
     """Returns the scales of all layers."""
     check_family(hf_config)
-    return [
-        _scale(hf_config, layer, kind, f"{_vllm_attention(hf_config, layer)}.{kind}_scale")
-        for layer in range(ModelConfig(hf_config).layers)
-        for kind in KINDS
-    ]
+    names = vllm_attentions(hf_config)
+    return [_scale(hf_config, layer, kind, f"{name}.{kind}_scale") for layer, name in enumerate(names) for kind in KINDS]
 
 
 def vllm_attentions(hf_config: Mapping[str, Json]) -> list[str]:
     """Returns vLLM's attention modules, which take over the scales after a write."""
-    return [_vllm_attention(hf_config, layer) for layer in range(ModelConfig(hf_config).layers)]
+    prefix = find_family(hf_config).names.vllm_layer
+    return [f"{prefix}.{layer}.self_attn.attn" for layer in range(ModelConfig(hf_config).layers)]
 
 
 def check_family(hf_config: Mapping[str, Json]) -> None:
@@ -59,10 +57,6 @@ def check_family(hf_config: Mapping[str, Json]) -> None:
             f"policy.generation.vllm_cfg.kv_cache_dtype is fp8, but {family} models do not cache plain keys and "
             f"values. Scales can be calibrated for {' and '.join(FAMILIES)} models; set kv_cache_dtype to auto"
         )
-
-
-def _vllm_attention(hf_config: Mapping[str, Json], layer: int) -> str:
-    return f"{find_family(hf_config).names.vllm_layer}.{layer}.self_attn.attn"
 
 
 def _scale(hf_config: Mapping[str, Json], layer: int, kind: str, tensor: str) -> WeightSlice:

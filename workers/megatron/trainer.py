@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dagrl.config import Config, MegatronConfig
-from dagrl.config import OptimizerConfig as OptimizerSettings
 from dagrl.config.settings import optimizer_steps
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.cpu import cuda_type_names
@@ -219,12 +218,7 @@ def make_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout) -
     megatron = settings.policy.megatron_cfg
     sharded = megatron.optimizer.use_distributed_optimizer
     wanted = megatron.distributed_data_parallel_config
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=wanted.grad_reduce_in_fp32,
-        overlap_grad_reduce=wanted.overlap_grad_reduce,
-        overlap_param_gather=wanted.overlap_param_gather,
-        use_distributed_optimizer=sharded,
-    )
+    ddp = DistributedDataParallelConfig(**wanted.model_dump(), use_distributed_optimizer=sharded)
     # Megatron reduces in buckets on the first pipeline stage and its first chunk only; the others are not critical.
     chunks = [
         DistributedDataParallel(model.config, ddp, chunk, disable_bucketing=stage > 0)
@@ -280,21 +274,13 @@ def _torch_adam() -> Iterator[None]:
 
 def optimizer_config(settings: Config) -> OptimizerConfig:
     """Returns Megatron's configuration of Adam. Half-precision policies have float32 master weights."""
-    wanted: OptimizerSettings = settings.policy.megatron_cfg.optimizer
-    bf16 = settings.policy.precision == "bfloat16"
+    megatron, bf16 = settings.policy.megatron_cfg, settings.policy.precision == "bfloat16"
     return OptimizerConfig(
         optimizer="adam",
-        lr=wanted.lr,
-        min_lr=wanted.min_lr,
-        weight_decay=wanted.weight_decay,
-        adam_beta1=wanted.adam_beta1,
-        adam_beta2=wanted.adam_beta2,
-        adam_eps=wanted.adam_eps,
-        clip_grad=wanted.clip_grad,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=wanted.use_distributed_optimizer,
-        overlap_param_gather=settings.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
+        overlap_param_gather=megatron.distributed_data_parallel_config.overlap_param_gather,
+        **megatron.optimizer.model_dump(),  # its keys are Megatron's
     )
 
 

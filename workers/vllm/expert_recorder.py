@@ -61,8 +61,8 @@ class ExpertRecorder:
         if not layers:
             raise ConfigError("policy.router_replay is true, and vLLM's model has no expert layers; set it to false")
         most = int(vllm_config.scheduler_config.max_num_batched_tokens)
-        shape = (most, self._sizes.layers, self._sizes.chosen)
-        self._buffer = torch.full(shape, _missing(self._sizes), dtype=torch.int32, device=next(model.parameters()).device)
+        shape, missing = (most, self._sizes.layers, self._sizes.chosen), MISSING if self._sizes.dtype.itemsize == 1 else -1
+        self._buffer = torch.full(shape, missing, dtype=torch.int32, device=next(model.parameters()).device)
         for layer in layers:
             layer.router.set_capture_fn(partial(self._capture, layer.layer_id))
 
@@ -158,10 +158,6 @@ class ExpertRecorder:
     def cache_holds(self, blocks: int) -> None:
         """Sets how many blocks to keep: as many as vLLM's KV cache has."""
         self._most_blocks = blocks
-
-
-def _missing(sizes: RoutedLayers) -> int:
-    return MISSING if sizes.dtype.itemsize == 1 else -1
 
 
 def _batch(runner: Any) -> tuple[Any, Any]:
