@@ -105,16 +105,7 @@ class _Stream:
     """A stream on which all work is already done."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def wait_stream(self, *args: object) -> None:
-        pass
-
-    def wait_event(self, *args: object) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+        self.wait_stream = self.wait_event = self.synchronize = lambda *_: None
 
     def record_event(self, *args: object) -> _Stream:
         return self
@@ -125,19 +116,15 @@ def _torch_view() -> ModuleType:
 
     stream = _Stream()
     view, cuda = _View(torch), _View(torch.cuda)
-    replaced = {
-        "current_device": lambda: torch.device("cpu"),
-        "synchronize": lambda *args, **kwargs: None,
-        "current_stream": lambda *args, **kwargs: stream,
-        "default_stream": lambda *args, **kwargs: stream,
-        "stream": lambda *args, **kwargs: contextlib.nullcontext(),
-        "Stream": _Stream,
-    }
-    for name, value in replaced.items():
-        setattr(cuda, name, value)
-    for name in _FACTORIES:
-        setattr(view, name, _on_cpu(getattr(torch, name)))
-    view.cuda = cuda  # type: ignore[attr-defined]
+    vars(cuda).update(
+        current_device=lambda: torch.device("cpu"),
+        synchronize=lambda *args, **kwargs: None,
+        current_stream=lambda *args, **kwargs: stream,
+        default_stream=lambda *args, **kwargs: stream,
+        stream=lambda *args, **kwargs: contextlib.nullcontext(),
+        Stream=_Stream,
+    )
+    vars(view).update({name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}, cuda=cuda)
     return view
 
 
