@@ -129,15 +129,20 @@ def load_checkpoint(
     CheckpointError on all ranks if one cannot read its part.
     """
     path = Path(directory)
-    manifest = run_on_all_ranks(group, lambda: read_manifest(path, identity))
-    run_on_all_ranks(group, lambda: _verify(path, manifest["files"]))
+    manifest = run_on_all_ranks(group, read_manifest, path, identity)
+    run_on_all_ranks(group, _verify, path, manifest["files"])
     reference = None
     if manifest["reference"]:
         reference = {name: torch.empty_like(tensor, device="cpu") for name, tensor in trainer.model.tensors().items()}
     with torch.no_grad(), _loading_in(group):
         for part in _rounds(load_targets(trainer, reference), group):
-            _load(path, part, group)
-        restore_counters(trainer, _load_common(path, trainer, manifest, group))
+            wanted = {str(number): target.entry for number, target in enumerate(part)}
+            loaded = run_on_all_ranks(group, _read, path, wanted)
+            for number, target in enumerate(part):
+                target.receive(loaded[str(number)])
+        same = manifest["layout"] == asdict(trainer.layout)
+        common = {"random": _random_object(trainer.layout, None)} if same else {}
+        restore_counters(trainer, run_on_all_ranks(group, _read, path, common))
     return reference, manifest["state"]
 
 
@@ -280,18 +285,6 @@ def _rounds(found: Iterable[LoadTarget], group: ProcessGroup) -> Iterator[list[L
                 taken.append(target)
                 size += target.entry.data.nbytes if target.into is not None else 0
         yield taken
-
-
-def _load(path: Path, part: list[LoadTarget], group: ProcessGroup) -> None:
-    wanted = {str(number): target.entry for number, target in enumerate(part)}
-    loaded = run_on_all_ranks(group, lambda: _read(path, wanted))
-    for number, target in enumerate(part):
-        target.receive(loaded[str(number)])
-
-
-def _load_common(path: Path, trainer: Trainer, manifest: Mapping[str, Any], group: ProcessGroup) -> Mapping[str, Any]:
-    same = manifest["layout"] == asdict(trainer.layout)
-    return run_on_all_ranks(group, lambda: _read(path, {"random": _random_object(trainer.layout, None)} if same else {}))
 
 
 def _read(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:

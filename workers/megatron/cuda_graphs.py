@@ -171,7 +171,9 @@ class _Recording:
 
     def replay(self, microbatch: Microbatch) -> Tensor:
         """Runs the pass over a microbatch of this shape. The next replay overwrites the output."""
-        self._fill(microbatch)
+        self._input.tokens.copy_(microbatch.tokens)
+        self._input.positions.copy_(microbatch.positions)
+        _fill_segments(self._input.segments, microbatch.segments)
         if not self._backward_too:
             return self.forward()
         output: Tensor = _ReplayedPass.apply(self._anchor, self)  # type: ignore[no-untyped-call]
@@ -192,11 +194,6 @@ class _Recording:
         if not graphs:
             raise RunError("an abort or an offload dropped the CUDA graphs of this pass while it ran; replay the phase")
         return graphs[number]
-
-    def _fill(self, microbatch: Microbatch) -> None:
-        self._input.tokens.copy_(microbatch.tokens)
-        self._input.positions.copy_(microbatch.positions)
-        _fill_segments(self._input.segments, microbatch.segments)
 
 
 def _fill_segments(here: Segments | None, there: Segments | None) -> None:

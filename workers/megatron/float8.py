@@ -48,7 +48,8 @@ def use_float8(model: torch.nn.Module, settings: Fp8Config) -> None:
     if torch.cuda.is_available():
         check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     for name, layer in model.named_modules():
-        if not isinstance(layer, ColumnParallelLinear | RowParallelLinear) or not _in_float8(name):
+        linear = isinstance(layer, ColumnParallelLinear | RowParallelLinear) and name.startswith("decoder.layers.")
+        if not linear or ".local_experts." in name:
             continue
         if any(size % MULTIPLE for size in layer.weight.shape):
             raise ConfigError(
@@ -57,10 +58,6 @@ def use_float8(model: torch.nn.Module, settings: Fp8Config) -> None:
                 "tensor_model_parallel_size"
             )
         layer._forward_impl = partial(_forward, GRADIENTS[settings.fp8])
-
-
-def _in_float8(name: str) -> bool:
-    return name.startswith("decoder.layers.") and ".local_experts." not in name
 
 
 def _forward(

@@ -129,7 +129,11 @@ class _Export:
 
     def begin(self) -> None:
         """Creates an empty directory on rank 0."""
-        _check_replaceable(self.directory)
+        if self.directory.exists() and not (self.directory / "config.json").exists() and any(self.directory.iterdir()):
+            raise CheckpointError(
+                f"{self.directory} is not a Hugging Face model directory, and an export replaces its content; choose a new "
+                "directory"
+            )
         if self.rank == 0:
             if self.partial.exists():
                 shutil.rmtree(self.partial)
@@ -205,23 +209,13 @@ def _empty(parameter: _Parameter, box: Box) -> Tensor:
     return torch.empty([stop - start for start, stop in box], dtype=parameter.dtype)
 
 
-def _check_replaceable(directory: Path) -> None:
-    if directory.exists() and not (directory / "config.json").exists() and any(directory.iterdir()):
-        raise CheckpointError(
-            f"{directory} is not a Hugging Face model directory, and an export replaces its content; choose a new directory"
-        )
-
-
 def _copy_companions(source: Path, directory: Path, dtype: str, scalar: bool) -> None:
     """Copies the configuration, with the written dtype, head and layers, and other files such as the tokenizer."""
-    for path in _companions(source):
-        shutil.copy2(path, directory / path.name)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copy2(path, directory / path.name)
     config: dict[str, Any] = read_hf_config(source)
     config.pop("torch_dtype", None)
     config = as_classifier(config) if scalar else config
     config |= {DRAFT_LAYERS: 0} if DRAFT_LAYERS in config else {}
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2) + "\n")
-
-
-def _companions(source: Path) -> Iterator[Path]:
-    return (path for path in sorted(source.iterdir()) if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES))

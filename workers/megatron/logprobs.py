@@ -121,7 +121,7 @@ def scored_logprobs(hidden: Tensor, labels: Tensor, scored: Tensor | None, layer
     if scored is None:
         return token_logprobs(hidden, labels, layer)
     found = token_logprobs(hidden.flatten(0, 1).index_select(0, scored), labels.flatten().index_select(0, scored), layer)
-    logprobs, entropy = (_spread(column, scored, labels) for column in found)
+    logprobs, entropy = (one.new_zeros(labels.numel()).index_copy(0, scored, one).view(labels.shape) for one in found)
     return logprobs, entropy
 
 
@@ -131,10 +131,6 @@ def masked_columns(data: Mapping[str, Tensor], scored: Tensor | None) -> dict[st
         return dict(data)
     inside = data["loss_mask"] != 0
     return {name: torch.where(inside, one, 0.0) if one.is_floating_point() else one for name, one in data.items()}
-
-
-def _spread(values: Tensor, scored: Tensor, like: Tensor) -> Tensor:
-    return values.new_zeros(like.numel()).index_copy(0, scored, values).view(like.shape)
 
 
 @dataclass(frozen=True)

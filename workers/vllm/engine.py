@@ -209,7 +209,7 @@ class QuantumEngine:
         Running requests keep their KV cache, or recompute it with the new weights if `recompute`. Requests without a token
         are restarted.
         """
-        made = dict(self._tokens_made())
+        made = {name: state.detokenizer.num_output_tokens() for name, state in self._states().items()}
         self._version = version
         for name, tokens in made.items():
             self._running[name].starts.append((version, tokens))
@@ -328,10 +328,6 @@ class QuantumEngine:
     def _states(self) -> dict[str, Any]:
         """vLLM's state of each request, by our name for it."""
         return {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
-
-    def _tokens_made(self) -> Iterator[tuple[str, int]]:
-        for name, state in self._states().items():
-            yield name, state.detokenizer.num_output_tokens()
 
     def _progress(self) -> list[RequestProgress]:
         """Updates and returns the progress of each request. Called after every quantum, so it reads only the new tokens."""

@@ -136,7 +136,7 @@ class VllmWorker:
         llm = self._llm = start_engine(self.config, self.context, rendezvous, recorder, self.start_parts)
         if recorder is not None:
             recorder.cache_holds(int(llm.vllm_config.cache_config.num_gpu_blocks or 0))
-        model, self._device = llm.collective_rpc(_worker_model)[0]
+        model, self._device = llm.collective_rpc(lambda worker: (worker.get_model(), worker.device))[0]
         if sends_adapters(self.config):
             self._destinations = self._find_slots(llm)
         else:
@@ -413,11 +413,6 @@ class VllmWorker:
         if self._channel is not None:
             self._channel.close()
         self._channel = self._receiver = None
-
-
-def _worker_model(worker: Any) -> tuple[torch.nn.Module, torch.device]:
-    """Runs inside vLLM's worker."""
-    return worker.get_model(), worker.device
 
 
 def _requests(batch: Batch) -> list[Request]:
