@@ -34,7 +34,7 @@ from dagrl.workers.megatron import cpu
 from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.adapter_files import check_adapters, read_adapters
 from dagrl.workers.megatron.adapter_slices import targets, trained_adapters
-from dagrl.workers.megatron.architecture import check_layout, read_architecture
+from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture
 from dagrl.workers.megatron.groups import abort_groups, end_groups, start_checkpoint_group, start_groups
 from dagrl.workers.megatron.hf_load import ParameterShapes, check_hf, has_scalar_head, load_hf, read_hf_config
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
@@ -86,7 +86,8 @@ class MegatronWorkerBase:
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
         check_layout(hf_config, config.policy.megatron_cfg.layout)
-        _check_settings(config.policy.megatron_cfg, hf_config)
+        for conflict in _conflicts(config.policy.megatron_cfg, read_architecture(hf_config)):
+            raise ConfigError(conflict)
         if config.policy.reference_model_name is not None:
             _check_reference_model(config.policy.reference_model_name, config.policy.megatron_cfg.layout)
         if config.policy.router_replay:
@@ -295,48 +296,31 @@ class MegatronWorkerBase:
         return self._checkpoint_group
 
 
-def _check_settings(megatron: MegatronConfig, hf_config: Mapping[str, Json]) -> None:
-    """Raises ConfigError for settings that exclude each other, and for those of experts that the model does not have."""
-    model, key, has_adapters = read_architecture(hf_config), "policy.megatron_cfg", megatron.peft.enabled
-    graphs, gathers = f"{key}.cuda_graphs is true", megatron.distributed_data_parallel_config.overlap_param_gather
+def _conflicts(megatron: MegatronConfig, model: Architecture) -> Iterator[str]:
+    """Yields what is wrong with settings that exclude each other, and with those of experts that the model does not have."""
+    key, has_adapters = "policy.megatron_cfg", megatron.peft.enabled
+    if megatron.cuda_graphs and model.experts:
+        yield (
+            f"{key}.cuda_graphs is true, and the model has experts: their routers count into memory of the step, and a "
+            "graph writes to the same memory each time; set cuda_graphs=false"
+        )
+    if megatron.cuda_graphs and has_adapters:
+        text = "recorded microbatches leave out adapters; set one of them to false"
+        yield f"{key}.cuda_graphs is true, and peft.enabled: {text}"
     gather = f"{key}.distributed_data_parallel_config.overlap_param_gather is true"
-    moves = megatron.moe_router_bias_update_rate
-    rate = f"{key}.moe_router_bias_update_rate is {moves:g}"
-    rejected = (
-        (
-            megatron.cuda_graphs and model.experts,
-            f"{graphs}, and the model has experts: their routers count into memory of the step, and a graph writes to the "
-            "same memory each time; set cuda_graphs=false",
-        ),
-        (
-            megatron.cuda_graphs and has_adapters,
-            f"{graphs}, and peft.enabled: recorded microbatches leave out adapters; set one of them to false",
-        ),
-        (
-            gathers and model.experts,
-            f"{gather}, and the model has experts: grouped expert products read weights without calling the modules that "
-            "wait for them. Set it to false",
-        ),
-        (
-            gathers and has_adapters,
-            f"{gather}, and peft.enabled: adapters are too small to gather in parts; set overlap_param_gather=false",
-        ),
-        (
-            (megatron.moe_aux_loss_coeff or megatron.moe_z_loss_coeff) and not model.experts,
-            f"{key}.moe_aux_loss_coeff or moe_z_loss_coeff is set, but the model has no experts; set both to 0",
-        ),
-        (
-            moves and not model.expert_bias,
-            f"{rate}, but routers of {model.model_type} models have no expert bias (glm4_moe has); set it to 0",
-        ),
-        (
-            moves and has_adapters,
-            f"{rate}, and peft.enabled: LoRA leaves the base model, with its expert biases, as it is; set the rate to 0",
-        ),
-    )
-    for found, text in rejected:
-        if found:
-            raise ConfigError(text)
+    gathers = megatron.distributed_data_parallel_config.overlap_param_gather
+    if gathers and model.experts:
+        text = "grouped expert products read weights without calling the modules that wait for them. Set it to false"
+        yield f"{gather}, and the model has experts: {text}"
+    if gathers and has_adapters:
+        yield f"{gather}, and peft.enabled: adapters are too small to gather in parts; set overlap_param_gather=false"
+    if (megatron.moe_aux_loss_coeff or megatron.moe_z_loss_coeff) and not model.experts:
+        yield f"{key}.moe_aux_loss_coeff or moe_z_loss_coeff is set, but the model has no experts; set both to 0"
+    rate = f"{key}.moe_router_bias_update_rate is {megatron.moe_router_bias_update_rate:g}"
+    if megatron.moe_router_bias_update_rate and not model.expert_bias:
+        yield f"{rate}, but routers of {model.model_type} models have no expert bias (glm4_moe has); set it to 0"
+    if megatron.moe_router_bias_update_rate and has_adapters:
+        yield f"{rate}, and peft.enabled: LoRA leaves the base model, with its expert biases, as it is; set the rate to 0"
 
 
 def _check_reference_model(directory: str, layout: ParallelLayout) -> None:
