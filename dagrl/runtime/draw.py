@@ -12,28 +12,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dagrl.runtime.graph import SHARED_MEMORY, Node, PhaseGraph, WorkerRef
+from dagrl.runtime.graph import SHARED_MEMORY, Node, PhaseGraph, Source, WorkerRef
 from dagrl.runtime.layout import ParallelLayout
 
 CONSTANT_CHARACTERS = 24
-
-
-@dataclass(frozen=True)
-class DrawnEdge:
-    """A value sent from node `source` (None: the driver's input) to node `target` (None: the driver).
-
-    `nbytes` is the size of a slot of its channel, if known.
-    """
-
-    source: int | None
-    target: int | None
-    transport: str
-    nbytes: int | None = None
-
-    @property
-    def label(self) -> str:
-        """Transport and buffer size."""
-        return self.transport if self.nbytes is None else f"{self.transport}, {size_text(self.nbytes)}"
 
 
 @dataclass(frozen=True)
@@ -42,7 +24,7 @@ class Drawing:
 
     graph: PhaseGraph
     layouts: Mapping[str, ParallelLayout] = field(default_factory=dict)
-    buffers: Mapping[int | None, int] = field(default_factory=dict)
+    buffers: Mapping[Source, int] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -52,16 +34,14 @@ class Drawing:
         return f"{self.graph.phase}: one of {graphs} equal graphs" if graphs > 1 else self.graph.phase
 
     @property
-    def edges(self) -> tuple[DrawnEdge, ...]:
-        """Every edge once, in the order of the nodes that read; those to the driver last."""
-        found: list[tuple[int | None, int | None]] = [
-            (source, node.number) for node in self.graph.nodes for source in node.sources
-        ]
+    def edges(self) -> tuple[tuple[Source, Source, str], ...]:
+        """Source, target and label of every edge, in the order of the nodes that read; those to the driver last.
+
+        None is the driver: its input, or what it reads.
+        """
+        found: list[tuple[Source, Source]] = [(source, node.number) for node in self.graph.nodes for source in node.sources]
         found += [(number, None) for number in self.graph.outputs]
-        return tuple(
-            DrawnEdge(source, target, self._transport(source), self.buffers.get(source))
-            for source, target in dict.fromkeys(found)
-        )
+        return tuple((source, target, self._edge_label(source)) for source, target in dict.fromkeys(found))
 
     def workers(self, role: str) -> Iterator[WorkerRef]:
         """The workers of a role, in the order of the graph."""
@@ -87,8 +67,11 @@ class Drawing:
         sizes = {"pp": (layout.pp, at.pp), "tp": (layout.tp, at.tp), "cp": (layout.cp, at.cp)}
         return f"{name} {', '.join(f'{axis} {here}' for axis, (size, here) in sizes.items() if size > 1)}".rstrip()
 
-    def _transport(self, source: int | None) -> str:
-        return SHARED_MEMORY if source is None else self.graph.nodes[source].transport
+    def _edge_label(self, source: Source) -> str:
+        """Transport and buffer size."""
+        transport = SHARED_MEMORY if source is None else self.graph.nodes[source].transport
+        nbytes = self.buffers.get(source)
+        return transport if nbytes is None else f"{transport}, {size_text(nbytes)}"
 
 
 def node_text(node: Node) -> str:
@@ -135,10 +118,10 @@ def _phase_lines(prefix: str, drawing: Drawing) -> Iterator[str]:
             yield from (f"    {line}" for line in _worker_lines(prefix, drawing, worker))
         yield "  end"
     yield f'  {prefix}_result(["result"]):::driver'
-    for edge in drawing.edges:
-        source = f"{prefix}_input" if edge.source is None else f"{prefix}_n{edge.source}"
-        target = f"{prefix}_result" if edge.target is None else f"{prefix}_n{edge.target}"
-        yield f"  {source} -->|{_quoted(edge.label)}| {target}"
+    for source, target, label in drawing.edges:
+        begin = f"{prefix}_input" if source is None else f"{prefix}_n{source}"
+        end = f"{prefix}_result" if target is None else f"{prefix}_n{target}"
+        yield f"  {begin} -->|{_quoted(label)}| {end}"
     yield "end"
 
 

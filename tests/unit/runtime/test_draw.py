@@ -131,7 +131,7 @@ def test_labels() -> None:
         "train[4] pp 0, tp 0",
     ]
     assert [item.worker_label(worker) for worker in item.workers("generation")] == ["generation[0]"]
-    assert {edge.label for edge in item.edges} == {"shm, 68.4 KiB", "shm, 1 MiB"}
+    assert {label for *_, label in item.edges} == {"shm, 68.4 KiB", "shm, 1 MiB"}
 
 
 def test_sizes() -> None:
