@@ -102,7 +102,7 @@ class TraceWriter:
         with self._lock:
             for event in events:
                 if self._recorded == limit:
-                    self._warn_full()
+                    logger.warning("the trace %s has %d events; later ones are not recorded", self.path, limit)
                 elif self._recorded < limit:
                     self._append(event)
                 self._recorded += 1
@@ -193,6 +193,3 @@ class TraceWriter:
         with suppress(OSError):  # restore the bracket
             self._file.truncate(self._end)
             self._overwrite(b"")
-
-    def _warn_full(self) -> None:
-        logger.warning("the trace %s has %d events; later ones are not recorded", self.path, self._recorded)

@@ -8,6 +8,7 @@ Multiprocessing Timing Anomalies", at worst 4/3 of the optimum). Expected length
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -72,15 +73,17 @@ def dispatch(
     """
     order = sorted(waiting, key=lambda item: (item.cohort, -item.expected if longest_first else 0.0))
     sent: list[list[PendingRequest]] = [[] for _ in shards]
-    work = [shard.work for shard in shards]
+    loads = (shard.work if longest_first else len(shard.requests) for shard in shards)
+    free = [(load, index) for index, load in enumerate(loads) if shards[index].free > 0]
+    heapq.heapify(free)
     for item in order:
-        free = [index for index, shard in enumerate(shards) if shard.free > 0]
         if not free:
             break
-        index = min(free, key=lambda i: (work[i] if longest_first else len(shards[i].requests), i))
+        load, index = heapq.heappop(free)
         shards[index].requests[item.request_id] = item.expected
-        work[index] += item.expected
         sent[index].append(item)
+        if shards[index].free > 0:
+            heapq.heappush(free, (load + (item.expected if longest_first else 1), index))
     return sent
 
 
