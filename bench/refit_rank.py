@@ -11,10 +11,11 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,6 +45,9 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import move_bytes
 from dagrl.runtime.annotate import disable_ranges, enable_ranges
 
+if TYPE_CHECKING:
+    from dagrl.bench.refit_resharding import Resharding
+
 PORTS_A_CASE = 4
 """Ports for the process groups of the train side, of a Megatron generation side, and of both; and for the channel."""
 
@@ -70,102 +74,109 @@ class Settings:
 
 
 class Rank:
-    """One rank of cases that all have the same number of ranks and GPUs."""
+    """One rank of cases that all have the same number of ranks and GPUs. `case` and `facts` are of the current one."""
+
+    case: RefitCase
+    facts: Row
 
     def __init__(self, settings: Settings, rank: int, say: SayRow) -> None:
         self.settings, self.rank = settings, rank
-        self.size = settings.cases[0].ranks
-        self.device = torch.device("cuda", rank % settings.cases[0].gpus) if settings.on_gpus else torch.device("cpu")
+        first = settings.cases[0]
+        self.size, self.is_sender = first.ranks, rank < first.train.world_size
+        self.device = torch.device("cuda", rank % first.gpus) if settings.on_gpus else torch.device("cpu")
         if settings.on_gpus:
             torch.cuda.set_device(self.device)
         self.control = Control(settings.control_port, rank, self.size, 4 * settings.timeout_s)
         self._group_addresses: list[str] = []
         self._channel_address = ""
-        self._say = say if rank == 0 else lambda row: None
+        self._say_row = say if rank == 0 else lambda row: None
         self._built: tuple[Any, Side] | None = None
         self._deadline = BenchDeadline(settings.until - time.monotonic())
 
     def run(self) -> None:
         """Runs all cases; a case that fails is reported and skipped."""
         for number, case in enumerate(self.settings.cases):
+            self.case = case
             ports = self.settings.ports[PORTS_A_CASE * number :][:PORTS_A_CASE]
             *self._group_addresses, self._channel_address = (f"127.0.0.1:{port}" for port in ports)
-            if self._is_late(case, "all methods"):
-                continue
-            with self._together(case, "prepare"):
-                self._run_case(case)
+            self._try("all methods", self._run_case)
         self.control.leave()
 
-    def _is_late(self, case: RefitCase, method: str) -> bool:
-        """Returns whether any rank lacks the time for a method, and reports it as left out."""
-        late = not all(self.control.gather(self._deadline.allows(method)))
-        if late:
-            self._say({"name": case.name, "dtype": case.dtype, "method": method, "left_out": TIME_IS_UP})
-        return late
+    def _say(self, **found: Any) -> None:
+        self._say_row({"name": self.case.name, "dtype": self.case.dtype, **found})
 
-    @contextmanager
-    def _together(self, case: RefitCase, method: str) -> Iterator[None]:
-        """Gathers the errors of all ranks; rank 0 reports them and all continue. No rank waits longer than the deadlines
-        allow."""
+    def _try(self, method: str, act: Callable[[], object]) -> None:
+        """Calls `act` unless any rank lacks the time, which is reported. Rank 0 reports the errors of all ranks, and all
+        continue. No rank waits longer than the deadlines allow."""
+        if not all(self.control.gather(self._deadline.allows(method))):
+            self._say(method=method, left_out=TIME_IS_UP)
+            return
         error = ""
         try:
-            yield
+            act()
         except Exception:
             error = f"rank {self.rank}: {traceback.format_exc()}"
         errors = [one for one in self.control.gather(error) if one]
         if errors:
-            self._say({"name": case.name, "dtype": case.dtype, "method": method, "error": "\n".join(errors)})
+            self._say(method=method, error="\n".join(errors))
 
-    def _run_case(self, case: RefitCase) -> None:
+    def _run_case(self) -> None:
         started = time.perf_counter()
-        if case.to_megatron:
-            self._run_resharding(case)
+        if self.case.to_megatron:
+            self._run_resharding()
             return
-        side = self._side(case)
-        if self.rank < case.train.world_size:
-            fill(side.tensors, side.slices, 1)
-        self._say({"name": case.name, "dtype": case.dtype, "note": f"built in {time.perf_counter() - started:.1f} s"})
-        self._measure(case, side, self._is_first(case))
+        self._build_side()
+        self._fill()
+        self._say(note=f"built in {time.perf_counter() - started:.1f} s")
+        kind = (self.case.model, self.case.fp8, False)
+        first = next(one for one in self.settings.cases if (one.model, one.fp8, one.to_megatron) == kind)
+        self._measure(thorough=self.case == first)
 
-    def _is_first(self, case: RefitCase) -> bool:
-        """Returns whether the case is the first of its model and dtype: it runs all methods, later ones only the default."""
-        kind = (case.model, case.fp8, False)
-        return case == next(one for one in self.settings.cases if (one.model, one.fp8, one.to_megatron) == kind)
+    def _fill(self) -> None:
+        if self.is_sender:
+            fill(self.side.tensors, self.side.slices, 1)
 
-    def _run_resharding(self, case: RefitCase) -> None:
+    def _run_resharding(self) -> None:
         from dagrl.bench.refit_resharding import Resharding
 
         self._let_go()
         leave_vllm()
-        resharding = Resharding(case, self.rank, self._group_addresses, self.device, 4 * self.settings.timeout_s)
+        resharding = Resharding(self.case, self.rank, self._group_addresses, self.device, 4 * self.settings.timeout_s)
         try:
-            if self.rank < case.train.world_size:
-                fill(resharding.side.tensors, resharding.side.slices, 1)
-            self._measure(case, resharding.side, thorough=False)
-            with self._together(case, "megatron.core.resharding"):
-                self._time(case, "megatron.core.resharding", resharding.side, resharding.swap(), {})
+            self._built = ("resharding", resharding.side)
+            self._fill()
+            self._measure(thorough=False)
+            self.facts = {}
+            self._try("megatron.core.resharding", partial(self._reshard, resharding))
         finally:
             resharding.close()
             del resharding
             self._let_go()
 
-    def _side(self, case: RefitCase) -> Side:
-        """Returns this rank's side; reuses the last one built if it is the same."""
-        train = case.train.world_size
-        is_train, rank = self.rank < train, self.rank % train
-        key = (case.model, case.train) if is_train else (case.model, case.tp, case.fp8, case.expert_parallel)
+    def _reshard(self, resharding: Resharding) -> None:
+        self._time("megatron.core.resharding", resharding.swap())
+
+    @property
+    def side(self) -> Side:
+        """This rank's side of the case."""
+        assert self._built is not None
+        return self._built[1]
+
+    def _build_side(self) -> None:
+        """Builds this rank's side, unless the last one is the same."""
+        case, rank = self.case, self.rank % self.case.train.world_size
+        key = (case.model, case.train) if self.is_sender else (case.model, case.tp, case.fp8, case.expert_parallel)
         if self._built is not None and self._built[0] == key:
-            return self._built[1]
+            return
         self._let_go()
         if not self.settings.on_gpus:
             slices = (case.sources() + case.destinations())[self.rank]
             side = described_side(slices, self.device, "tensors of the described shapes")
-        elif is_train:
+        elif self.is_sender:
             side = megatron_side(case, rank, self._group_addresses[0], self.device)
         else:
             side = vllm_side(case, rank, self.device)
         self._built = (key, side)
-        return side
 
     def _let_go(self) -> None:
         self._built = None
@@ -174,77 +185,72 @@ class Rank:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def _channel(self, case: RefitCase) -> Iterator[Channel]:
-        kind: ChannelKind = "ipc" if case.colocated else "nccl" if self.settings.on_gpus else "gloo"
-        channel = open_channel(ChannelSpec(kind, self._channel_address, self.rank, case.ranks, self.settings.timeout_s))
+    def _channel(self) -> Iterator[Channel]:
+        kind: ChannelKind = "ipc" if self.case.colocated else "nccl" if self.settings.on_gpus else "gloo"
+        channel = open_channel(ChannelSpec(kind, self._channel_address, self.rank, self.size, self.settings.timeout_s))
         try:
             yield channel
         finally:
             channel.close()
 
-    def _measure(self, case: RefitCase, side: Side, thorough: bool) -> None:
-        """Runs the methods of one case: default, recorded and not recorded, verified, and broadcasts."""
+    def _measure(self, thorough: bool) -> None:
+        """Runs the methods of the case: the default and, if `thorough`, recorded and not recorded, verified, and rivals."""
         self.control.barrier()  # one side may take much longer to build
-        with self._channel(case) as channel:
-            facts = {
-                **self._raw(case, channel),
-                "holders": sorted({one for one in self.control.gather(side.holder)}),
-            }
+        colocated = self.case.colocated
+        with self._channel() as channel:
+            self.facts = {**self._raw(channel), "holders": sorted(set(self.control.gather(self.side.holder)))}
             methods: list[tuple[str, Verify, RecordMode]] = [("dagrl", "off", "auto")]
-            if thorough and self.device.type == "cuda" and not case.colocated:  # only NCCL messages can be recorded
+            if thorough and self.device.type == "cuda" and not colocated:  # only NCCL messages can be recorded
                 methods += [("dagrl CUDA graph", "off", True), ("dagrl launches", "off", False)]
-            if thorough and case.colocated:  # as with memory that cannot be mapped, such as expandable segments
+            if thorough and colocated:  # as with memory that cannot be mapped, such as expandable segments
                 methods += [("dagrl by messages", "off", "auto")]
             if thorough:
                 methods += [("dagrl verify=checksum", "checksum", "auto"), ("dagrl verify=bitwise", "bitwise", "auto")]
             for method, verify, record in methods:
-                if self._is_late(case, method):
-                    continue
-                with self._together(case, method):
-                    self._refit(case, side, channel, method, verify, record, facts)
-        if not (thorough and self.settings.rivals) or case.fp8 or (case.colocated and self.size > 2):
-            return
-        has_loader = all(self.control.gather(self.rank < case.train.world_size or side.model is not None))
+                self._try(method, partial(self._refit, channel, method, verify, record))
+        if thorough and self.settings.rivals and not self.case.fp8 and not (colocated and self.size > 2):
+            self._measure_rivals()
+
+    def _measure_rivals(self) -> None:
+        """Runs broadcasts and, with one rank a side, vLLM's own weight transfers: from modules, and from weights that were
+        exported before."""
+        colocated = self.case.colocated
+        has_loader = all(self.control.gather(self.is_sender or self.side.model is not None))
         shared = ("shared buffer a parameter", "packed shared buffers")
-        names = shared if case.colocated else ("broadcast a parameter", "packed broadcast")
+        names = shared if colocated else ("broadcast a parameter", "packed broadcast")
         rivals = [(names[0], 0, False), (names[1], PACKED_BYTES, False)]
-        if "num_experts" in case.config:
+        if "num_experts" in self.case.config:
             rivals = rivals[:1]  # 18,867 parameters: a loader's calls would take minutes, packing seconds to prepare
         elif has_loader:
             rivals += [(f"{method}, load_weights", size, True) for method, size, _ in rivals]
+        kind, backend = (SharedBuffers, "ipc") if colocated else (Broadcast, "nccl")
         for method, size, load in rivals:
-            if self._is_late(case, method):
-                continue
-            with self._together(case, method):
-                self._broadcast(case, side, method, size, load, facts)
-        if has_loader and self.size == 2:
-            self._measure_vllm_engines(case, side, facts)
-
-    def _measure_vllm_engines(self, case: RefitCase, side: Side, facts: Mapping[str, Any]) -> None:
-        """Runs vLLM's own weight transfers, from modules and from weights that were exported before."""
-        backend = "ipc" if case.colocated else "nccl"
+            make = partial(kind, self.case, self.side, self.control, self.device, size, load)
+            self._try(method, partial(self._time_rival, method, make))
+        if not has_loader or self.size != 2:
+            return
         for name, packed, ready in (
             ("", False, False),
             (" packed", True, False),
             (", weights exported before", False, True),
         ):
-            method = f"vLLM {backend}{name}"
-            if self._is_late(case, method):
-                continue
-            with self._together(case, method):
-                engine = VllmEngine(case, side, self.control, self.device, backend, self._group_addresses[2], packed, ready)
-                try:
-                    more = {**facts, "staging_bytes": max(self.control.gather(engine.buffer_bytes))}
-                    self._time(case, method, side, engine.run, more, few=True)
-                finally:
-                    engine.close()
+            address, method = self._group_addresses[2], f"vLLM {backend}{name}"
+            engine = partial(VllmEngine, self.case, self.side, self.control, self.device, backend, address, packed, ready)
+            self._try(method, partial(self._time_rival, method, engine))
 
-    def _raw(self, case: RefitCase, channel: Channel) -> dict[str, Any]:
+    def _time_rival(self, method: str, make: Callable[[], Broadcast | VllmEngine]) -> None:
+        rival = make()
+        try:
+            self._time(method, rival.run, repeats=3, warmup=1, staging_bytes=max(self.control.gather(rival.buffer_bytes)))
+        finally:
+            rival.close()
+
+    def _raw(self, channel: Channel) -> Row:
         """Measures the channel's raw bandwidth between the busiest pairs; on one GPU, the bandwidth of copies."""
-        half = case.train.world_size
-        pairs = {rank: half + rank % case.tp for rank in range(half)}
+        half = self.case.train.world_size
+        pairs = {rank: half + rank % self.case.tp for rank in range(half)}
         sizes = RAW_BYTES if self.device.type == "cuda" else (1 << 20,)
-        if case.colocated:
+        if self.case.colocated:
             raw = copied_bytes_per_second(self.control, self.device, sizes)
         else:
             raw = raw_bytes_per_second(channel, self.control, pairs, self.device, sizes)
@@ -253,17 +259,8 @@ class Rank:
             "raw_by_message_bytes": {str(size): rate / 1e9 for size, rate in raw.items()},
         }
 
-    def _refit(
-        self,
-        case: RefitCase,
-        side: Side,
-        channel: Channel,
-        method: str,
-        verify: Verify,
-        record: RecordMode,
-        facts: Mapping[str, Any],
-    ) -> float:
-        devices = self.control.gather(device_name(self.device))
+    def _refit(self, channel: Channel, method: str, verify: Verify, record: RecordMode) -> None:
+        case, devices = self.case, self.control.gather(device_name(self.device))
         start = time.perf_counter()
         plan = plan_refit(
             case.sources(),
@@ -277,10 +274,10 @@ class Rank:
         )
         mine, planned = plan.for_rank(self.rank, verify, record), time.perf_counter()
         end: RefitSender | RefitReceiver
-        if self.rank < case.train.world_size:
-            end = RefitSender(mine, side.tensors, channel, lends=True)
+        if self.is_sender:
+            end = RefitSender(mine, self.side.tensors, channel, lends=True)
         else:
-            end = RefitReceiver(mine, side.tensors, channel)
+            end = RefitReceiver(mine, self.side.tensors, channel)
         prepared = time.perf_counter()
         spares = 2 * max((bucket.nbytes for bucket in mine.receives), default=0) if verify == "bitwise" else 0
         sent = max((memory.bucket.nbytes for memory in end.rounds.sends), default=0)
@@ -289,7 +286,7 @@ class Rank:
         def carry() -> None:
             _ = end.send(1) if isinstance(end, RefitSender) else end.receive(1)
 
-        more: dict[str, Any] = {
+        more: Row = {
             "staging_bytes": max(self.control.gather(end.rounds.staging_bytes + spares + mailboxes)),
             "bucket_bytes": max(bucket.nbytes for bucket in (*mine.sends, *mine.receives)),
             "packed_bytes": max(self.control.gather(sum(memory.staged_bytes for memory in end.rounds.sends))),
@@ -305,29 +302,26 @@ class Rank:
             carry()
         more["pause_s"], more["pause_parts_s"] = self._pause(channel, carry, end)
         if case.colocated and verify == "off":
-            more["pause_moved_s"], more["pause_moved_parts_s"] = self._pause(channel, carry, end, side.tensors)
-        return self._time(case, method, side, carry, {**facts, **more}, verified=verify != "off")
+            more["pause_moved_s"], more["pause_moved_parts_s"] = self._pause(channel, carry, end, moved=True)
+        rounds = self.settings.rounds
+        self._time(method, carry, repeats=rounds if verify == "off" else min(rounds, 5), **more)
 
     def _pause(
-        self,
-        channel: Channel,
-        carry: Callable[[], object],
-        end: RefitSender | RefitReceiver,
-        moves: Mapping[str, torch.Tensor] | None = None,
+        self, channel: Channel, carry: Callable[[], object], end: RefitSender | RefitReceiver, moved: bool = False
     ) -> tuple[float, dict[str, float]]:
         """Returns the seconds that a generation rank pauses, including the commit, and those of its parts: the median of the
         slowest rank.
 
-        A sender's tensors `moves` get new memory before each refit, as by offloading them. Modules without an engine have
-        no hooks; `RefitReport.pause_s` includes them and the engine's own work.
+        With `moved` a sender's tensors get new memory before each refit, as by offloading them. Modules without an engine
+        have no hooks; `RefitReport.pause_s` includes them and the engine's own work.
         """
-        receives = self.rank >= self.settings.cases[0].train.world_size
+        receives = not self.is_sender
         taken = []
         for _ in range(5):
             parts = PartTimes()
-            if moves is not None and isinstance(end, RefitSender):
+            if moved and isinstance(end, RefitSender):
                 end.reclaim()
-                for tensor in moves.values():
+                for tensor in self.side.tensors.values():
                     tensor.data = tensor.data.clone()
             self.control.start_together()
             start = time.perf_counter()
@@ -372,38 +366,20 @@ class Rank:
         torch.cuda.synchronize()
         return float(first.elapsed_time(last)) / 1e3
 
-    def _broadcast(self, case: RefitCase, side: Side, method: str, size: int, load: bool, facts: Mapping[str, Any]) -> None:
-        kind = SharedBuffers if case.colocated else Broadcast
-        broadcast = kind(case, side, self.control, self.device, size, load)
-        try:
-            self._time(case, method, side, broadcast.run, {**facts, "staging_bytes": broadcast.buffer_bytes}, few=True)
-        finally:
-            broadcast.close()
-
     def _time(
-        self,
-        case: RefitCase,
-        method: str,
-        side: Side,
-        carry: Callable[[], object],
-        facts: Mapping[str, Any],
-        verified: bool = False,
-        few: bool = False,
-    ) -> float:
-        """Measures `carry`, checks the result, reports the row and returns the median."""
-        is_receiver = self.rank >= case.train.world_size
+        self, method: str, carry: Callable[[], object], repeats: int | None = None, warmup: int = 3, **more: Any
+    ) -> None:
+        """Measures `carry`, checks the result and reports the row."""
+        side, is_receiver = self.side, not self.is_sender
         if is_receiver:
             clear(side.tensors)
-        rounds = 3 if few else min(self.settings.rounds, 5) if verified else self.settings.rounds
-        taken = self.control.seconds(carry, rounds, warmup=1 if few else 3)
-        bad = wrong(side.tensors, side.slices, 1, case.aliases) if is_receiver else []
+        taken = self.control.seconds(carry, repeats or self.settings.rounds, warmup)
+        bad = wrong(side.tensors, side.slices, 1, self.case.aliases) if is_receiver else []
         wanted = max(self.control.gather(_bytes(side.slices) if is_receiver else 0))
         median = taken[len(taken) // 2]
         row = {
-            "name": case.name,
             "method": method,
-            "dtype": case.dtype,
-            "gpus": case.gpus,
+            "gpus": self.case.gpus,
             "bytes_into_rank": wanted,
             "median_s": median,
             "p90_s": taken[min(len(taken) - 1, int(0.9 * len(taken)))],
@@ -411,13 +387,13 @@ class Rank:
             "max_s": taken[-1],
             "n": len(taken),
             "gb_per_s": wanted / median / 1e9,
-            **facts,
+            **self.facts,
+            **more,
             "wrong_parameters": sum(map(len, self.control.gather(bad))),
         }
         if "raw_gb_per_s" in row:
             row["share_of_raw"] = row["gb_per_s"] / row["raw_gb_per_s"]
-        self._say(row)
-        return median
+        self._say(**row)
 
 
 def _bytes(slices: Sequence[WeightSlice]) -> int:
