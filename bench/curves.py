@@ -9,8 +9,6 @@ and the sampling of tokens. Importance sampling correction is on in all variants
 from __future__ import annotations
 
 import argparse
-import logging
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,7 +22,7 @@ import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
 from dagrl.bench.report import Row, drawing, print_rows, report_rows
-from dagrl.bench.step import VARIANTS, Variant, add_run_arguments, begin_again, chosen
+from dagrl.bench.step import VARIANTS, Variant, add_run_arguments, begin_again, chosen, run_config
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -60,16 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures, and writes the results after each run."""
-    from dagrl.config.file import load_config
-
-    logging.getLogger("dagrl").setLevel("ERROR")  # its warnings concern settings measured on purpose
     variants = chosen(options.variants, CHOICE)
     deadline = BenchDeadline(options.deadline)
-    with tempfile.TemporaryDirectory() as directory:
-        given = [*OVERRIDES, f"grpo.max_num_steps={options.steps}", f"output_dir={directory}", *options.overrides]
-        config = load_config(options.config, given)
-        measured = measure(config, variants, options.seeds, Path(directory) / "first_weights", deadline)
-        report_rows(options, accumulate(([curve] for curve in measured), add), print_table, plot, deadline=deadline)
+    with run_config(options, OVERRIDES) as config:
+        curves = measure(config, variants, options.seeds, Path(config.output_dir) / "first_weights", deadline)
+        report_rows(options, accumulate(([curve] for curve in curves), add), print_table, plot, deadline=deadline)
 
 
 def measure(

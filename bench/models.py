@@ -97,8 +97,8 @@ def write_model(shape: ModelShape, directory: Path, device: str = "cpu", dtype: 
     }
     if device != "cpu":
         torch.cuda.empty_cache()
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps({**shape.config, "dtype": dtype}, indent=2))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.bench.report import BenchReport, check_plot
+from dagrl.bench.report import BenchReport, check_plot, drawing
 from dagrl.bench.worker import SMALL
 from dagrl.config import ExecutorConfig
 from dagrl.runtime.passes.hosts import FAN_OUT
@@ -152,7 +152,7 @@ def fit_tree(line: LineFit, hosts: BenchReport) -> TreeFit:
 def _medians(report: BenchReport, variant: str, shape: str = "scatter-gather") -> dict[int, float]:
     """Returns the medians of steps with small inputs and results, by number of workers."""
     return {
-        int(row["workers"]): float(row["p50_us"])
+        row["workers"]: row["p50_us"]
         for row in report.rows
         if (row["variant"], row.get("shape")) == (variant, shape)
         and row["payload_bytes"] == row["result_bytes"] == SMALL
@@ -163,10 +163,10 @@ def _medians(report: BenchReport, variant: str, shape: str = "scatter-gather") -
 def _with_arrays(report: BenchReport, variant: str, workers: int) -> list[tuple[float, float]]:
     """Returns (MiB of the input, median) of steps with arrays of at least 1 MiB; smaller ones may travel inside the call."""
     return [
-        (float(row["payload_bytes"]) / MIB, float(row["p50_us"]))
+        (row["payload_bytes"] / MIB, row["p50_us"])
         for row in report.rows
         if (row["variant"], row.get("shape"), row["workers"]) == (variant, "scatter-gather", workers)
-        and int(row["payload_bytes"]) >= MIB
+        and row["payload_bytes"] >= MIB
         and row["result_bytes"] == SMALL
     ]
 
@@ -199,26 +199,17 @@ def table(models: Sequence[tuple[str, CostModel, ArrayCost]], mib: float = 0.0) 
 
 def plot(report: BenchReport, models: Sequence[tuple[str, CostModel, ArrayCost]], path: Path) -> None:
     """Plots measured medians as points and the models as lines up to 16,384 workers."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, panel = pyplot.subplots(figsize=(7, 4.5))
     sizes = [2**power for power in range(15)]
-    for name, model, _ in models:
-        measured = _medians(report, "dagrl_compiled", "reduce") if name == REDUCED else _medians(report, name)
-        (line,) = panel.plot(sizes, [model.predict(size) / 1e3 for size in sizes], label=f"{name}, model")
-        panel.scatter(list(measured), [us / 1e3 for us in measured.values()], color=line.get_color(), zorder=3)
-    panel.axvline(PER_HOST, color="gray", linewidth=0.6, linestyle=":")
-    panel.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms a step")
-    panel.set_title("Cost of a step that does nothing (points: measured)")
-    panel.grid(alpha=0.3)
-    panel.legend()
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with drawing(path, figsize=(7, 4.5)) as (_, ((panel,),)):
+        for name, model, _array in models:
+            measured = _medians(report, "dagrl_compiled", "reduce") if name == REDUCED else _medians(report, name)
+            (line,) = panel.plot(sizes, [model.predict(size) / 1e3 for size in sizes], label=f"{name}, model")
+            panel.scatter(list(measured), [us / 1e3 for us in measured.values()], color=line.get_color(), zorder=3)
+        panel.axvline(PER_HOST, color="gray", linewidth=0.6, linestyle=":")
+        panel.set(xscale="log", yscale="log", xlabel="workers", ylabel="ms a step")
+        panel.set_title("Cost of a step that does nothing (points: measured)")
+        panel.grid(alpha=0.3)
+        panel.legend()
 
 
 def _time(microseconds: float) -> str:

@@ -119,14 +119,14 @@ def add_run_arguments(parser: argparse.ArgumentParser, config: Path) -> None:
 
 
 @contextmanager
-def run_config(options: argparse.Namespace) -> Iterator[Config]:
-    """Yields the configuration of the options, with a temporary output directory."""
+def run_config(options: argparse.Namespace, defaults: Sequence[str] = ()) -> Iterator[Config]:
+    """Yields the configuration of the options, with a temporary output directory. `defaults` precede the options."""
     from dagrl.config.file import load_config
 
     logging.getLogger("dagrl").setLevel("ERROR")  # its warnings concern settings measured on purpose
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
-        config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
+        config = load_config(options.config, [*defaults, *options.overrides, *steps, f"output_dir={directory}"])
         yield hurried(config, options.deadline)
 
 

@@ -5,28 +5,26 @@ python -m dagrl.bench.gpu.models qwen3-4b DIR          writes DIR/qwen3-4b unles
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
-from dagrl.bench.models import SHAPES, write_model
+from dagrl.bench.models import SHAPES, ModelShape, write_model
 from dagrl.run.model import character_tokenizer
 
 CHARACTERS = "0123456789+="
 
 
-def main(name: str, directory: str) -> None:
-    """Writes a model with its tokenizer."""
-    target = Path(directory) / name
+def write_with_tokenizer(shape: ModelShape, directory: Path, dtype: str = "bfloat16") -> Path:
+    """Writes a model with its tokenizer below `directory` unless it exists, on a GPU if there is one. Returns its path."""
+    target = directory / shape.name
     if not (target / "model.safetensors").exists():
-        target.mkdir(parents=True, exist_ok=True)
-        character_tokenizer(CHARACTERS).save_pretrained(target)
-        (target / "config.json").write_text(json.dumps(dict(SHAPES[name].config)))
         import torch
 
-        write_model(SHAPES[name], Path(directory), device="cuda" if torch.cuda.is_available() else "cpu")
-    print(target)
+        target.mkdir(parents=True, exist_ok=True)
+        character_tokenizer(CHARACTERS).save_pretrained(target)
+        write_model(shape, directory, "cuda" if torch.cuda.is_available() else "cpu", dtype)
+    return target
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(write_with_tokenizer(SHAPES[sys.argv[1]], Path(sys.argv[2])))

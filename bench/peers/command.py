@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
+from dagrl.bench.gpu.models import write_with_tokenizer
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
 from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
 from dagrl.bench.turns import Side
@@ -179,7 +180,8 @@ def compare(
 def sides_of(comparison: Comparison, logs: Path, directory: Path, deadline: float) -> list[Side]:
     """Returns dagrl's side and the peers', which have not started."""
     logs.mkdir(parents=True, exist_ok=True)
-    kind, order = comparison.cases[0].kind, SideOrder(comparison.cases, write_checkpoint(comparison.cases[0], directory))
+    case = comparison.cases[0]
+    kind, order = case.kind, SideOrder(comparison.cases, write_with_tokenizer(case.shape, directory, case.precision))
     ours = Side(OURS[kind], order, logs / f"dagrl-{comparison.name}.log", deadline)
     theirs = (
         Side(peer.modules[kind], replace(order, variant=peer.variant), logs / f"{peer.name}-{comparison.name}.log", deadline)
@@ -227,21 +229,6 @@ def apart(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) ->
                 side.take(case, 1)
                 taken.append(side.take(case, options.steps))
         yield taken
-
-
-def write_checkpoint(case: PeerCase, directory: Path) -> Path:
-    """Writes the model that both sides start from, once."""
-    from dagrl.bench.gpu.models import CHARACTERS
-    from dagrl.bench.models import write_model
-    from dagrl.run.model import character_tokenizer
-
-    model = directory / case.shape.name
-    if not model.exists():
-        import torch
-
-        write_model(case.shape, directory, "cuda" if torch.cuda.is_available() else "cpu", case.precision)
-        character_tokenizer(CHARACTERS).save_pretrained(model)
-    return model
 
 
 def as_row(

@@ -23,35 +23,21 @@ PROMPTS = 4096
 
 def arguments(case: PeerCase, output: str, share: float) -> dict[str, Any]:
     """Returns the arguments of GRPOConfig; `share` is the engine's part of the GPU's memory."""
-    import torch
+    from dagrl.bench.peers.trl_turns import trainer_arguments
 
-    micro = min(case.micro, case.sequences)
-    return {
-        "output_dir": output,
+    return trainer_arguments(output, min(case.micro, case.sequences), case.sequences) | {
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": share,
         "vllm_max_model_length": case.prompt + case.completion + 8,
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": case.sequences // micro,
         "num_generations": GROUP,
         "max_completion_length": case.completion,
         "temperature": 1.0,
         "beta": 0.0,
-        "bf16": torch.cuda.is_available(),
-        "use_cpu": not torch.cuda.is_available(),
-        "gradient_checkpointing": False,
-        "max_steps": 1_000_000,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
         "learning_rate": 1e-6,
         "loss_type": "grpo",
         "vllm_importance_sampling_correction": False,
-        "model_init_kwargs": {"dtype": "float32"},
         "generation_kwargs": {"ignore_eos": True},
-        "disable_tqdm": True,
-        "seed": 0,
     }
 
 

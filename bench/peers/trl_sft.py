@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-from typing import Any
 
 from dagrl.bench.peers.case import PeerCase
 from dagrl.bench.turns import Told, serve
@@ -25,44 +24,20 @@ def rows(case: PeerCase) -> list[dict[str, str]]:
     ]
 
 
-def arguments(case: PeerCase, packed: bool, output: str) -> dict[str, Any]:
-    """Returns the arguments of SFTConfig."""
-    import torch
-
-    micro = min(MICROBATCH, case.sequences)
-    return {
-        "output_dir": output,
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": case.sequences // micro,
-        "max_length": case.length,
-        "packing": packed,
-        "bf16": torch.cuda.is_available(),
-        "use_cpu": not torch.cuda.is_available(),
-        "gradient_checkpointing": False,
-        "max_steps": 1_000_000,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "learning_rate": 1e-5,
-        "disable_tqdm": True,
-        "model_init_kwargs": {"dtype": "float32"},
-        "seed": 0,
-    }
-
-
 def work(told: Told) -> None:
     """Builds the trainer and takes turns inside its loop."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    from dagrl.bench.peers.trl_turns import Turns
+    from dagrl.bench.peers.trl_turns import Turns, trainer_arguments
 
     case = told.order.largest
     with tempfile.TemporaryDirectory() as output:
+        arguments = trainer_arguments(output, min(MICROBATCH, case.sequences), case.sequences)
         trainer = SFTTrainer(
             model=str(told.order.model),
-            args=SFTConfig(**arguments(case, told.order.variant == "packed", output)),
+            args=SFTConfig(**arguments, packing=told.order.variant == "packed", max_length=case.length, learning_rate=1e-5),
             train_dataset=Dataset.from_list(rows(case)),
             processing_class=AutoTokenizer.from_pretrained(told.order.model),
             callbacks=[Turns(told, case)],

@@ -11,6 +11,27 @@ from dagrl.bench.peers.case import PeerCase
 from dagrl.bench.turns import Told
 
 
+def trainer_arguments(output: str, micro: int, sequences: int) -> dict[str, Any]:
+    """Returns the arguments that both of TRL's configurations get: microbatches, float32 weights, and no files or logs."""
+    import torch
+
+    return {
+        "output_dir": output,
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": sequences // micro,
+        "bf16": torch.cuda.is_available(),
+        "use_cpu": not torch.cuda.is_available(),
+        "gradient_checkpointing": False,
+        "max_steps": 1_000_000,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "model_init_kwargs": {"dtype": "float32"},
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+
+
 class Turns(TrainerCallback):  # type: ignore[misc]
     """Waits for a turn where a step would begin, and answers once its last step has ended.
 

@@ -136,7 +136,7 @@ def test_at_the_deadline_sides_that_hang_are_ended_and_rows_are_kept(
     kinds = dict.fromkeys(("generate", "sft"), side_module)
     monkeypatch.setattr(command, "OURS", kinds)
     monkeypatch.setattr(command, "PEERS", {"double": Peer("double", "dagrl", kinds)})
-    monkeypatch.setattr(command, "write_checkpoint", lambda case, directory: directory)
+    monkeypatch.setattr(command, "write_with_tokenizer", lambda shape, directory, dtype: directory)
     sides: list[Side] = []
     monkeypatch.setattr(command, "started", lambda some, stack: (sides.extend(some), started(some, stack)))
     parser = argparse.ArgumentParser()
