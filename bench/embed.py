@@ -69,11 +69,31 @@ def _cluster(workers: int) -> Iterator[None]:
 
 
 def _calls(workers: int, options: argparse.Namespace) -> Iterator[Row]:
-    """Rows of the calls of `Echo`."""
+    """Rows of the calls of verl workers that return what they are given."""
+    try:
+        from verl import DataProto
+        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    except ImportError as missing:
+        raise MissingDependencyError(f"dagrl bench embed needs verl ({missing}); pip install verl") from missing
     import ray
+    import torch
+    from tensordict import TensorDict
 
-    group = _worker_group(workers)
-    yield from _measured(group, workers, options.bytes, options.rounds)
+    from dagrl.bench.embed_worker import echo_class
+    from dagrl.embed.verl import accelerate
+
+    pool = RayResourcePool([workers], use_gpu=False)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(echo_class())), device_name="cpu")
+    fast = accelerate(group)
+    for size in options.bytes:
+        rows = max(workers, 8)
+        values = torch.arange(max(1, size // 8 // rows) * rows).view(rows, -1)
+        proto, table = DataProto.from_single_dict({"x": values}), TensorDict({"x": values}, batch_size=[rows])
+        cases = {"DP_COMPUTE_PROTO": ("proto", proto), "n-d, TensorDict": ("over_mesh", table)}
+        for mode, (method, data) in cases.items():
+            taken = _in_turns([partial(getattr(one, method), data) for one in (group, fast)], options.rounds)
+            yield _row(mode, workers, values.nbytes, taken)
+    fast.close()
     for actor in group.workers:
         ray.kill(actor)
 
@@ -96,40 +116,6 @@ def _steps(workers: int, options: argparse.Namespace) -> Iterator[Row]:
         fast.close()
         for actor in group.workers:
             ray.kill(actor)
-
-
-def _worker_group(workers: int) -> Any:
-    """verl's group of workers that return what they are given."""
-    try:
-        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-    except ImportError as missing:
-        raise MissingDependencyError(f"dagrl bench embed needs verl ({missing}); pip install verl") from missing
-    import ray
-
-    from dagrl.bench.embed_worker import echo_class
-
-    pool = RayResourcePool([workers], use_gpu=False)
-    return RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(echo_class())), device_name="cpu")
-
-
-def _measured(group: Any, workers: int, sizes: Sequence[int], rounds: int) -> Iterator[Row]:
-    import torch
-    from tensordict import TensorDict
-    from verl import DataProto
-
-    from dagrl.embed.verl import accelerate
-
-    fast = accelerate(group)
-    for size in sizes:
-        rows = max(workers, 8)
-        values = torch.arange(max(1, size // 8 // rows) * rows).view(rows, -1)
-        proto, table = DataProto.from_single_dict({"x": values}), TensorDict({"x": values}, batch_size=[rows])
-        cases = {"DP_COMPUTE_PROTO": ("proto", proto), "n-d, TensorDict": ("over_mesh", table)}
-        for mode, (method, data) in cases.items():
-            theirs, ours = getattr(group, method), getattr(fast, method)
-            taken = _in_turns([partial(theirs, data), partial(ours, data)], rounds)
-            yield _row(mode, workers, values.nbytes, taken)
-    fast.close()
 
 
 def _in_turns(calls: Sequence[Callable[[], object]], rounds: int) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -34,6 +34,7 @@ from dagrl.bench.report import (
     print_shard_costs,
     print_table,
     report_rows,
+    whole_numbers,
 )
 from dagrl.bench.variants import ARITY, COUNTED, SHAPES, VARIANTS, Actors, Step, StepSetup, argument, steps
 from dagrl.bench.worker import SMALL, payload
@@ -76,15 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench overhead`."""
     add_outputs(parser)
     parser.add_argument("--workers", type=_counts, help="numbers of workers, e.g. 1,8,64")
-    parser.add_argument("--payloads", type=_numbers, help="bytes of an input, e.g. 100,1048576")
-    parser.add_argument("--results", type=_numbers, help="bytes of a result in addition to the small one; 0: none")
-    parser.add_argument("--large-at", type=_numbers, help="workers for inputs over 1 MiB and large results; default: all")
+    parser.add_argument("--payloads", type=whole_numbers, help="bytes of an input, e.g. 100,1048576")
+    parser.add_argument("--results", type=whole_numbers, help="bytes of a result in addition to the small one; 0: none")
+    parser.add_argument(
+        "--large-at", type=whole_numbers, help="workers for inputs over 1 MiB and large results; default: all"
+    )
     parser.add_argument("--seconds", type=float, help="length of a variant's turn")
     parser.add_argument("--first-steps", type=int, help="fresh schedulers whose first step is measured; 0: none")
     parser.add_argument("--replays", type=int, help="replays whose 99th percentile is measured; 0: none")
     parser.add_argument("--shapes", type=_names_of(SHAPES), help=f"any of {', '.join(SHAPES)}")
     parser.add_argument("--variants", type=_names_of(VARIANTS), help=f"any of {', '.join(VARIANTS)}")
-    parser.add_argument("--arities", type=_numbers, default=(ARITY,), help="arities of shape reduce, e.g. 2,4,8,16")
+    parser.add_argument("--arities", type=whole_numbers, default=(ARITY,), help="arities of shape reduce, e.g. 2,4,8,16")
     parser.add_argument("--shards", type=_counts, help="numbers of shards of shape reduce that divide its workers, e.g. 1,4")
     parser.add_argument("--hosts", type=int, default=1, help="raylets to spread the workers over, all on this machine")
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
@@ -256,13 +259,6 @@ def _names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    if min(numbers := _numbers(text)) < 1:
+    if min(numbers := whole_numbers(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected numbers of 1 or more")
     return numbers
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers separated by commas, e.g. 1,8,64") from error

@@ -33,7 +33,7 @@ PACKED_SHARE = 0.02
 
 PACKED_BYTES_ON_CPU = 64 << 20
 
-Described = list[tuple[str, tuple[int, ...], str]]
+Described = list[tuple[str, tuple[int, ...], "torch.dtype"]]
 """Name, shape and dtype of each Hugging Face tensor, in the order of the broadcast."""
 
 
@@ -80,7 +80,7 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
         self._stages = [self._held_by(stage) for stage in range(self.context.layout.pp)]
         if self.context.rank == 0:
             self._broadcast = _open_group(address, 0, size, self.context.collective_timeout_s, self._device)
-        self._described = [(name, tuple(whole.shape), str(whole.dtype)) for name, whole in self._whole_tensors()]
+        self._described = [(name, tuple(whole.shape), whole.dtype) for name, whole in self._whole_tensors()]
         return self._described
 
     def broadcast_weights(self) -> int:
@@ -241,19 +241,12 @@ def _runs(described: Described, device: torch.device) -> Iterator[Described]:
         yield run
 
 
-def _bytes(item: tuple[str, tuple[int, ...], str]) -> int:
-    return math.prod(item[1]) * _dtype(item[2]).itemsize
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return dtype
+def _bytes(item: tuple[str, tuple[int, ...], torch.dtype]) -> int:
+    return math.prod(item[1]) * item[2].itemsize
 
 
 def _unpack(packed: Tensor, run: Described) -> dict[str, Tensor]:
     import torch
 
     parts = torch.split(packed, [_bytes(item) for item in run])
-    return {name: part.view(_dtype(dtype)).view(shape) for (name, shape, dtype), part in zip(run, parts, strict=True)}
+    return {name: part.view(dtype).view(shape) for (name, shape, dtype), part in zip(run, parts, strict=True)}

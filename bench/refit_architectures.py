@@ -123,14 +123,11 @@ def _refit_all(name: str, root: Path) -> None:
 def _row(
     name: str, source: str, tp: int, parts: list[Part] | Exception, ranks: list[EngineRank] | Exception
 ) -> ArchitectureRow:
-    for failed in (parts, ranks):
-        if isinstance(failed, Exception):
-            return ArchitectureRow(name, source, tp, False, failed.args[0] if failed.args else str(failed))
-    assert not isinstance(parts, Exception) and not isinstance(ranks, Exception)
-    refitted = _tried(_refit, ranks, parts)
-    wrong = refitted if isinstance(refitted, list) else []
-    reason = f"tensors that differ from load_weights: {len(wrong)}, such as {', '.join(wrong[:3])}" if wrong else ""
-    return ArchitectureRow(name, source, tp, refitted == [], reason or ("" if refitted == [] else str(refitted)))
+    wrong: Any = next((failed for failed in (parts, ranks) if isinstance(failed, Exception)), None)
+    wrong = _tried(_refit, ranks, parts) if wrong is None else wrong
+    if isinstance(wrong, list) and wrong:
+        wrong = f"tensors that differ from load_weights: {len(wrong)}, such as {', '.join(wrong[:3])}"
+    return ArchitectureRow(name, source, tp, not wrong, str(wrong or ""))
 
 
 def _tried(work: Callable[..., T], *arguments: Any) -> T | Exception:

@@ -115,6 +115,14 @@ def add_outputs(parser: argparse.ArgumentParser, *, plot: bool = True) -> None:
         parser.add_argument("--plot", type=Path, metavar="F", help="plot the rows to this file (png, svg)")
 
 
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Parses an option such as `1,8,64`."""
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers separated by commas, e.g. 1,8,64") from error
+
+
 def report_rows(
     options: argparse.Namespace,
     measured: Iterable[Sequence[Row]],

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
-from dagrl.bench.report import Row, add_outputs, drawing, print_rows, report_rows
+from dagrl.bench.report import Row, add_outputs, drawing, print_rows, report_rows, whole_numbers
 from dagrl.errors import LayoutError
 from dagrl.graphs.generate import generate
 from dagrl.graphs.logprobs import logprobs, reference_logprobs
@@ -126,17 +126,12 @@ class IdleWorker(SleepingWorker):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dagrl bench step_overhead`."""
     parser.add_argument("--kind", choices=ROLES, default="grpo", help="the kind of step")
-    parser.add_argument("--workers", type=_numbers, default=[8], help="numbers of workers over all roles, e.g. 8,64,128")
+    parser.add_argument(
+        "--workers", type=whole_numbers, default=(8,), help="numbers of workers over all roles, e.g. 8,64,128"
+    )
     parser.add_argument("--steps", type=int, default=20, help="counted steps per executor")
     add_outputs(parser)
     add_deadline(parser)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers separated by commas, e.g. 8,64,128") from error
 
 
 def run(options: argparse.Namespace) -> None:
