@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 CONFIG = Path(__file__).parents[1] / "examples" / "grpo_quickstart.yaml"
 CHOICE = VARIANTS
 DEFAULT = "sync; in flight, age 1; in flight, age 4"
-COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000", "#ee7733")
 OVERRIDES = (
     "loss_fn.use_importance_sampling_correction=true",
     "loss_fn.truncated_importance_sampling_ratio=2.0",
@@ -153,11 +152,12 @@ def print_table(curves: Sequence[Row]) -> None:
 def plot(curves: Sequence[Row], path: Path) -> None:
     """Plots reward by step (mean and range over seeds) and by minute (every run)."""
     with drawing(path, columns=2, figsize=(11, 4), sharey=True) as (_, ((by_step, by_time),)):
-        for variant, color in zip(dict.fromkeys(curve["variant"] for curve in curves), COLORS, strict=False):
+        for variant in dict.fromkeys(curve["variant"] for curve in curves):
             mine = [curve for curve in curves if curve["variant"] == variant]
             rewards = np.array([curve["reward"] for curve in mine])  # [seeds, steps]
             steps, ends = range(1, rewards.shape[1] + 1), (rewards.min(0), rewards.max(0))
-            by_step.plot(steps, rewards.mean(0), color=color, label=variant)
+            (line,) = by_step.plot(steps, rewards.mean(0), label=variant)
+            color = line.get_color()
             by_step.fill_between(steps, *ends, color=color, alpha=0.15, linewidth=0)
             for curve in mine:
                 by_time.plot(np.array(curve["seconds"]) / 60, curve["reward"], color=color, alpha=0.8, linewidth=1)

@@ -57,7 +57,7 @@ class ReadyEngines:
     An answer is packed once, because in a run the workers pack it.
     """
 
-    shards, changing = 1, False
+    shards, changing, ready, unconnected = 1, False, True, False
 
     def __init__(self, completions: npt.NDArray[np.int64]) -> None:
         self._tokens = completions.tolist()
@@ -76,38 +76,18 @@ class ReadyEngines:
         made = [FinishedRequest(one, self._tokens[one], self._logprobs[one], [0] * length, "length") for one in ids]
         return pack_generated(made, [], length)
 
-    def abort(self, requests: Sequence[int]) -> None:
-        """Nothing runs."""
-
     def unfinished(self) -> Mapping[int, FinishedRequest]:
         """Nothing runs."""
         return {}
-
-    def exclude_wait(self) -> None:
-        """Engines never wait."""
 
     def replace(self, error: WorkerError) -> set[int] | None:
         """No engine fails."""
         raise error
 
-    @property
-    def ready(self) -> bool:
-        """No engine starts."""
-        return True
+    def _nothing(self, *args: object, **kwargs: object) -> None:
+        """No request runs, and no engine waits, starts, leaves or joins."""
 
-    def take_change(self) -> None:
-        """No engine leaves or joins."""
-
-    def refill(self, version: int) -> None:
-        """No engine is new."""
-
-    @property
-    def unconnected(self) -> bool:
-        """No worker is new."""
-        return False
-
-    def connect(self) -> None:
-        """No worker is new."""
+    abort = exclude_wait = take_change = refill = connect = _nothing
 
 
 class DriverStep:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import os
 import re
 import shutil
@@ -25,14 +24,12 @@ from dagrl.bench.gpu.outcomes import Outcome, keep, kept, own_directory
 from dagrl.bench.gpu.parts import ROOT, Job, jobs
 from dagrl.bench.gpu.run_all import _wanted, run_job, with_what_is_installed
 from dagrl.bench.gpu.runs import run_tables
-from dagrl.bench.models import SHAPES
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.config.file import load_config
-from dagrl.run.model import character_tokenizer
 from dagrl.run.preflight import preflight, trace_phases, worker_classes
 from dagrl.workers.megatron.architecture import check_layout
-from dagrl.workers.megatron.weights import parameter_shapes
+from tests.hollow_models import write_hollow_model
 
 CARDS = ("NVIDIA H200", "NVIDIA H200")
 HERE = Environment(CARDS, (143771, 143771), "580", "NV18", "64-core host", {"torch": "2.11"}, {}, "abc", torch_gpus=2)
@@ -276,28 +273,13 @@ def test_measured_steps_and_faults_pass_the_preflight(tmp_path: Path, gpus: int)
             continue
         words = [word.replace("{models}", str(tmp_path)).replace("{seconds}", "500") for word in found.command]
         if found.before:
-            write_shape(tmp_path, found.before[-2])
+            write_hollow_model(tmp_path / found.before[-2], found.before[-2], CHARACTERS)
         parser = argparse.ArgumentParser()
         module = importlib.import_module(f"dagrl.bench.{found.bench or 'gpu.faults'}")
         module.add_arguments(parser)
         options = parser.parse_intermixed_args(words[words.index(found.bench or "dagrl.bench.gpu.faults") + 1 :])
         machine = (f"cluster.num_gpus={gpus}", f"output_dir={tmp_path}")
         assert preflight(load_config(options.config, [*getattr(module, "OVERRIDES", ()), *options.overrides, *machine]))
-
-
-def write_shape(directory: Path, name: str) -> None:
-    """Writes a model's `config.json` and tokenizer as `dagrl.bench.gpu.models` does, with a sparse weights file."""
-    (directory / name).mkdir(exist_ok=True)
-    character_tokenizer(CHARACTERS).save_pretrained(directory / name)
-    (directory / name / "config.json").write_text(json.dumps(dict(SHAPES[name].config)))
-    header, end = {}, 0
-    for parameter, shape in parameter_shapes(SHAPES[name].config).items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[parameter] = {"dtype": "BF16", "shape": shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
-    with (directory / name / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
 
 
 def test_the_directory_is_named_after_the_gpus() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -17,9 +14,8 @@ from dagrl.config.file import load_config
 from dagrl.config.settings import layouts
 from dagrl.machine import Gpu
 from dagrl.run import memory_fit
-from dagrl.run.model import character_tokenizer
 from dagrl.run.preflight import Inputs, preflight
-from dagrl.workers.megatron.weights import parameter_shapes
+from tests.hollow_models import write_hollow_model
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
@@ -27,6 +23,7 @@ pytest.importorskip("math_verify")
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "recipes"
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}<assistant>"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
@@ -34,22 +31,9 @@ NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories with the published shapes: the weights are a hole in a sparse file."""
-    return {name: write_shape(tmp_path_factory.mktemp("shapes") / name, name) for name in SHAPES}
-
-
-def write_shape(directory: Path, name: str) -> Path:
-    character_tokenizer("".join(map(chr, range(32, 127))) + "\n", TEMPLATE).save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps({**SHAPES[name].config, "dtype": "bfloat16"}))
-    header: dict[str, Any] = {}
-    end = 0
-    for parameter, shape in parameter_shapes(SHAPES[name].config).items():
-        start, end = end, end + 2 * math.prod(shape)
-        header[parameter] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    with (directory / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
-    return directory
+    return {
+        name: write_hollow_model(tmp_path_factory.mktemp("shapes") / name, name, CHARACTERS, TEMPLATE) for name in SHAPES
+    }
 
 
 def check(recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
