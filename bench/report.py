@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -65,11 +64,15 @@ def commit() -> str:
 
 
 def _git(*words: str) -> str:
-    """Returns git's output; empty if git is missing or fails."""
-    if shutil.which("git") is None:
+    return output_of("git", "-C", str(Path(__file__).parents[2]), *words)
+
+
+def output_of(*command: str) -> str:
+    """Returns a command's output; empty if the command is missing, fails or takes longer than a minute."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # noqa: S603
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         return ""
-    command = ["git", "-C", str(Path(__file__).parents[2]), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # noqa: S603
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
-from dagrl.bench.report import commit, hardware, versions
+from dagrl.bench.report import commit, hardware, output_of, versions
 from dagrl.machine import gpus
 
 
@@ -60,7 +58,7 @@ def environment() -> Environment:
         gpus=tuple(gpu.name for gpu in cards),
         memory_mib=tuple(gpu.memory_mib for gpu in cards),
         driver=cards[0].driver if cards else "",
-        topology=re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(_output("nvidia-smi", "topo", "-m"))),
+        topology=re.sub(r"\x1b\[[0-9;]*m", "", output_of("nvidia-smi", "topo", "-m")),
         processor=hardware(),
         versions=versions() | cuda,
         variables={name: value for name, value in sorted(os.environ.items()) if _KEPT.match(name)},
@@ -71,17 +69,6 @@ def environment() -> Environment:
 
 _KEPT = re.compile(r"(NCCL|CUDA_VISIBLE|CUDA_DEVICE_MAX|VLLM|RAY|TORCH_SYMM|NVSHMEM)_(?!.*(TOKEN|KEY|SECRET|PASSWORD))")
 """Variables to record: those that affect a measurement, never secrets."""
-
-
-def _output(*command: str) -> list[str]:
-    """Returns the lines of a command's output; none if it is missing, fails or takes too long."""
-    if shutil.which(command[0]) is None:
-        return []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)  # noqa: S603
-    except subprocess.TimeoutExpired:
-        return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
 
 
 if __name__ == "__main__":
