@@ -74,15 +74,16 @@ class Settings:
 
 
 class Rank:
-    """One rank of cases that all have the same number of ranks and GPUs. `case` and `facts` are of the current one."""
+    """One rank of cases that all have the same number of ranks and GPUs. These attributes are of the current one."""
 
     case: RefitCase
+    is_sender: bool
     facts: Row
 
     def __init__(self, settings: Settings, rank: int, say: SayRow) -> None:
         self.settings, self.rank = settings, rank
         first = settings.cases[0]
-        self.size, self.is_sender = first.ranks, rank < first.train.world_size
+        self.size = first.ranks
         self.device = torch.device("cuda", rank % first.gpus) if settings.on_gpus else torch.device("cpu")
         if settings.on_gpus:
             torch.cuda.set_device(self.device)
@@ -96,7 +97,7 @@ class Rank:
     def run(self) -> None:
         """Runs all cases; a case that fails is reported and skipped."""
         for number, case in enumerate(self.settings.cases):
-            self.case = case
+            self.case, self.is_sender = case, self.rank < case.train.world_size
             ports = self.settings.ports[PORTS_A_CASE * number :][:PORTS_A_CASE]
             *self._group_addresses, self._channel_address = (f"127.0.0.1:{port}" for port in ports)
             self._try("all methods", self._run_case)
