@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +50,10 @@ ARITY = ExecutorConfig().arity
 
 @dataclass(frozen=True)
 class LineFit:
-    """A fit `a + b N`, or `a + b depth` if a tree joins the results, and its error on the size left out."""
+    """A fit `a + b N`, or `a + b depth` if a tree joins the results, and its error on the size left out.
+
+    Over several hosts `level_us` is added for each level of links, as measured in `level_rows` rows.
+    """
 
     name: str
     constant_us: float
@@ -58,6 +61,8 @@ class LineFit:
     left_out: int
     measured_us: float
     joined: bool = False
+    level_us: float = 0.0
+    level_rows: int = 0
 
     @property
     def error(self) -> float:
@@ -65,8 +70,9 @@ class LineFit:
         return self.predict(self.left_out) / self.measured_us - 1
 
     def predict(self, workers: int) -> float:
-        """Returns microseconds per step."""
-        return self.constant_us + self.each_us * _times(workers, self.joined)
+        """Returns microseconds per step over hosts of `PER_HOST` workers, with the driver on one of them."""
+        links = self.level_us * levels(-(-workers // PER_HOST))
+        return self.constant_us + self.each_us * _times(workers, self.joined) + links
 
 
 @dataclass(frozen=True)
@@ -82,19 +88,6 @@ class ArrayCost:
     def predict(self, workers: int, mib: float) -> float:
         """Returns microseconds on top of a step with a small input."""
         return (self.array_us + self.mib_us * mib) * (workers if self.for_each_worker else 1)
-
-
-@dataclass(frozen=True)
-class TreeFit:
-    """Cost of dagrl phases over several hosts: one host's line plus the links between hosts."""
-
-    line: LineFit
-    level_us: float  # round trip over one level of links
-    rows: int  # rows averaged
-
-    def predict(self, workers: int) -> float:
-        """Returns microseconds per step over hosts of `PER_HOST` workers, with the driver on one of them."""
-        return self.line.predict(workers) + self.level_us * levels(-(-workers // PER_HOST))
 
 
 def levels(hosts: int) -> int:
@@ -143,10 +136,10 @@ def fit_array(report: BenchReport, variant: str, left_out: int) -> ArrayCost:
     return ArrayCost(array, each, for_each, left_out, (array * times + each * copied - more) / us)
 
 
-def fit_tree(line: LineFit, hosts: BenchReport) -> TreeFit:
-    """Adds the cost of two hosts to the line."""
+def fit_hosts(line: LineFit, hosts: BenchReport) -> LineFit:
+    """Adds the cost of links between hosts, from that of two hosts."""
     added = [us - line.predict(workers) for workers, us in _medians(hosts, line.name).items()]
-    return TreeFit(line, float(np.mean(added)), len(added))
+    return replace(line, level_us=float(np.mean(added)), level_rows=len(added))
 
 
 def _medians(report: BenchReport, variant: str, shape: str = "scatter-gather") -> dict[int, float]:
@@ -185,10 +178,7 @@ def _least_squares(
     return (cost, 0.0) if first >= second else (0.0, cost)
 
 
-CostModel = LineFit | TreeFit
-
-
-def table(models: Sequence[tuple[str, CostModel, ArrayCost]], mib: float = 0.0) -> str:
+def table(models: Sequence[tuple[str, LineFit, ArrayCost]], mib: float = 0.0) -> str:
     """Returns a Markdown table of predictions for more workers, with a small input or an array of `mib` MiB."""
     lines = ["| workers | " + " | ".join(name for name, *_ in models) + " |", "|---" * (len(models) + 1) + "|"]
     for workers in BEYOND:
@@ -197,7 +187,7 @@ def table(models: Sequence[tuple[str, CostModel, ArrayCost]], mib: float = 0.0) 
     return "\n".join(lines)
 
 
-def plot(report: BenchReport, models: Sequence[tuple[str, CostModel, ArrayCost]], path: Path) -> None:
+def plot(report: BenchReport, models: Sequence[tuple[str, LineFit, ArrayCost]], path: Path) -> None:
     """Plots measured medians as points and the models as lines up to 16,384 workers."""
     sizes = [2**power for power in range(15)]
     with drawing(path, figsize=(7, 4.5)) as (_, ((panel,),)):
@@ -228,15 +218,15 @@ def main() -> int:
         check_plot(options.plot)
     report, hosts = BenchReport.read(options.report), BenchReport.read(options.hosts)
     print(f"at {options.left_out} workers, left out of the fits:")
-    models: list[tuple[str, CostModel, ArrayCost]] = []
+    models: list[tuple[str, LineFit, ArrayCost]] = []
     for name in ("ray_calls", "ray_flat_graph", "dagrl_compiled"):
         line, array = fit_line(report, name, options.left_out), fit_array(report, name, options.left_out)
         _tell(line, fit_line(report, name, options.left_out, "chain"), array)
         models.append((name, line, array))
-    tree, reduced = fit_tree(line, hosts), fit_line(report, "dagrl_compiled", options.left_out, "reduce")
+    tree, reduced = fit_hosts(line, hosts), fit_line(report, "dagrl_compiled", options.left_out, "reduce")
     print(f"{reduced.name}: {reduced.constant_us:.0f} + {reduced.each_us:.1f} depth us, {reduced.error:+.0%}")
-    print(f"{name} over hosts: {tree.level_us:.0f} us a level of links, from {tree.rows} rows, not checked\n")
-    models[-1:] = [(name, tree, array), (REDUCED, TreeFit(reduced, tree.level_us, tree.rows), array)]
+    print(f"{name} over hosts: {tree.level_us:.0f} us a level of links, from {tree.level_rows} rows, not checked\n")
+    models[-1:] = [(name, tree, array), (REDUCED, replace(reduced, level_us=tree.level_us), array)]
     print(f"{table(models)}\n\nwith an input of {LARGE_MIB:.0f} MiB, links as fast as shared memory:\n")
     print(table(models, LARGE_MIB))
     if options.plot:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dagrl.bench.models import SHAPES, ModelShape
 from dagrl.errors import ConfigError
@@ -77,17 +78,7 @@ class SideOrder:
         return max(self.cases, key=lambda case: case.sequences)
 
 
-def parse_case(
-    text: str,
-    *,
-    prompt: int,
-    completion: int,
-    length: int,
-    micro: int,
-    kv_gib: float | None,
-    tiny: bool,
-    together: bool = True,
-) -> PeerCase:
+def parse_case(text: str, kv_gib: float | None, **sizes: Any) -> PeerCase:
     """Returns the case named `text`. Without `kv_gib`, engines have room for all sequences, if the GPU has for two engines.
 
     Raises ConfigError if the case is malformed, unknown or not a whole number of groups.
@@ -103,9 +94,8 @@ def parse_case(
         raise ConfigError(f"case {text!r}: {sequences} sequences are no whole number of groups of {GROUP}; use a multiple")
     if sequences < 1:
         raise ConfigError(f"case {text!r}: expected at least one sequence")
-    case = PeerCase(
-        match["kind"], match["model"], sequences, prompt, completion, length, min(micro, sequences), 0, tiny, together
-    )
+    case = PeerCase(match["kind"], match["model"], sequences, kv_bytes=0, **sizes)
+    case = replace(case, micro=min(case.micro, sequences))
     return replace(case, kv_bytes=kv_cache_bytes(case) if kv_gib is None else int(kv_gib * (1 << 30)))
 
 

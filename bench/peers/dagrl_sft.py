@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from dagrl.bench.peers.case import PeerCase
 from dagrl.bench.train_inputs import one_gpu_config, train_batch
 from dagrl.bench.train_rivals import DagrlSteps
@@ -12,17 +14,15 @@ from dagrl.runtime.layout import ParallelLayout
 MICROBATCH = 8
 
 
-def side_config(case: PeerCase, model: str) -> Config:
+def side_config(case: PeerCase, model: Path) -> Config:
     """Returns the configuration of one Megatron worker."""
-    from pathlib import Path
-
     policy = {
         "precision": case.precision,
         "train_global_batch_size": case.sequences,
         "train_micro_batch_size": min(MICROBATCH, case.sequences),
         "megatron_cfg": {"optimizer": {"lr": 1e-5}},
     }
-    return one_gpu_config(Path(model), case.length, policy)
+    return one_gpu_config(model, case.length, policy)
 
 
 def work(told: Told) -> None:
@@ -30,7 +30,7 @@ def work(told: Told) -> None:
     case = told.order.largest
     batch = train_batch(case.sequences, case.length, vocabulary=int(str(case.shape.config["vocab_size"])))
     with DagrlSteps(1) as ours:
-        ours.begin(ParallelLayout(), side_config(case, str(told.order.model)), batch)
+        ours.begin(ParallelLayout(), side_config(case, told.order.model), batch)
         ours.ready()
 
         def take(_: PeerCase, steps: int) -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dagrl.bench.report import BenchReport, Row, check_plot, command_line, plot, print_table
-from dagrl.bench.scaling import MIB, PER_HOST, LineFit, fit_array, fit_line, fit_tree, levels, table
+from dagrl.bench.scaling import MIB, PER_HOST, LineFit, fit_array, fit_hosts, fit_line, levels, table
 from dagrl.bench.worker import SMALL
 from dagrl.errors import ConfigError
 
@@ -75,8 +75,8 @@ def test_the_cost_of_an_array_is_on_top_of_the_small_step(variant: str, for_each
 
 def test_hosts_add_a_round_trip_per_level_of_their_tree() -> None:
     line = LineFit("dagrl_compiled", 40.0, 2.5, 32, 120.0)
-    tree = fit_tree(line, report([row(40 + 2.5 * n + extra, n, hosts=2) for n, extra in ((8, 100.0), (16, 140.0))]))
-    assert (tree.level_us, tree.rows) == (pytest.approx(120.0), 2)
+    tree = fit_hosts(line, report([row(40 + 2.5 * n + extra, n, hosts=2) for n, extra in ((8, 100.0), (16, 140.0))]))
+    assert (tree.level_us, tree.level_rows) == (pytest.approx(120.0), 2)
     assert tree.predict(PER_HOST) == pytest.approx(line.predict(PER_HOST))
     assert tree.predict(PER_HOST * 16) == pytest.approx(line.predict(PER_HOST * 16) + 2 * 120.0)
     rows = table(
