@@ -36,7 +36,7 @@ from dagrl.bench.report import Row, add_outputs, drawing, hardware, print_rows, 
 from dagrl.bench.train_checkpoint import checkpoint_stalls, print_stalls
 from dagrl.bench.train_inputs import train_batch
 from dagrl.bench.train_parts import HEAD, print_parts
-from dagrl.bench.train_rivals import Contender, DagrlSteps, PlainSteps, Turn
+from dagrl.bench.train_rivals import DagrlSteps, PlainSteps
 from dagrl.config import Config
 from dagrl.errors import ConfigError, RunError
 from dagrl.runtime.layout import ParallelLayout
@@ -166,7 +166,7 @@ def measure(case: TrainCase, options: argparse.Namespace, model: Path, ours: Dag
     config = case_config(case, model, options)
     batch = train_batch(options.rows, options.length, vocabulary=int(str(case.shape.config["vocab_size"])))
     plain.chunked = not case.own_loss
-    contenders: list[Contender] = [ours] if case.alone else [ours, plain]
+    contenders: list[DagrlSteps | PlainSteps] = [ours] if case.alone else [ours, plain]
     for contender in contenders:
         contender.begin(case.layout, config, batch)
     for contender in contenders:
@@ -174,11 +174,11 @@ def measure(case: TrainCase, options: argparse.Namespace, model: Path, ours: Dag
     try:
         for contender in contenders:
             contender.take(1)  # choose kernels, allocate memory
-        taken: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
+        seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         for _ in range(options.turns):
             for contender in contenders:
-                taken[contender.name].append(contender.take(options.steps))
-        rows = [as_row(case, contender, taken[contender.name], batch, config, ours) for contender in contenders]
+                seconds[contender.name] += contender.take(options.steps)
+        rows = [as_row(case, contender, seconds[contender.name], batch, config, ours) for contender in contenders]
         if options.checkpoints:
             stalls = checkpoint_stalls(ours, rows[0]["step_ms"] / 1e3, options.checkpoints)
             print_stalls(case.name, stalls)
@@ -228,35 +228,34 @@ def case_config(case: TrainCase, model: Path, options: argparse.Namespace) -> Co
 
 
 def as_row(
-    case: TrainCase, contender: Contender, turns: Sequence[Turn], batch: Batch, config: Config, ours: DagrlSteps
+    case: TrainCase, by: DagrlSteps | PlainSteps, seconds: Sequence[float], batch: Batch, config: Config, ours: DagrlSteps
 ) -> Row:
-    """Returns one row from a contender's turns: medians in milliseconds, spread (interquartile range), peaks in GiB.
+    """Returns the row of one contender: medians in milliseconds, spread (interquartile range), peaks in GiB.
 
     `overhead_ms` is the part of dagrl's step in which none of its workers ran.
     """
     from dagrl.workers.megatron.architecture import read_architecture
     from dagrl.workers.megatron.flops import peak_tflops, step_tflop
 
-    seconds = [value for turn in turns for value in turn.seconds]
     low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
     gpus, tokens = case.layout.world_size, int(batch["lengths"].sum())
     tflops = float(step_tflop(read_architecture(case.shape.config), batch["lengths"])) / middle / gpus
     peak = peak_tflops(ours.device_name, config.policy.precision, config.policy.megatron_cfg.peak_tflops)
     return {
         "case": case.name,
-        "who": contender.name,
+        "who": by.name,
         "gpus": gpus,
         "tokens": tokens,
         "steps": len(seconds),
         "step_ms": round(middle * 1e3, 2),
         "spread_ms": round((high - low) * 1e3, 2),
-        "overhead_ms": round(median(contender.overheads) * 1e3, 2) if contender.overheads else None,
+        "overhead_ms": round(median(by.overheads) * 1e3, 2) if by.overheads else None,
         "tokens_per_s": round(tokens / middle, 1),
         "tokens_per_s_per_gpu": round(tokens / middle / gpus, 1),
         "model_tflops_per_gpu": round(tflops, 2),
         "mfu": None if peak is None else round(tflops / peak, 4),
-        "peak_gib": round(contender.peak_bytes() / (1 << 30), 2),
-        "losses": contender.losses,
+        "peak_gib": round(by.peak_bytes() / (1 << 30), 2),
+        "losses": by.losses,
     }
 
 

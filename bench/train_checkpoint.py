@@ -43,7 +43,7 @@ def _one(ours: DagrlSteps, step_s: float, path: Path) -> Row:
     while not all(ours.group.call("checkpoint_written")):
         if steps == MOST_STEPS or time.perf_counter() - started > DEADLINE_S:
             raise RunError(f"{path} is not written after {steps} steps; is the disk slow?")
-        steps += len(ours.take(1).seconds)
+        steps += len(ours.take(1))
     written = time.perf_counter()
     ours.group.call("finish_checkpoint", deadline=deadline)
     ended = time.perf_counter()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dagrl.bench.train_parts import StepParts
 from dagrl.bench.turns import Side
@@ -23,33 +22,11 @@ from dagrl.runtime.worker import WorkerContext
 DEADLINE_S = 60.0
 
 
-@dataclass(frozen=True)
-class Turn:
-    """The seconds of each step of a turn."""
-
-    seconds: list[float]
-
-
-class Contender(Protocol):
-    """What `bench train` runs. `begin` may return before the case is built; `ready` waits for it."""
-
-    name: str
-    losses: list[float]
-    overheads: list[float]
-
-    def begin(self, layout: ParallelLayout, config: Config, batch: Batch) -> None: ...
-
-    def ready(self) -> None: ...
-
-    def take(self, steps: int) -> Turn: ...
-
-    def peak_bytes(self) -> int: ...
-
-    def end(self) -> None: ...
-
-
 class DagrlSteps:
-    """Replays `demonstration_step` on worker groups around actors that are started once."""
+    """Replays `demonstration_step` on worker groups around actors that are started once.
+
+    `begin` may return before the case is built; `ready` waits for it. `take` returns the seconds of each step.
+    """
 
     name = "dagrl"
 
@@ -112,7 +89,7 @@ class DagrlSteps:
         self._scheduler.compile()
         self._scheduler.warmup()
 
-    def take(self, steps: int) -> Turn:
+    def take(self, steps: int) -> list[float]:
         from dagrl.graphs.train import demonstration_step
         from dagrl.telemetry.metrics import merge_step_metrics
 
@@ -125,7 +102,7 @@ class DagrlSteps:
             assert replay.timing is not None
             self.overheads.append(seconds[-1] - replay.timing.busy_s)
             self.losses.append(merge_step_metrics(parts).flat()["loss"])
-        return Turn(seconds)
+        return seconds
 
     def parts(self) -> StepParts:
         """Returns where the GPU's time of a step goes, for a case of one worker."""
@@ -141,7 +118,8 @@ class DagrlSteps:
 
 
 class PlainSteps:
-    """Drives the processes of `dagrl.bench.train_plain`, whose output is below `logs`. `chunked` selects their loss."""
+    """Drives the processes of `dagrl.bench.train_plain` in the same way. Their output is below `logs`; `chunked` selects
+    their loss."""
 
     name = "plain"
 
@@ -188,13 +166,13 @@ class PlainSteps:
     def ready(self) -> None:
         self._answers()
 
-    def take(self, steps: int) -> Turn:
+    def take(self, steps: int) -> list[float]:
         for side in self._used:
             side.tell(("steps", steps))
         answers = self._answers()
         self.losses += answers[-1]["losses"]
         self._peak = max(answer["peak"] for answer in answers)
-        return Turn([max(times) for times in zip(*(answer["seconds"] for answer in answers), strict=True)])
+        return [max(times) for times in zip(*(answer["seconds"] for answer in answers), strict=True)]
 
     def peak_bytes(self) -> int:
         return self._peak
