@@ -8,6 +8,7 @@ link is the GPU's own memory, and buffers that both map by CUDA IPC replace broa
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -260,10 +261,7 @@ def _bundles(case: RefitCase, limit: int) -> list[_Bundle]:
 
 
 def _place(buffer: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return buffer[offset : offset + count].view(shape)
+    return buffer[offset : offset + math.prod(shape)].view(shape)
 
 
 def _box(whole: torch.Tensor, box: Sequence[tuple[int, int]]) -> torch.Tensor:
