@@ -42,7 +42,7 @@ def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
 
     from dagrl.workers.megatron import MegatronWorker
 
-    config = one_gpu_config(write_model(SHAPES[options.model], directory, "cuda"), LENGTH, {"precision": "bfloat16"})
+    config = one_gpu_config(write_model(SHAPES[options.model], directory), LENGTH, {"precision": "bfloat16"})
     with single_worker(config, MegatronWorker) as worker:
         worker.train_step(train_batch(2, LENGTH, vocabulary=150_000), "likelihood")  # the optimizer has all its state then
         state = worker._ready().offloader

@@ -82,8 +82,8 @@ SHAPES = {
 }
 
 
-def write_model(shape: ModelShape, directory: Path, device: str = "cpu", dtype: str = "bfloat16", seed: int = 0) -> Path:
-    """Writes the model below `directory`: normal weights of standard deviation 0.02 and norms of 1, drawn on `device`."""
+def write_model(shape: ModelShape, directory: Path, dtype: str = "bfloat16") -> Path:
+    """Writes the model below `directory`: normal weights of deviation 0.02, norms of 1. Draws on a GPU if there is one."""
     import torch
     from safetensors.torch import save_file
 
@@ -91,12 +91,11 @@ def write_model(shape: ModelShape, directory: Path, device: str = "cpu", dtype: 
 
     target = directory / shape.name
     target.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(0)
     weights = {
         name: _draw(size, getattr(torch, dtype), generator).cpu() for name, size in parameter_shapes(shape.config).items()
     }
-    if device != "cpu":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     (target / "config.json").write_text(json.dumps({**shape.config, "dtype": dtype}, indent=2))
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target

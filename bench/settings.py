@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
     from dagrl.workers.megatron import MegatronWorker
 
     gpu, settings = torch.cuda.is_available(), COMPARISONS[options.comparison]
-    model = write_model(MODELS[options.model], directory, "cuda" if gpu else "cpu", options.precision)
+    model = write_model(MODELS[options.model], directory, options.precision)
     batches = {"train_micro_batch_size": options.micro, "logprob_batch_size": options.micro}
     shared = {"precision": options.precision, **batches}
     configs = {one.name: one_gpu_config(model, options.length, {**shared, **one.policy}) for one in settings}

@@ -152,12 +152,10 @@ def writing(
     cases: Sequence[TrainCase], options: argparse.Namespace, directory: Path, stack: ExitStack
 ) -> dict[str, Future[Path]]:
     """Writes all models' checkpoints in a thread while workers start; returns their paths by name."""
-    import torch
-
-    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", "float32" if options.tiny else "bfloat16"
+    dtype = "float32" if options.tiny else "bfloat16"
     pool = stack.enter_context(ThreadPoolExecutor(1))
     shapes = {case.shape.name: case.shape for case in cases}
-    return {name: pool.submit(write_model, shape, directory, device, dtype) for name, shape in shapes.items()}
+    return {name: pool.submit(write_model, shape, directory, dtype) for name, shape in shapes.items()}
 
 
 def measure(case: TrainCase, options: argparse.Namespace, model: Path, ours: DagrlSteps, plain: PlainSteps) -> list[Row]:

@@ -18,11 +18,9 @@ def write_with_tokenizer(shape: ModelShape, directory: Path, dtype: str = "bfloa
     """Writes a model with its tokenizer below `directory` unless it exists, on a GPU if there is one. Returns its path."""
     target = directory / shape.name
     if not (target / "model.safetensors").exists():
-        import torch
-
         target.mkdir(parents=True, exist_ok=True)
         character_tokenizer(CHARACTERS).save_pretrained(target)
-        write_model(shape, directory, "cuda" if torch.cuda.is_available() else "cpu", dtype)
+        write_model(shape, directory, dtype)
     return target
 
 

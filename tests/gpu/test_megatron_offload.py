@@ -32,7 +32,7 @@ SLACK = 256 << 20  # bytes that workspaces and rounding may take
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronWorker]:
     """Realistic widths, four layers, a smaller vocabulary: about 80 million weights, 0.9 GiB of optimizer state."""
     shape = ModelShape("small", {**SHAPES["qwen3-0.6b"].with_layers(4).config, "vocab_size": VOCABULARY})
-    model = write_model(shape, tmp_path_factory.mktemp("model"), "cuda")
+    model = write_model(shape, tmp_path_factory.mktemp("model"))
     policy = {
         "model_name": str(model),
         "precision": "bfloat16",
