@@ -52,12 +52,10 @@ class LocalDispatcher:
         return rows, self._counts, probs
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
-        """Outputs are sorted already."""
+        """Outputs are sorted already, and stay on this worker."""
         return outputs
 
-    def token_combine(self, outputs: Tensor) -> Tensor:
-        """Outputs stay on this worker."""
-        return outputs
+    token_combine = combine_preprocess
 
     def combine_postprocess(self, outputs: Tensor) -> Tensor:
         """Returns the sum of each token's outputs, in the shape of the hidden states."""

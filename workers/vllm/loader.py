@@ -58,33 +58,16 @@ def register_loader(quantizes: bool = False, unmapped: Unmapped = "error") -> No
     """
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    from dagrl.refit.recording import record
-
-    class KeepingLoader(DefaultModelLoader):  # type: ignore[misc]
+    class EngineLoader(_keeping_loader()):  # type: ignore[misc]
         def __init__(self, load_config: LoadConfig) -> None:
             load_config.load_format = "auto"
             load_config.use_tqdm_on_load = False
             super().__init__(load_config)
             self.checkpoint: Checkpoint = []
+            self.quantizes, self.unmapped = quantizes, unmapped
 
-        def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-            weights = super().get_all_weights(model_config, model)
-            if quantizes:
-                device = next(model.parameters()).device
-                plain = [(name, tuple(weight.shape), weight.dtype) for name, weight in weights]
-                names = record(model, plain, model_config.dtype).quantized
-                weights = quantize_checkpoint(super().get_all_weights(model_config, model), names, device)
-            for name, weight in weights:
-                self.checkpoint.append((name, tuple(weight.shape), weight.dtype))
-                yield name, weight
-
-        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            super().load_weights(model, model_config)
-            _keep(model, self.checkpoint, model_config.dtype, unmapped)
-
-    register_model_loader(LOAD_FORMAT)(KeepingLoader)
+    register_model_loader(LOAD_FORMAT)(EngineLoader)
 
 
 def register_for_transfers(backend: str) -> None:
@@ -94,21 +77,39 @@ def register_for_transfers(backend: str) -> None:
     `additional_config={"refit": {"unmapped": "load"}}` is the key `refit.unmapped` of dagrl's own engines.
     """
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    class TransferLoader(DefaultModelLoader):  # type: ignore[misc]
-        checkpoint: Checkpoint | None = None
-        unmapped: Unmapped = "error"
-
+    class TransferLoader(_keeping_loader()):  # type: ignore[misc]
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
             transfers = vllm_config.weight_transfer_config
             if transfers is not None and transfers.backend == backend:
-                self.checkpoint, self.unmapped = [], _unmapped_of(vllm_config.additional_config)
+                self.checkpoint: Checkpoint = []
+                self.unmapped = _unmapped_of(vllm_config.additional_config)
             loaded: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
             return loaded
 
+    for name in ("auto", "hf", "safetensors"):
+        _LOAD_FORMAT_TO_MODEL_LOADER[name] = TransferLoader
+
+
+def _keeping_loader() -> type[Any]:
+    """Returns vLLM's loader, which keeps the parameters as loaded if its `checkpoint` is a list."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from dagrl.refit.recording import record
+
+    class KeepingLoader(DefaultModelLoader):  # type: ignore[misc]
+        checkpoint: Checkpoint | None = None
+        quantizes = False
+        unmapped: Unmapped = "error"
+
         def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-            for name, weight in super().get_all_weights(model_config, model):
+            weights = super().get_all_weights(model_config, model)
+            if self.quantizes:
+                device = next(model.parameters()).device
+                plain = [(name, tuple(weight.shape), weight.dtype) for name, weight in weights]
+                names = record(model, plain, model_config.dtype).quantized
+                weights = quantize_checkpoint(super().get_all_weights(model_config, model), names, device)
+            for name, weight in weights:
                 if self.checkpoint is not None:
                     self.checkpoint.append((name, tuple(weight.shape), weight.dtype))
                 yield name, weight
@@ -116,10 +117,11 @@ def register_for_transfers(backend: str) -> None:
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
             if self.checkpoint is not None:
-                _keep(model, self.checkpoint, model_config.dtype, self.unmapped)
+                recording = record(model, self.checkpoint, model_config.dtype, unmapped=self.unmapped)
+                tensors = {name: LoadedParameter(tensor, _sample(tensor)) for name, tensor in named_tensors(model).items()}
+                object.__setattr__(model, _ATTRIBUTE, LoadedModel(tensors, recording))
 
-    for name in ("auto", "hf", "safetensors"):
-        _LOAD_FORMAT_TO_MODEL_LOADER[name] = TransferLoader
+    return KeepingLoader
 
 
 def _unmapped_of(additional_config: Any) -> Unmapped:
@@ -129,15 +131,6 @@ def _unmapped_of(additional_config: Any) -> Unmapped:
         if refit in ({"unmapped": unmapped}, {}):
             return unmapped  # type: ignore[no-any-return]
     raise ConfigError(f"additional_config.refit is {refit!r}; expected {{'unmapped': 'error'}} or {{'unmapped': 'load'}}")
-
-
-def _keep(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, unmapped: Unmapped) -> None:
-    """Records the model's loader for this checkpoint, and keeps the parameters as they are now."""
-    from dagrl.refit.recording import record
-
-    recording = record(model, checkpoint, dtype, unmapped=unmapped)
-    tensors = {name: LoadedParameter(tensor, _sample(tensor)) for name, tensor in named_tensors(model).items()}
-    object.__setattr__(model, _ATTRIBUTE, LoadedModel(tensors, recording))
 
 
 def take_loaded_model(model: torch.nn.Module) -> LoadedModel:
