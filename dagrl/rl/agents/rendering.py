@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
@@ -96,11 +95,6 @@ class Renderer:
             self._parsers[key] = CallParser(key, self._parser, self._tokenizer)
         return self._parsers[key]
 
-    @cached_property
-    def _eos(self) -> int | None:
-        eos: int | None = self._tokenizer.eos_token_id
-        return eos
-
     def _rendered(self, body: ChatBody, messages: Sequence[dict[str, Any]], after: Answer | None) -> str:
         if self._tokenizer.chat_template is None:
             raise EndpointError(
@@ -109,7 +103,7 @@ class Renderer:
         options = body.chat_template_kwargs
         try:
             if after is not None:
-                closed = list(after.made.tokens[-1:]) == [self._eos]
+                closed = list(after.made.tokens[-1:]) == [self._tokenizer.eos_token_id]
                 return reply_text(self._tokenizer, messages, closed=closed, **options)
             return str(
                 self._tokenizer.apply_chat_template(
