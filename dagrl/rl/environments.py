@@ -32,7 +32,6 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from dagrl.config import EnvironmentConfig, Json
@@ -169,7 +168,7 @@ class EnvironmentRunner:
             runner.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         for key in list(self._open):
             self._close(key)
         wait(set(self._closing), self._closing_s)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -162,7 +161,7 @@ class RewardRunner:
             self._stack.enter_context(runner).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Rewards:

@@ -32,7 +32,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from dagrl.config import Config, LoggerConfig
 from dagrl.config.file import dump_config
@@ -178,7 +177,7 @@ class RunRecord:
     def __enter__(self) -> RunRecord:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def log(self, step: int, stage: str, metrics: Metrics) -> None:

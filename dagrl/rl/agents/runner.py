@@ -15,7 +15,6 @@ import secrets
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from dagrl.config import Config
@@ -66,7 +65,7 @@ class AgentRunner:
         self._pool.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         for episode in list(self._server.episodes.values()):
             self.end(episode, "the run has ended")
         self._pool.close()

@@ -12,7 +12,6 @@ import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from dagrl.config import FunctionConfig, ProcessConfig
@@ -118,7 +117,7 @@ class FunctionRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __call__(self, *columns: Sequence[Any]) -> Answers:
