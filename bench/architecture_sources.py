@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,23 +38,6 @@ def whole(name: str, directory: Path) -> list[Part]:
 
     model = tiny_model(name, seed=1)
     return [(slices_of(model, dtype="bfloat16"), tensors_of(model, dtype="bfloat16"))]
-
-
-def fsdp_shards(name: str, directory: Path) -> list[Part]:
-    """Returns the FSDP2 shards of a module."""
-    return _sharded(_write_fsdp_shard, name, directory)
-
-
-def megatron_shards(name: str, directory: Path) -> list[Part]:
-    """Returns Megatron's modules at TP2, with the weights of the checkpoint in `directory`."""
-    return _sharded(_write_megatron_shard, name, directory)
-
-
-SOURCES: Mapping[str, Callable[[str, Path], list[Part]]] = {
-    "hf": whole,
-    "dtensor": fsdp_shards,
-    "megatron": megatron_shards,
-}
 
 
 def _sharded(write: Callable[..., None], name: str, directory: Path) -> list[Part]:
@@ -111,3 +95,12 @@ def _write_megatron_shard(name: str, directory: Path, path: Path, rank: int) -> 
     slices = megatron_weight_slices(config, layout, rank)
     load_hf(directory, slices, parameter_shapes(config), tensors)
     torch.save((slices, {key: tensor.clone() for key, tensor in tensors.items()}), path)
+
+
+SOURCES: Mapping[str, Callable[[str, Path], list[Part]]] = {
+    "hf": whole,
+    "dtensor": partial(_sharded, _write_fsdp_shard),
+    "megatron": partial(_sharded, _write_megatron_shard),
+}
+"""What makes the parts of a model from its name and the directory of its checkpoint: a plain module, its FSDP2 shards, or
+Megatron's modules at TP2."""

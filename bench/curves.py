@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from dagrl.run.session import Session
 
 CONFIG = Path(__file__).parents[1] / "examples" / "grpo_quickstart.yaml"
-CHOICE = VARIANTS
 DEFAULT = "sync; in flight, age 1; in flight, age 4"
 OVERRIDES = (
     "loss_fn.use_importance_sampling_correction=true",
@@ -50,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, CONFIG)
     parser.add_argument("--steps", type=int, default=40, help="GRPO steps per run")
     parser.add_argument("--seeds", type=int, default=3, help="runs per variant")
-    names = "; ".join(variant.name for variant in CHOICE)
+    names = "; ".join(variant.name for variant in VARIANTS)
     parser.add_argument("--variants", default=DEFAULT, help=f"separated by semicolons, any of: {names}; default: {DEFAULT}")
     add_deadline(parser)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measures, and writes the results after each run."""
-    variants = chosen(options.variants, CHOICE)
+    variants = chosen(options.variants, VARIANTS)
     deadline = BenchDeadline(options.deadline)
     with run_config(options, OVERRIDES) as config:
         curves = measure(config, variants, options.seeds, Path(config.output_dir) / "first_weights", deadline)

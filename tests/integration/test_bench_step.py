@@ -94,12 +94,12 @@ def test_overlapped_needs_overlap_training(tmp_path: Path) -> None:
 
 
 def test_curves_exist_for_both_loops_at_every_age() -> None:
-    loops = {(variant.enabled, variant.in_flight, variant.age) for variant in curves.CHOICE if variant.enabled}
+    loops = {(variant.enabled, variant.in_flight, variant.age) for variant in curves.VARIANTS if variant.enabled}
     assert loops == {(True, in_flight, age) for in_flight in (True, False) for age in (1, 2, 4, 8)}
-    assert [variant.name for variant in step.chosen(curves.DEFAULT, curves.CHOICE)] == [
+    assert [variant.name for variant in step.chosen(curves.DEFAULT, curves.VARIANTS)] == [
         "sync",
         "in flight, age 1",
         "in flight, age 4",
     ]
     with pytest.raises(ConfigError, match="found plain Ray; choose from sync; async, age 1"):
-        step.chosen("plain Ray", curves.CHOICE)
+        step.chosen("plain Ray", curves.VARIANTS)
