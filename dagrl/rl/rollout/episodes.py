@@ -60,7 +60,9 @@ class Episode:
     untrained: int = 0
     reward_parts: dict[str, float] = field(default_factory=dict)
     times: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _arrays: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = field(default=None, init=False, repr=False)
+    _arrays: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __len__(self) -> int:
         return len(self.prompt.tokens) + len(self.tokens)
