@@ -63,67 +63,46 @@ def write_config(answers: Answers, path: Path) -> None:
 
 def config_text(answers: Answers, name: str) -> str:
     """Returns the configuration as YAML with comments. Keys that are commented out show the value they would have."""
-    sections = [_head(answers, name), _policy(answers), _data(answers.data)]
-    if answers.reward:
-        sections += [_reward(answers.reward), _GRPO]
-    else:
-        sections.append(_SFT)
-    return "\n".join([*sections, _REST])
-
-
-def _head(answers: Answers, name: str) -> str:
-    algorithm = "grpo" if answers.reward else "sft"
+    algorithm, rate, generation = ("grpo", "1.0e-6", _GENERATION) if answers.reward else ("sft", "1.0e-5", "")
     return f"""\
 # dagrl train {name}.yaml --dry-run    checks everything, shows what is derived for this machine, and starts nothing
 # dagrl train {name}.yaml              trains; dagrl view runs/{name} shows it in a browser
 # A key that is left out is derived from the machine, the model and the data. All keys: `dagrl config --schema`.
 name: {re.sub(r"[^A-Za-z0-9._-]", "_", name)}
 algorithm: {algorithm}
-"""
 
-
-def _policy(answers: Answers) -> str:
-    generation = """\
-  # generation:
-  #   max_new_tokens: 1024     # longest completion
-  #   temperature: 1.0
-"""
-    rate = "1.0e-6" if answers.reward else "1.0e-5"
-    return f"""\
 policy:
   model_name: {json.dumps(answers.model)}
   # max_total_sequence_length: 2048    # tokens of prompt and completion; by default as the data need
   # megatron_cfg:
   #   tensor_model_parallel_size: 1    # more if the model does not fit on one GPU
   #   optimizer: {{lr: {rate}}}
-{generation if answers.reward else ""}"""
-
-
-def _data(data: str) -> str:
-    prompt, response = found_keys(Path(data))
-    subset = "  subset: main\n  val_split: test\n" if data == "openai/gsm8k" else ""
-    if data == "openai/gsm8k":
-        prompt, response = "question", "answer"
-    keys = "".join(
-        f"  {key}: {value}\n" if value != key.removesuffix("_key") else f"  # {key}: {value}\n"
-        for key, value in (("prompt_key", prompt), ("response_key", response))
-    )
-    return f"""\
+{generation}
 data:
-  path: {json.dumps(data)}
-{subset}{keys}  # val_path: held_out.jsonl           # by default a share of the data is held out
+  path: {json.dumps(answers.data)}
+{_columns(answers.data)}  # val_path: held_out.jsonl           # by default a share of the data is held out
   # system_prompt: "Think step by step."
+
+{_GRPO.format(reward=json.dumps(answers.reward)) if answers.reward else _SFT}
+# checkpointing:
+#   save_period: 10
+#   resume: true             # go on from the newest checkpoint
+
+# logger:
+#   wandb_enabled: true
 """
 
 
-def _reward(reward: str) -> str:
-    return f"""\
-reward:
-  function: {json.dumps(reward)}       # (prompts, completions, references) -> one number per sample
+_GENERATION = """\
+  # generation:
+  #   max_new_tokens: 1024     # longest completion
+  #   temperature: 1.0
 """
-
 
 _GRPO = """\
+reward:
+  function: {reward}       # (prompts, completions, references) -> one number per sample
+
 # grpo:
 #   num_prompts_per_step: 32
 #   num_generations_per_prompt: 16
@@ -140,14 +119,16 @@ _SFT = """\
 #   val_period: 20
 """
 
-_REST = """\
-# checkpointing:
-#   save_period: 10
-#   resume: true             # go on from the newest checkpoint
 
-# logger:
-#   wandb_enabled: true
-"""
+def _columns(data: str) -> str:
+    """The keys of the columns, commented out where they have their default."""
+    gsm8k = data == "openai/gsm8k"
+    prompt, response = ("question", "answer") if gsm8k else found_keys(Path(data))
+    keys = "".join(
+        f"  {key}: {value}\n" if value != key.removesuffix("_key") else f"  # {key}: {value}\n"
+        for key, value in (("prompt_key", prompt), ("response_key", response))
+    )
+    return ("  subset: main\n  val_split: test\n" if gsm8k else "") + keys
 
 
 def found_keys(path: Path) -> tuple[str, str]:

@@ -10,6 +10,8 @@ from dagrl.config.models import CriticConfig, TeacherConfig
 from dagrl.config.policy import PolicyConfig
 from dagrl.config.run import Config
 
+TRAIN, GENERATION = "train", "generation"
+
 CRITIC, TEACHER = "critic", "teacher"
 """The roles with a model of their own. Each is the key of its section, too."""
 

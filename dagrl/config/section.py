@@ -49,6 +49,12 @@ class Section(BaseModel):
             changed = changed.model_copy(update={name: new})
         return changed
 
+    def is_set(self, key: str) -> bool:
+        """Whether the user set a key such as `a.b`."""
+        name, _, rest = key.partition(".")
+        below = getattr(self, name, None)
+        return name in self.model_fields_set and (not rest or (isinstance(below, Section) and below.is_set(rest)))
+
     @field_validator("*", mode="before")
     @classmethod
     def _within_sense(cls, value: object, info: ValidationInfo) -> object:

@@ -18,13 +18,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dagrl.config.roles import GENERATION
 from dagrl.machine import DeviceMemory
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-GENERATION = "generation"
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TRAIN_PARTS = (WEIGHTS, "optimizer", "gradients")
 """The parts of a train state, in the order in which they stay resident. Gradients come back as zeros, without a copy."""

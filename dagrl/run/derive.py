@@ -26,8 +26,8 @@ from dagrl.machine import host_memory
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.cluster import gpus_here, gpus_per_worker
-from dagrl.run.derived import ENGINE, ROLLOUT, TRAIN, Derived, is_set
 from dagrl.run.memory_fit import ROUND, fit_host_cache, fit_microbatches, fit_shared_cache, start_together
+from dagrl.run.open_keys import ENGINE, MEGATRON, ROLLOUT, Derived
 
 NEW_TOKENS = 1024
 """Longest completion, if neither it nor the longest sequence is set."""
@@ -39,7 +39,7 @@ SFT_SEQUENCES = 32
 """Sequences of an SFT step."""
 
 LAYOUT = (
-    *(f"{TRAIN}.{name}" for name in MegatronConfig.model_fields if name.endswith("_size")),
+    *(f"{MEGATRON}.{name}" for name in MegatronConfig.model_fields if name.endswith("_size")),
     *(f"{ENGINE}.{name}" for name in VllmConfig.model_fields if name.endswith("_parallel_size")),
     f"{ROLLOUT}.colocated.enabled",
 )
@@ -149,8 +149,8 @@ def _use_all_gpus(derived: Derived) -> None:
         return
     where = f"{count} GPU{'s' if count > 1 else ''} on this machine"
     if count > 1 and (derived.open("policy.train_global_batch_size") or config.policy.train_global_batch_size % count == 0):
-        derived.set(f"{TRAIN}.data_parallel_size", count, where)
-        derived.set(f"{TRAIN}.optimizer.use_distributed_optimizer", True, "several data-parallel ranks")
+        derived.set(f"{MEGATRON}.data_parallel_size", count, where)
+        derived.set(f"{MEGATRON}.optimizer.use_distributed_optimizer", True, "several data-parallel ranks")
         if rolls_out:
             derived.set(f"{ENGINE}.data_parallel_size", count, where)
     if rolls_out and (count == 1 or f"{ENGINE}.data_parallel_size" in derived.reasons):
@@ -172,15 +172,15 @@ def _set_spares(derived: Derived) -> None:
 
 
 def _set_rates(derived: Derived) -> None:
-    if not derived.open(f"{TRAIN}.optimizer.lr"):
+    if not derived.open(f"{MEGATRON}.optimizer.lr"):
         return
     if derived.config.policy.megatron_cfg.peft.enabled:
-        derived.set(f"{TRAIN}.optimizer.lr", 1e-5, "LoRA")
+        derived.set(f"{MEGATRON}.optimizer.lr", 1e-5, "LoRA")
     elif compares(derived.config):
         rate, what = (1e-5, "a reward model") if gives_scores(algorithm_of(derived.config)) else (1e-6, "preferences")
-        derived.set(f"{TRAIN}.optimizer.lr", rate, f"{what}, all weights")
+        derived.set(f"{MEGATRON}.optimizer.lr", rate, f"{what}, all weights")
     elif not generates(derived.config):
-        derived.set(f"{TRAIN}.optimizer.lr", 1e-5, "SFT of all weights")
+        derived.set(f"{MEGATRON}.optimizer.lr", 1e-5, "SFT of all weights")
     elif _asks_for_sft(derived):
         derived.set("sft.lr", 1e-5, "SFT of all weights")
 
@@ -214,7 +214,7 @@ def _set_lengths(derived: Derived) -> None:
     policy, rolls_out = derived.config.policy, generates(derived.config)
     if policy.sequence_buckets:
         derived.set("policy.max_total_sequence_length", max(policy.sequence_buckets), "the largest bucket")
-    bounded = is_set(derived.config, "policy.max_total_sequence_length")
+    bounded = derived.config.is_set("policy.max_total_sequence_length")
     if rolls_out and bounded:
         half = max(1, derived.config.policy.max_total_sequence_length // 2)
         derived.set(f"{ROLLOUT}.max_new_tokens", half, "half of policy.max_total_sequence_length")

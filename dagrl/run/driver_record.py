@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import cast
 
 from dagrl.config import Config, Json
-from dagrl.config.roles import CRITIC
+from dagrl.config.roles import CRITIC, TRAIN
 from dagrl.config.settings import is_colocated
 from dagrl.errors import CheckpointError, DeadlineError, WorkerError
 from dagrl.run.checkpoint_saver import DriverPart
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY = "driver"
 NEXT_REPLAYS = "next_replays"
-TRAIN, DEMONSTRATIONS = "train", "demonstration_step"
+DEMONSTRATIONS = "demonstration_step"
 
 
 @dataclass(frozen=True)

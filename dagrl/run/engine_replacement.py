@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from dagrl.config import Config
+from dagrl.config.roles import GENERATION
 from dagrl.errors import WorkerError, WorkerFailure
 from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.fleet import Fleet
@@ -26,8 +27,6 @@ from dagrl.runtime.revive import Revival, idle_ranks, revive
 from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
-
-ROLE = "generation"
 
 
 @dataclass
@@ -64,7 +63,7 @@ class EngineReplacement:
         if not self.fleet.restarts or not self._replaceable(error.failures):
             return None
         self._started()
-        failed = {failure.rank for failure in error.failures if failure.role == ROLE}
+        failed = {failure.rank for failure in error.failures if failure.role == GENERATION}
         resting = set(idle_ranks(self.group, self.config.timeouts.grace_s))
         lost = failed | (set(range(len(self.group.actors))) - resting)
         shards = {self.group.layout.coordinates(rank).dp for rank in lost}
@@ -80,7 +79,7 @@ class EngineReplacement:
             error,
         )
         self.absent |= {rank for shard in shards for rank in self.group.layout.shard(shard)}
-        self.replays.scheduler.recover([ROLE], {ROLE: self.absent})
+        self.replays.scheduler.recover([GENERATION], {GENERATION: self.absent})
         if room:
             self._starting = in_background(partial(self._revive, lost), "replace-engines")
         else:
@@ -100,7 +99,7 @@ class EngineReplacement:
             if self.resizing.begun:
                 self.resizing.resize()
             else:
-                scheduler.recover([ROLE])
+                scheduler.recover([GENERATION])
             self.plan()
             scheduler.warmup(only=[refit.name])
         self.absent.clear()
@@ -139,5 +138,5 @@ class EngineReplacement:
             return False
         gone = [failure for failure in failures if failure.kind != "raised"]
         if any(failure.phase == phases["refit"].name for failure in failures):
-            return bool(gone) and all(failure.role == ROLE for failure in gone)
-        return bool(failures) and all((one.role, one.phase) == (ROLE, phases["generate"].name) for one in failures)
+            return bool(gone) and all(failure.role == GENERATION for failure in gone)
+        return bool(failures) and all((one.role, one.phase) == (GENERATION, phases["generate"].name) for one in failures)

@@ -18,6 +18,7 @@ import yaml
 
 from dagrl.config import Config, Json
 from dagrl.config.file import dump_config, load_config
+from dagrl.config.roles import TRAIN
 from dagrl.errors import ConfigError
 from dagrl.files import require_writable, write_whole
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState, load_checkpoint_directory
@@ -32,9 +33,6 @@ ADAPTERS = "adapter_config.json"
 """The file of PEFT's that says what adapters are, and of which model."""
 
 PEFT_KEYS = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
-
-TRAIN = "train"
-"""The role, and the name of its part of a checkpoint."""
 
 SIZES = (
     "data_parallel",

@@ -29,11 +29,11 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from dagrl.config import Config
-from dagrl.config.roles import role_config
+from dagrl.config.roles import GENERATION, role_config
 from dagrl.config.settings import generation_config, is_colocated, layouts, sharing_roles, starts_together, takes_turns
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import gpus_per_worker, ray_cluster
-from dagrl.run.colocated import GENERATION, TRAIN_PARTS
+from dagrl.run.colocated import TRAIN_PARTS
 from dagrl.run.leased_cluster import HeldLease, leased_cluster
 from dagrl.run.local_cluster import cluster_processes, ended_processes
 from dagrl.run.preflight import worker_classes

@@ -9,7 +9,7 @@ from dagrl.config import Config, Json, MegatronConfig, VllmConfig
 from dagrl.config.settings import generation_config, model_roles
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus, host_memory
-from dagrl.run.derived import ENGINE, ROLLOUT, TRAIN, Derived
+from dagrl.run.open_keys import ENGINE, MEGATRON, ROLLOUT, Derived
 
 CACHE_BLOCK = 16
 """Tokens of a block of vLLM's KV cache."""
@@ -33,7 +33,7 @@ ROUND = 64
 def fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
     """Sets the tokens of a microbatch to what fits half of the memory that weights, gradients and optimizer leave."""
     config, packing = derived.config, "policy.sequence_packing"
-    keys = (f"{packing}.train_mb_tokens", "policy.train_micro_batch_size", f"{TRAIN}.activation_checkpointing")
+    keys = (f"{packing}.train_mb_tokens", "policy.train_micro_batch_size", f"{MEGATRON}.activation_checkpointing")
     memory = _gpu_bytes()
     if not (config.policy.sequence_packing.enabled and derived.open(*keys) and memory and weight_bytes):
         return
@@ -44,7 +44,7 @@ def fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_byt
     tokens = max(width, min(MOST_TOKENS, fitting))
     reason = f"half of the {max(0.0, 2 * left) / 2**30:.0f} GiB that {parameters / 1e9:.2g} B parameters leave of a GPU"
     if fitting < width:
-        derived.set(f"{TRAIN}.activation_checkpointing", True, f"the activations of {width} tokens exceed {reason}")
+        derived.set(f"{MEGATRON}.activation_checkpointing", True, f"the activations of {width} tokens exceed {reason}")
         reason = "one sequence of the greatest length"
     derived.set(f"{packing}.train_mb_tokens", tokens, reason)
     derived.set(f"{packing}.logprob_mb_tokens", 2 * tokens, "twice those of training: no activations are kept")

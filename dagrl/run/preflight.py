@@ -50,7 +50,6 @@ from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.cluster import gpus_here, gpus_per_worker
 from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps, epoch_steps
-from dagrl.run.derived import Derived
 from dagrl.run.encryption import check_encryption
 from dagrl.run.hub import with_local_models
 from dagrl.run.model import (
@@ -62,6 +61,7 @@ from dagrl.run.model import (
     role_description,
     token_count,
 )
+from dagrl.run.open_keys import Derived
 from dagrl.run.plans import run_plans
 from dagrl.run.worker_protocols import LogprobKeeper, ModelHooks, required_protocols
 from dagrl.runtime.contract import check_worker_class

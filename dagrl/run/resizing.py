@@ -25,6 +25,7 @@ from functools import partial
 import ray
 
 from dagrl.config import Config
+from dagrl.config.roles import GENERATION
 from dagrl.config.settings import with_engines
 from dagrl.errors import DeadlineError, LayoutError, RunError
 from dagrl.machine import available_memory, private_memory
@@ -38,8 +39,6 @@ from dagrl.runtime.deadline import in_background
 from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
-
-ROLE = "generation"
 
 POLL_S = 0.1
 """How often a request looks whether its session has ended."""
@@ -122,7 +121,7 @@ class Resizing:
         """Makes the change that was taken. All workers rest. Engines that leave end in the background."""
         asked = self._asked
         assert asked is not None and asked.begun
-        leaving = [(self._group.role, self._replays.scheduler.resize(ROLE, asked.kept, asked.joining))]
+        leaving = [(self._group.role, self._replays.scheduler.resize(GENERATION, asked.kept, asked.joining))]
         asked.joined = True
         # at once: NCCL ends a channel on all of its ranks, and the others open the next one now
         in_background(partial(end_workers, leaving, self._config.timeouts.teardown_s / 2), "end-engines")
@@ -173,7 +172,7 @@ class Resizing:
             raise LayoutError(f"{engines} engines were asked for; expected at least 1")
         if engines == before:
             raise LayoutError(f"it has {before} engines already")
-        self._replays.scheduler.graphs_of(ROLE, engines)
+        self._replays.scheduler.graphs_of(GENERATION, engines)
         if engines > before:
             check_machine(with_engines(self._config, engines))
             self._check_free((engines - before) * self._group.layout.shard_size)

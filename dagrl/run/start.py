@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config
 from dagrl.config.file import value_text
-from dagrl.config.roles import CRITIC
+from dagrl.config.roles import CRITIC, GENERATION
 from dagrl.config.settings import (
     device_count,
     generates,
@@ -34,7 +34,7 @@ from dagrl.errors import ClusterError, ConfigError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
 from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
-from dagrl.run.colocated import GENERATION, SharedDevices
+from dagrl.run.colocated import SharedDevices
 from dagrl.run.control import control
 from dagrl.run.driver_record import DIRECTORY, DriverRecord, Taken, go_on
 from dagrl.run.encryption import tls_files

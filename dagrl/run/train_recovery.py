@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import ray
 
 from dagrl.config import Config
-from dagrl.config.roles import CRITIC
+from dagrl.config.roles import CRITIC, GENERATION, TRAIN
 from dagrl.config.settings import is_colocated
 from dagrl.errors import DeadlineError, WorkerError
 from dagrl.run.engine_replacement import EngineReplacement
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TRAIN, GENERATION = "train", "generation"
 METHODS = {"last_update", "copy_state", "restore_state"}
 """See `PeerRestored` in `worker_protocols.py`."""
 

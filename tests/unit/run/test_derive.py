@@ -16,7 +16,7 @@ from dagrl.errors import ConfigError
 from dagrl.machine import Gpu
 from dagrl.run import derive, memory_fit
 from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps
-from dagrl.run.derived import Derived
+from dagrl.run.open_keys import Derived
 
 ROOT = Path(__file__).parents[3]
 QWEN3_06B = {
