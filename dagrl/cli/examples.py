@@ -15,25 +15,25 @@ DATA = re.compile(re.escape(CONFIG_DIR) + r"/([\w./-]+)")
 """A file that an example reads from its own directory."""
 
 
-def list_examples(folder: Path = EXAMPLES) -> str:
+def list_examples() -> str:
     """Returns a line per example: its name and the first sentence about it."""
-    files = example_files(folder)
+    files = _example_files()
     width = max(map(len, files), default=0)
     return "".join(f"{name:{width}}  {_first_sentence(file)}\n" for name, file in files.items())
 
 
-def copy_example(name: str, target: Path, folder: Path = EXAMPLES) -> list[Path]:
+def copy_example(name: str, target: Path) -> list[Path]:
     """Copies an example, and the data files that it names, into the directory `target`; returns the copies.
 
     Raises ConfigError if there is no such example, or before it copies anything if one of the files exists already.
     """
-    files = example_files(folder)
+    files = _example_files()
     source = files.get(name) or next((file for file in files.values() if file.name == name), None)
     if source is None:
         near = did_you_mean(difflib.get_close_matches(name, files))
         raise ConfigError(f"no example {name!r}{near}; expected one of: {', '.join(files)}")
-    sources = [source, *(folder / found for found in DATA.findall(source.read_text(encoding="utf-8")))]
-    copies = {file: target / file.relative_to(folder) for file in sources}
+    sources = [source, *(EXAMPLES / found for found in DATA.findall(source.read_text(encoding="utf-8")))]
+    copies = {file: target / file.relative_to(EXAMPLES) for file in sources}
     existing = [str(copy) for copy in copies.values() if copy.exists()]
     if existing:
         raise ConfigError(f"{', '.join(existing)}: exists already; remove it, or choose another directory with -o")
@@ -43,9 +43,9 @@ def copy_example(name: str, target: Path, folder: Path = EXAMPLES) -> list[Path]
     return list(copies.values())
 
 
-def example_files(folder: Path = EXAMPLES) -> dict[str, Path]:
+def _example_files() -> dict[str, Path]:
     """Returns the example files by name: configurations first, then programs."""
-    return {file.stem: file for suffix in ("yaml", "py") for file in sorted(folder.glob(f"*.{suffix}"))}
+    return {file.stem: file for suffix in ("yaml", "py") for file in sorted(EXAMPLES.glob(f"*.{suffix}"))}
 
 
 def _first_sentence(file: Path) -> str:

@@ -1,19 +1,6 @@
 """The `dagrl` command.
 
-    dagrl init [-o F]
-    dagrl train CONFIG [a.b=c ...] [--dry-run]
-    dagrl config CONFIG [a.b=c ...] | --schema
-    dagrl examples [NAME] [-o DIR]
-    dagrl inspect CONFIG [--phase P] [-o F]
-    dagrl evaluate CONFIG [a.b=c ...] [--checkpoint DIR] [--samples N] [--k K ...]
-    dagrl export SOURCE -o TARGET [a.b=c ...]
-    dagrl replay RUN --step K [--phase P] [--cpu] [a.b=c ...]
-    dagrl scale RUN generation=N [--timeout S]
-    dagrl status RUN
-    dagrl attach RUN
-    dagrl view RUN [RUN] [--export F]
-    dagrl bench NAME [...]
-    dagrl doctor
+One parser describes all commands (`dagrl --help`); each has a function below, and most a module of this package.
 
 Subcommands import what they need when they run, which keeps `dagrl --help` fast. Exit codes: 0 success, 1 the run failed,
 2 an error that the user can fix, 130 interrupted.

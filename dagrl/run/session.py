@@ -28,16 +28,12 @@ from dagrl.runtime.worker_group import WorkerGroup
 T = TypeVar("T")
 
 
-def _nothing(session: Session) -> None:
-    """Does nothing."""
-
-
 @dataclass(frozen=True)
 class LastStep:
     """A step after which a run stops although more are left. `then` is called before its workers end."""
 
     number: int
-    then: Callable[[Session], None] = _nothing
+    then: Callable[[Session], None] = lambda session: None
 
 
 @dataclass(frozen=True)

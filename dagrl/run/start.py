@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -144,7 +144,9 @@ def open_session(
         plans = with_records(config, plans, inputs.hf_config)
         phases = load_phases(config, plans)
         roles = {role for phase in phases.values() for role in phase.roles}
-        progress.stage(f"Starting {_workers_text(config, roles)}")
+        sizes = {role: layout for role, layout in layouts(config).items() if role in roles}
+        workers = (f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in sizes.items())
+        progress.stage(f"Starting {' and '.join(workers)}")
         groups = fleet.groups(config, roles, stop)
         scheduler = stack.enter_context(Scheduler(groups, scheduler_options(config)))
         by_role = {group.role.name: group for group in groups}
@@ -367,8 +369,3 @@ def scheduler_options(config: Config) -> SchedulerOptions:
         grace_s=config.timeouts.grace_s,
         teardown_s=config.timeouts.teardown_s / 2,
     )
-
-
-def _workers_text(config: Config, roles: Set[str]) -> str:
-    groups = {role: layout for role, layout in layouts(config).items() if role in roles}
-    return " and ".join(f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in groups.items())
