@@ -22,8 +22,8 @@ from dagrl.config import Config, Json
 from dagrl.config.roles import CRITIC, TRAIN
 from dagrl.config.settings import is_colocated
 from dagrl.errors import CheckpointError, DeadlineError, WorkerError
-from dagrl.run.checkpoint_saver import DriverPart
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore, TrainState
+from dagrl.run.checkpoints import DriverPart
 from dagrl.run.preflight import load_phase
 from dagrl.run.worker_protocols import Handover
 from dagrl.runtime.worker_group import WorkerGroup

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from dagrl.config import Config
 from dagrl.errors import LayoutError, StopRequestedError
-from dagrl.run.checkpoint_saver import Checkpoints, ranking_metric, require_shared
 from dagrl.run.checkpoint_store import TrainState
+from dagrl.run.checkpoints import Checkpoints, ranking_metric, require_shared
 from dagrl.run.control import Commands
 from dagrl.run.driver_record import DriverRecord
 from dagrl.run.engine_replacement import EngineReplacement

@@ -32,8 +32,8 @@ from dagrl.config.settings import (
 )
 from dagrl.errors import ClusterError, ConfigError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
-from dagrl.run.checkpoint_saver import Checkpoints, CheckpointSaver
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
+from dagrl.run.checkpoints import Checkpoints
 from dagrl.run.colocated import SharedDevices
 from dagrl.run.control import control
 from dagrl.run.driver_record import DIRECTORY, DriverRecord, Taken, go_on
@@ -155,11 +155,10 @@ def open_session(
         shared = _shared_devices(config, by_role, clock)
         replays = Replays(phases, scheduler, clock, device_count(config), shared, known=dict(taken.known) if taken else {})
         saved = {role: by_role[role] for role in ("train", CRITIC) if role in by_role}
-        saver = CheckpointSaver(config, store, saved, lambda role: replays.hold(role, keep_generation_weights=True))
         rollouts = _rollout_log(config, inputs, paths, train, resumed, trace)
         if rollouts is not None:
             stack.enter_context(rollouts)
-        checkpoints = Checkpoints(saver, replays, progress.status, resumed)
+        checkpoints = Checkpoints(config, store, saved, replays, progress.status, resumed)
         replacement = _replacement(config, fleet, inputs, by_role, replays, stack)
         session = Session(
             config=config,

@@ -19,8 +19,8 @@ from dagrl.rl.rollout.batches import row_keys, scored_batch
 from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.checkpoint_saver import ranking_metric
 from dagrl.run.checkpoint_store import TrainState
+from dagrl.run.checkpoints import ranking_metric
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.calibration import calibrate, calibrate_on_prompts
 from dagrl.run.loops.critic import CriticStep

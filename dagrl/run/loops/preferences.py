@@ -18,8 +18,8 @@ from dagrl.data import open_sampler
 from dagrl.data.tokenization import Preference, collate_pairs
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import PairLosses, PreferenceAlgorithm, pair_losses, sum_phases
-from dagrl.run.checkpoint_saver import ranking_metric
 from dagrl.run.checkpoint_store import TrainState
+from dagrl.run.checkpoints import ranking_metric
 from dagrl.run.loops.logprobs import ShardRows
 from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.replays import Replays

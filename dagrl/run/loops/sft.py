@@ -13,8 +13,8 @@ from dagrl.config import Config, Json
 from dagrl.config.settings import algorithm_name, generates
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Demonstration, collate
-from dagrl.run.checkpoint_saver import ranking_metric
 from dagrl.run.checkpoint_store import TrainState
+from dagrl.run.checkpoints import ranking_metric
 from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.session import Session
 from dagrl.run.stop import given_up

@@ -19,8 +19,8 @@ from dagrl.data.tokenization import encode_demonstrations
 from dagrl.errors import CheckpointError, ConfigError, StopRequestedError
 from dagrl.refit import RefitReport
 from dagrl.rl.rollout.dispatch import QuantumSize
-from dagrl.run.checkpoint_saver import ranking_metric
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
+from dagrl.run.checkpoints import ranking_metric
 from dagrl.run.loops import grpo_step
 from dagrl.run.loops.grpo_step import begin_step, exposed, finish_step, mean_pause, refit, start_policy
 from dagrl.run.loops.optimizer_step import replay_batch

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
 from dagrl.config import Config
 from dagrl.errors import CheckpointError
-from dagrl.run.checkpoint_saver import CheckpointSaver
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState
+from dagrl.run.checkpoints import Checkpoints, DriverPart
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.worker_group import WorkerGroup
 
@@ -36,68 +37,73 @@ class Writers:
         return [True, self.written]
 
 
-def make(tmp_path: Path, background: bool) -> tuple[CheckpointSaver, Writers]:
+def make(tmp_path: Path, background: bool) -> tuple[Checkpoints, Writers]:
     config = Config.model_validate(
         {"name": "t", "algorithm": "sft", "data": {}, "policy": {}, "checkpointing": {"async_save": background}}
     )
     writers, store = Writers(), CheckpointStore(tmp_path / "checkpoints", keep_top_k=1)
-    return CheckpointSaver(config, store, {"train": cast(WorkerGroup, writers)}), writers
+    return Checkpoints(config, store, {"train": cast(WorkerGroup, writers)}, MagicMock(), MagicMock()), writers
 
 
-def steps(saver: CheckpointSaver) -> list[int]:
-    return [checkpoint.state.step for checkpoint in saver.store.all()]
+def save(checkpoints: Checkpoints, step: int, *parts: DriverPart) -> None:
+    checkpoints.state, checkpoints.parts = TrainState(step), [*parts]
+    checkpoints.save()
+
+
+def steps(checkpoints: Checkpoints) -> list[int]:
+    return [checkpoint.state.step for checkpoint in checkpoints.store.all()]
 
 
 def test_a_synchronous_save_is_complete_on_return(tmp_path: Path) -> None:
-    saver, writers = make(tmp_path, background=False)
-    saver.save(TrainState(1), [lambda directory: (directory / "driver").touch()])
-    latest = saver.store.latest()
+    checkpoints, writers = make(tmp_path, background=False)
+    save(checkpoints, 1, lambda directory: (directory / "driver").touch())
+    latest = checkpoints.store.latest()
     assert latest is not None and (latest.directory / "driver").exists() and (latest.directory / "train" / "part").exists()
     assert writers.calls == ["save_checkpoint"]
 
 
 def test_a_background_save_is_published_when_all_workers_have_written(tmp_path: Path) -> None:
-    saver, writers = make(tmp_path, background=True)
+    checkpoints, writers = make(tmp_path, background=True)
     writers.written = False
-    saver.save(TrainState(1), [])
-    saver.poll()
-    assert steps(saver) == []
+    save(checkpoints, 1)
+    checkpoints.finish_step(TrainState(1))
+    assert steps(checkpoints) == []
     writers.written = True
-    saver.poll()
-    saver.poll()
-    assert steps(saver) == [1] and writers.calls.count("finish_checkpoint") == 1
+    checkpoints.finish_step(TrainState(1))
+    checkpoints.finish_step(TrainState(1))
+    assert steps(checkpoints) == [1] and writers.calls.count("finish_checkpoint") == 1
 
 
 def test_the_next_save_and_the_end_wait_for_the_pending_one(tmp_path: Path) -> None:
-    saver, writers = make(tmp_path, background=True)
+    checkpoints, writers = make(tmp_path, background=True)
     writers.written = False
-    saver.save(TrainState(1), [])
-    saver.save(TrainState(2), [])
-    assert steps(saver) == [1]
-    saver.finish()
-    assert steps(saver) == [2]  # and keep_top_k holds
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    assert steps(checkpoints) == [1]
+    checkpoints.save_last()
+    assert steps(checkpoints) == [2]  # and keep_top_k holds
 
 
 def test_a_failed_background_save_is_an_error_and_keeps_the_earlier_one(tmp_path: Path) -> None:
-    saver, writers = make(tmp_path, background=True)
-    saver.save(TrainState(1), [])
-    saver.finish()
-    saver.save(TrainState(2), [])
+    checkpoints, writers = make(tmp_path, background=True)
+    save(checkpoints, 1)
+    checkpoints.save_last()
+    save(checkpoints, 2)
     writers.error = CheckpointError("the disk is full")
     with pytest.raises(CheckpointError, match="the disk is full"):
-        saver.finish()
-    assert steps(saver) == [1] and not list(saver.store.root.glob("*.tmp"))
-    saver.finish()  # nothing is pending any more
+        checkpoints.save_last()
+    assert steps(checkpoints) == [1] and not list(checkpoints.store.root.glob("*.tmp"))
+    checkpoints.save_last()  # nothing is pending any more
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_weights_on_another_host_are_an_error(tmp_path: Path, background: bool) -> None:
-    saver, writers = make(tmp_path, background)
+    checkpoints, writers = make(tmp_path, background)
     writers.elsewhere = tmp_path / "of_another_host"
     with pytest.raises(
         CheckpointError,
         match=r"step_00000001\.tmp/train, but the driver does not find it: their hosts do not share",
     ):
-        saver.save(TrainState(1), [])
-        saver.finish()
-    assert steps(saver) == [] and not list(saver.store.root.glob("*.tmp"))
+        save(checkpoints, 1)
+        checkpoints.save_last()
+    assert steps(checkpoints) == [] and not list(checkpoints.store.root.glob("*.tmp"))

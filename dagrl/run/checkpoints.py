@@ -1,0 +1,174 @@
+"""Saves the checkpoints of a run: what the train workers write, and what the driver writes.
+
+With `checkpointing.async_save` the workers copy their state and write it during training. The checkpoint is published
+at the end of the first step by which every worker has written its part. The next save and the end of the run wait for it, at
+most `timeouts.checkpoint_s`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dagrl.config import Config
+from dagrl.config.settings import algorithm_name
+from dagrl.errors import CheckpointError, ConfigError
+from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore, TrainState
+from dagrl.run.replays import Replays
+from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.telemetry.metrics import VALIDATION
+
+DriverPart = Callable[[Path], None]
+"""Writes driver state into the directory of a checkpoint."""
+
+
+@dataclass
+class Checkpoints:
+    """The state after the last finished step, and its checkpoints in `store`, of which one is saved at a time.
+
+    Each of `groups` writes its state into a directory of its role's name. Loops append to `parts` what they save in addition
+    to `state`. `show` displays what the driver is doing.
+    """
+
+    config: Config
+    store: CheckpointStore
+    groups: Mapping[str, WorkerGroup]
+    replays: Replays
+    show: Callable[[str], None]
+    resumed: Checkpoint | None = None
+    state: TrainState = field(default_factory=lambda: TrainState(step=0))
+    parts: list[DriverPart] = field(default_factory=list)
+    saved_step: int = 0
+    _overdue: bool = field(default=False, init=False)
+    _pending: tuple[TrainState, Path] | None = field(default=None, init=False)
+
+    def restore(self, load: bool = True) -> None:
+        """Takes the state that the run resumes from, if any. `load`: into the train workers too, unless they have it.
+
+        Raises CheckpointError if the checkpoint lacks the state of a role.
+        """
+        if self.resumed is None:
+            return
+        self.state = self.resumed.state
+        if load:
+            self._load(self.resumed.directory)
+            self.saved_step = self.state.step
+            return
+        self.saved_step = max((one.state.step for one in self.store.all()), default=0)
+        period = self.config.checkpointing.save_period
+        self._overdue = self.state.step // period * period > self.saved_step
+
+    def due(self, state: TrainState) -> bool:
+        """Whether `finish_step` saves this state: every `checkpointing.save_period` steps."""
+        config = self.config.checkpointing
+        return config.enabled and (self._overdue or state.step % config.save_period == 0)
+
+    def finish_step(self, state: TrainState) -> None:
+        """Takes the state after a finished step, and saves it if it is `due`.
+
+        Publishes the pending checkpoint if all workers have written it.
+        """
+        self.state = state
+        if self._pending is not None and all(all(self._call(group, "checkpoint_written")) for group in self.groups.values()):
+            self._finish()
+        if self.due(state):
+            self.save()
+
+    def drop_pending(self) -> None:
+        """Gives up a checkpoint of which workers may have lost their part, and saves at the end of the next step instead."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            shutil.rmtree(pending[1], ignore_errors=True)
+        self.saved_step, self._overdue = 0, True
+
+    def save(self) -> None:
+        """Saves the last finished step, unless it is saved already. With `async_save` workers still write on return."""
+        if self.state.step in (0, self.saved_step):
+            return
+        self.show("saving a checkpoint")
+        self._hold("train")
+        with self.replays.clock.measure("checkpoint"):
+            self._finish()
+            self._write()
+        self.saved_step, self._overdue = self.state.step, False
+
+    def save_last(self) -> None:
+        """Saves the last finished step, unless it is saved already, and waits until the checkpoint is complete."""
+        self.save()
+        with self.replays.clock.measure("checkpoint"):
+            self._finish()
+
+    def _write(self) -> None:
+        background = self.config.checkpointing.async_save
+        with self.store.writing(self.state) as directory:
+            for role, group in self.groups.items():
+                self._hold(role)
+                self._call(group, "save_checkpoint", str(directory / role), {}, *([True] if background else []))
+            for write in self.parts:
+                write(directory)
+        if background:
+            self._pending = (self.state, directory)
+        else:
+            self._publish(self.state, directory)
+
+    def _finish(self) -> None:
+        """Waits for the pending checkpoint and publishes it."""
+        if self._pending is None:
+            return
+        (state, directory), self._pending = self._pending, None
+        with self.store.discarding(directory):
+            for group in self.groups.values():
+                self._call(group, "finish_checkpoint")
+        self._publish(state, directory)
+
+    def _publish(self, state: TrainState, directory: Path) -> None:
+        with self.store.discarding(directory):
+            for role in self.groups:
+                require_shared(directory / role)
+        self.store.publish(state, directory)
+
+    def _load(self, directory: Path) -> None:
+        for role, group in self.groups.items():
+            if not (directory / role).is_dir():
+                raise CheckpointError(
+                    f"{directory} has no state of the {role} workers: it was saved by a run without them. Start a new run, "
+                    "or resume with the algorithm that saved it"
+                )
+            self._hold(role)
+            self._call(group, "load_checkpoint", str(directory / role))
+
+    def _hold(self, role: str) -> None:
+        """Gives the role its memory, where groups share GPUs."""
+        self.replays.hold(role, keep_generation_weights=True)
+
+    def _call(self, group: WorkerGroup, method: str, *arguments: object) -> list[object]:
+        return group.call(method, *arguments, deadline=self.config.timeouts.checkpoint)
+
+
+def ranking_metric(config: Config, stage: str, metrics: Mapping[str, float]) -> float | None:
+    """Returns `checkpointing.metric_name`, which ranks checkpoints; None if this step did not measure it.
+
+    Raises ConfigError if a validation, or a step that trained, lacks a metric that it should have measured.
+    """
+    name = config.checkpointing.metric_name
+    if name is None:
+        return None
+    validated = any(key.startswith(VALIDATION) for key in metrics)
+    due = validated if name.startswith(VALIDATION) else "loss" in metrics
+    if due and name not in metrics and stage == algorithm_name(config):
+        raise ConfigError(
+            f"checkpointing.metric_name is {name!r}, but a step of {stage} has no such metric; it has: "
+            f"{', '.join(sorted(metrics))}"
+        )
+    return metrics.get(name)
+
+
+def require_shared(path: Path) -> None:
+    """Raises CheckpointError unless the driver sees the `path` that the workers wrote."""
+    if not path.exists():
+        raise CheckpointError(
+            f"train workers wrote {path}, but the driver does not find it: their hosts do not share this directory. "
+            "Put output_dir, and checkpointing.checkpoint_dir if set, on a file system that all hosts share"
+        )
