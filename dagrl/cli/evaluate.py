@@ -14,7 +14,7 @@ from rich.table import Table
 from dagrl.config.file import load_config
 from dagrl.errors import ConfigError
 from dagrl.files import write_whole
-from dagrl.run.evaluate import Evaluation, Report, check_evaluation, evaluate
+from dagrl.run.evaluate import Evaluation, Report, evaluate
 from dagrl.run.hub import is_hub_id
 
 
@@ -31,7 +31,6 @@ def run_evaluation(options: argparse.Namespace) -> str:
         right_from=options.right_from,
         train_split=options.train,
     )
-    check_evaluation(config, wanted)
     report = evaluate(config, wanted)
     if options.json is not None:
         write_whole(options.json, json.dumps(_content(report), indent=1, ensure_ascii=False))
