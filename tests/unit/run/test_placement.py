@@ -44,7 +44,7 @@ class Recorded:
         self.batches: list[tuple[str, Batch]] = []
         self.ids: list[tuple[str, list[set[int]]]] = []
 
-    def replay(self, name: str, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Any:
+    def replay(self, name: str, batch: Batch, rows: Sequence[npt.NDArray[np.intp]], *_: object) -> Any:
         self.batches.append((name, batch))
         self.ids.append((name, [set(batch["row_ids"][mine].tolist()) for mine in rows]))
         return [StepMetrics({"loss": 0.0})] if name == "train_step" else []
