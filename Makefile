@@ -1,4 +1,4 @@
-# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | test-sglang | test-trackers | chaos | lint | docs | audit | gpu. Installs into .venv, once per change of the lock files.
+# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | test-sglang | test-trackers | test-kernels | chaos | lint | docs | audit | gpu. Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps
@@ -20,9 +20,11 @@ SGLANG := .venv-sglang
 SGLANG_SETUP := $(SGLANG)/.setup-$(call content,requirements/sglang.lock pyproject.toml)
 TRACKERS := .venv-trackers
 TRACKERS_SETUP := $(TRACKERS)/.setup-$(call content,requirements/trackers.lock pyproject.toml)
+KERNELS := .venv-kernels
+KERNELS_SETUP := $(KERNELS)/.setup-$(call content,requirements/kernels.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
 
-.PHONY: setup quickstart test test-versions peers test-peers test-agents test-sglang test-trackers chaos lint docs audit gpu
+.PHONY: setup quickstart test test-versions peers test-peers test-agents test-sglang test-trackers test-kernels chaos lint docs audit gpu
 
 setup: $(SETUP)
 
@@ -61,6 +63,10 @@ test-sglang: $(SGLANG_SETUP)
 # Tests with real Weights & Biases, MLflow and trackio, offline, in an environment over .venv.
 test-trackers: $(TRACKERS_SETUP)
 	$(TRACKERS)/bin/python -m pytest tests/unit/telemetry/test_trackers.py
+
+# Triton kernels without a GPU, by Triton's interpreter, in an environment over .venv.
+test-kernels: $(KERNELS_SETUP)
+	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest tests/gpu/test_*_kernels.py
 
 lint: $(TOOLS) docs
 	$(VENV)/bin/ruff check .
@@ -129,3 +135,6 @@ $(SGLANG_SETUP): $(TOOLS)
 
 $(TRACKERS_SETUP): $(TOOLS)
 	$(call over_venv,$(TRACKERS),requirements/trackers.lock)
+
+$(KERNELS_SETUP): $(TOOLS)
+	$(call over_venv,$(KERNELS),requirements/kernels.lock)

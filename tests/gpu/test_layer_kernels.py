@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.kernels import DEVICE, kernel_tests, large
+
 pytest.importorskip("triton")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = kernel_tests
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 8e-3}  # relative, of the largest value
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -25,10 +27,10 @@ def test_rotary_embedding(shape: tuple[int, ...], share: float, dtype: torch.dty
     from dagrl.workers.megatron.layer_kernels import rotate
 
     length, batch, heads, width = shape
-    fused = torch.randn(length, batch, heads + 4, width, device="cuda", dtype=dtype)
+    fused = torch.randn(length, batch, heads + 4, width, device=DEVICE, dtype=dtype)
     states = fused[:, :, 2:-2].requires_grad_()  # a view, as queries are of a fused projection
     rotary = int(share * width)
-    half = torch.rand(length, 1, 1, rotary // 2, device="cuda") * 100
+    half = torch.rand(length, 1, 1, rotary // 2, device=DEVICE) * 100
     angles = torch.cat((half, half), -1)
     exact = states.detach().double().requires_grad_()
     first, second, rest = exact[..., : rotary // 2], exact[..., rotary // 2 : rotary], exact[..., rotary:]
@@ -36,22 +38,22 @@ def test_rotary_embedding(shape: tuple[int, ...], share: float, dtype: torch.dty
     expected = torch.cat((exact[..., :rotary] * angles.double().cos() + turned * angles.double().sin(), rest), -1)
     found = rotate(states, angles)
     close(found, expected, dtype)
-    upper = torch.randn(shape, device="cuda", dtype=dtype)
+    upper = torch.randn(shape, device=DEVICE, dtype=dtype)
     close(torch.autograd.grad(found, states, upper)[0], torch.autograd.grad(expected, exact, upper.double())[0], dtype)
 
 
 @dtypes
-@pytest.mark.parametrize("shape", [(16384, 16, 128), (33, 2, 1024), (5, 2560), (1, 100)], ids=str)
+@pytest.mark.parametrize("shape", [large((16384, 16, 128)), (33, 2, 1024), (5, 2560), (1, 100)], ids=str)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     from dagrl.workers.megatron.layer_kernels import rms_norm
 
-    states = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
-    weight = torch.randn(shape[-1], device="cuda", dtype=dtype, requires_grad=True)
+    states = torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True)
+    weight = torch.randn(shape[-1], device=DEVICE, dtype=dtype, requires_grad=True)
     inputs = [value.detach().double().requires_grad_() for value in (states, weight)]
     expected = torch.nn.functional.rms_norm(inputs[0], shape[-1:], inputs[1], 1e-6)
     found = rms_norm(states, weight, 1e-6)
     close(found, expected, dtype)
-    upper = torch.randn(shape, device="cuda", dtype=dtype)
+    upper = torch.randn(shape, device=DEVICE, dtype=dtype)
     gradients = torch.autograd.grad(found, (states, weight), upper)
     for mine, exact in zip(gradients, torch.autograd.grad(expected, inputs, upper.double()), strict=True):
         close(mine, exact, dtype)
@@ -59,13 +61,13 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @dtypes
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("shape", [(4096, 2, 6144), (33, 2, 100), (0, 64), (1, 2), (700, 1536)], ids=str)
+@pytest.mark.parametrize("shape", [large((4096, 2, 6144)), (33, 2, 100), (0, 64), (1, 2), (700, 1536)], ids=str)
 def test_swiglu(shape: tuple[int, ...], weighted: bool, dtype: torch.dtype) -> None:
     from dagrl.workers.megatron.layer_kernels import swiglu
 
-    inputs = [torch.randn(shape, device="cuda", dtype=dtype).mul(3).requires_grad_()]
+    inputs = [torch.randn(shape, device=DEVICE, dtype=dtype).mul(3).requires_grad_()]
     if weighted:  # as a router gives them
-        inputs.append(torch.rand(*shape[:-1], 1, device="cuda", requires_grad=True))
+        inputs.append(torch.rand(*shape[:-1], 1, device=DEVICE, requires_grad=True))
     exact = [one.detach().double().requires_grad_() for one in inputs]
     gate, linear = exact[0].chunk(2, -1)
     expected, found = torch.nn.functional.silu(gate) * linear * (exact[1] if weighted else 1), swiglu(*inputs)
@@ -87,7 +89,7 @@ def test_megatron_calls_the_kernels() -> None:
 
     sizes = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "gated_linear_unit": True}
     config = TransformerConfig(**sizes, activation_func=torch.nn.functional.silu, add_bias_linear=False)
-    states, weights = torch.randn(40, 192, device="cuda"), torch.rand(40, device="cuda")
+    states, weights = torch.randn(40, 192, device=DEVICE), torch.rand(40, device=DEVICE)
     module = _MlpModule(config, torch.nn.functional.silu, lambda rows: (rows, None), lambda rows: (rows, None))
     for probabilities in (None, weights):
         expected = mlp.MLP.forward(module, states, probabilities)[0]

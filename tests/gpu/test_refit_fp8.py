@@ -1,4 +1,4 @@
-"""Blockwise FP8 on a GPU: the kernel against torch on the CPU, and a BF16 refit into an engine in FP8 against vLLM's loader.
+"""Blockwise FP8 on a GPU: the kernel in a CUDA graph, and a BF16 refit into an engine in FP8 against vLLM's loader.
 
 The truth is an engine that vLLM loads from the same checkpoint in FP8, quantized by vLLM's own `per_block_cast_to_fp8`.
 """
@@ -24,6 +24,7 @@ from dagrl.refit.fp8 import quantize_blocks, scale_shape
 from dagrl.refit.kernels.block_quantizer import BlockQuantizer
 from dagrl.runtime.shapes import Batch
 from tests.gpu import refit_calls
+from tests.gpu.test_refit_kernels import weights
 from tests.integration import vllm_calls
 from tests.integration.test_kv_scales import largest_in_cache
 from tests.integration.vllm_models import make_config
@@ -45,37 +46,9 @@ EXPERTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def weights(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Blocks of very different magnitudes: one of zeros, one below the smallest peak, and negative zeros."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    exponents = torch.randint(-18, 8, scale_shape(shape), generator=generator)
-    spread = torch.exp2(exponents.float()).repeat_interleave(128, -2).repeat_interleave(128, -1)
-    weight = torch.randn(shape, generator=generator) * spread[..., : shape[-2], : shape[-1]]
-    weight[..., : min(128, shape[-2]), : min(128, shape[-1])] = -0.0
-    return weight.to(dtype)
-
-
 def targets(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     place = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
     return place, torch.empty(scale_shape(shape), device="cuda")
-
-
-def test_the_kernel_gives_the_bytes_of_torch_on_the_cpu() -> None:
-    shapes: list[tuple[int, ...]] = [(256, 512), (100, 300), (1, 7), (128, 129), (3, 256, 384), (2, 2, 130, 128)]
-    dtypes = (torch.bfloat16, torch.float32, torch.float16)
-    sources = [weights(shape, dtype) for dtype in dtypes for shape in shapes]
-    wide = weights((512, 1024), torch.bfloat16)
-    sources += [wide[128:400, 256:700], weights((256, 128), torch.bfloat16).t(), wide[::2, ::4]]  # strided views
-    on_gpu = [*(source.cuda() for source in sources[:-3]), wide.cuda()[128:400, 256:700]]
-    on_gpu += [weights((256, 128), torch.bfloat16).cuda().t(), wide.cuda()[::2, ::4]]
-    places = [targets(tuple(source.shape)) for source in sources]
-    quantizer = BlockQuantizer([(source, *place) for source, place in zip(on_gpu, places, strict=True)])
-    for _ in range(2):
-        quantizer.run()
-    for source, (place, scales) in zip(sources, places, strict=True):
-        quantized, expected = quantize_blocks(source)
-        assert torch.equal(scales.cpu(), expected), source.shape
-        assert torch.equal(place.cpu().view(torch.uint8), quantized.contiguous().view(torch.uint8)), source.shape
 
 
 def test_the_kernel_can_be_captured() -> None:

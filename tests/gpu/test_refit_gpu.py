@@ -1,4 +1,4 @@
-"""Refits on GPUs: the copy kernel against torch, recorded refits against slicing, moved memory, absent peers."""
+"""Refits on GPUs: copies that the kernel leaves to torch, recorded refits against slicing, moved memory, absent peers."""
 
 from __future__ import annotations
 
@@ -6,99 +6,25 @@ import time
 
 import pytest
 import torch
-from torch import Tensor
 
 from dagrl.refit import RecordMode, Verify
 from dagrl.refit.carry.autotune import TRIALS
 from tests import channel_cases as cases
 from tests.channel_cases import Place, run_case
+from tests.gpu.test_refit_kernels import random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int64]
 
-
-def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Random bit patterns, so that equality means equal bytes."""
-    count = torch.Size(shape).numel() * dtype.itemsize
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, device="cuda").view(dtype).view(shape)
-
-
-def raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def pairs(dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Targets and sources: strided, stacked, transposed, with odd sizes and offsets, empty, of one element."""
-    whole = random((6, 96, 320), dtype)
-    return [
-        (random((6, 96, 160), dtype), whole[:, :, 160:]),  # columns
-        (random((6, 192, 320), dtype)[:, 96:], whole),  # rows of a stack
-        (random((96, 320), dtype), whole[3]),  # contiguous
-        (random((5, 7, 9), dtype), whole[:5, 11:18, 3:12]),  # odd
-        (random((1001,), dtype)[1:], random((1003,), dtype)[3:]),  # unaligned
-        (random((320, 96), dtype), whole[1].t()),  # transposed
-        (random((7, 3), dtype)[::2], random((4, 3), dtype)),
-        (random((), dtype), random((), dtype)),
-        (random((0, 4), dtype), random((0, 4), dtype)),
-        (random((3000, 1024), dtype), random((3000, 2048), dtype)[:, 512:1536]),
-    ]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_launch_copies_what_torch_copies(dtype: torch.dtype) -> None:
-    from dagrl.refit.kernels.batched_copy import BatchedCopy
-
-    copied = pairs(dtype)
-    copy = BatchedCopy(*(list(side) for side in zip(*copied, strict=True)))
-    for _ in range(2):
-        copy.run()
-        for target, source in copied:
-            assert torch.equal(raw(target), raw(source)), (target.shape, target.stride())
-        for _, source in copied:
-            source.copy_(random(tuple(source.shape), dtype))
-
-
-def test_only_the_targets_are_written() -> None:
-    from dagrl.refit.kernels.batched_copy import BatchedCopy
-
-    around = torch.full((64, 4096), 7, dtype=torch.uint8, device="cuda")
-    BatchedCopy([around[3:60, 17:4000]], [torch.full((57, 3983), 9, dtype=torch.uint8, device="cuda")]).run()
-    expected = torch.full((64, 4096), 7, dtype=torch.uint8, device="cuda")
-    expected[3:60, 17:4000] = 9
-    assert torch.equal(around, expected)
-
-
-def test_a_cast_in_a_bucket_is_left_to_torch() -> None:
+def test_casts_and_transposed_views_in_a_bucket_are_left_to_torch() -> None:
     from dagrl.refit.kernels.batched_copy import BatchedCopy
 
     source = torch.randn(64, 64, device="cuda")
     cast, same = torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda"), torch.zeros(64, 64, device="cuda")
-    BatchedCopy([cast, same], [source, source]).run()
-    assert torch.equal(cast, source.bfloat16()) and torch.equal(same, source)
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_checksums_on_the_gpu_are_those_of_the_cpu(alone: bool) -> None:
-    """Whole vectors, strided views, several views with gaps between them, a transposed view."""
-    from dagrl.refit.carry.verify import _COLUMNS, _UPPER, _WEIGHT, checksum, contiguous_bytes
-    from dagrl.refit.kernels.checksum_kernel import ChecksumTable
-    from dagrl.refit.kernels.checksum_rows import SummedView
-
-    sizes = (1, 3, 8, 64, 8 * 1024, 3 * 8 * 1024 + 7, 70_000, 12_288, 5 << 20)
-    moves: list[list[SummedView]] = [[(0, random((size,), torch.uint8))] for size in sizes]
-    moves.append([(0, random((640, 960), torch.bfloat16)[:, 320:640])])
-    moves.append([(0, random((57, 300), torch.uint8)[3:, 5:298])])
-    moves.append([(0, random((128, 128), torch.uint8)), (128 * 128, random((3,), torch.float32))])
-    moves.append([(0, random((5,), torch.uint8)), (16, random((300_001,), torch.uint8)[1:])])
-    moves.append([(0, random((640, 96), torch.bfloat16).t())])
-    table = ChecksumTable(moves, _COLUMNS, _WEIGHT, _UPPER, alone)
-    for _ in range(2):
-        expected = [checksum(contiguous_bytes([(at, view.cpu()) for at, view in pieces])) for pieces in moves]
-        assert torch.equal(table.launch().cpu(), torch.stack(expected))
-        for (_, view), *_ in moves:
-            view[len(view) // 2] += 4
+    turned = torch.zeros(64, 64, device="cuda")
+    BatchedCopy([cast, same, turned], [source, source, source.t()]).run()
+    assert torch.equal(cast, source.bfloat16()) and torch.equal(same, source) and torch.equal(turned, source.t())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 1.0])

@@ -156,7 +156,7 @@ def quantize(
         largest = peak.new_full((), torch.finfo(dtype).max)  # a number would be a factor of 1 / number on GPUs, inexact
         scale = (peak / largest).clamp_(min=SMALLEST_SCALE)
     length = -(-len(matrix) // MULTIPLE) * MULTIPLE
-    if matrix.is_cuda and matrix.dtype != torch.float32:  # by the kernel of Triton 3.6, columns of float32 were wrong
+    if matrix.is_cuda and matrix.dtype != torch.float32:  # as Triton 3.6 compiles it, columns of float32 are wrong
         from dagrl.workers.megatron.float8_kernel import quantize_to
 
         found = matrix.new_empty(matrix.shape if rows else (0,), dtype=dtype)
