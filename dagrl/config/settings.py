@@ -227,6 +227,11 @@ def shares_logprobs(config: Config) -> bool:
     return config.grpo.overlap_logprobs
 
 
+def recomputes_kv_cache(config: Config) -> bool:
+    """Whether running requests have their KV cache recomputed after a weight update."""
+    return config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+
+
 def optimizer_steps(config: Config) -> int:
     """Returns the optimizer steps of the run, without those of a stage before its algorithm: the schedule restarts there."""
     if compares(config):

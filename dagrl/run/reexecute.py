@@ -30,13 +30,12 @@ from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.files import PRIVATE, write_whole
 from dagrl.machine import VISIBLE
 from dagrl.run.checkpoint_store import CheckpointStore
-from dagrl.run.comparison import BOUNDS, EXACT, JUDGED, MADE, SCORED, Comparison, compare, compare_rollouts
+from dagrl.run.comparison import BOUNDS, EXACT, JUDGED, MADE, SCORED, Comparison, WeightDifference, compare, compare_rollouts
 from dagrl.run.session import LastStep, Session
 from dagrl.telemetry.record import RunPaths, lock_run, read_metrics
 from dagrl.telemetry.rollouts import read_rollouts, rollout_files
 
 if TYPE_CHECKING:
-    from dagrl.run.comparison import WeightDifference
     from dagrl.run.loops.recorded import Recorded
 
 logger = logging.getLogger(__name__)

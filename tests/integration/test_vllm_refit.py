@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,8 @@ from tests.integration.vllm_ranks import Engine, Ranks, call, requests
 
 PROMPT = [5, 6, 7, 8]
 TIMEOUT_S = 60.0  # no test waits for it
+
+Messages = Sequence[tuple[torch.Tensor, int]]
 
 
 @pytest.fixture(scope="module")
@@ -68,19 +70,24 @@ class Trainer:
 
     def spoil(self, monkeypatch: pytest.MonkeyPatch) -> str:
         """Flips one bit of the next bucket to the last rank. Returns the parameter it belongs to."""
-        receiver, send = self.plan.size - 1, self.channel.send
+        receiver, exchange = self.plan.size - 1, self.channel.exchange
         bucket = next(one for one in self.plan.for_rank(0).sends if one.destination == receiver)
         message = bucket.messages[-1]
         at = message.offsets[-1] + 5
 
-        def flip(tensor: torch.Tensor, peer: int) -> PendingMessage:
-            if peer == receiver and tensor.nbytes == message.nbytes:
+        def flip(sends: Messages, receives: Messages) -> Sequence[PendingMessage]:
+            of_it = [
+                place for place, (tensor, peer) in enumerate(sends) if (peer, tensor.nbytes) == (receiver, message.nbytes)
+            ]
+            if of_it:
                 monkeypatch.undo()
+                tensor, _ = sends[of_it[0]]
                 tensor = tensor.clone()
                 tensor[at] ^= 4
-            return send(tensor, peer)
+                sends = [*sends[: of_it[0]], (tensor, receiver), *sends[of_it[0] + 1 :]]
+            return exchange(sends, receives)
 
-        monkeypatch.setattr(self.channel, "send", flip)
+        monkeypatch.setattr(self.channel, "exchange", flip)
         return bucket.moves[-1].name
 
     def _send(self, version: int, refusal: str, late_s: float) -> RefitReport:

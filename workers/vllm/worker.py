@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
-from dagrl.config.settings import has_fp8_kv_cache, sends_adapters
+from dagrl.config.settings import has_fp8_kv_cache, recomputes_kv_cache, sends_adapters
 from dagrl.errors import ConfigError, RunError
 from dagrl.refit import RankPlan, RefitReceiver, RefitReport, commit_together, merge_reports
 from dagrl.refit.slices import WeightSlice
@@ -310,7 +310,7 @@ class VllmWorker:
         else:
             # Entries of an FP8 cache were divided by the previous scales.
             new_scales = has_fp8_kv_cache(self.config)
-            recompute = new_scales or self.config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+            recompute = new_scales or recomputes_kv_cache(self.config)
             engine.set_version(version, recompute=recompute)
             self.version = version
         self._torn = None
