@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from dagrl.channels import ChannelSpec, open_channel
 from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.refit import Refit
@@ -23,7 +24,9 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker_group import WorkerGroup, call_together
 from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.megatron import worker as megatron_worker
 from dagrl.workers.vllm import VllmWorker
+from dagrl.workers.vllm import worker as vllm_worker
 from tests.integration.megatron_reference import VOCABULARY, make_model
 from tests.integration.vllm_ranks import requests
 
@@ -59,18 +62,14 @@ class Failing:
     """Makes the channels that a worker opens from now on fail."""
 
     def fail_at(self, at: int, how: How) -> None:
-        import dagrl.channels
-
-        self._usual: Any = dagrl.channels.open_channel
-        self._open_by(lambda spec: FailingChannel(self._usual(spec), at, how))
+        self._open_by(lambda spec: FailingChannel(open_channel(spec), at, how))
 
     def fail_no_more(self) -> None:
-        self._open_by(self._usual)
+        self._open_by(open_channel)
 
-    def _open_by(self, opener: Any) -> None:
-        import dagrl.channels
-
-        dagrl.channels.open_channel = opener
+    def _open_by(self, opener: Callable[[ChannelSpec], Any]) -> None:
+        for module in (megatron_worker, vllm_worker):
+            module.open_channel = opener  # type: ignore[attr-defined]
 
 
 class FailingTrainer(Failing, MegatronWorker):

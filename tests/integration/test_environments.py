@@ -182,14 +182,14 @@ def test_failed_samples_are_not_trained_on(tmp_path: Path, trained: Trained, mon
 
 
 def check_baselines(batch: Batch, rewards: npt.NDArray[np.float64], good: npt.NDArray[np.bool_]) -> None:
-    """Checks the default advantages over valid samples: leave-one-out baseline, divided by the deviation."""
+    """Default advantages of valid samples: less the mean of the others, divided by their deviation if they have one."""
     found = batch["advantages"].max(axis=1) + batch["advantages"].min(axis=1)  # 0 outside the loss, one value inside
     for row, values, kept in zip(found.reshape(rewards.shape), rewards, good, strict=True):
-        known = values[kept]
         expected = np.zeros_like(values)
-        if len(known) > 1 and known.max() > known.min():
-            others = (known.sum() - known) / (len(known) - 1)
-            expected[kept] = (known - others) / (known.std(ddof=1) + 1e-6)
+        for place in np.flatnonzero(kept) if kept.sum() > 1 else ():
+            others = values[kept & (np.arange(len(values)) != place)]
+            deviation = others.std(ddof=1) if len(others) > 1 else 0.0
+            expected[place] = (values[place] - others.mean()) / (deviation + 1e-6 if deviation > 1e-9 else 1.0)
         np.testing.assert_allclose(row, expected, atol=1e-4)
 
 
