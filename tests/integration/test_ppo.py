@@ -205,7 +205,7 @@ def test_ppo_learns_and_resumes_with_its_critic(tmp_path: Path) -> None:
     assert np.mean([step["critic/loss"] for step in steps[-4:]]) < 0.13  # of rewards 0 or 1: at most 0.125 at a constant
     parts = load_config(QUICKSTART, (*common, "name=parts", "checkpointing.resume=true"))
     with pytest.raises(StopRequestedError):
-        train(parts, 158)
+        train(parts, last_step=LastStep(158))
     train(parts)
     resumed = [step for step in steps_of(parts) if step["stage"] == "ppo"]
     for name in ("critic/loss", "critic/value_mean", "reward/mean"):
