@@ -35,7 +35,7 @@ from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
 from dagrl.run.leased_cluster import HeldLease, leased_cluster
-from dagrl.run.local_cluster import cluster_processes, ended_processes
+from dagrl.run.local_cluster import cluster_processes, ended_processes, node_lives
 from dagrl.run.preflight import worker_classes
 from dagrl.run.stop import StopSignal
 from dagrl.run.worker_protocols import required_protocols
@@ -127,6 +127,15 @@ class Fleet:
                 "checkpointing.resume=true"
             )
 
+    def check_node(self) -> None:
+        """Raises ClusterError if Ray cannot start workers here any more, although its processes are there. Asks Ray."""
+        self.check()
+        if not node_lives():
+            raise ClusterError(
+                "Ray's node of this machine is dead, or Ray's GCS does not answer; expected: alive until the run's end. Was "
+                "the machine stopped, or out of memory? To go on: checkpointing.resume=true"
+            )
+
     def groups(self, config: Config, roles: Set[str], stop: StopSignal) -> list[WorkerGroup]:
         """Returns the groups of `roles`, set up: new ones, or those of the last attempt made whole.
 
@@ -135,7 +144,7 @@ class Fleet:
 
         def check() -> None:
             stop.check()
-            self.check()
+            self.check_node()
 
         whole, self._settled = self._settled and not is_colocated(config), False
         if self._groups and whole:
@@ -169,7 +178,7 @@ class Fleet:
     def _lives(self) -> bool:
         """Whether Ray, and the lease of the workers if there is one, live."""
         try:
-            self.check()
+            self.check_node()
         except ClusterError:
             return False
         return True

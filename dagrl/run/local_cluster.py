@@ -88,6 +88,23 @@ def ended_processes(processes: Iterable[Popen[Any]]) -> list[str]:
     return [f"{name} (pid {process.pid})" for name, process in named if name in ESSENTIAL and process.poll() is not None]
 
 
+ANSWER_S = 10.0
+
+
+def node_lives() -> bool:
+    """Whether Ray's GCS answers and counts this process's node as alive. One whose raylet hangs is dead after a while."""
+    import ray
+    from ray._private.worker import global_worker
+    from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+    try:
+        nodes = global_worker.gcs_client.get_all_node_info(timeout=ANSWER_S)
+    except ray.exceptions.RayError:
+        return False
+    own = ray.get_runtime_context().get_node_id()
+    return any(node_id.hex() == own and node.state == GcsNodeInfo.ALIVE for node_id, node in nodes.items())
+
+
 GUARD = 'read _; for group; do kill -s KILL -- "-$group"; done'
 """A shell's program: waits until its standard input ends, and kills process groups."""
 

@@ -30,12 +30,13 @@ def gather(
     deadline: Deadline,
     while_waiting: Callable[[], None] | None = None,
 ) -> list[list[Any]]:
-    """Returns the results of calls, one reference for each rank, with their names.
+    """Returns the results of calls, one reference for each rank, with their names; None for a rank that was not called.
 
     `while_waiting` is called repeatedly and may raise to give up. Raises WorkerError with all that failed, as soon as one
     has and the others had time to report; UserErrors unchanged; DeadlineError if late.
     """
-    callers = {ref: (failure, rank, doing) for failure, doing, refs in calls for rank, ref in enumerate(refs)}
+    asked = [(ref, (failure, rank, doing)) for failure, doing, refs in calls for rank, ref in enumerate(refs)]
+    callers = {ref: caller for ref, caller in asked if ref is not None}
     until = time.monotonic() + deadline.seconds
     waiting = list(callers)
     results: dict[Any, Any] = {}
@@ -60,7 +61,7 @@ def gather(
         late = [callers[ref] for ref in waiting]
         names = [failure(rank, "hung", doing, deadline.missed).describe() for failure, rank, doing in late]
         raise DeadlineError("\n".join(names) + f"; raise {deadline.key} if it is slow")
-    return [[results[ref] for ref in refs] for _, _, refs in calls]
+    return [[None if ref is None else results[ref] for ref in refs] for _, _, refs in calls]
 
 
 def _result(ref: Any, failure: Failure, rank: int, doing: str) -> Any:

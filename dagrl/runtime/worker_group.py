@@ -305,17 +305,14 @@ class WorkerGroup:
         by_shard = self._starter is not None and getattr(self._starter.worker_class, "meets_by_shard", False)
         hosts = [self.layout.shard(self.layout.coordinates(rank).dp)[0] if by_shard else 0 for rank in range(len(addresses))]
         refs = [
-            actor.setup.remote(addresses[host]) if ranks is None or rank in ranks else ray.put(None)
+            actor.setup.remote(addresses[host]) if ranks is None or rank in ranks else None
             for rank, (actor, host) in enumerate(zip(self.actors, hosts, strict=True))
         ]
         self.wait(refs, self._deadline, "setup")
 
     def call(self, method: str, *args: object, deadline: Deadline | None = None, without: Collection[int] = ()) -> list[Any]:
         """Calls `method(*args)` on every worker and returns the results in rank order; None for the ranks `without`."""
-        refs = [
-            ray.put(None) if rank in without else getattr(actor, method).remote(*args)
-            for rank, actor in enumerate(self.actors)
-        ]
+        refs = [None if rank in without else getattr(actor, method).remote(*args) for rank, actor in enumerate(self.actors)]
         return self.wait(refs, deadline or self._deadline, method)
 
     def call_each(self, method: str, args: Sequence[tuple[object, ...]], *, deadline: Deadline | None = None) -> list[Any]:
@@ -351,7 +348,7 @@ class WorkerGroup:
     def reset_tickets(self, tickets: Sequence[int], deadline: Deadline, without: Collection[int] = ()) -> None:
         """Sets the next ticket of each worker, except those of the ranks `without`."""
         refs = [
-            ray.put(None) if rank in without else self._health(actor, reset_tickets, ticket)
+            None if rank in without else self._health(actor, reset_tickets, ticket)
             for rank, (actor, ticket) in enumerate(zip(self.actors, tickets, strict=True))
         ]
         self.wait(refs, deadline, "reset_tickets")

@@ -35,6 +35,24 @@ def test_a_killed_worker_restarts_the_run_and_the_last_one_is_named(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_worker_that_dies_under_a_hung_raylet_gets_another_ray(tmp_path: Path) -> None:
+    """Ray counts the node as dead after a while, and would never start a worker there again."""
+    pytest.importorskip("megatron.core")
+    usual = SCENARIOS["sft"]
+    scenario = replace(usual, overrides=(*usual.overrides, "sft.max_num_steps=100000"))
+    trial = Trial(scenario, tmp_path, "hung", Random(0), None)  # noqa: S311
+    trial.in_start = False
+    trial.launch()
+    try:
+        raylet, worker = (trial.disturb(FAULTS[f"SIGSTOP {who}"], resume=False) for who in ("raylet", "train worker"))
+    finally:
+        trial.end()
+    assert raylet is not None and (raylet.outcome, raylet.wrong) == ("went on", [])
+    assert worker is not None and (worker.outcome, worker.wrong) == ("restarted", [])
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_of_a_day_by_the_wall_clock_is_that_of_a_minute(tmp_path: Path) -> None:
     """Checkpoints, locks, Ray and its links see days pass. Deadlines do not: their clock is monotonic, and stays."""

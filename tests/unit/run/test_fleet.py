@@ -20,6 +20,28 @@ from dagrl.run.stop import StopSignal
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_quickstart.yaml"
 
 
+@pytest.fixture(autouse=True)
+def node(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What Ray says of this machine's node: that it `lives`."""
+    node = SimpleNamespace(lives=True)
+    monkeypatch.setattr("dagrl.run.fleet.node_lives", lambda: node.lives)
+    return node
+
+
+def test_a_cluster_with_a_dead_node_is_given_up(node: SimpleNamespace) -> None:
+    """Its processes are there, but the raylet has hung for so long that Ray starts no workers on it any more."""
+    fleet = Fleet(restarts=1)
+    fleet._joined = True
+    fleet.leave(WorkerError(()))
+    assert fleet._joined
+    node.lives = False
+    fleet.check()
+    with pytest.raises(ClusterError, match="node of this machine is dead"):
+        fleet.check_node()
+    fleet.leave(WorkerError(()))
+    assert not fleet._joined
+
+
 def test_a_cluster_without_its_raylet_is_given_up(tmp_path: Path) -> None:
     sleep = shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
     fleet = Fleet(restarts=1)

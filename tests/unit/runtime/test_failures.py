@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayChannelError, RayTaskError, Unseria
 
 from dagrl.errors import DeadlineError, PhaseError, WorkerError, WorkerFailure
 from dagrl.runtime import failures
+from dagrl.runtime.answers import gather
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.pickling import UnreadableError
@@ -348,3 +349,12 @@ def test_a_plain_calls_error_without_a_message_names_the_worker(monkeypatch: pyt
     failures = failures_of_a_plain_call(monkeypatch, RayTaskError("forward", "the stack", WithoutWords()))
     assert {failure.message for failure in failures} == {"WithoutWords, whose str() raised RuntimeError"}
     assert all("the stack" in failure.traceback for failure in failures)
+
+
+def test_ranks_that_are_not_called_need_nothing_of_ray() -> None:
+    """An object put for them would wait for the store of a raylet that hangs. No cluster runs here."""
+
+    def failure(*what: object) -> WorkerFailure:
+        raise AssertionError(what)
+
+    assert gather([(failure, "reset_tickets", [None, None])], Deadline(1.0, "timeouts.replay_s")) == [[None, None]]
