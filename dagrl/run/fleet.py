@@ -176,7 +176,9 @@ class Fleet:
             self.lease = None
 
     def _lives(self) -> bool:
-        """Whether Ray, and the lease of the workers if there is one, live."""
+        """Whether Ray, and the lease of the workers if there is one, live. Not if neither was started or joined."""
+        if not self._joined:
+            return False
         try:
             self.check_node()
         except ClusterError:

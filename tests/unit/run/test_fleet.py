@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from dagrl.config.file import load_config
-from dagrl.errors import ClusterError, StopRequestedError, WorkerError
+from dagrl.errors import ClusterError, DeadlineError, StopRequestedError, WorkerError
 from dagrl.run.fleet import Fleet, start_groups
 from dagrl.run.stop import StopSignal
 
@@ -40,6 +40,16 @@ def test_a_cluster_with_a_dead_node_is_given_up(node: SimpleNamespace) -> None:
         fleet.check_node()
     fleet.leave(WorkerError(()))
     assert not fleet._joined
+
+
+def test_a_start_of_ray_that_fails_asks_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure is raised as it is. Ray, which has not started, could only answer with an error of its own."""
+
+    def node_lives() -> bool:
+        raise AttributeError("'Worker' object has no attribute 'gcs_client'")
+
+    monkeypatch.setattr("dagrl.run.fleet.node_lives", node_lives)
+    Fleet(restarts=1).leave(DeadlineError("the lease of the workers did not answer"))
 
 
 def test_a_cluster_without_its_raylet_is_given_up(tmp_path: Path) -> None:
