@@ -97,11 +97,14 @@ def weight_slices(worker: Any) -> list[WeightSlice]:
 
 
 def shared_memory(worker: Any) -> list[str]:
-    """Returns vLLM's /dev/shm segments that this process has mapped, or that belong to the CPU communicator."""
+    """Returns vLLM's /dev/shm segments that this process has mapped, or that its CPU communicator has named.
+
+    Engines of other tests, which run at the same time, may have segments: theirs have other names.
+    """
     folder = "/dev/shm/"  # noqa: S108
     with open("/proc/self/maps") as maps:
         mapped = {line.split(folder)[1].strip() for line in maps if folder in line}
-    return sorted(name for name in os.listdir(folder) if name in mapped or "cpushm" in name)
+    return sorted(name for name in os.listdir(folder) if name in mapped or name.startswith(os.environ["VLLM_DIST_IDENT"]))
 
 
 def socket_files(worker: Any) -> list[str]:
