@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -207,7 +208,9 @@ def mailboxes(place: Place) -> object:
     mine, theirs = torch.full((1000,), os.getpid()), torch.zeros(1000, dtype=torch.int64)
     for message in channel.exchange([(mine, 1 - place.rank)], [(theirs, 1 - place.rank)]):
         message.wait()
-    peer = int(theirs[0])
+    peer, received = int(theirs[0]), weakref.ref(theirs)
+    del theirs, message
+    assert received() is None, "a message that has arrived holds its tensor until garbage is collected"
     HostSegment.close = watched  # type: ignore[method-assign]
     for round_ in range(2):
         for count in (10, 1000, 100_000, 1_000_000):

@@ -45,13 +45,14 @@ T = TypeVar("T")
 class IpcPending(PendingMessage):
     """A message that is being sent or received. `wait` does the receiving, in the order posted."""
 
-    _done = False
-
     def wait(self) -> None:
         """Returns when the message's tensor may be used. Raises ChannelError, on every call after a failure."""
-        if not self._done:
-            self._action()
-            self._done = True
+        self._action()
+        self._action = _nothing  # the former one refers to this message and its tensors, which would end up as garbage
+
+
+def _nothing() -> None:
+    """What is left to do once a message has arrived."""
 
 
 class IpcChannel(Channel):
