@@ -2,8 +2,8 @@
 
 `DAGRL_DEATHS` is a directory. A file `<place>.<version>` in it requests a death; when it happens, the file is renamed to
 `<place>.died` and holds the time. Places: `all_reduce` (a train worker dies while its peers wait for it in the gradient
-reduction), `quantum` (a generation worker, three engine steps into a quantum), `refit` (a generation worker, while senders
-wait for it).
+reduction), `quantum` (a generation worker, in the second engine step of a quantum), `refit` (a generation worker, while
+senders wait for it).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dagrl.workers.vllm.worker import VllmWorker
 
 DEATHS = "DAGRL_DEATHS"
 PLACES = ("all_reduce", "quantum", "refit")
-STEPS_INTO_A_QUANTUM = 3
+STEPS_INTO_A_QUANTUM = 2  # on GPUs the second step is a burst, which ends a short quantum
 
 
 def ask_for_death(directory: Path, place: str, version: int) -> None:
