@@ -128,10 +128,10 @@ def test_a_checkpoint_resumes_in_another_layout(
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
-def check_abort(group: Group, batch: Batch, waits_in: str = "logprobs") -> None:
+def check_abort(group: Group, batch: Batch, method: str = "logprobs", *more: str) -> None:
     """Worker 1 waits in a collective that worker 0 never joins, is aborted, and raises."""
     start = time.monotonic()
-    group.start(1, f"{waits_in}_and_abort_after", batch, 1.0)
+    group.start(1, "aborted_after", 1.0, method, batch, *more)
     with pytest.raises(WorkerError, match="was aborted"):
         group.finish(1, timeout_s=30)
     assert time.monotonic() - start < 15
@@ -139,17 +139,21 @@ def check_abort(group: Group, batch: Batch, waits_in: str = "logprobs") -> None:
 
 @pytest.mark.parametrize(
     ("layout", "waits_in"),
-    [(ParallelLayout(tp=2), "logprobs"), (ParallelLayout(cp=2), "logprobs"), (ParallelLayout(dp=2), "train")],
+    [
+        (ParallelLayout(tp=2), ("logprobs",)),
+        (ParallelLayout(cp=2), ("logprobs",)),
+        (ParallelLayout(dp=2), ("train_step", "likelihood")),
+    ],
     ids=["tp2", "cp2", "dp2"],
 )
 def test_an_abort_ends_a_collective_without_peers(
-    pool: MegatronPool, models: dict[str, Path], layout: ParallelLayout, waits_in: str
+    pool: MegatronPool, models: dict[str, Path], layout: ParallelLayout, waits_in: tuple[str, ...]
 ) -> None:
     """After a step every group has a communicator. A kernel waits in one of them, and all must end."""
     batch, config = reference.make_batch(), reference.make_config(models["qwen3"])
     with pool.group(layout, config) as group:
         train(group, batch)
-        check_abort(group, batch, waits_in)
+        check_abort(group, batch, *waits_in)
         group.call("abort")
     with pool.group(layout, config) as group:  # nothing is left of the broken groups
         assert group.call("logprobs", batch)[0] is not None

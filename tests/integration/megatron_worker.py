@@ -264,11 +264,11 @@ class TestedWorker(MegatronWorker):
             counts.append(len(os.listdir("/proc/self/task")))
         return min(counts)
 
-    def logprobs_and_abort_after(self, batch: Batch, seconds: float | None) -> Batch | None:
-        """Runs `logprobs` with a concurrent `abort()` from another thread, as in the runtime."""
+    def aborted_after(self, seconds: float | None, method: str, *args: Any) -> Any:
+        """Runs a method with a concurrent `abort()` from another thread, as in the runtime; None: without."""
         if seconds is not None:
             threading.Timer(seconds, self.abort).start()
-        return self.logprobs(batch)
+        return getattr(self, method)(*args)
 
     def export_in_files(self, directory: str, file_bytes: int) -> None:
         """Runs `export_hf` with files of at most `file_bytes`."""

@@ -185,7 +185,7 @@ def test_waiting_for_or_in_an_aborted_worker_raises_at_once(
     batch, config = reference.make_batch(), reference.make_config(tiny_models["qwen3"])
     with megatron_pool.group(ParallelLayout(tp=2), config) as group:
         group.call("logprobs", batch)
-        group.start(1, "logprobs_and_abort_after", batch, 1.0 if aborted == 1 else None)  # worker 0 never joins
+        group.start(1, "aborted_after", 1.0 if aborted == 1 else None, "logprobs", batch)  # worker 0 never joins
         time.sleep(1.0)
         start = time.monotonic()
         if aborted == 0:
