@@ -19,9 +19,11 @@ semaphore. Tasks that a call leaves behind are cancelled, except those of enviro
 from __future__ import annotations
 
 import asyncio
+import atexit
 import ctypes
 import inspect
 import json
+import os
 import pickle
 import signal
 import sys
@@ -48,6 +50,7 @@ def main() -> None:
     """Serves calls until the connection is closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        atexit.register(os.kill, os.getppid(), signal.SIGCONT)  # a parent that is stopped would not end
     descriptor, path, key, how, arguments, concurrency, timeout_s, timeout_key, prepare = sys.argv[1:]
     with Connection(int(descriptor)) as connection, LoopThread() if arguments == "episodes" else asyncio.Runner() as runner:
         try:

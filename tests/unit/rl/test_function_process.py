@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,7 +49,8 @@ time.sleep(600)
 """
 
 
-def test_nothing_that_a_function_started_outlives_a_killed_driver(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True], ids=["reaper runs", "reaper is stopped"])
+def test_nothing_that_a_function_started_outlives_a_killed_driver(tmp_path: Path, stopped: bool) -> None:
     (tmp_path / "starting_reward.py").write_text(STARTS_OTHERS)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", DRIVER, str(tmp_path / "pids")]
@@ -61,6 +63,8 @@ def test_nothing_that_a_function_started_outlives_a_killed_driver(tmp_path: Path
             while len(gone := [reaper, *descendants_of(reaper)]) < 5 and time.monotonic() < until:
                 time.sleep(0.02)
             assert len(gone) == 5 and set(started) < set(gone), "it, the function's process, and those that it started"
+            if stopped:
+                os.kill(reaper, signal.SIGSTOP)
         finally:
             driver.kill()
     while (left := [pid for pid in gone if Path(f"/proc/{pid}").exists()]) and time.monotonic() < until:
