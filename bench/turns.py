@@ -137,6 +137,10 @@ class Side:
         return "the end of its output:\n" + "\n".join(lines)
 
     def __exit__(self, *exception: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Ends the process. A second call does nothing."""
         if self._connection is not None:
             with suppress(OSError):  # it may have ended
                 self._connection.send(None)

@@ -6,7 +6,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from itertools import groupby, product
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
 from dagrl.bench.gpu.models import write_with_tokenizer
@@ -62,8 +63,9 @@ WEIGHTS = {"grpo": 3.0, "sft": 1.0, "generate": 2.0}
 WARM_TOKENS = 32
 """Most tokens of a completion in a turn of `generate` that is not counted."""
 
-Round = list[list[float]]
-"""The seconds of each side's steps in a round of turns, dagrl's first."""
+T = TypeVar("T")
+Round = list[list[float] | None]
+"""The seconds of each side's steps in a round of turns, dagrl's first; None for a peer whose side has failed."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,26 @@ class Comparison:
     def name(self) -> str:
         """The name of dagrl's log file."""
         return self.cases[0].name.replace(" ", "-")
+
+
+@dataclass
+class Contender:
+    """A peer's side. When it fails, the others go on without it."""
+
+    peer: Peer
+    side: Side
+    failure: str = ""
+
+    def attempt(self, act: Callable[[Side], T]) -> T | None:
+        """Returns what `act` returns for the side; None if that fails, or has failed before."""
+        if not self.failure:
+            try:
+                return act(self.side)
+            except RunError as error:
+                sys.stderr.write(f"{self.peer.name}: {error}\n")
+                self.failure = str(error)
+                self.side.end()
+        return None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,17 +147,22 @@ def measure(
         for number, comparison in enumerate(comparisons):
             left, later = deadline.left(), sum(WEIGHTS[other.cases[0].kind] for other in comparisons[number:])
             now, share = time.monotonic(), WEIGHTS[comparison.cases[0].kind] / later
+            contenders: list[Contender] = []
+            failure = ""
             try:
                 if left <= 0:
                     raise RunError(TIME_IS_UP)
-                for row in compare(comparison, options, Path(directory), now + left * share, now + left):
+                ours, contenders = sides_of(comparison, options.logs or Path(directory), Path(directory), now + left)
+                for row in compare(comparison.cases, ours, contenders, options, now + left * share):
                     rows[row["case"], row["peer"]] = row  # in place of the one with fewer pairs
                     yield list(rows.values())
             except RunError as error:  # reported; others may still run
-                sys.stderr.write(f"{comparison.name}: {error}\n")
-                for case, peer in product(comparison.cases, comparison.peers):
-                    if (case.name, peer.label()) not in rows:
-                        deadline.left_out[f"{case.name} {peer.name}"] = str(error)
+                failure = str(error)
+                sys.stderr.write(f"{comparison.name}: {failure}\n")
+            failures = {contender.peer.name: contender.failure for contender in contenders}
+            for case, peer in product(comparison.cases, comparison.peers):
+                if (case.name, peer.label()) not in rows:
+                    deadline.left_out[f"{case.name} {peer.name}"] = failures.get(peer.name) or failure
 
 
 def case_of(text: str, options: argparse.Namespace) -> PeerCase:
@@ -156,48 +183,48 @@ def comparisons_of(cases: Sequence[PeerCase], peers: Sequence[Peer]) -> list[Com
 
 
 def compare(
-    comparison: Comparison, options: argparse.Namespace, directory: Path, until: float, deadline: float
+    cases: Sequence[PeerCase], ours: Side, contenders: Sequence[Contender], options: argparse.Namespace, until: float
 ) -> Iterator[Row]:
-    """Lets dagrl and the peers take turns until about `until`, at least one each before `deadline`.
+    """Lets dagrl and the peers take turns until about `until`, at least one each before the deadline of the sides.
 
-    Yields the rows of a case after every round. Raises RunError if a side fails, or works at the deadline.
+    Yields the rows of a case after every round. Raises RunError if dagrl's side fails, or works at the deadline.
     """
-    sides = sides_of(comparison, options.logs or directory, directory, deadline)
     with ExitStack() as stack:
         if not options.apart:
-            started(sides, stack)
-        for number, case in enumerate(comparison.cases):
-            left = (until - time.monotonic()) / (len(comparison.cases) - number)
+            started(ours, contenders, stack)
+        for number, case in enumerate(cases):
+            left = (until - time.monotonic()) / (len(cases) - number)
             rounds: list[Round] = []
-            taken = apart(sides, case, options) if options.apart else together(sides, case, options)
-            for seconds in within(taken, time.monotonic() + left):
+            take_turns = apart if options.apart else together
+            for seconds in within(take_turns(ours, contenders, case, options), time.monotonic() + left):
                 rounds.append(seconds)
-                for side, peer in enumerate(comparison.peers, 1):
-                    turns = [(seconds[0], seconds[side]) for seconds in rounds]
-                    yield as_row(case, peer, turns, sides[0].notes, sides[side].notes)
+                for index, contender in enumerate(contenders, 1):
+                    if seconds[index] is not None:
+                        turns = [(one[0] or [], one[index] or []) for one in rounds]
+                        yield as_row(case, contender.peer, turns, ours.notes, contender.side.notes)
 
 
-def sides_of(comparison: Comparison, logs: Path, directory: Path, deadline: float) -> list[Side]:
+def sides_of(comparison: Comparison, logs: Path, directory: Path, deadline: float) -> tuple[Side, list[Contender]]:
     """Returns dagrl's side and the peers', which have not started."""
     logs.mkdir(parents=True, exist_ok=True)
     case = comparison.cases[0]
     kind, order = case.kind, SideOrder(comparison.cases, write_with_tokenizer(case.shape, directory, case.precision))
-    ours = Side(OURS[kind], order, logs / f"dagrl-{comparison.name}.log", deadline)
-    theirs = (
-        Side(peer.modules[kind], replace(order, variant=peer.variant), logs / f"{peer.name}-{comparison.name}.log", deadline)
-        for peer in comparison.peers
-    )
-    return [ours, *theirs]
+
+    def side(module: str, name: str, variant: str = "") -> Side:
+        return Side(module, replace(order, variant=variant), logs / f"{name}-{comparison.name}.log", deadline)
+
+    theirs = [Contender(peer, side(peer.modules[kind], peer.name, peer.variant)) for peer in comparison.peers]
+    return side(OURS[kind], "dagrl"), theirs
 
 
-def started(sides: Sequence[Side], stack: ExitStack) -> None:
+def started(ours: Side, contenders: Sequence[Contender], stack: ExitStack) -> None:
     """Starts sides at the same time, and waits for all."""
-    for side in sides:
+    for side in (ours, *(contender.side for contender in contenders)):
         stack.enter_context(side)
-    for side in sides:
-        side.begin()
-    for side in sides:
-        side.ready()
+    for wait in (Side.begin, Side.ready):
+        wait(ours)
+        for contender in contenders:
+            contender.attempt(wait)
 
 
 def within(rounds: Iterator[Round], until: float) -> Iterator[Round]:
@@ -210,25 +237,33 @@ def within(rounds: Iterator[Round], until: float) -> Iterator[Round]:
             return
 
 
-def together(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) -> Iterator[Round]:
+def together(ours: Side, contenders: Sequence[Contender], case: PeerCase, options: argparse.Namespace) -> Iterator[Round]:
     """Yields rounds of turns of sides that stay. The first turns of a case compile and are not counted."""
     first = replace(case, completion=min(WARM_TOKENS, case.completion)) if case.kind == "generate" else case
-    for side in sides:
-        side.take(first, 1)
+    one_round(ours, contenders, lambda side: side.take(first, 1))
     for _ in range(options.pairs):
-        yield [side.take(case, options.steps) for side in sides]
+        yield one_round(ours, contenders, lambda side: side.take(case, options.steps))
 
 
-def apart(sides: Sequence[Side], case: PeerCase, options: argparse.Namespace) -> Iterator[Round]:
+def apart(ours: Side, contenders: Sequence[Contender], case: PeerCase, options: argparse.Namespace) -> Iterator[Round]:
     """Yields rounds of turns of sides that are started for each."""
+
+    def alone(side: Side) -> list[float]:
+        with side:
+            side.begin()
+            side.ready()
+            side.take(case, 1)
+            return side.take(case, options.steps)
+
     for _ in range(options.pairs):
-        taken = []
-        for side in sides:
-            with ExitStack() as stack:
-                started([side], stack)
-                side.take(case, 1)
-                taken.append(side.take(case, options.steps))
-        yield taken
+        yield one_round(ours, contenders, alone)
+
+
+def one_round(ours: Side, contenders: Sequence[Contender], take: Callable[[Side], list[float]]) -> Round:
+    """Lets each side take a turn. Raises RunError if dagrl's fails, or those of all peers have failed."""
+    if all(contender.failure for contender in contenders):
+        raise RunError("the sides of all peers have failed")
+    return [take(ours), *(contender.attempt(take) for contender in contenders)]
 
 
 def as_row(

@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from dagrl.bench.deadline import TIME_IS_UP
 from dagrl.bench.peers import command
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
-from dagrl.bench.peers.command import PEERS, Peer, as_row, comparisons_of, started, within
+from dagrl.bench.peers.command import PEERS, Peer, as_row, comparisons_of, within
 from dagrl.bench.turns import Side
 from dagrl.errors import ConfigError, RunError
 
@@ -93,6 +94,8 @@ def work(told):
     if told.order.variant == "silent":
         time.sleep(600)
     def take(case, steps):
+        if told.order.variant == "tired" and case.sequences > 8:
+            raise ValueError("out of memory")
         if case.sequences > 16:
             time.sleep(600)
         return [0.5 * case.sequences] * steps
@@ -129,25 +132,47 @@ def test_a_side_that_fails_or_hangs_is_an_error_and_leaves_no_process(
     assert side._process.poll() is not None
 
 
+def report_of(
+    cases: list[str], peers: list[str], options: list[str], module: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """What `bench peers` reports with `SIDE` for dagrl and for all peers, named as their variants. No side is left."""
+    kinds = dict.fromkeys(("generate", "sft"), module)
+    monkeypatch.setattr(command, "OURS", kinds)
+    monkeypatch.setattr(command, "PEERS", {name: Peer(name, "dagrl", kinds, variant=name) for name in peers})
+    monkeypatch.setattr(command, "write_with_tokenizer", lambda shape, directory, dtype: directory)
+    sides: list[Side] = []
+    enter = Side.__enter__
+    monkeypatch.setattr(Side, "__enter__", lambda side: (sides.append(side), enter(side))[1])
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = ["--cases", *cases, "--peers", *peers, *options, "--tiny", "--json", str(directory / "rows.json")]
+    command.run(parser.parse_args(words))
+    assert len(sides) > len(peers) and all(side._process.poll() is not None for side in sides)
+    return cast("dict[str, Any]", json.loads((directory / "rows.json").read_text()))
+
+
 def test_at_the_deadline_sides_that_hang_are_ended_and_rows_are_kept(
     side_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dagrl.bench.turns.CLOSE_S", 0.5)
-    kinds = dict.fromkeys(("generate", "sft"), side_module)
-    monkeypatch.setattr(command, "OURS", kinds)
-    monkeypatch.setattr(command, "PEERS", {"double": Peer("double", "dagrl", kinds)})
-    monkeypatch.setattr(command, "write_with_tokenizer", lambda shape, directory, dtype: directory)
-    sides: list[Side] = []
-    monkeypatch.setattr(command, "started", lambda some, stack: (sides.extend(some), started(some, stack)))
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    cases = ["--cases", "generate 0.6b 8", "generate 0.6b 64", "sft 0.6b 8"]
-    words = ["--pairs", "1", "--tiny", "--deadline", "8", "--json", str(tmp_path / "rows.json")]
-    command.run(parser.parse_args([*cases, "--peers", "double", *words]))
-    report = json.loads((tmp_path / "rows.json").read_text())
+    cases = ["generate 0.6b 8", "generate 0.6b 64", "sft 0.6b 8"]
+    report = report_of(cases, ["double"], ["--pairs", "1", "--deadline", "8"], side_module, tmp_path, monkeypatch)
     assert [(row["case"], row["ratio"]) for row in report["rows"]] == [("generate 0.6b 8", 1.0)]
     assert report["left_out"] == dict.fromkeys(("generate 0.6b 64 double", "sft 0.6b 8 double"), TIME_IS_UP)
-    assert sides and all(side._process.poll() is not None for side in sides)
+
+
+@pytest.mark.parametrize("how", [[], ["--apart"]], ids=["together", "apart"])
+def test_the_others_go_on_without_a_peer_that_fails(
+    how: list[str], side_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases, peers = ["generate 0.6b 8", "generate 0.6b 16"], ["broken", "double", "tired"]
+    report = report_of(cases, peers, ["--pairs", "2", *how], side_module, tmp_path, monkeypatch)
+    found = [(row["case"], row["peer"], row["ratio"], row["pairs"]) for row in report["rows"]]
+    assert [row for row in found if row[1] == "double"] == [(case, "double", 1.0, 2) for case in cases]
+    assert [row for row in found if row[1] != "double"] == [(cases[0], "tired", 1.0, 2)]
+    reasons = {name: reason.splitlines()[-1] for name, reason in report["left_out"].items()}
+    broken = {f"{case} broken": "ValueError: no such GPU" for case in cases}
+    assert reasons == {**broken, "generate 0.6b 16 tired": "ValueError: out of memory"}
 
 
 @pytest.mark.slow
