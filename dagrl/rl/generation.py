@@ -116,7 +116,8 @@ class FinishedRequest:
     """A finished request: its sampled tokens, their log-probabilities, and the policy version that sampled each.
 
     Without a finish reason these are the new tokens of a running request that streams. `experts`: with
-    `policy.router_replay`, the record of prompt and completion, of which the last tokens may be missing.
+    `policy.router_replay`, the record of prompt and completion, of which the last tokens may be missing. `arrays`: the
+    tokens and log-probabilities as arrays, if they came as such.
     """
 
     request_id: int
@@ -125,6 +126,7 @@ class FinishedRequest:
     versions: Sequence[int]
     finish_reason: str
     experts: Record | None = None
+    arrays: tuple[IntArray, FloatArray] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -177,13 +179,16 @@ class Generated:
     def request(self, row: int) -> FinishedRequest:
         """Returns row `row` without padding."""
         length = int(self.lengths[row])
+        # Copies: a view of a result would keep its slot in the channel.
+        tokens, logprobs = self.tokens[row, :length].copy(), self.logprobs[row, :length].copy()
         return FinishedRequest(
             request_id=int(self.request_ids[row]),
-            tokens=self.tokens[row, :length].tolist(),
-            logprobs=self.logprobs[row, :length].tolist(),
+            tokens=tokens.tolist(),
+            logprobs=logprobs.tolist(),
             versions=self.versions[row, :length].tolist(),
             finish_reason=self.finish_reasons[row],
             experts=self.experts[row] if self.experts else None,
+            arrays=(tokens, logprobs),
         )
 
 

@@ -81,7 +81,7 @@ class Episode:
         return list(pairwise(bounds))
 
     def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Returns the tokens and their log-probabilities. Those of a finished sequence are converted once."""
+        """Returns the tokens and their log-probabilities. Keeps those of a finished sequence."""
         if self._arrays is not None:
             return self._arrays
         found = np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32)
@@ -96,6 +96,7 @@ class Episode:
 
     def append(self, made: FinishedRequest) -> None:
         """Appends the tokens of a finished request."""
+        self._arrays = None if self.tokens else made.arrays
         self.tokens += made.tokens
         self.logprobs += made.logprobs
         self.versions += made.versions
@@ -104,6 +105,7 @@ class Episode:
 
     def take_back(self, count: int) -> None:
         """Removes the last `count` tokens, which will be generated again."""
+        self._arrays = None
         for column in (self.tokens, self.logprobs, self.versions, self.sampled):
             del column[len(column) - count :]
         if self.experts is not None:
@@ -112,6 +114,7 @@ class Episode:
     def answer(self, tokens: Sequence[int]) -> None:
         """Appends the tokens of the environment and begins a new turn."""
         version = self.versions[-1] if self.versions else 0
+        self._arrays = None
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.versions += [version] * len(tokens)
