@@ -163,17 +163,18 @@ def new_group(config: Config, number: int, key: int, prompt: Prompt, seeds: Sequ
     return RolloutGroup(number, key, episodes, cohort)
 
 
-def samples_of(tokenizer: PreTrainedTokenizerFast, group: RolloutGroup) -> list[Sample]:
-    """Returns the sequences of a complete group with their texts."""
-    texts = _decoded(tokenizer, [episode.tokens for episode in group.episodes])
-    return [Sample(episode.prompt, episode, text) for episode, text in zip(group.episodes, texts, strict=True)]
+def samples_of(tokenizer: PreTrainedTokenizerFast, *groups: RolloutGroup) -> list[Sample]:
+    """Returns the sequences of complete groups with their texts, group by group. Decodes all at once, in parallel."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    texts = _decoded(tokenizer, [episode.tokens for episode in episodes])
+    return [Sample(episode.prompt, episode, text) for episode, text in zip(episodes, texts, strict=True)]
 
 
 def _decoded(tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]]) -> list[str]:
     """Decodes without special tokens. The tokenizer behind transformers' own looks at no token in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)  # some tokenizers in Python have none
     if backend is None or tokenizer.clean_up_tokenization_spaces:
-        return cast("list[str]", tokenizer.batch_decode(sequences, skip_special_tokens=True))
+        return [cast("str", tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in sequences]
     return cast("list[str]", backend.decode_batch(sequences, skip_special_tokens=True))
 
 

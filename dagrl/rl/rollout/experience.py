@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -148,7 +149,7 @@ class Experience:
         while other is None and self._unfilled:
             self._refill()
         if self.rollouts.generating:
-            self._sort(self.rollouts.advance())
+            self._score(self.rollouts.advance())
         else:
             awaited: list[Future[Any]] = [*self.rollouts.awaited, *([] if other is None else [other])]
             awaited += [item.answers for item in self._scoring]
@@ -162,7 +163,7 @@ class Experience:
                 wait(awaited, SCORES_S, FIRST_EXCEPTION)  # nothing can begin before all scores are known
             else:
                 wait(awaited, WAIT_S, FIRST_COMPLETED)
-            self._sort(self.rollouts.advance())
+            self._score(self.rollouts.advance())
         self._take_scores()
 
     def take(self) -> list[ScoredGroup] | None:
@@ -206,7 +207,7 @@ class Experience:
 
     def replace(self, error: WorkerError) -> None:
         """Goes on after a refit failed, which the caller then repeats; raises `error` if the run has to restart."""
-        self._sort(self.rollouts.replace(error))
+        self._score(self.rollouts.replace(error))
 
     @property
     def _unfilled(self) -> bool:
@@ -230,11 +231,11 @@ class Experience:
 
     def rest(self) -> None:
         """Reads the quanta in flight and starts none."""
-        self._sort(self.rollouts.settle())
+        self._score(self.rollouts.settle())
 
     def withdraw(self) -> None:
         """`rest`, and takes all requests out of the engines, which are about to sleep."""
-        self._sort(self.rollouts.withdraw())
+        self._score(self.rollouts.withdraw())
 
     def finish_running(self) -> None:
         """Generates until nothing runs, without starting new groups. A stop request ends it early.
@@ -374,20 +375,19 @@ class Experience:
             episode.prompt = replace(prompt, text=own.text, tokens=own.tokens, messages=own.messages) if len(own) else prompt
             episode.max_new_tokens = limit
         if saved.group.complete:
-            self._score(saved.group)
+            self._score([saved.group])
         else:
             self.rollouts.start(saved.group)
 
-    def _sort(self, complete: Sequence[RolloutGroup]) -> None:
+    def _score(self, complete: Sequence[RolloutGroup]) -> None:
+        decoded = samples_of(self._prompts.tokenizer, *complete)
+        left = iter(decoded)
         for group in complete:
-            self._score(group)
-
-    def _score(self, group: RolloutGroup) -> None:
-        samples = samples_of(self._prompts.tokenizer, group)
-        scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
-        values = partial(reward_values, group, samples, self._prompts.tokenizer)
-        scoring.append(_Scoring(group, samples, self._reward.submit(*reward_texts(samples), values)))
-        for sample in samples:  # while the reward functions run
+            samples = list(islice(left, len(group.episodes)))
+            scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
+            values = partial(reward_values, group, samples, self._prompts.tokenizer)
+            scoring.append(_Scoring(group, samples, self._reward.submit(*reward_texts(samples), values)))
+        for sample in decoded:  # while the reward functions run
             for episode in sample.rows:
                 episode.arrays()
 

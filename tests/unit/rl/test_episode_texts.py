@@ -23,8 +23,10 @@ def test_texts_are_those_of_transformers(cleans: bool) -> None:
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=cleans)
     episodes = [Episode(PROMPT, 0, 8, tokens) for tokens in ([2, 3, 4, 0], [], [5, 6])]
-    found = [sample.text for sample in samples_of(tokenizer, RolloutGroup(0, 0, episodes))]
+    groups = [RolloutGroup(number, 0, part) for number, part in enumerate((episodes[:2], episodes[2:]))]
+    found = [sample.text for sample in samples_of(tokenizer, *groups)]
     assert found == [tokenizer.decode(episode.tokens, skip_special_tokens=True) for episode in episodes]
+    assert samples_of(tokenizer) == []
     assert found[0] == ("don't." if cleans else "do n't .")
 
 
