@@ -46,6 +46,7 @@ def train_grpo(session: Session, reward: RewardRunner) -> None:
             metrics |= summary()
             metrics |= update(session, experience, time.perf_counter())
             finish_step(session, experience, metrics)
+            del groups, summary  # now, while engines work: it takes a while to free so many tokens
 
 
 def generate_batch(session: Session, experience: Experience, early: EarlyWork) -> list[ScoredGroup]:
