@@ -51,6 +51,7 @@ class FunctionProcess:
         self._batched, self._concurrency = batched, concurrency
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._blocks_s = 0.0  # how long the connection may block, without `GRACE_S`
         self._failure: RunError | None = None  # of a background start
         self._imported = False  # by this process or an earlier one
         self._lost_starts = 0  # in a row
@@ -90,7 +91,9 @@ class FunctionProcess:
 
     def _answers(self, connection: Connection, columns: Sequence[Sequence[Any]], limit: Deadline | None) -> Answers | str:
         patience_s = self._patience_s(len(columns[0])) if limit is None else limit.seconds
-        _limit_blocking(connection, patience_s + GRACE_S)
+        if patience_s != self._blocks_s:
+            _limit_blocking(connection, patience_s + GRACE_S)
+            self._blocks_s = patience_s
         connection.send([list(column) for column in columns])
         if connection.poll(patience_s):
             return _unpickled(connection.recv_bytes())
@@ -165,6 +168,7 @@ class FunctionProcess:
         with self._changing:
             if self._closed:
                 raise EOFError
+            self._blocks_s = 0.0
             self._connection, theirs = Pipe()
             reaper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")), str(os.getpid())]
             child = [sys.executable, "-m", "dagrl.rl.functions.child", str(theirs.fileno()), *self._command]
