@@ -94,7 +94,7 @@ def train_batch(
         start = end - len(episode.tokens)
         generation_logprobs[row, start:end] = episode.arrays()[1]
         if valid is None or valid[row // rows_per_sample]:
-            mask[row, start:end] = episode.sampled if False in episode.sampled else 1.0
+            mask[row, start:end] = 1.0 if episode.all_sampled else episode.sampled
     return rows.with_fields(
         loss_mask=mask,
         advantages=mask * np.repeat(advantage, rows_per_sample)[:, None],

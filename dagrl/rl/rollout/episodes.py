@@ -72,10 +72,15 @@ class Episode:
         """New tokens that this turn may still make."""
         return self.max_new_tokens - (len(self.tokens) - self.turn_start)
 
+    @property
+    def all_sampled(self) -> bool:
+        """Whether no token is an environment's."""
+        return self.sampled.count(True) == len(self.sampled)
+
     def spans(self) -> list[tuple[int, int]]:
         """Returns where each turn of the policy or the environment starts and ends in `tokens`, in order."""
         flags = self.sampled
-        if flags and False not in flags:
+        if flags and self.all_sampled:
             return [(0, len(flags))]
         bounds = [at for at in range(len(flags) + 1) if at in (0, len(flags)) or flags[at] != flags[at - 1]]
         return list(pairwise(bounds))
@@ -92,7 +97,7 @@ class Episode:
     def sampled_versions(self) -> npt.NDArray[np.int64]:
         """Returns the policy version of each sampled token."""
         versions = np.array(self.versions, np.int64)
-        return versions[np.array(self.sampled, np.bool_)] if False in self.sampled else versions
+        return versions if self.all_sampled else versions[np.array(self.sampled, np.bool_)]
 
     def append(self, made: FinishedRequest) -> None:
         """Appends the tokens of a finished request."""
