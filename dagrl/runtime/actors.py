@@ -11,11 +11,15 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from dagrl.errors import DeadlineError
+from dagrl.runtime.deadline import within
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.lease import ask_lease
 from dagrl.runtime.phase import methods_of
 from dagrl.runtime.spares import Spares, answer, take_place
 from dagrl.runtime.worker import WorkerContext
+
+ANSWER_S = 5.0
+"""How long Ray has to say which resources are free."""
 
 HEALTH = "dagrl_health"
 """Concurrency group with one thread, on which a worker answers while its other threads are busy."""
@@ -133,6 +137,23 @@ class ActorStarter:
     def start(self, rank: int) -> ActorHandle:
         """Starts the actor of a rank, which constructs its worker."""
         return self._create(rank, self.resources.options(rank))
+
+    def shortage(self) -> str:
+        """What to add to the error of a late start: that Ray has no GPU for another worker. Empty if it has one."""
+        if self.resources.bundles is not None or not self.resources.num_gpus:
+            return ""
+        try:
+            found = within(ANSWER_S, lambda: (ray.available_resources(), ray.cluster_resources()), "ray-resources")
+        except TimeoutError:
+            return ""
+        free, total = (resources.get("GPU", 0.0) for resources in found)
+        if free >= self.resources.num_gpus:
+            return ""
+        return (
+            f". Ray has {free:g} of the cluster's {total:g} GPUs free, and a worker starts when it has "
+            f"{self.resources.num_gpus:g}: wait for other jobs, or use smaller layouts. If no job uses the GPUs, Ray has "
+            "lost count of them: start it again"
+        )
 
     def _create(self, rank: int, options: dict[str, Any]) -> ActorHandle:
         owner, arguments = self.resources.owner, (self.context(rank), self.config)

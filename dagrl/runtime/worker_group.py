@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from dagrl.errors import LayoutError, RunError, WorkerFailure
+from dagrl.errors import DeadlineError, LayoutError, RunError, WorkerFailure
 from dagrl.runtime.actors import HEALTH, ActorStarter, GpuBundles, Resources, WorkerLocation
 from dagrl.runtime.answers import end_workers, gather
 from dagrl.runtime.contract import check_worker_class
@@ -109,7 +109,10 @@ class WorkerGroup:
     ) -> WorkerGroup:
         """A group of actors that `starter` started; it does not set them up."""
         deadline = Deadline(starter.start_timeout_s, "timeouts.start_s")
-        group = cls(role, actors, owned=True, deadline=deadline, health_group=HEALTH, while_waiting=while_waiting)
+        try:
+            group = cls(role, actors, owned=True, deadline=deadline, health_group=HEALTH, while_waiting=while_waiting)
+        except DeadlineError as late:
+            raise DeadlineError(f"{late}{starter.shortage()}") from None
         group._starter = starter
         return group
 

@@ -14,8 +14,9 @@ import pytest
 import ray
 import torch
 
-from dagrl.errors import ConfigError, PhaseError, RunError, WorkerError
+from dagrl.errors import ConfigError, DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.run.local_cluster import cluster_processes
+from dagrl.runtime.actors import Resources
 from dagrl.runtime.answers import GRACE_S
 from dagrl.runtime.executors.node import drain_runs
 from dagrl.runtime.layout import ParallelLayout
@@ -361,3 +362,8 @@ def test_what_a_constructor_raises_is_told(cluster: None) -> None:
     assert "in __init__\n    raise config\n" in str(told.value) and "\x1b" not in str(told.value)
     with pytest.raises(ConfigError, match=r"^keys: one\nand: two$"):
         WorkerGroup.create("train", Unbuilt, layout, ConfigError("keys: one\nand: two"))
+
+
+def test_a_worker_that_ray_cannot_place_is_told_from_one_that_is_slow(cluster: None) -> None:
+    with pytest.raises(DeadlineError, match=r"train worker 0 .*start_s = 1 s.*Ray has 0 of the cluster's 0 GPUs free"):
+        WorkerGroup.create("train", FakeWorker, ParallelLayout(), None, resources=Resources(num_gpus=1), start_timeout_s=1.0)
