@@ -79,7 +79,9 @@ def test_a_phase_alone_finds_a_change_of_its_own_records(
     shutil.copytree(run, copy)
     rows = read_rollouts(rollout_files(copy / "rollouts")[STEP])
     long = [place for place, row in enumerate(rows) if len(row["tokens"]) > 2]
-    sample = max(long, key=lambda place: abs(rows[place]["advantage"]))  # others are not in the loss
+    # With a negative advantage the ratio is clipped; elsewhere the importance weight gains what it loses, so the loss stays.
+    sample = min(long, key=lambda place: rows[place]["advantage"])
+    assert rows[sample]["advantage"] < 0
     rows[sample]["train_logprobs"][2] += 0.5
     RolloutFiles(copy / "rollouts", max_bytes=None, resumed_step=STEP).write(STEP, rows)
     found = replay_step(again(copy, monkeypatch, phase), train)
