@@ -138,23 +138,25 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         return Edge, (self.description,)
 
     def ensure_registered_as_writer(self) -> None:
-        """Opens what this process writes to."""
-        if self._ring is None and self.description.address is not None:
-            self._ring = _opened(self.description.address, Ring.open)
-        if self._mailbox is None and self.mailbox_slot is not None:
-            self._mailbox = _opened(self.mailbox_slot.mailbox, Mailbox.open)
+        """Opens what this process writes to. Raises RayChannelError if its other end is gone."""
+        with rays_errors:
+            if self._ring is None and self.description.address is not None:
+                self._ring = _opened(self.description.address, Ring.open)
+            if self._mailbox is None and self.mailbox_slot is not None:
+                self._mailbox = _opened(self.mailbox_slot.mailbox, Mailbox.open)
         self._senders = [*([self._ring] if self._ring is not None else []), *_links.get(self.description.name, [])]
         self._is_writer = True
 
     def ensure_registered_as_reader(self) -> None:
-        """Opens what this process reads from."""
+        """Opens what this process reads from. Raises RayChannelError if its writer is gone."""
         me = ray.get_runtime_context().get_actor_id()
         if me is None or me == self.description.driver:  # Ray lists the driver first, as an actor that represents it
             me = self.description.first_reader
         readers, far = self.description.readers, self.description.far
         if me in readers:
             self._reader = readers.index(me)
-            self._ring = self._read_from = self._ring or _opened(self.description.address, Ring.open)
+            with rays_errors:
+                self._ring = self._read_from = self._ring or _opened(self.description.address, Ring.open)
         else:
             self._read_from = _opened(far[me], LinkReader) if me in far else self._own
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import subprocess
+import sys
 import threading
 import uuid
 from dataclasses import replace
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import RayChannelError
 
 from dagrl.runtime.edges.mailbox import CELL_BYTES, Mailbox
 from dagrl.runtime.edges.memory import EdgeClosedError
@@ -83,6 +86,18 @@ def test_both_of_rays_infinite_timeouts_are_known(timeout: float | None) -> None
     later.start()
     assert len(driver.read(timeout).value) == CELL_BYTES
     later.join()
+
+
+@pytest.mark.usefixtures("_driver")
+def test_a_process_that_ended_before_its_edge_was_opened_is_rays_error() -> None:
+    """As later, when a worker dies: the failure then names the worker."""
+    ring = Ring.create(2, 1 << 12, 1)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    edge = edge_of(replace(ring.address, memory=replace(ring.address.memory, pid=ended.pid)), None)
+    for opens in (edge.read, edge.ensure_registered_as_reader, edge.ensure_registered_as_writer):
+        with pytest.raises(RayChannelError, match=f"the process {ended.pid} that made this memory cannot be reached"):
+            opens()
 
 
 @pytest.mark.usefixtures("_driver")
