@@ -26,6 +26,7 @@ from dagrl.run.session import Session
 from dagrl.run.start import open_session
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.schedule import Scheduler
+from dagrl.telemetry.metrics import KL
 from dagrl.telemetry.record import read_metrics
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
@@ -113,10 +114,12 @@ def test_updates_in_flight_keep_the_engines_in_agreement(session: Session, rewar
     in_flight = settings.model_copy(
         update={"enabled": True, "in_flight_weight_updates": True, "max_trajectory_age_steps": 1}
     )
-    for line in run(session, reward, async_grpo=in_flight):
+    lines = run(session, reward, async_grpo=in_flight)
+    moved = max(line[KL] for line in lines)  # since SFT, so at least as far as a step moves
+    for line in lines:
         assert line["staleness/policy_age_max"] <= 1
         assert np.isfinite(line["loss"])
-        assert line["gen_kl_error"] < 10 * LARGEST_KL  # samples of a policy one step older among them
+        assert line["gen_kl_error"] < LARGEST_KL + 2 * moved
 
 
 def test_generation_has_the_log_probabilities_of_hugging_face(session: Session, tmp_path: Path) -> None:

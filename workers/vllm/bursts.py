@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dagrl.errors import RunError
+from dagrl.workers.vllm import features
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,6 +49,7 @@ class Bursts:
         self._steps = steps
         self._scheduler: Any = core.scheduler
         executor: Any = core.model_executor
+        self._limit = features.running_limit(self._scheduler)
         self._block_size = int(core.vllm_config.cache_config.block_size)
         self._asynchronous = bool(core.vllm_config.scheduler_config.async_scheduling)
         self._later: list[SchedulerOutput] = []
@@ -105,7 +107,7 @@ class Bursts:
         """The length of the next burst: 1 while a request waits for a slot or is prefilled, or if memory is short."""
         scheduler, running = self._scheduler, self._scheduler.running
         waiting = scheduler.waiting or getattr(scheduler, "skipped_waiting", None)
-        if not running or (waiting and len(running) < scheduler.max_num_running_reqs):
+        if not running or (waiting and len(running) < getattr(scheduler, self._limit)):
             return 1
         if any(request.is_prefill_chunk for request in running):
             return 1
@@ -113,8 +115,12 @@ class Bursts:
         left = max(request.max_tokens - request.num_output_tokens - request.num_output_placeholders for request in running)
         steps = min(self._steps, self.limit, left, scheduler.max_model_len - 1 - longest)
         pool, groups = scheduler.kv_cache_manager.block_pool, len(scheduler.kv_cache_config.kv_cache_groups)
-        needed = groups * len(running) * (1 + steps // self._block_size)
-        return steps if steps > 1 and pool.get_num_free_blocks() >= needed else 1
+        blocks = sum(self._more_blocks(request.num_computed_tokens, steps) for request in running)
+        return steps if steps > 1 and pool.get_num_free_blocks() >= groups * blocks else 1
+
+    def _more_blocks(self, tokens: int, steps: int) -> int:
+        """Blocks that a sequence of `tokens` needs more for `steps` more."""
+        return -(-(tokens + steps) // self._block_size) - -(-tokens // self._block_size)
 
     def _advance(self, output: SchedulerOutput, tokens: int) -> None:
         """Counts the tokens of later steps as those of the first one were."""
