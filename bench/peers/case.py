@@ -12,6 +12,9 @@ from dagrl.errors import ConfigError
 from dagrl.machine import gpus
 
 MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b"}
+MICROBATCH = {"0.6b": 16, "4b": 4}
+"""Sequences of a microbatch in GRPO, with which both sides fit on a GPU of 141 GB."""
+
 GROUP = 8
 """Completions of one prompt."""
 
@@ -78,8 +81,9 @@ class SideOrder:
         return max(self.cases, key=lambda case: case.sequences)
 
 
-def parse_case(text: str, kv_gib: float | None, **sizes: Any) -> PeerCase:
+def parse_case(text: str, kv_gib: float | None, micro: int | None, **sizes: Any) -> PeerCase:
     """Returns the case named `text`. Without `kv_gib`, engines have room for all sequences, if the GPU has for two engines.
+    Without `micro`, microbatches are `MICROBATCH`.
 
     Raises ConfigError if the case is malformed, unknown or not a whole number of groups.
     """
@@ -94,8 +98,8 @@ def parse_case(text: str, kv_gib: float | None, **sizes: Any) -> PeerCase:
         raise ConfigError(f"case {text!r}: {sequences} sequences are no whole number of groups of {GROUP}; use a multiple")
     if sequences < 1:
         raise ConfigError(f"case {text!r}: expected at least one sequence")
-    case = PeerCase(match["kind"], match["model"], sequences, kv_bytes=0, **sizes)
-    case = replace(case, micro=min(case.micro, sequences))
+    micro = min(micro or MICROBATCH[match["model"]], sequences)
+    case = PeerCase(match["kind"], match["model"], sequences, kv_bytes=0, micro=micro, **sizes)
     return replace(case, kv_bytes=kv_cache_bytes(case) if kv_gib is None else int(kv_gib * (1 << 30)))
 
 

@@ -17,6 +17,9 @@ from dagrl.config import Config
 if TYPE_CHECKING:
     from dagrl.run.session import Session
 
+PACKED = 1024
+"""Tokens of a packed row for each sequence of the other side's microbatches, which are padded."""
+
 TOTAL = "timing_s/total"
 KL = "gen_kl_error"
 
@@ -31,7 +34,7 @@ IN_FP8: Mapping[str, Mapping[str, str]] = {
 def side_config(case: PeerCase, model: Path, output: Path, variant: str = "") -> Config:
     """Returns the configuration of the run: one optimizer step per batch, no penalty, completions of equal length."""
     tokens = case.prompt + case.completion + 8
-    packed = max(16384, tokens)
+    packed = max(PACKED * case.micro, tokens)
     values: dict[str, Any] = {
         "name": "peers",
         "algorithm": "grpo",
