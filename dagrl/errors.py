@@ -106,6 +106,18 @@ class WorkerFailure:
         return f"{self.role} worker {self.rank} ({self.coordinates}{place}) {self.kind} in {within}: {self.message}"
 
 
+FULL = "The GPU's memory is full. "
+ENGINE_IS_FULL = FULL + (
+    "Lower policy.generation.vllm_cfg.kv_cache_memory_bytes, gpu_memory_utilization, max_num_seqs or "
+    "max_num_batched_tokens, or raise tensor_parallel_size"
+)
+TRAINER_IS_FULL = FULL + (
+    "Lower policy.train_micro_batch_size (with sequence packing, train_mb_tokens and logprob_mb_tokens), or set "
+    "policy.megatron_cfg.activation_checkpointing=true. On GPUs shared with generation, a lower "
+    "policy.generation.vllm_cfg.kv_cache_memory_bytes or policy.generation.colocated.exchange=always leaves more"
+)
+
+
 class WorkerError(RunError):
     """Workers failed. `failures` holds one `WorkerFailure` per worker that is known to have failed, the cause first."""
 
@@ -113,6 +125,8 @@ class WorkerError(RunError):
         self.failures = failures
         lines = [failure.describe() for failure in failures]
         lines += [failures[0].traceback.rstrip()] if failures and failures[0].traceback else []
+        if failures and "OutOfMemoryError" in failures[0].message:
+            advice = advice or (ENGINE_IS_FULL if failures[0].role == "generation" else TRAINER_IS_FULL)
         lines += [advice] if advice else []
         super().__init__("\n".join(lines))
 

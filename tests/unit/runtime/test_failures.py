@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayChannelError, RayTaskError, UnserializableException
 
-from dagrl.errors import DeadlineError, PhaseError, WorkerError, WorkerFailure
+from dagrl.errors import DeadlineError, PhaseError, WorkerError, WorkerFailure, error_text
 from dagrl.runtime import failures
 from dagrl.runtime.answers import gather
 from dagrl.runtime.deadline import Deadline
@@ -253,6 +253,16 @@ def test_the_first_exception_comes_first_whichever_shard_is_read_first() -> None
     first, later = (dataclasses.replace(raised_in(Group()), time_ns=time_ns, rank=time_ns) for time_ns in (1, 2))
     error = failure_of(replay(Shard(later), Shard(first)), Group())
     assert error.failures == (first, later)
+
+
+@pytest.mark.parametrize(("role", "key"), [("train", "train_micro_batch_size"), ("generation", "kv_cache_memory_bytes")])
+def test_a_full_gpu_has_advice(role: str, key: str) -> None:
+    import torch
+
+    message = error_text(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 304.00 MiB"))
+    failed = dataclasses.replace(Group().failure(0, "raised", "step", message), role=role)
+    assert key in str(failure_of(replay(Shard(failed)), Group())).splitlines()[-1]
+    assert key not in str(WorkerError((dataclasses.replace(failed, message="ValueError: bad"),)))
 
 
 def test_a_failure_is_reported_while_another_worker_of_its_graph_hangs() -> None:
