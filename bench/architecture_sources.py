@@ -9,40 +9,38 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dagrl.bench.forked import run_forked
 from dagrl.bench.tiny_configs import tiny_model
-
-if TYPE_CHECKING:
-    import torch
-
-    from dagrl.refit import WeightSlice
+from dagrl.refit import WeightSlice
+from dagrl.refit.sources import slices_of, tensors_of
+from dagrl.workers.megatron.architecture import MODEL_TYPES
 
 SHARDS = 2
 
-Part = tuple["list[WeightSlice]", "dict[str, torch.Tensor]"]
+Part = tuple[list[WeightSlice], dict[str, torch.Tensor]]
 """What one rank of the source holds."""
 
 
 def megatron_trains(directory: Path) -> bool:
     """Whether dagrl's Megatron worker trains models with the checkpoint's configuration."""
-    from dagrl.workers.megatron.architecture import MODEL_TYPES
-
     return json.loads((directory / "config.json").read_text())["model_type"] in MODEL_TYPES
 
 
 def whole(name: str, directory: Path) -> list[Part]:
     """Returns the parts of a plain module."""
-    from dagrl.refit.sources import slices_of, tensors_of
-
     model = tiny_model(name, seed=1)
     return [(slices_of(model, dtype="bfloat16"), tensors_of(model, dtype="bfloat16"))]
 
 
 def _sharded(write: Callable[..., None], name: str, directory: Path) -> list[Part]:
-    import torch
-
     parts = []
     for rank in range(SHARDS):
         path = directory / f"{write.__name__}{rank}.pt"
@@ -53,19 +51,10 @@ def _sharded(write: Callable[..., None], name: str, directory: Path) -> list[Par
 
 
 def _join_world(rank: int) -> None:
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     dist.init_process_group("fake", rank=rank, world_size=SHARDS, store=FakeStore())
 
 
 def _write_fsdp_shard(name: str, directory: Path, path: Path, rank: int) -> None:
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from dagrl.refit.sources import slices_of, tensors_of
-
     _join_world(rank)
     model = tiny_model(name, seed=1)
     fully_shard(model, mesh=init_device_mesh("cpu", (SHARDS,)))
@@ -73,7 +62,6 @@ def _write_fsdp_shard(name: str, directory: Path, path: Path, rank: int) -> None
 
 
 def _write_megatron_shard(name: str, directory: Path, path: Path, rank: int) -> None:
-    import torch
     from megatron.core import parallel_state
 
     from dagrl.config import PolicyConfig

@@ -16,18 +16,22 @@ from itertools import accumulate, product
 from operator import add
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
 from dagrl.bench.report import Row, drawing, print_rows, report_rows
 from dagrl.bench.step import VARIANTS, Variant, add_run_arguments, begin_again, chosen, run_config
-
-if TYPE_CHECKING:
-    from dagrl.config import Config
-    from dagrl.rl.rewards import RewardRunner
-    from dagrl.run.session import Session
+from dagrl.config import Config
+from dagrl.rl.rewards import RewardRunner
+from dagrl.run.loops.async_grpo import train_async
+from dagrl.run.loops.grpo import train_grpo
+from dagrl.run.loops.sft import train_sft
+from dagrl.run.plans import grpo_plans
+from dagrl.run.session import Session
+from dagrl.run.start import open_session
+from dagrl.telemetry.record import read_metrics
 
 CONFIG = Path(__file__).parents[1] / "examples" / "grpo_quickstart.yaml"
 DEFAULT = "sync; in flight, age 1; in flight, age 4"
@@ -67,11 +71,6 @@ def measure(
     config: Config, variants: Sequence[Variant], seeds: int, first_weights: Path, deadline: BenchDeadline
 ) -> Iterator[Row]:
     """Yields every variant's curve of the first seed, then of the next, as the deadline allows."""
-    from dagrl.rl.rewards import RewardRunner
-    from dagrl.run.loops.sft import train_sft
-    from dagrl.run.plans import grpo_plans
-    from dagrl.run.start import open_session
-
     with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
         if config.sft.max_num_steps:
             train_sft(session)
@@ -87,10 +86,6 @@ def run_variant(
 ) -> Row:
     """Runs one variant from the first weights. Returns its curve: the reward of each step, and seconds from the run's start
     to the step's end."""
-    from dagrl.run.loops.async_grpo import train_async
-    from dagrl.run.loops.grpo import train_grpo
-    from dagrl.telemetry.record import read_metrics
-
     session = begin_again(session, config, variant, first_weights, config.grpo.max_num_steps)
     data = config.data.model_copy(update={"seed": seed})
     session = replace(session, config=session.config.model_copy(update={"seed": seed, "data": data}))

@@ -25,10 +25,16 @@ from unittest.mock import patch
 import numpy as np
 
 from dagrl.bench.report import Row, add_outputs, report_rows
+from dagrl.config.file import load_config
 from dagrl.data import Example, Splits
 from dagrl.rl.generation import FinishedRequest, Generated, RequestProgress, pack_generated, quantum_seconds, quantum_steps
+from dagrl.rl.rewards import RewardRunner
+from dagrl.run.loops import grpo, grpo_step
+from dagrl.run.plans import grpo_plans
+from dagrl.run.start import open_session
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import in_warmup
+from dagrl.telemetry.record import read_metrics
 from tests.integration.unigram_workers import SIZE, UnigramGenerator
 
 PROMPT, COMPLETION, GROUP = 120, 256, 8
@@ -73,13 +79,6 @@ class QuickGenerator(UnigramGenerator):
 
 def steps_of(samples: int, steps: int) -> dict[str, list[float]]:
     """Runs the loop; returns each of `COUNTED` by step."""
-    from dagrl.config.file import load_config
-    from dagrl.rl.rewards import RewardRunner
-    from dagrl.run.loops import grpo, grpo_step
-    from dagrl.run.plans import grpo_plans
-    from dagrl.run.start import open_session
-    from dagrl.telemetry.record import read_metrics
-
     marks: list[tuple[float, ...]] = []
 
     def counted(*arguments: Any) -> None:

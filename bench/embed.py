@@ -23,9 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 
+from dagrl.bench import verl_steps
+from dagrl.bench.embed_worker import echo_class
 from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
+from dagrl.config import ClusterConfig
 from dagrl.errors import MissingDependencyError
+from dagrl.run.cluster import ray_cluster
 
 WARMUP = 3
 
@@ -41,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures, prints the table and writes the requested file after each number of workers."""
-    from dagrl.bench.verl_steps import ON_CPU
-
-    os.environ.update(ON_CPU)
+    os.environ.update(verl_steps.ON_CPU)
     report_rows(options, _measure(options), _print)
 
 
@@ -60,11 +63,7 @@ def _measure(options: argparse.Namespace) -> Iterator[list[Row]]:
 @contextmanager
 def _cluster(workers: int) -> Iterator[None]:
     """A local cluster with what verl's pools ask for: ten CPUs per worker."""
-    from dagrl.bench.verl_steps import ON_CPU
-    from dagrl.config import ClusterConfig
-    from dagrl.run.cluster import ray_cluster
-
-    with ray_cluster(ClusterConfig(num_cpus=10 * workers), ON_CPU | {"OMP_NUM_THREADS": "1"}):
+    with ray_cluster(ClusterConfig(num_cpus=10 * workers), verl_steps.ON_CPU | {"OMP_NUM_THREADS": "1"}):
         yield
 
 
@@ -75,11 +74,9 @@ def _calls(workers: int, options: argparse.Namespace) -> Iterator[Row]:
         from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
     except ImportError as missing:
         raise MissingDependencyError(f"dagrl bench embed needs verl ({missing}); pip install verl") from missing
-    import ray
     import torch
     from tensordict import TensorDict
 
-    from dagrl.bench.embed_worker import echo_class
     from dagrl.embed.verl import accelerate
 
     pool = RayResourcePool([workers], use_gpu=False)
@@ -100,9 +97,6 @@ def _calls(workers: int, options: argparse.Namespace) -> Iterator[Row]:
 
 def _steps(workers: int, options: argparse.Namespace) -> Iterator[Row]:
     """Rows of verl's training steps."""
-    import ray
-
-    from dagrl.bench import verl_steps
     from dagrl.embed.verl import accelerate
 
     with tempfile.TemporaryDirectory() as directory:

@@ -19,6 +19,7 @@ from dagrl.bench.models import SHAPES, write_model
 from dagrl.bench.report import Row, add_outputs, print_rows
 from dagrl.bench.train_inputs import one_gpu_config, report_measured, single_worker, train_batch
 from dagrl.run.colocated import TRAIN_PARTS
+from dagrl.workers.megatron import MegatronWorker
 
 GIB = 1 << 30
 LENGTH = 128
@@ -39,8 +40,6 @@ def run(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
     """Moves the state of one worker away and back, in turn with plain copies."""
     import torch
-
-    from dagrl.workers.megatron import MegatronWorker
 
     config = one_gpu_config(write_model(SHAPES[options.model], directory), LENGTH, {"precision": "bfloat16"})
     with single_worker(config, MegatronWorker) as worker:

@@ -38,6 +38,8 @@ from dagrl.bench.report import (
 )
 from dagrl.bench.variants import ARITY, COUNTED, SHAPES, VARIANTS, Actors, Step, StepSetup, argument, steps
 from dagrl.bench.worker import SMALL, payload
+from dagrl.config import ClusterConfig
+from dagrl.run.cluster import PRIORITY, ray_cluster
 from dagrl.runtime.edges.memory import copied_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -207,14 +209,9 @@ def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
 
     Workers get the process priority of GPU runs.
     """
-    from dagrl.run.cluster import PRIORITY
-
     os.environ.update(PRIORITY)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if hosts == 1:
-        from dagrl.config import ClusterConfig
-        from dagrl.run.cluster import ray_cluster
-
         with ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), object_store_memory=_store()), {"OMP_NUM_THREADS": "1"}):
             yield ()
         return

@@ -16,27 +16,26 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
+from dagrl.config import Config
 from dagrl.config.settings import generation_config
 from dagrl.data import Sampler
 from dagrl.errors import DeadlineError
 from dagrl.rl.advantages import group_advantages
+from dagrl.rl.generation import Generated
+from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.episodes import RolloutGroup, new_group, request_seeds, samples_of, token_rows
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.plans import grpo_plans, logprob_phases
+from dagrl.run.session import Session
 from dagrl.runtime.replay import ReplayTiming
 from dagrl.runtime.shapes import Batch, choose_bucket
 from dagrl.runtime.split import Split, split_rows
 from dagrl.runtime.worker_group import WorkerGroup, free_address
-from dagrl.telemetry.metrics import merge_step_metrics
+from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 
 if TYPE_CHECKING:
     from dagrl.bench.plain_workers import Described
-    from dagrl.config import Config
-    from dagrl.rl.generation import Generated
-    from dagrl.rl.rewards import RewardRunner
-    from dagrl.run.session import Session
-    from dagrl.telemetry.metrics import StepMetrics
 
 ALL_STEPS = 1 << 30
 """Engine steps per call of `generate`: enough to finish every sequence."""

@@ -22,19 +22,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from dagrl.bench.architecture_sources import SOURCES, Part, megatron_trains
 from dagrl.bench.forked import reason_of, run_forked
 from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
 from dagrl.bench.vllm_models import as_rank, build, do_without_kernels
+from dagrl.channels import ChannelSpec, open_channel
+from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, expand, plan_refit
 from dagrl.refit.recorded import Recorded, check_complete, named_tensors
-
-if TYPE_CHECKING:
-    import torch
-
-    from dagrl.refit import RefitPlan
-    from dagrl.refit.recording import Recording
+from dagrl.refit.recording import Recording, record
+from dagrl.runtime.worker_group import free_address
+from dagrl.workers.vllm.launch import import_vllm
 
 TENSOR_PARALLEL = (1, 2)
 """Sizes of the engines."""
@@ -63,10 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Tries all architectures, prints a line for each row and writes the requested file."""
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    import torch
-
-    from dagrl.workers.vllm.launch import import_vllm
-
     torch.set_num_threads(1)
     import_vllm({})
     rows: list[ArchitectureRow] = []
@@ -103,8 +100,6 @@ def try_architecture(name: str, seconds: float) -> list[ArchitectureRow]:
 
 def _refit_all(name: str, root: Path) -> None:
     """Writes `rows.json` in `root`, with a row for each source and engine as soon as it is done."""
-    from dagrl.workers.vllm.launch import import_vllm
-
     first, second = root / "first", root / "second"
     for seed, directory in enumerate((first, second)):
         tiny_model(name, seed).save_pretrained(directory)  # type: ignore[operator]
@@ -153,10 +148,6 @@ def _engine(first: Path, second: Path, tp: int) -> list[EngineRank]:
 
 
 def _engine_rank(first: Path, second: Path, tp: int, rank: int) -> EngineRank:
-    import torch
-
-    from dagrl.refit.recording import record
-
     model = build(first, tp, rank, torch.bfloat16)
     weights = _read(second)
     loaded = model.load_weights(iter(weights.items()))  # type: ignore[operator]
@@ -177,8 +168,6 @@ def _engine_rank(first: Path, second: Path, tp: int, rank: int) -> EngineRank:
 
 def _refit(ranks: Sequence[EngineRank], parts: Sequence[Part]) -> list[str]:
     """Refits all ranks from `parts` over a Gloo channel, as recorded. Returns the tensors that differ from the loader's."""
-    from dagrl.refit import expand, plan_refit
-
     for rank in ranks:
         rank.reset()
     ends = [Recorded(rank.found, named_tensors(rank.model)) for rank in ranks]
@@ -196,12 +185,6 @@ def _refit(ranks: Sequence[EngineRank], parts: Sequence[Part]) -> list[str]:
 
 def carry(plan: RefitPlan, tensors: Sequence[Mapping[str, torch.Tensor]], senders: int) -> None:
     """Runs a refit with all ranks in threads of this process; the first `senders` ranks send."""
-    import torch
-
-    from dagrl.channels import ChannelSpec, open_channel
-    from dagrl.refit import RefitReceiver, RefitSender
-    from dagrl.runtime.worker_group import free_address
-
     address = free_address(None)
 
     def rank(number: int) -> None:
@@ -225,6 +208,4 @@ def _read(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    import torch
-
     return torch.equal(first.contiguous().view(-1).view(torch.uint8), second.contiguous().view(-1).view(torch.uint8))

@@ -11,9 +11,10 @@ import sys
 import time
 from collections.abc import Mapping
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from dagrl.channels import Channel, open_channel
 from dagrl.config import Json
@@ -24,9 +25,6 @@ from dagrl.refit.slices import tensor_shapes
 from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.refit.transfers import DeltaMode
 from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MODES: tuple[DeltaMode, ...] = ("off", "lossless")
 DEADLINE_S = 300.0

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dagrl.bench.refit_cases import RefitCase
 from dagrl.bench.refit_sides import megatron_model, modules_side
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.megatron import groups
 
 _AXES = ("tp", "cp", "dp", "pp")
 
@@ -65,8 +66,6 @@ class Resharding:
     def close(self) -> None:
         """Leaves the common world."""
         from megatron.core.resharding import clear_service_cache
-
-        from dagrl.workers.megatron import groups
 
         clear_service_cache()  # cached services hold the world's groups
         self._model = self._groups = None

@@ -21,6 +21,8 @@ from dagrl.config import PolicyConfig
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
+from dagrl.workers.megatron import cpu, groups
+from dagrl.workers.megatron.architecture import read_architecture
 from dagrl.workers.vllm.features import local_name
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -55,8 +57,6 @@ def modules_side(slices: Sequence[WeightSlice], model: Any) -> Side:
 def megatron_model(case: RefitCase, layout: ParallelLayout, rank: int, address: str, device: torch.device) -> Any:
     """Builds the model of rank `rank` of `layout`. Collective; the ranks meet at `address` and leave their groups
     afterwards."""
-    from dagrl.workers.megatron import cpu, groups
-    from dagrl.workers.megatron.architecture import read_architecture
     from dagrl.workers.megatron.model import build_model
 
     cpu.adapt()

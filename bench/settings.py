@@ -33,12 +33,11 @@ import numpy as np
 from dagrl.bench.models import SHAPES, ModelShape, write_model
 from dagrl.bench.report import Row, print_rows
 from dagrl.bench.train_inputs import add_model_arguments, one_gpu_config, report_measured, single_worker, train_batch
+from dagrl.runtime.shapes import Batch
+from dagrl.workers.megatron import MegatronWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from dagrl.runtime.shapes import Batch
-    from dagrl.workers.megatron import MegatronWorker
 
 GIB = 1 << 30
 VOCABULARY = 4096
@@ -110,8 +109,6 @@ def measure(options: argparse.Namespace, directory: Path) -> list[Row]:
     """Measures all settings in every turn, on one worker. The first step of a turn starts with another setting's memory."""
     import torch
 
-    from dagrl.workers.megatron import MegatronWorker
-
     gpu, settings = torch.cuda.is_available(), COMPARISONS[options.comparison]
     model = write_model(MODELS[options.model], directory, options.precision)
     batches = {"train_micro_batch_size": options.micro, "logprob_batch_size": options.micro}
@@ -151,8 +148,6 @@ def make_batch(options: argparse.Namespace) -> Batch:
 
 def long_tailed_batch(options: argparse.Namespace) -> Batch:
     """Returns random tokens; the first quarter of each sequence is its prompt, without loss."""
-    from dagrl.runtime.shapes import Batch
-
     generator = np.random.default_rng(0)
     lengths = generator.lognormal(np.log(options.median), SIGMA, options.rows).clip(4, options.length).astype(np.int64)
     positions = np.arange(lengths.max())[None, :]  # the batch's smallest bucket
@@ -237,8 +232,6 @@ def runs_within(worker: MegatronWorker, batch: Batch, setting: Setting, limit: i
 
 def rows_of(batch: Batch) -> Batch:
     """Returns the fields of a batch that log-probabilities need."""
-    from dagrl.runtime.shapes import Batch
-
     return Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
 
 

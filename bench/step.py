@@ -26,18 +26,26 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline, hurried
+from dagrl.bench.plain import train_plain, with_plain_workers
 from dagrl.bench.report import Row, add_outputs, drawing, print_rows, report_rows
+from dagrl.config import Config
+from dagrl.config.file import load_config
+from dagrl.config.settings import device_count, generation_config
+from dagrl.errors import ConfigError
+from dagrl.rl.rewards import RewardRunner
+from dagrl.run.checkpoint_store import TrainState
+from dagrl.run.loops.async_grpo import train_async
+from dagrl.run.loops.grpo import train_grpo
+from dagrl.run.plans import grpo_plans
+from dagrl.run.session import Session
+from dagrl.run.start import open_session
 from dagrl.telemetry.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE, UPDATE_PAUSE
-
-if TYPE_CHECKING:
-    from dagrl.config import Config
-    from dagrl.rl.rewards import RewardRunner
-    from dagrl.run.session import Session
+from dagrl.telemetry.record import read_metrics
 
 CONFIG = Path(__file__).with_name("step.yaml")
 Metrics = Mapping[str, Any]
@@ -121,8 +129,6 @@ def add_run_arguments(parser: argparse.ArgumentParser, config: Path) -> None:
 @contextmanager
 def run_config(options: argparse.Namespace, defaults: Sequence[str] = ()) -> Iterator[Config]:
     """Yields the configuration of the options, with a temporary output directory. `defaults` precede the options."""
-    from dagrl.config.file import load_config
-
     logging.getLogger("dagrl").setLevel("ERROR")  # its warnings concern settings measured on purpose
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
@@ -141,8 +147,6 @@ def at_rest(config: Config) -> Config:
 
 def chosen(text: str, among: Sequence[Variant] = (*ON_REQUEST, *VARIANTS)) -> list[Variant]:
     """Returns the variants named by `--variants`, in order. Raises ConfigError for an unknown name."""
-    from dagrl.errors import ConfigError
-
     named = {variant.name: variant for variant in among}
     names = [name.strip() for name in text.split(";")]
     if unknown := [name for name in names if name not in named]:
@@ -157,12 +161,6 @@ def measure(
 
     Each turn starts from the first weights, saved in `first_weights`, or from the current ones if None.
     """
-    from dagrl.bench.plain import with_plain_workers
-    from dagrl.errors import ConfigError
-    from dagrl.rl.rewards import RewardRunner
-    from dagrl.run.plans import grpo_plans
-    from dagrl.run.start import open_session
-
     if OVERLAPPED in variants and not config.grpo.overlap_training:
         raise ConfigError(
             f"--variants has {OVERLAPPED.name!r}, but grpo.overlap_training is false; set it and overlap_logprobs to true"
@@ -195,11 +193,6 @@ def run_variant(
     config: Config, session: Session, reward: RewardRunner, variant: Variant, first_weights: Path | None
 ) -> Sequence[Metrics]:
     """Returns the metrics of one variant's counted steps. Without `first_weights` it continues from the current weights."""
-    from dagrl.bench.plain import train_plain
-    from dagrl.run.loops.async_grpo import train_async
-    from dagrl.run.loops.grpo import train_grpo
-    from dagrl.telemetry.record import read_metrics
-
     counted, burst = counted_steps(config, variant), variant.age + 1
     session = begin_again(session, config, variant, first_weights, burst + counted + burst)
     before = len(read_metrics(session.recorder.paths.metrics))
@@ -219,9 +212,6 @@ def counted_steps(config: Config, variant: Variant) -> int:
 
 def begin_again(session: Session, config: Config, variant: Variant, first_weights: Path | None, steps: int) -> Session:
     """Returns the session for `steps` GRPO steps of `variant`, from the first weights if given."""
-    from dagrl.config.settings import generation_config
-    from dagrl.run.checkpoint_store import TrainState
-
     settings = config.grpo.async_grpo.model_copy(
         update={
             "enabled": variant.enabled,
@@ -249,8 +239,6 @@ def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]]
     `update_pause_s` and `policy_age_max` are maxima over all steps. MFU covers the train GPUs, in the optimizer step and
     over the whole step (counting the FLOPs of one optimizer step); 0 if the device's peak is unknown.
     """
-    from dagrl.config.settings import device_count
-
     steps, devices = [step for part in rounds for step in part], device_count(config)
 
     def mean(value: Callable[[Metrics], float]) -> float:

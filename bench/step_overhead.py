@@ -26,6 +26,7 @@ import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
 from dagrl.bench.report import Row, add_outputs, drawing, print_rows, report_rows, whole_numbers
+from dagrl.config import ClusterConfig
 from dagrl.errors import LayoutError
 from dagrl.graphs.generate import generate
 from dagrl.graphs.logprobs import logprobs, reference_logprobs
@@ -33,6 +34,7 @@ from dagrl.graphs.refit import refit
 from dagrl.graphs.train import demonstration_step, train_step
 from dagrl.refit import RefitReport, merge_reports
 from dagrl.rl.generation import FinishedRequest, Generated, merge_generated, pack_generated
+from dagrl.run.cluster import ray_cluster
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase
@@ -173,9 +175,6 @@ def measure(kind: str, layout: ParallelLayout, steps: int) -> list[Row]:
 def groups(kind: str, layout: ParallelLayout, *, idle: bool = False) -> Iterator[list[WorkerGroup]]:
     """Yields the workers of each role, on a Ray cluster of their own."""
     worker = IdleWorker if idle else SleepingWorker
-    from dagrl.config import ClusterConfig
-    from dagrl.run.cluster import ray_cluster
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), num_gpus=0), {"OMP_NUM_THREADS": "1"}))

@@ -41,6 +41,8 @@ from dagrl.config import Config
 from dagrl.errors import ConfigError, RunError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
+from dagrl.workers.megatron.architecture import read_architecture
+from dagrl.workers.megatron.flops import peak_tflops, step_tflop
 
 MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "30b": "qwen3-30b-a3b"}
 _CASE = re.compile(
@@ -192,9 +194,6 @@ def profiled(rows: Sequence[Row], ours: DagrlSteps, case: TrainCase, batch: Batc
 
     `parts_ms` is the time of the kernels by kind, `layers_mfu` the MFU of the step less its output layer.
     """
-    from dagrl.workers.megatron.architecture import read_architecture
-    from dagrl.workers.megatron.flops import step_tflop
-
     parts, row = ours.parts(), rows[0]
     layers_ms = row["step_ms"] - sum(parts.parts_ms.get(kind, 0.0) for kind in HEAD)
     headless = step_tflop(replace(read_architecture(case.shape.config), vocabulary=0), batch["lengths"])
@@ -232,9 +231,6 @@ def as_row(
 
     `overhead_ms` is the part of dagrl's step in which none of its workers ran.
     """
-    from dagrl.workers.megatron.architecture import read_architecture
-    from dagrl.workers.megatron.flops import peak_tflops, step_tflop
-
     low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
     gpus, tokens = case.layout.world_size, int(batch["lengths"].sum())
     tflops = float(step_tflop(read_architecture(case.shape.config), batch["lengths"])) / middle / gpus

@@ -8,20 +8,18 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from dagrl.bench.report import Row, add_outputs, report_rows
+from dagrl.config import Config
 from dagrl.errors import ConfigError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.megatron import MegatronWorker
-
-if TYPE_CHECKING:
-    from dagrl.config import Config
 
 Worker = TypeVar("Worker", bound=MegatronWorker)
 
@@ -67,8 +65,6 @@ def add_model_arguments(
 
 def one_gpu_config(model: Path, length: int, policy: Mapping[str, object]) -> Config:
     """Returns the configuration of one Megatron worker on `model`, with the keys of `policy`."""
-    from dagrl.config import Config
-
     section = {"model_name": str(model), "max_total_sequence_length": length, **policy}
     return Config.model_validate({"name": "bench", "algorithm": "sft", "data": {}, "policy": section})
 

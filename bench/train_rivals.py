@@ -9,15 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from dagrl.bench.train_parts import StepParts
+from dagrl.bench.train_worker import TrainBenchWorker
 from dagrl.bench.turns import Side
-from dagrl.config import Config
+from dagrl.config import ClusterConfig, Config
 from dagrl.errors import RunError
+from dagrl.graphs.train import demonstration_step
+from dagrl.run.cluster import ray_cluster
+from dagrl.runtime.actors import Resources
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.split import split_rows
 from dagrl.runtime.worker import WorkerContext
+from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.telemetry.metrics import merge_step_metrics
 
 DEADLINE_S = 60.0
 
@@ -42,12 +50,6 @@ class DagrlSteps:
         self.device_name = torch.cuda.get_device_name() if cuda else ""
 
     def __enter__(self) -> DagrlSteps:
-        from dagrl.bench.train_worker import TrainBenchWorker
-        from dagrl.config import ClusterConfig
-        from dagrl.run.cluster import ray_cluster
-        from dagrl.runtime.actors import Resources
-        from dagrl.runtime.worker_group import WorkerGroup
-
         gpus = 1.0 if self.device == "cuda" else 0.0
         self._stack.enter_context(ray_cluster(ClusterConfig(num_cpus=max(4, os.cpu_count() or 4))))
         config = Config.model_validate({"name": "train", "algorithm": "sft", "data": {}, "policy": {}})
@@ -63,8 +65,6 @@ class DagrlSteps:
         self._stack.close()
 
     def begin(self, layout: ParallelLayout, config: Config, batch: Batch) -> None:
-        from dagrl.runtime.worker_group import WorkerGroup
-
         self._case, self._batch, self._config = ExitStack(), batch, config
         self.losses, self.overheads = [], []
         self.group = WorkerGroup.from_actors(self._actors[: layout.world_size], layout, call_timeout_s=DEADLINE_S)
@@ -75,10 +75,6 @@ class DagrlSteps:
         ]
 
     def ready(self) -> None:
-        from dagrl.graphs.train import demonstration_step
-        from dagrl.runtime.options import SchedulerOptions
-        from dagrl.runtime.schedule import Scheduler
-
         self.group.wait(self._building, Deadline(DEADLINE_S, "DEADLINE_S"), "become")
         options = SchedulerOptions(fallback="error", warmup_s=DEADLINE_S)
         self._scheduler = self._case.enter_context(Scheduler([self.group], options))
@@ -90,9 +86,6 @@ class DagrlSteps:
         self._scheduler.warmup()
 
     def take(self, steps: int) -> list[float]:
-        from dagrl.graphs.train import demonstration_step
-        from dagrl.telemetry.metrics import merge_step_metrics
-
         seconds = []
         for _ in range(steps):
             start = time.perf_counter()

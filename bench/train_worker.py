@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import TYPE_CHECKING
 
+from dagrl.bench.train_parts import StepParts, step_parts
 from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext
-from dagrl.workers.megatron import MegatronWorker
-
-if TYPE_CHECKING:
-    from dagrl.bench.train_parts import StepParts
+from dagrl.workers.megatron import MegatronWorker, cpu
 
 
 class TrainBenchWorker(MegatronWorker):
@@ -20,8 +17,6 @@ class TrainBenchWorker(MegatronWorker):
 
     def setup(self, address: str) -> None:
         """Imports what a worker needs."""
-        from dagrl.workers.megatron import cpu
-
         cpu.adapt()
         import dagrl.workers.megatron.trainer
 
@@ -46,8 +41,6 @@ class TrainBenchWorker(MegatronWorker):
         """Runs one step under torch's profiler. Returns where the GPU's time went."""
         import torch
         from torch.profiler import ProfilerActivity, profile
-
-        from dagrl.bench.train_parts import step_parts
 
         start = time.perf_counter()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
