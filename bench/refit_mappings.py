@@ -136,32 +136,3 @@ TABLE = [
     *(RefitMapping(QWEN3_30B, train, 2, 8, fp8=True) for train in (_EP4TP2DP2, _EP4TP2PP2, _EP8PP2, _EP8DP2)),
     *LARGEST,
 ]
-
-
-def parameters(model: Hf) -> int:
-    """Counts the model's parameters from its published sizes, the reference for a plan's bytes. Qwen3 and DeepSeek only."""
-    hidden, vocabulary, count = model["hidden_size"], model["vocab_size"], model["num_hidden_layers"]
-    total: int = vocabulary * hidden * (1 if model.get("tie_word_embeddings") else 2) + hidden
-    for layer in range(count):
-        total += 2 * hidden + (_latent(model) if "kv_lora_rank" in model else _grouped(model))
-        routed = model.get("n_routed_experts", 0) if layer >= model.get("first_k_dense_replace", 0) else 0
-        experts = model.get("num_experts", 0) or routed
-        if not experts:
-            total += 3 * hidden * model["intermediate_size"]
-            continue
-        total += experts * hidden + 3 * experts * hidden * model["moe_intermediate_size"]
-        if "n_shared_experts" in model:
-            total += experts + 3 * hidden * model["moe_intermediate_size"]
-    return total
-
-
-def _grouped(model: Hf) -> int:
-    heads, kv_heads, dim = model["num_attention_heads"], model["num_key_value_heads"], model["head_dim"]
-    return int(model["hidden_size"] * dim * (2 * heads + 2 * kv_heads) + 2 * dim)
-
-
-def _latent(model: Hf) -> int:
-    hidden, heads, query, kv = (model[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"))
-    nope, rope, value = model["qk_nope_head_dim"], model["qk_rope_head_dim"], model["v_head_dim"]
-    down = hidden * (query + kv + rope) + query + kv
-    return int(down + heads * (query * (nope + rope) + kv * (nope + value)) + hidden * heads * value)
