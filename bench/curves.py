@@ -16,22 +16,18 @@ from itertools import accumulate, product
 from operator import add
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
 from dagrl.bench.report import Row, drawing, print_rows, report_rows
-from dagrl.bench.step import VARIANTS, Variant, add_run_arguments, begin_again, chosen, run_config
+from dagrl.bench.step import VARIANTS, Variant, add_run_arguments, begin_again, chosen, run_config, run_loop
 from dagrl.config import Config
 from dagrl.rl.rewards import RewardRunner
-from dagrl.run.loops.async_grpo import train_async
-from dagrl.run.loops.grpo import train_grpo
 from dagrl.run.loops.sft import train_sft
 from dagrl.run.plans import grpo_plans
 from dagrl.run.session import Session
 from dagrl.run.start import open_session
-from dagrl.telemetry.record import read_metrics
 
 CONFIG = Path(__file__).parents[1] / "examples" / "grpo_quickstart.yaml"
 DEFAULT = "sync; in flight, age 1; in flight, age 4"
@@ -89,12 +85,8 @@ def run_variant(
     session = begin_again(session, config, variant, first_weights, config.grpo.max_num_steps)
     data = config.data.model_copy(update={"seed": seed})
     session = replace(session, config=session.config.model_copy(update={"seed": seed, "data": data}))
-    before, started = len(read_metrics(session.recorder.paths.metrics)), time.time()
-    (train_async if variant.enabled else train_grpo)(session, reward)
-    session.checkpoints.parts.clear()
-    lines: list[dict[str, Any]] = [
-        dict(line) for line in read_metrics(session.recorder.paths.metrics)[before:] if "reward/mean" in line
-    ]
+    started = time.time()
+    lines = [line for line in run_loop(session, reward, variant) if "reward/mean" in line]
     return {
         "variant": variant.name,
         "seed": seed,

@@ -11,13 +11,12 @@ last step is executed again.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from dagrl.bench.report import add_outputs, write_result
+from dagrl.bench.report import add_outputs, report_medians
 from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.run.reexecute import Request, replay_step
@@ -48,24 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measures and prints."""
-    found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+    found: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
     with tempfile.TemporaryDirectory() as directory:
         for number in range(options.rounds):
             for on in found:
-                overrides = [
-                    *QUIET,
-                    *(SHORT if options.config == CONFIG else ()),
-                    *options.overrides,
-                    f"grpo.max_num_steps={options.steps}",
-                ]
-                own = [f"policy.deterministic={str(on).lower()}", f"output_dir={directory}", f"name={on}-{number}"]
-                found[on].append(measure(load_config(options.config, [*overrides, *own])))
-    result = {
-        "on" if on else "off": {key: median(one[key] for one in rounds) for key in rounds[0]} for on, rounds in found.items()
-    }
-    write_result(options.json, {"steps": options.steps, "rounds": options.rounds, **result})
-    for name, values in result.items():
-        sys.stdout.write(f"{name}: {', '.join(f'{key} {value:.4g}' for key, value in values.items())}\n")
+                overrides = [*QUIET, *(SHORT if options.config == CONFIG else ()), *options.overrides]
+                own = [f"policy.deterministic={str(on == 'on').lower()}", f"output_dir={directory}", f"name={on}-{number}"]
+                config = load_config(options.config, [*overrides, f"grpo.max_num_steps={options.steps}", *own])
+                found[on].append(measure(config))
+    report_medians(options.json, {"steps": options.steps, "rounds": options.rounds}, found)
 
 
 def measure(config: Config) -> dict[str, float]:

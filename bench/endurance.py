@@ -28,6 +28,7 @@ import ray
 
 from dagrl.bench.overhead import bench_cluster
 from dagrl.bench.report import Row, add_outputs, write_result
+from dagrl.bench.variants import scatter_gather
 from dagrl.bench.worker import BenchWorker
 from dagrl.machine import DEV_SHM
 from dagrl.runtime.executors.node import drain_runs
@@ -41,12 +42,6 @@ WINDOW = 1000
 TURNS, TURN = 40, 200  # turns, and replays per turn, of the worn and the fresh graph
 EDGE_BYTES = 64_000_000
 PASSES = 50
-
-
-@phase
-def every_worker(train: Shard, value: Input) -> Value:
-    """Sends the input to every worker and every result to the driver."""
-    return train.map("step", value)
 
 
 @phase
@@ -134,7 +129,7 @@ def _against_fresh(worn: Scheduler) -> float:
 @contextmanager
 def _ready(group: WorkerGroup) -> Iterator[Scheduler]:
     with _scheduler(group, 1 << 16) as scheduler:
-        scheduler.add(every_worker, warmup_value=b"x")
+        scheduler.add(scatter_gather, warmup_value=b"x")
         scheduler.compile()
         scheduler.warmup()
         yield scheduler
@@ -143,7 +138,7 @@ def _ready(group: WorkerGroup) -> Iterator[Scheduler]:
 def _one(scheduler: Scheduler) -> float:
     """Returns the seconds of one replay."""
     started = time.perf_counter()
-    scheduler.replay(every_worker, b"x").result()
+    scheduler.replay(scatter_gather, b"x").result()
     return time.perf_counter() - started
 
 

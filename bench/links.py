@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.bench.report import add_outputs, write_result
+from dagrl.bench.report import add_outputs, report_medians
 from dagrl.runtime.edges.link import LinkReader, LinkWriter
 from dagrl.runtime.edges.tls import TlsFiles
 
@@ -44,12 +44,7 @@ def run(options: argparse.Namespace) -> None:
         for _ in range(options.rounds):
             for name, tls in files.items():
                 found[name].append(measure(tls, options.messages))
-    result = {
-        name: {key: statistics.median(one[key] for one in rounds) for key in rounds[0]} for name, rounds in found.items()
-    }
-    write_result(options.json, {"rounds": options.rounds, "large_bytes": LARGE, **result})
-    for name, values in result.items():
-        print(f"{name}: {', '.join(f'{key} {value:.4g}' for key, value in values.items())}")
+    report_medians(options.json, {"rounds": options.rounds, "large_bytes": LARGE}, found)
 
 
 def make_certificates(directory: Path) -> TlsFiles:

@@ -17,6 +17,7 @@ import torch
 
 from dagrl.bench.refit_cases import RefitCase
 from dagrl.bench.refit_truth import described
+from dagrl.bench.vllm_models import as_rank
 from dagrl.config import PolicyConfig
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
@@ -103,11 +104,7 @@ def _vllm_model(case: RefitCase, rank: int, device: torch.device) -> tuple[Any, 
             parallel_state.init_distributed_environment(1, 0, f"file://{directory}/store", device.index, "nccl")
         parallel_state.destroy_model_parallel()  # left by an earlier model; only models with experts have an expert group
         parallel_state.initialize_model_parallel(1, 1)
-        groups = [parallel_state.get_tp_group()]
-        if "num_experts" in case.config:
-            groups.append(parallel_state.get_ep_group())
-        for group in groups:
-            group.world_size, group.rank_in_group, group.ranks = case.tp, rank, list(range(case.tp))
+        as_rank(case.tp, rank)
         config.parallel_config.tensor_parallel_size = case.tp
         with set_default_torch_dtype(torch.bfloat16), device:
             return initialize_model(config), config

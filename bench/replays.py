@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from dagrl.bench.report import Row
-from dagrl.bench.variants import DEADLINE_S, Actors, StepSetup, steps
+from dagrl.bench.variants import DEADLINE_S, Actors, Step, StepSetup, steps
 from dagrl.bench.worker import SMALL, payload
 
 PAUSE_S, WAIT_S = 0.25, 3.0
@@ -39,15 +39,14 @@ def first_steps(workers: int, actors: Actors, schedulers: int) -> Row:
 def _first_and_later(actors: Actors) -> tuple[float, float]:
     value = payload(SMALL)
     with steps(StepSetup("scatter-gather", SMALL, SMALL), actors, ("dagrl_compiled",)) as (step,):
-        started = time.perf_counter()
-        step.run(value)
-        first = time.perf_counter() - started
-        later = []
-        for _ in range(LATER):
-            started = time.perf_counter()
-            step.run(value)
-            later.append(time.perf_counter() - started)
+        first, *later = (_seconds(step, value) for _ in range(1 + LATER))
     return first, float(np.median(later))
+
+
+def _seconds(step: Step, value: object) -> float:
+    started = time.perf_counter()
+    step.run(value)
+    return time.perf_counter() - started
 
 
 def waiting(workers: int, actors: Actors, replays: int) -> Row:
@@ -60,12 +59,9 @@ def waiting(workers: int, actors: Actors, replays: int) -> Row:
     used, value = actors.first(workers), payload(SMALL)
     held = used.of["dagrl_compiled"]
     with steps(StepSetup("scatter-gather", SMALL, SMALL), used, ("dagrl_compiled",)) as (step,):
-        taken, spent = np.empty(replays), -_cpu_s(held)
-        for number in range(replays):
-            started = time.perf_counter()
-            step.run(value)
-            taken[number] = time.perf_counter() - started
-        spent += _cpu_s(held)
+        before = _cpu_s(held)
+        taken = np.array([_seconds(step, value) for _ in range(replays)])
+        spent = _cpu_s(held) - before
         burnt = _burnt_while_waiting(held, lambda: step.run(value))
     middle, late, latest = np.percentile(taken * 1e6, [50, 99, 99.9]).round(1).tolist()
     return {

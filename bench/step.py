@@ -195,13 +195,17 @@ def run_variant(
     """Returns the metrics of one variant's counted steps. Without `first_weights` it continues from the current weights."""
     counted, burst = counted_steps(config, variant), variant.age + 1
     session = begin_again(session, config, variant, first_weights, burst + counted + burst)
+    return run_loop(session, reward, variant)[burst : burst + counted]
+
+
+def run_loop(session: Session, reward: RewardRunner, variant: Variant) -> Sequence[Metrics]:
+    """Returns the metrics that the variant's loop adds to the session's."""
     before = len(read_metrics(session.recorder.paths.metrics))
     session.replays.close_step(tokens=0)
     loop = train_plain if variant.plain else train_async if variant.enabled else train_grpo
     loop(session, reward)
     session.checkpoints.parts.clear()
-    first = before + burst
-    return read_metrics(session.recorder.paths.metrics)[first : first + counted]
+    return read_metrics(session.recorder.paths.metrics)[before:]
 
 
 def counted_steps(config: Config, variant: Variant) -> int:
