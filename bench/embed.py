@@ -17,7 +17,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,16 +54,10 @@ def _measure(options: argparse.Namespace) -> Iterator[list[Row]]:
     rows: list[Row] = []
     parts = [(_calls, workers) for workers in options.workers] + [(_steps, workers) for workers in options.step_workers]
     for measure, workers in parts:
-        with _cluster(workers):
+        # verl's pools ask for ten CPUs per worker
+        with ray_cluster(ClusterConfig(num_cpus=10 * workers), verl_steps.ON_CPU | {"OMP_NUM_THREADS": "1"}):
             rows += measure(workers, options)
         yield rows
-
-
-@contextmanager
-def _cluster(workers: int) -> Iterator[None]:
-    """A local cluster with what verl's pools ask for: ten CPUs per worker."""
-    with ray_cluster(ClusterConfig(num_cpus=10 * workers), verl_steps.ON_CPU | {"OMP_NUM_THREADS": "1"}):
-        yield
 
 
 def _calls(workers: int, options: argparse.Namespace) -> Iterator[Row]:

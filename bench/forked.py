@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,8 @@ def run_forked(target: Callable[..., None], arguments: tuple[Any, ...], seconds:
 def reason_of(error: BaseException) -> str:
     """Returns the error's class, message, and place in the code."""
     message = " ".join(str(error).split())[:300]
-    where = error.__traceback__
-    while where is not None and where.tb_next is not None:
-        where = where.tb_next
-    at = "" if where is None else f" ({Path(where.tb_frame.f_code.co_filename).name}:{where.tb_lineno})"
-    return f"{type(error).__name__}: {message}{at}"
+    *_, where = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {message} ({Path(where.filename).name}:{where.lineno})"
 
 
 def _told(target: Callable[..., None], arguments: tuple[Any, ...], writer: Any, leads: bool) -> None:

@@ -122,11 +122,12 @@ def measure(plan: Plan, deadline: BenchDeadline) -> Iterator[list[Row]]:
     with bench_cluster(plan.hosts) as host_resources:
         actors = Actors.start(max(plan.workers), host_resources, plan.variants)
         wait_for_quiet(plan.effort.settle_s)
+        nearest = min(plan.workers, key=lambda workers: abs(workers - FIRST_STEP_WORKERS))
         for workers in plan.workers:
             for case in deadline.each(_cases(plan, workers), partial(_name_of_case, workers)):
                 rows += _measure_case(plan, actors.first(workers), *case)
                 yield rows
-            if workers == _nearest(plan.workers, FIRST_STEP_WORKERS) and "dagrl_compiled" in plan.variants:
+            if workers == nearest and "dagrl_compiled" in plan.variants:
                 counts = {FIRST_STEP: plan.first_steps, WAITING: plan.replays}
                 for shape in deadline.each([shape for shape, count in counts.items() if count]):
                     rows.append(_with_small(plan, workers, actors, shape))
@@ -237,10 +238,6 @@ def _store() -> int:
 def _name_of_case(workers: int, case: Case) -> str:
     shape, arity, shards = case
     return f"{shape} of {workers} workers" + (f", arity {arity}, {shards} shards" if shape == "reduce" else "")
-
-
-def _nearest(numbers: Sequence[int], wanted: int) -> int:
-    return min(numbers, key=lambda number: abs(number - wanted))
 
 
 def _names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

@@ -167,11 +167,14 @@ def snapshot_reference(worker: MegatronWorker, batch: Batch) -> None:
 
 def one_step(worker: MegatronWorker, batch: Batch, setting: Setting, reference: bool) -> Step:
     """Takes a step and measures it; a worker's phases synchronize with the GPU themselves."""
+    import torch
+
     before, after = preparations(worker, setting)
     rows, seconds = rows_of(batch), dict[str, float]()
     held = used_gib("current")
     seconds["logprob_inference_prep"], _ = timed(before)
-    forget_peak()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     seconds["logprobs"], _ = timed(lambda: worker.logprobs(rows))
     if reference:
         seconds["reference_logprobs"], _ = timed(lambda: worker.logprobs(rows, "reference"))
@@ -247,14 +250,6 @@ def used_gib(which: Literal["current", "peak"]) -> float:
     import torch
 
     return float(torch.cuda.memory_stats()[f"active_bytes.all.{which}"]) / GIB if torch.cuda.is_available() else 0.0
-
-
-def forget_peak() -> None:
-    """Lets the peak of used GPU memory begin at the current use."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
 
 
 def as_row(

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -92,14 +93,13 @@ def run(options: argparse.Namespace) -> None:
     """Measures, prints the table and writes the requested files. Raises RunError if a case failed."""
     cases = [parse_case(text, options.tiny) for text in options.cases]
     if options.parts:
-        require_gpu()
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError("found no GPU; --parts profiles the kernels of one")
     deadline, problems = BenchDeadline(options.deadline), dict[str, str]()
-
-    def show(rows: Sequence[Row]) -> None:
-        print_table(rows, problems)
-
     measured = measure_all(cases, options, deadline, problems)
-    report_rows(options, measured, show, plot, deadline=deadline, failed=problems)
+    report_rows(options, measured, partial(print_table, problems=problems), plot, deadline=deadline, failed=problems)
     if problems:
         raise RunError(f"{len(problems)} of {len(cases)} cases failed, see above: {', '.join(problems)}")
 
@@ -140,14 +140,6 @@ def parse_case(text: str, tiny: bool) -> TrainCase:
     sharded, own_loss, graphs, float8 = (mark in match["end"] for mark in "dmgf")
     lora, alone = bool(match["lora"]), bool(match["alone"] or match["lora"])
     return TrainCase(text.rstrip("!"), shape, layout, sharded, own_loss, graphs, float8, lora, alone)
-
-
-def require_gpu() -> None:
-    """Raises ConfigError without a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError("found no GPU; --parts profiles the kernels of one")
 
 
 def writing(
@@ -278,16 +270,7 @@ def _model(row: Row) -> str:
 def print_table(rows: Sequence[Row], problems: Mapping[str, str]) -> None:
     """Prints the rows and the failures."""
     columns = "case, who, step ms, spread, overhead ms, of plain, tokens/s/GPU, TFLOP/s/GPU, MFU, peak GiB, loss error"
-    names = (
-        "case",
-        "who",
-        "step_ms",
-        "spread_ms",
-        "overhead_ms",
-        "of_plain",
-        "tokens_per_s_per_gpu",
-        "model_tflops_per_gpu",
-    )
+    names = "case who step_ms spread_ms overhead_ms of_plain tokens_per_s_per_gpu model_tflops_per_gpu".split()
     lines = ((*(row[name] for name in names), _mfu(row), row["peak_gib"], row["loss_error"]) for row in rows)
     print_rows(columns.split(", "), lines, hardware())
     for case, problem in problems.items():

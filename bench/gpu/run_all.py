@@ -230,14 +230,10 @@ def _result(job: Job, code: int | None, out: Path) -> tuple[str, str]:
         return "FAILED", f"exit code {code}"
     if job.part != "tests":
         return _measured(out / f"{job.name}.json")
-    counted = _counted(_lines(job, out))
+    lines = (out / f"{job.name}.log").read_text(errors="replace").splitlines()
+    summaries = [line.strip("= ") for line in lines if re.search(r"\d+ (passed|skipped|deselected)", line)]
+    counted = summaries[-1] if summaries else "no test ran"
     return ("passed" if re.search(r"\d+ passed", counted) else "left out"), counted
-
-
-def _counted(lines: Sequence[str]) -> str:
-    """Returns pytest's summary."""
-    found = [line.strip("= ") for line in lines if re.search(r"\d+ (passed|skipped|deselected)", line)]
-    return found[-1] if found else "no test ran"
 
 
 def _measured(path: Path) -> tuple[str, str]:
@@ -247,10 +243,6 @@ def _measured(path: Path) -> tuple[str, str]:
     report = json.loads(path.read_text())
     left_out = report.get("left_out", {})
     return ("passed" if report.get("rows") or report.get("cases") or not left_out else "left out"), by_reason(left_out)
-
-
-def _lines(job: Job, out: Path) -> list[str]:
-    return (out / f"{job.name}.log").read_text(errors="replace").splitlines()
 
 
 def _keep_run(job: Job, out: Path) -> str:
