@@ -124,8 +124,10 @@ class PlainDriver:
         )
         batch = batch.with_scalars(engine_steps=ALL_STEPS)
         rows = np.array_split(np.arange(len(episodes), dtype=np.intp), self._generation.layout.dp)
-        shards = self._call("generate", self._generation, "generate", [batch.select(mine) for mine in rows])
-        for generated in cast("Sequence[Generated]", shards):
+        layout = self._generation.layout
+        with self._session.replays.clock.measure("generate"):
+            every = self._get("generate", self._generation, "generate", [batch.select(mine) for mine in rows])
+        for generated in cast("Sequence[Generated]", [every[layout.shard(dp)[0]] for dp in range(layout.dp)]):
             for made in (generated.request(row) for row in range(len(generated))):
                 episodes[made.request_id].append(made)
                 episodes[made.request_id].finish_reason = made.finish_reason
@@ -189,12 +191,6 @@ class PlainDriver:
         rows = split_rows(lengths, self._train.layout.dp)
         bucket = choose_bucket(self._buckets[phase], max(map(len, rows)), int(lengths.max()))
         return Split(tuple(rows), bucket, batch.tokens), [batch.select(mine).pad(bucket) for mine in rows]
-
-    def _call(self, phase: str, group: WorkerGroup, method: str, shares: Sequence[Batch]) -> list[Any]:
-        """Returns the result of the first worker of each shard."""
-        with self._session.replays.clock.measure(phase):
-            every = self._get(phase, group, method, shares)
-        return [every[group.layout.shard(dp)[0]] for dp in range(group.layout.dp)]
 
     def _get(self, phase: str, group: WorkerGroup, method: str, shares: Sequence[Batch], *args: object) -> list[Any]:
         """Returns every worker's result for its shard's share, passed through the object store."""

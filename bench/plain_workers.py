@@ -109,12 +109,9 @@ class PlainMegatronWorker(_Timed, MegatronWorker):
 
     def _held_by(self, stage: int) -> tuple[list[int], list[dict[str, list[WeightSlice]]]]:
         """Returns the ranks of a stage's first replica and their slices by local tensor. Computed once, not per refit."""
-        ranks = [rank for rank in range(self.context.layout.world_size) if self._in_first_replica(rank, stage)]
+        places = enumerate(map(self.context.layout.coordinates, range(self.context.layout.world_size)))
+        ranks = [rank for rank, where in places if (where.pp, where.dp, where.cp) == (stage, 0, 0)]
         return ranks, [_by_tensor(self._slices_of(rank)) for rank in ranks]
-
-    def _in_first_replica(self, rank: int, stage: int) -> bool:
-        where = self.context.layout.coordinates(rank)
-        return where.pp == stage and where.dp == 0 and where.cp == 0
 
     def _parts(
         self,
@@ -194,14 +191,6 @@ def _open_group(address: str, rank: int, size: int, timeout_s: float, device: to
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _packed_bytes(device: torch.device) -> int:
-    import torch
-
-    if device.type == "cpu":
-        return PACKED_BYTES_ON_CPU
-    return int(torch.cuda.get_device_properties(device).total_memory * PACKED_SHARE)
-
-
 def _by_tensor(slices: Sequence[WeightSlice]) -> dict[str, list[WeightSlice]]:
     found: dict[str, list[WeightSlice]] = {}
     for piece in expand(slices):
@@ -229,8 +218,12 @@ def _assemble(parts: Sequence[Tensor], slices: Sequence[Sequence[WeightSlice]]) 
 
 def _runs(described: Described, device: torch.device) -> Iterator[Described]:
     """Groups tensors into packed buffers: each ends with the tensor that reaches the buffer's size."""
+    import torch
+
     run: Described = []
-    limit, size = _packed_bytes(device), 0
+    limit, size = PACKED_BYTES_ON_CPU, 0
+    if device.type == "cuda":
+        limit = int(torch.cuda.get_device_properties(device).total_memory * PACKED_SHARE)
     for item in described:
         run.append(item)
         size += _bytes(item)

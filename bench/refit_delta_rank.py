@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dagrl.channels import Channel, open_channel
 from dagrl.config import Json
-from dagrl.refit import RefitReceiver, RefitReport, RefitSender, WeightSlice, commit_together
+from dagrl.refit import RefitReceiver, RefitSender, WeightSlice, commit_together
 from dagrl.refit.carry import delta
 from dagrl.refit.meet import Meeting, Side, meet
 from dagrl.refit.slices import tensor_shapes
@@ -94,9 +95,7 @@ def train(address: str, learning_rate: float, steps: int, layers: int) -> dict[s
     trainer = Trainer(layers, learning_rate)
     slices, tensors = slices_of(trainer.model, dtype="bfloat16"), tensors_of(trainer.model, dtype="bfloat16")
     ends = {mode: connect("train", address, mode, slices, tensors) for mode in MODES}
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    busy: dict[str, list[float]] = {mode: [] for mode in MODES}
-    reports: dict[str, list[RefitReport]] = {mode: [] for mode in MODES}
+    taken: dict[str, list[tuple[float, float, int]]] = {mode: [] for mode in MODES}  # seconds, of the processor, and bytes
     shares: list[float] = []
     for version in range(steps + 1):
         share = trainer.step()
@@ -107,23 +106,22 @@ def train(address: str, learning_rate: float, steps: int, layers: int) -> dict[s
             with commit_together(channel, wait=True):
                 report = sender.send(version)
             if version:  # the first refit is whole, and opens connections
-                seconds[mode].append(time.perf_counter() - start)
-                busy[mode].append(time.process_time() - used)
-                reports[mode].append(report)
+                taken[mode].append((time.perf_counter() - start, time.process_time() - used, report.bytes_sent))
         shares += [share] if version else []
-    sent = {mode: median(one.bytes_sent for one in some) for mode, some in reports.items()}
+    whole_s, whole_cpu_s, whole_bytes = np.median(taken["off"], axis=0).tolist()
+    delta_s, delta_cpu_s, delta_bytes = np.median(taken["lossless"], axis=0).tolist()
     return {
         "learning_rate": learning_rate,
         "parameters": sum(master.numel() for master in trainer.masters),
         "elements_changed": round(median(shares), 5),
-        "bytes_whole": int(sent["off"]),
-        "bytes_delta": int(sent["lossless"]),
-        "bytes_ratio": round(sent["off"] / sent["lossless"], 1),
-        "whole_s": round(median(seconds["off"]), 4),
-        "delta_s": round(median(seconds["lossless"]), 4),
-        "time_ratio": round(median(seconds["off"]) / median(seconds["lossless"]), 1),
-        "whole_cpu_s": round(median(busy["off"]), 4),
-        "delta_cpu_s": round(median(busy["lossless"]), 4),
+        "bytes_whole": int(whole_bytes),
+        "bytes_delta": int(delta_bytes),
+        "bytes_ratio": round(whole_bytes / delta_bytes, 1),
+        "whole_s": round(whole_s, 4),
+        "delta_s": round(delta_s, 4),
+        "time_ratio": round(whole_s / delta_s, 1),
+        "whole_cpu_s": round(whole_cpu_s, 4),
+        "delta_cpu_s": round(delta_cpu_s, 4),
         "n": steps,
         "load": round(os.getloadavg()[0], 1),
     }

@@ -54,13 +54,23 @@ def jobs(gpus: int) -> list[Job]:
         _bench("step_overhead", "--workers", "8", *DEADLINE, gpus=0, cores=4),
         _bench("step_overhead", "--workers", "64,128", *DEADLINE, gpus=0, cores=32, name="step_overhead-128"),
         _bench("refit", *DEADLINE, gpus=2),
-        *_training(),
-        *_settings(),
+        *(
+            _bench("train", "--cases", *cases, *sizes, *DEADLINE, gpus=least, name=name)
+            for name, least, cases in TRAINING
+            for sizes in [() if "30b" in name else LARGE_MICROBATCHES]
+        ),
+        *(
+            _bench("settings", comparison, "--model", "qwen3-0.6b", *words, gpus=1, name=comparison, plot=False)
+            for comparison, words in SETTINGS.items()
+        ),
         _bench("exchange", gpus=1, plot=False),
         _bench("curves", f"{TRAIN}.data_parallel_size=1", *DEADLINE, gpus=2),
         *_steps(gpus),
-        *_peers(),
-        *_runs(),
+        *(
+            replace(_bench("peers", "--cases", *cases, *words, *DEADLINE, gpus=1, name=name, plot=False), part="peers")
+            for name, cases, words in PEERS
+        ),
+        *(Job("runs", f"run-{name}", _train(name, config, words), least) for name, config, least, words in RUNS),
         *_faults(gpus),
     ]
 
@@ -76,13 +86,6 @@ PEERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("peers-4b", ("grpo 4b 512", "sft 4b 16"), ("--apart", "--micro", "8", "--steps", "2")),
 )
 """Name, cases and options of `bench peers`; all on one GPU."""
-
-
-def _peers() -> list[Job]:
-    return [
-        replace(_bench("peers", "--cases", *cases, *words, *DEADLINE, gpus=1, name=name, plot=False), part="peers")
-        for name, cases, words in PEERS
-    ]
 
 
 DEADLINE = ("--deadline", "{seconds}")
@@ -127,26 +130,12 @@ LARGE_MICROBATCHES = ("--rows", "24", "--micro", "6")
 """For dense models: with smaller microbatches GPUs wait for launches, and the two processes differ by CPU load."""
 
 
-def _training() -> list[Job]:
-    return [
-        _bench("train", "--cases", *cases, *(() if "30b" in name else LARGE_MICROBATCHES), *DEADLINE, gpus=gpus, name=name)
-        for name, gpus, cases in TRAINING
-    ]
-
-
 SETTINGS = {
     "packing": ("--rows", "32", "--length", "2048", "--median", "320"),
     "offload": ("--rows", "16", "--length", "2048"),
     "reference": ("--rows", "16", "--length", "1024", "--micro", "8"),
 }
 """Comparisons of `bench settings` and their sizes."""
-
-
-def _settings() -> list[Job]:
-    return [
-        _bench("settings", comparison, "--model", "qwen3-0.6b", *words, gpus=1, name=comparison, plot=False)
-        for comparison, words in SETTINGS.items()
-    ]
 
 
 VARIANTS = "plain Ray; sync; sync, overlapped; in flight, age 2; in flight, age 4"
@@ -230,16 +219,8 @@ RUNS: tuple[tuple[str, str, int, Sequence[str]], ...] = (
 AXES = {"tp": "tensor_model_parallel", "pp": "pipeline_model_parallel", "dp": "data_parallel", "ep": "expert_model_parallel"}
 
 
-def _runs() -> list[Job]:
-    return [
-        Job(
-            "runs",
-            f"run-{name}",
-            _python("dagrl.cli.main", "train", config, "output_dir={out}/runs", f"name={name}", *_layouts(name), *words),
-            gpus,
-        )
-        for name, config, gpus, words in RUNS
-    ]
+def _train(name: str, config: str, words: Sequence[str]) -> tuple[str, ...]:
+    return _python("dagrl.cli.main", "train", config, "output_dir={out}/runs", f"name={name}", *_layouts(name), *words)
 
 
 def _layouts(name: str) -> Iterator[str]:
