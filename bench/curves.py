@@ -45,7 +45,6 @@ OVERRIDES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench curves`."""
     add_run_arguments(parser, CONFIG)
     parser.add_argument("--steps", type=int, default=40, help="GRPO steps per run")
     parser.add_argument("--seeds", type=int, default=3, help="runs per variant")
@@ -55,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, and writes the results after each run."""
     variants = chosen(options.variants, VARIANTS)
     deadline = BenchDeadline(options.deadline)
     with run_config(options, OVERRIDES) as config:

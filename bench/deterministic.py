@@ -37,7 +37,6 @@ TIMES = ("total", "generate", "logprobs", "train_step", "refit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
     parser.add_argument("--config", metavar="F", type=Path, default=CONFIG, help="default: the GRPO quickstart")
     parser.add_argument("--steps", type=int, default=12, help="GRPO steps of a run (default: 12)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each kind, in turns (default: 2)")
@@ -46,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures and prints."""
     found: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
     with tempfile.TemporaryDirectory() as directory:
         for number in range(options.rounds):

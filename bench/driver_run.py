@@ -133,7 +133,6 @@ def measure(trees: dict[str, Path], sizes: Sequence[int], rounds: int, steps: in
 
 
 def main() -> None:
-    """See the top of this file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--samples", default="128,1024", help="samples of a step, e.g. 128,1024")
     parser.add_argument("--steps", type=int, default=8, help="counted steps of a run")

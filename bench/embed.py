@@ -35,7 +35,6 @@ WARMUP = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench embed`."""
     add_outputs(parser, plot=False)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4, 8], help="numbers of workers")
     parser.add_argument("--bytes", type=int, nargs="*", default=[100, 1 << 20, 16 << 20], help="sizes of a whole batch")

@@ -219,7 +219,6 @@ def two_workers() -> WorkerGroup:
 
 
 def main() -> int:
-    """Measures, prints and writes the results."""
     parser = argparse.ArgumentParser(prog="dagrl.bench.endurance", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--replays", type=int, default=100_000)
     parser.add_argument("--cycles", type=int, default=100)

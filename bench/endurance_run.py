@@ -125,7 +125,6 @@ def _durations(metrics: Path) -> list[float]:
 
 
 def main() -> int:
-    """Measures, prints and writes the results."""
     parser = argparse.ArgumentParser(prog="dagrl.bench.endurance_run", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
     add_outputs(parser, plot=False)

@@ -26,14 +26,12 @@ LENGTH = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench exchange`."""
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=6, help="counted moves in each direction")
     add_outputs(parser, plot=False)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, prints the table and writes the requested file."""
     report_measured(options, measure, print_table, without_gpu="the benchmark measures copies between a GPU and the host")
 
 
@@ -87,7 +85,6 @@ def as_row(direction: str, model: str, size: int, rounds: list[tuple[float, floa
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Prints the rows."""
     names = ("direction", "gib", "seconds", "gb_per_s", "link_gb_per_s", "share")
     cells = ([row[name] for name in names] for row in rows)
     print_rows(("direction", "GiB", "seconds", "GB/s", "link GB/s", "share"), cells, rows[0]["model"])

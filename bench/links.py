@@ -30,14 +30,12 @@ LARGE = 16 << 20  # bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind, in turns (default: 5)")
     parser.add_argument("--messages", type=int, default=2000, help="small messages of a measurement (default: 2000)")
     add_outputs(parser, plot=False)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures and prints."""
     with tempfile.TemporaryDirectory() as directory:
         files = {"plain": None, "tls": make_certificates(Path(directory))}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in files}

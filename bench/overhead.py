@@ -76,7 +76,6 @@ QUICK_PLAN = Plan(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench overhead`."""
     add_outputs(parser)
     parser.add_argument("--workers", type=_counts, help="numbers of workers, e.g. 1,8,64")
     parser.add_argument("--payloads", type=whole_numbers, help="bytes of an input, e.g. 100,1048576")
@@ -97,7 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, prints the tables and writes the requested files."""
     if options.plot:
         check_plot(options.plot)
     base = QUICK_PLAN if options.quick else Plan()

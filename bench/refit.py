@@ -36,7 +36,6 @@ after its deadline."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench refit`."""
     add_outputs(parser)
     parser.add_argument(
         "--cases", nargs="*", default=[], help='only cases with these name prefixes, e.g. "4B" "30B EP2->TP2 fp8"'

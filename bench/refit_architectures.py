@@ -55,14 +55,12 @@ class ArchitectureRow:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench refit_architectures`."""
     parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
     parser.add_argument("--names", nargs="*", help="architectures (default: all that vLLM lists for text and images)")
     parser.add_argument("--seconds", type=float, default=240, help="deadline of one architecture")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Tries all architectures, prints a line for each row and writes the requested file."""
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     torch.set_num_threads(1)
     import_vllm({})

@@ -32,7 +32,6 @@ _NAMED = ("unshare", "--uts", "env")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench refit_delta`."""
     add_outputs(parser, plot=False)
     parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], help="rates of the link, in tc's units")
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-6, 1e-5], help="of AdamW")
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, prints the rows and writes the requested file."""
     for program in ("ip", "tc", "unshare"):
         if shutil.which(program) is None:
             raise MissingDependencyError(f"{program!r} is missing; install iproute2 and util-linux")

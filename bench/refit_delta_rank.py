@@ -144,7 +144,6 @@ def receive(address: str, steps: int, layers: int) -> None:
 
 
 def main(side: Literal["trainer", "engine"], address: str, learning_rate: str, steps: str, layers: str) -> None:
-    """Runs one process."""
     torch.set_num_threads(1)  # both processes share the machine
     delta.RETRY = 0  # compare also where that takes longer
     if side == "trainer":

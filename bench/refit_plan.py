@@ -46,14 +46,12 @@ class InspectRun:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench refit_plan`."""
     add_outputs(parser, plot=False)
     parser.add_argument("--mappings", nargs="*", default=[""], help="name prefixes of mappings: 4b 30b 235b dsv3")
     parser.add_argument("--rounds", type=int, default=3, help="processes per mapping")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, prints the table and writes the requested file."""
     cases = [case for case in TABLE if str(case).startswith(tuple(options.mappings))]
     if not cases or options.rounds < 1:
         raise ConfigError(

@@ -85,7 +85,6 @@ class Step:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench settings`."""
     parser.add_argument("comparison", choices=COMPARISONS)
     add_model_arguments(parser, MODELS, "tiny", rows=32, length=512)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
@@ -98,7 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, prints the table and writes the requested file."""
     import torch
 
     options.precision = options.precision or ("bfloat16" if torch.cuda.is_available() else "float32")

@@ -93,7 +93,6 @@ VARIANTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench step`."""
     add_run_arguments(parser, CONFIG)
     parser.add_argument("--steps", type=int, help="counted steps per variant, rounded up to whole bursts")
     weights = parser.add_mutually_exclusive_group()
@@ -108,7 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, prints the table and writes the requested files."""
     variants = chosen(options.variants) if options.variants else list(VARIANTS)
     deadline = BenchDeadline(options.deadline)
     with run_config(options) as config:
@@ -291,7 +289,6 @@ def _total(steps: Sequence[Metrics], name: str) -> float:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Prints the rows."""
     numbers = "exposed, idle train, idle gen, update ms, pause ms, quantum +, age, max, MFU train, MFU, KL"
     phases = [phase.replace("_", " ") for phase in PHASES]
     lines = (

@@ -126,7 +126,6 @@ class IdleWorker(SleepingWorker):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench step_overhead`."""
     parser.add_argument("--kind", choices=ROLES, default="grpo", help="the kind of step")
     parser.add_argument(
         "--workers", type=whole_numbers, default=(8,), help="numbers of workers over all roles, e.g. 8,64,128"
@@ -137,7 +136,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, prints the table and writes the requested files."""
     layouts = {workers: layout_of(options.kind, workers) for workers in options.workers}
     deadline = BenchDeadline(options.deadline)
     turns = deadline.each(layouts, "{} workers".format)
@@ -267,7 +265,6 @@ def _row(kind: str, executor: str, workers: int, samples: Sequence[tuple[float, 
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Prints the rows."""
     names = ("step_s", "busy_s", "overhead_s", "overhead_low_s", "overhead_high_s")
     lines = (
         (row["kind"], row["workers"], row["executor"], *(f"{1e3 * row[name]:.1f}" for name in names), f"{row['share']:.1%}")

@@ -72,7 +72,6 @@ class TrainCase:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dagrl bench train`."""
     parser.add_argument("--cases", nargs="+", default=["0.6b:dp1"], metavar="MODEL:LAYOUT", help="cases to measure")
     parser.add_argument("--rows", type=int, default=16, help="sequences per step, over all workers")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
