@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dagrl.bench.refit_cases import RefitCase
-from dagrl.bench.refit_sides import described_side
+from dagrl.bench.refit_truth import described
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.channels.base import wait_all
 from dagrl.channels.spec import ChannelKind
@@ -30,7 +30,7 @@ def endpoint(spec: ChannelSpec, verify: Verify) -> tuple[Channel, RefitSender | 
     """Returns the channel and this rank's end of the refit."""
     sources, destinations = CASE.sources(), CASE.destinations()
     plan = plan_refit(sources, destinations, dtype="bfloat16", aliases=CASE.aliases).for_rank(spec.rank, verify)
-    tensors = described_side((sources, destinations)[spec.rank][0], torch.device("cpu"), "").tensors
+    tensors = described((sources, destinations)[spec.rank][0], torch.device("cpu"))
     channel, end = open_channel(spec), RefitSender if spec.rank == SENDER else RefitReceiver
     return channel, end(plan, tensors, channel)
 

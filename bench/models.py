@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ class ModelShape:
     """A model's name and its `config.json`."""
 
     name: str
-    config: Mapping[str, Json] = field(default_factory=dict)
+    config: Mapping[str, Json]
 
     def with_layers(self, layers: int) -> ModelShape:
         """Returns the same model with fewer layers."""

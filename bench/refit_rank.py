@@ -31,8 +31,8 @@ from dagrl.bench.refit_rivals import (
     copied_bytes_per_second,
     raw_bytes_per_second,
 )
-from dagrl.bench.refit_sides import Side, described_side, leave_vllm, megatron_side, vllm_side
-from dagrl.bench.refit_truth import clear, fill, wrong
+from dagrl.bench.refit_sides import Side, leave_vllm, megatron_model, modules_side, vllm_side
+from dagrl.bench.refit_truth import clear, described, fill, wrong
 from dagrl.bench.refit_vllm_engines import VllmEngine
 from dagrl.bench.report import Row
 from dagrl.channels import Channel, ChannelSpec, open_channel
@@ -135,7 +135,7 @@ class Rank:
 
     def _fill(self) -> None:
         if self.is_sender:
-            fill(self.side.tensors, self.side.slices, 1)
+            fill(self.side.tensors, self.side.slices)
 
     def _run_resharding(self) -> None:
         from dagrl.bench.refit_resharding import Resharding
@@ -172,9 +172,10 @@ class Rank:
         self._let_go()
         if not self.settings.on_gpus:
             slices = (case.sources() + case.destinations())[self.rank]
-            side = described_side(slices, self.device, "tensors of the described shapes")
+            side = Side(slices, described(slices, self.device), "tensors of the described shapes")
         elif self.is_sender:
-            side = megatron_side(case, rank, self._group_addresses[0], self.device)
+            model = megatron_model(case, case.train, rank, self._group_addresses[0], self.device)
+            side = modules_side(case.sources()[rank], model)
         else:
             side = vllm_side(case, rank, self.device)
         self._built = (key, side)
@@ -375,7 +376,7 @@ class Rank:
         if is_receiver:
             clear(side.tensors)
         taken = self.control.seconds(carry, repeats or self.settings.rounds, warmup)
-        bad = wrong(side.tensors, side.slices, 1, self.case.aliases) if is_receiver else []
+        bad = wrong(side.tensors, side.slices, self.case.aliases) if is_receiver else []
         wanted = max(self.control.gather(_bytes(side.slices) if is_receiver else 0))
         median = taken[len(taken) // 2]
         row = {

@@ -40,16 +40,6 @@ class Side:
     config: Any = None
 
 
-def described_side(slices: Sequence[WeightSlice], device: torch.device, holder: str) -> Side:
-    """Returns a side of tensors with the described shapes."""
-    return Side(slices, described(slices, device), holder)
-
-
-def megatron_side(case: RefitCase, rank: int, address: str, device: torch.device) -> Side:
-    """Returns this train rank's Megatron-Core modules. Collective over the train ranks, which meet at `address`."""
-    return modules_side(case.sources()[rank], megatron_model(case, case.train, rank, address, device))
-
-
 def modules_side(slices: Sequence[WeightSlice], model: Any) -> Side:
     """Returns the parameters of `model`, from `megatron_model`, that `slices` name."""
     return Side(slices, named_tensors(slices, model.parameters()), "Megatron-Core modules")
@@ -78,7 +68,7 @@ def vllm_side(case: RefitCase, rank: int, device: torch.device) -> Side:
         return Side(slices, named_tensors(slices, parameters), "vLLM modules", model, config)
     except Exception:
         reason = traceback.format_exc().strip().splitlines()[-1]
-        return described_side(slices, device, f"tensors of vLLM's shapes (its modules: {reason})")
+        return Side(slices, described(slices, device), f"tensors of vLLM's shapes (its modules: {reason})")
 
 
 def _vllm_model(case: RefitCase, rank: int, device: torch.device) -> tuple[Any, Any]:

@@ -20,15 +20,13 @@ _SIGN_AND_FRACTION, _EXPONENT = 0x81FF, 0x3C00
 """Bits of a bfloat16 that vary (sign, fraction, two of the exponent) and bits that are set: values from 2^-7 to 2^-3."""
 
 
-def expected(
-    held: WeightSlice, version: int, device: torch.device, aliases: Mapping[str, str] | None = None
-) -> torch.Tensor:
+def expected(held: WeightSlice, device: torch.device, aliases: Mapping[str, str] | None = None) -> torch.Tensor:
     """Returns a slice's bfloat16 elements; those of a stack follow from the names of its parameters."""
     name, box = (aliases or {}).get(held.name, held.name), held.box
     names, inner = [name], box
     if STACKED in name:
         names, inner = [numbered(name, number) for number in range(*box[0])], box[1:]
-    seeds = [zlib.crc32(one.encode()) + version * 0x27D4EB2F for one in names]
+    seeds = [zlib.crc32(one.encode()) for one in names]
     mixed = torch.tensor(seeds, dtype=torch.int64, device=device)
     for dim, (start, stop) in enumerate(inner):
         mixed = mixed.unsqueeze(-1) + torch.arange(start, stop, dtype=torch.int64, device=device) * _STEPS[dim]
@@ -43,11 +41,11 @@ def _parts(tensors: Mapping[str, torch.Tensor], held: WeightSlice, truth: torch.
     return list(zip(found, truth, strict=True)) if STACKED in held.tensor else [(found[0], truth)]
 
 
-def fill(tensors: Mapping[str, torch.Tensor], slices: Sequence[WeightSlice], version: int) -> None:
-    """Writes the contents of a source of `slices` at `version`."""
+def fill(tensors: Mapping[str, torch.Tensor], slices: Sequence[WeightSlice]) -> None:
+    """Writes the contents of a source of `slices`."""
     device = next(iter(tensors.values())).device
     for held in slices:
-        parts = _parts(tensors, held, expected(held, version, device))
+        parts = _parts(tensors, held, expected(held, device))
         torch._foreach_copy_([part for part, _ in parts], [truth for _, truth in parts])
 
 
@@ -58,14 +56,11 @@ def clear(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def wrong(
-    tensors: Mapping[str, torch.Tensor],
-    slices: Sequence[WeightSlice],
-    version: int,
-    aliases: Mapping[str, str] | None = None,
+    tensors: Mapping[str, torch.Tensor], slices: Sequence[WeightSlice], aliases: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Returns the parameters (or stacks) of `slices` whose destination differs from `version` in any bit."""
+    """Returns the parameters (or stacks) of `slices` whose destination differs from the expected values in any bit."""
     device = next(iter(tensors.values())).device
-    return [held.name for held in slices if not _holds(tensors, held, expected(held, version, device, aliases))]
+    return [held.name for held in slices if not _holds(tensors, held, expected(held, device, aliases))]
 
 
 def _holds(tensors: Mapping[str, torch.Tensor], held: WeightSlice, truth: torch.Tensor) -> bool:

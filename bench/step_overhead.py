@@ -92,13 +92,11 @@ class SleepingWorker:
         return pack_generated(made, [], 16)
 
     def send_weights(self, version: int) -> RefitReport:
-        """Stands in for the sending side of a refit."""
+        """Stands in for either side of a refit."""
         self.compute("refit")
         return RefitReport(version, 1, 0, SECONDS["refit"], SECONDS["refit"])
 
-    def receive_weights(self, version: int) -> RefitReport:
-        """Stands in for the receiving side of a refit."""
-        return self.send_weights(version)
+    receive_weights = send_weights
 
     def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
         """Merges like the Megatron worker."""

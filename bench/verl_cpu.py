@@ -41,16 +41,8 @@ class CpuDevice(ModuleType):
     get_device_name = _always("CPU")
     empty_cache = reset_peak_memory_stats = ipc_collect = _always(None)
 
-    def get_rng_state(self) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        torch.set_rng_state(state)
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
+    get_rng_state, set_rng_state = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -71,10 +63,7 @@ class PlatformCPU(PlatformBase):  # type: ignore[misc]  # verl has no types
     ray_resource_name = _always("CPU")
     is_ipc_supported = _always(False)
 
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:

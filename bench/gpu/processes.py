@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 0.1
@@ -28,10 +29,8 @@ def end_session(leader: int, grace_s: float, kill_s: float) -> list[int]:
     """Waits `grace_s` for a session's processes to end, then kills them. Returns those still alive after `kill_s`."""
     left = _wait(leader, grace_s)
     for pid in left:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     return _wait(leader, kill_s) if left else []
 
 

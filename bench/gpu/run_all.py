@@ -207,19 +207,11 @@ def _run(command: Sequence[str], log: TextIO, limit_s: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        _end(process, log)
-
-
-def _end(process: subprocess.Popen[bytes], log: TextIO) -> None:
-    """Kills the job's own process group at once, and its session after a grace period.
-
-    The next job then finds free GPU memory and files without writers.
-    """
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if left := end_session(process.pid, SESSION_S, SESSION_S):
-        log.write(f"\nprocesses that did not end: {left}\n")
+        with suppress(ProcessLookupError):  # the next job then finds free GPU memory and files without writers
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if left := end_session(process.pid, SESSION_S, SESSION_S):  # children have process groups of their own
+            log.write(f"\nprocesses that did not end: {left}\n")
 
 
 def _result(job: Job, code: int | None, out: Path) -> tuple[str, str]:
