@@ -69,8 +69,9 @@ class Trainer:
             self.model_pass.forget()
 
     def offload(self, what: Sequence[str]) -> None:
-        """Move parts of the state to the host and free their device memory."""
-        self.forget_recordings()
+        """Moves parts of the state to the host and frees their device memory, and what no tensor uses."""
+        if what:
+            self.forget_recordings()
         if "gradients" in what and self.optimizer is not None:
             self.optimizer.zero_grad()  # the optimizer's own copies
         self.offloader.offload(what)
