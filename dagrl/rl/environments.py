@@ -157,7 +157,7 @@ class EnvironmentRunner:
         self._tokenizer, self._longest = tokenizer, max(map(len, tokenizer.get_vocab()))
         one = config.model_copy(update={"num_workers": 1})
         self._runners = [
-            FunctionRunner.configured(path, "environment", one, _checked, arguments="episodes", prepare=self._arguments)
+            FunctionRunner(path, "environment", one, _checked, arguments="episodes", prepare=self._arguments)
             for _ in range(config.num_workers)
         ]
         self._open: dict[str, int] = {}  # the worker of each episode

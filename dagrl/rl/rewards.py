@@ -150,8 +150,7 @@ class RewardRunner:
         self._max_failed_share, self._weights = config.max_failed_share, config.weights
         self._functions = reward_functions(config)
         self._runners = [
-            FunctionRunner.configured(item.path, item.key, item.config, _checked, arguments="named")
-            for item in self._functions
+            FunctionRunner(item.path, item.key, item.config, _checked, arguments="named") for item in self._functions
         ]
         self._wanted = [keywords_of(runner.function) for runner in self._runners]
         self._stack = ExitStack()

@@ -1,6 +1,6 @@
 r"""The child process that runs a user's function:
 
-    python -m dagrl.rl.functions.child FD module:function KEY batched|single texts|named|episodes|agents CONCURRENCY \
+    python -m dagrl.rl.functions.child FD module:function KEY batched|single named|episodes|agents CONCURRENCY \
         TIMEOUT_S TIMEOUT_KEY PREPARE
 
 Started by `dagrl.rl.functions.process`, with which it talks over the connection `FD`:
@@ -10,10 +10,10 @@ Started by `dagrl.rl.functions.process`, with which it talks over the connection
 
 With `named`, the last column has a dictionary per row, whose values are passed as keyword arguments. With `episodes`, the
 function makes environments (`dagrl.rl.functions.episodes`), and with `agents` the messages are those of
-`dagrl.rl.functions.agents`. Coroutine functions
-are awaited. With `single`, the coroutines of all rows of a call run concurrently, at most CONCURRENCY (0: all) at once,
-each under the deadline. All calls share one event loop, so the function may keep objects bound to it, such as a client or a
-semaphore. Tasks that a call leaves behind are cancelled, except those of environments, whose loop also runs between calls.
+`dagrl.rl.functions.agents`. Coroutine functions are awaited. With `single`, the coroutines of all rows of a call run
+concurrently, at most CONCURRENCY (0: all) at once, each under the deadline. All calls share one event loop, so the function
+may keep objects bound to it, such as a client or a semaphore. Tasks that a call leaves behind are cancelled, except those of
+environments, whose loop also runs between calls.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         atexit.register(os.kill, os.getppid(), signal.SIGCONT)  # a parent that is stopped would not end
     descriptor, path, key, how, arguments, concurrency, timeout_s, timeout_key, prepare = sys.argv[1:]
+    deadline, batched = Deadline(float(timeout_s), timeout_key), how == "batched"
     with Connection(int(descriptor)) as connection, LoopThread() if arguments == "episodes" else asyncio.Runner() as runner:
         try:
             function = load_callable(path, key)
@@ -62,13 +63,12 @@ def main() -> None:
             return
         connection.send(None)
         if arguments == "agents":
-            serve_agents(connection, function, Deadline(float(timeout_s), timeout_key))
+            serve_agents(connection, function, deadline)
             return
-        if arguments == "named":
-            function = with_keywords(function, batched=how == "batched")
-        elif arguments == "episodes":
-            function = EpisodeHost(function)
-        answers = _answers(how, function, Deadline(float(timeout_s), timeout_key), int(concurrency))
+        function = EpisodeHost(function) if arguments == "episodes" else with_keywords(function, batched=batched)
+        answers: Callable[..., Any] = answer_batch if batched else answer_row
+        if is_coroutine(function) and not batched:
+            answers = partial(answer_singly, deadline=deadline, concurrency=int(concurrency))
         while True:
             try:
                 columns = connection.recv()
@@ -97,13 +97,6 @@ class LoopThread:
 
 
 Runner = asyncio.Runner | LoopThread
-
-
-def _answers(how: str, function: Callable[..., Any], deadline: Deadline, concurrency: int) -> Callable[..., Any]:
-    """Returns the function that answers the columns of a call."""
-    if how == "batched":
-        return answer_batch
-    return partial(answer_singly, deadline=deadline, concurrency=concurrency) if is_coroutine(function) else answer_row
 
 
 def _pickled(answers: list[Any] | str) -> bytes:

@@ -17,12 +17,15 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dagrl.errors import RunError, error_text
 from dagrl.machine import descendants_of
 from dagrl.rl.functions.answers import Answers
 from dagrl.runtime.deadline import Deadline
+
+Arguments = Literal["named", "episodes", "agents"]
+"""How a function is called; see `dagrl.rl.functions.child`."""
 
 GRACE_S = 1.0
 """Seconds after the deadline in which a process reports which coroutines missed it."""
@@ -41,7 +44,7 @@ class FunctionProcess:
         batched: bool,
         deadline: Deadline,
         start: Deadline,
-        arguments: str = "texts",
+        arguments: Arguments,
         concurrency: int | None = None,
         prepare: Mapping[str, Any] | None = None,
     ) -> None:
@@ -53,7 +56,7 @@ class FunctionProcess:
         self._connection: Connection | None = None
         self._blocks_s = 0.0  # how long the connection may block, without `GRACE_S`
         self._failure: RunError | None = None  # of a background start
-        self._imported = False  # by this process or an earlier one
+        self.imported = False  # by this process or an earlier one
         self._lost_starts = 0  # in a row
         self._closed = False
         self._changing = threading.Lock()
@@ -82,7 +85,7 @@ class FunctionProcess:
         try:
             return self._answers(self.connection(), columns, limit)
         except RunError as error:
-            if not self._imported:
+            if not self.imported:
                 raise
             return str(error)
         except (EOFError, OSError):
@@ -116,11 +119,6 @@ class FunctionProcess:
             with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
                 end.shutdown(socket.SHUT_RDWR)  # unblocks readers and writers even if a stray child holds the other end
 
-    @property
-    def imported(self) -> bool:
-        """Whether this process or an earlier one has imported the function."""
-        return self._imported
-
     def connection(self) -> Connection:
         """Returns the connection to a process that has imported the function, starting one if necessary.
 
@@ -136,7 +134,7 @@ class FunctionProcess:
             if problem is not None:
                 self.close()
                 raise RunError(problem)
-            self._imported, self._lost_starts = True, 0
+            self.imported, self._lost_starts = True, 0
         return connection
 
     def _import_failure(self, connection: Connection) -> str | None:

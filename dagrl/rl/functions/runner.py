@@ -1,7 +1,7 @@
 """Runs a user's function in several processes, and retries the rows of a failed batch alone.
 
-with FunctionRunner.configured("my_task:reward", "reward", config.reward, check=float) as runner:
-    future = runner.submit(prompts, completions, references)       # answered in one of `num_workers` processes
+with FunctionRunner("my_task:reward", "reward", config.reward, check, arguments="named") as runner:
+    future = runner.submit(prompts, completions, references, keywords)  # answered in one of `num_workers` processes
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from dagrl.config import FunctionConfig, ProcessConfig
 from dagrl.errors import ConfigError
 from dagrl.imports import load_callable
 from dagrl.rl.functions.answers import Answers, Failed, is_coroutine
-from dagrl.rl.functions.process import FunctionProcess
+from dagrl.rl.functions.process import Arguments, FunctionProcess
 from dagrl.runtime.deadline import Deadline
 
 logger = logging.getLogger(__name__)
-
-Arguments = Literal["texts", "named", "episodes"]
 
 CALL_TIMEOUTS = 4
 """Default of `call_timeout_s`, as a multiple of `timeout_s`."""
@@ -43,76 +41,45 @@ def check_concurrency(function: Callable[..., Any], key: str, batched: bool, con
 
 
 class FunctionRunner:
-    """A function in `workers` processes. They start with `start`, or with the first calls, and end with `close`."""
+    """A function in `num_workers` processes. They start with `start`, or with the first calls, and end with `close`."""
 
     def __init__(
         self,
-        path: str,
-        key: str,
-        *,
-        deadline: Deadline,
-        start: Deadline,
-        whole: Deadline | None = None,
-        batched: bool = True,
-        workers: int = 1,
-        arguments: Arguments = "texts",
-        concurrency: int | None = None,
-        prepare: Mapping[str, Any] | None = None,
-        check: Callable[[Any], Any] = lambda answer: answer,
-    ) -> None:
-        """Raises ConfigError if the import path is wrong.
-
-        `deadline` limits one answer, `start` the start of a process, including the import, and `whole` a call with its
-        retries (None: `CALL_TIMEOUTS`; no limit for a plain function of single rows). `arguments` says how rows are passed:
-        `texts`, `named` (the last column has keyword arguments), or `episodes` (to an `EpisodeHost`). `concurrency` limits
-        the coroutines of single rows under way in a process. `check` converts an answer, or raises ValueError or TypeError
-        that says what is wrong with it. `prepare` has the arguments of the function's own `prepare`, if it has one, which a
-        new process calls.
-        """
-        function = load_callable(path, key)
-        if arguments != "episodes":
-            check_concurrency(function, key, batched, concurrency)
-        self.function = function
-        self._key, self._check = key, check
-        self._warned: set[str] = set()
-        self._row_by_row = not batched and arguments != "episodes" and not is_coroutine(function)
-        if whole is None and not self._row_by_row:
-            whole = deadline.times(CALL_TIMEOUTS)
-        self._deadline, self._whole = deadline, whole
-        self._processes = [
-            FunctionProcess(path, key, batched, deadline, start, arguments, concurrency, prepare) for _ in range(workers)
-        ]
-        self._idle: queue.SimpleQueue[FunctionProcess] = queue.SimpleQueue()
-        for process in self._processes:
-            self._idle.put(process)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix=key)
-
-    @classmethod
-    def configured(
-        cls,
         path: str,
         section: str,
         config: ProcessConfig,
         check: Callable[[Any], Any],
         *,
-        arguments: Arguments = "texts",
+        arguments: Arguments,
         prepare: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """Builds the runner of the function at `path` from a `section` of the configuration; see the constructor."""
-        call_s = config.call_timeout_s
-        return cls(
-            path,
-            f"{section}.function",
-            deadline=Deadline(config.timeout_s, f"{section}.timeout_s"),
-            start=Deadline(config.start_timeout_s, f"{section}.start_timeout_s"),
-            whole=None if call_s is None else Deadline(call_s, f"{section}.call_timeout_s"),
-            batched=isinstance(config, FunctionConfig) and config.batched,
-            workers=config.num_workers,
-            arguments=arguments,
-            concurrency=config.max_concurrency,
-            prepare=prepare,
-            check=check,
-        )
+    ) -> None:
+        """Raises ConfigError if the import path, `<section>.function`, is wrong. `config` is that section.
+
+        `arguments` says how rows are passed: `named` (the last column has keyword arguments), or `episodes` (to an
+        `EpisodeHost`). `check` converts an answer, or raises ValueError or TypeError that says what is wrong with it.
+        `prepare` has the arguments of the function's own `prepare`, if it has one, which a new process calls.
+        """
+        key = f"{section}.function"
+        self.function, self._key, self._check = load_callable(path, key), key, check
+        batched, concurrency = isinstance(config, FunctionConfig) and config.batched, config.max_concurrency
+        if arguments != "episodes":
+            check_concurrency(self.function, key, batched, concurrency)
+        self._warned: set[str] = set()
+        self._row_by_row = not batched and arguments != "episodes" and not is_coroutine(self.function)
+        self._deadline, self._whole = Deadline(config.timeout_s, f"{section}.timeout_s"), None
+        if config.call_timeout_s is not None:
+            self._whole = Deadline(config.call_timeout_s, f"{section}.call_timeout_s")
+        elif not self._row_by_row:
+            self._whole = self._deadline.times(CALL_TIMEOUTS)
+        start = Deadline(config.start_timeout_s, f"{section}.start_timeout_s")
+        self._processes = [
+            FunctionProcess(path, key, batched, self._deadline, start, arguments, concurrency, prepare)
+            for _ in range(config.num_workers)
+        ]
+        self._idle: queue.SimpleQueue[FunctionProcess] = queue.SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
+        self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix=key)
 
     def __enter__(self) -> Self:
         return self

@@ -42,8 +42,8 @@ import sys, time
 from dagrl.rl.functions.process import FunctionProcess
 from dagrl.runtime.deadline import Deadline
 deadline = Deadline(60.0, "reward.timeout_s")
-process = FunctionProcess("starting_reward:reward", "reward.function", False, deadline, deadline)
-process.ask([["p"], [sys.argv[1]], ["r"]])
+process = FunctionProcess("starting_reward:reward", "reward.function", False, deadline, deadline, "named")
+process.ask([["p"], [sys.argv[1]], ["r"], [{}]])
 print(process._process.pid, flush=True)
 time.sleep(600)
 """
@@ -76,9 +76,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int) -> list[obj
     (tmp_path / "ending_reward.py").write_text(ENDS.format(bad=bad))
     monkeypatch.syspath_prepend(str(tmp_path))
     deadline = Deadline(20.0, "reward.timeout_s")
-    process = FunctionProcess("ending_reward:reward", "reward.function", False, deadline, deadline)
+    process = FunctionProcess("ending_reward:reward", "reward.function", False, deadline, deadline, "named")
     try:
-        return [process.ask([["p"], ["c"], ["r"]]) for _ in range(START_TRIES)]
+        return [process.ask([["p"], ["c"], ["r"], [{}]]) for _ in range(START_TRIES)]
     finally:
         process.close(final=True)
 

@@ -510,14 +510,14 @@ def test_a_process_that_starts_during_close_is_killed(functions: str, monkeypatc
 
 def test_a_closed_runner_starts_no_process(functions: str, tmp_path: Path) -> None:
     """Even if a call that was running at the time closes the process again."""
-    deadlines = {"deadline": Deadline(60.0, "a"), "start": Deadline(60.0, "b")}
-    with FunctionRunner(f"{functions}:noted", "reward.function", **deadlines) as runner:
-        running = runner.submit([str(tmp_path / "calls")], ["hang"], ["r"])
+    config = RewardConfig(timeout_s=60.0)
+    with FunctionRunner(f"{functions}:noted", "reward", config, float, arguments="named") as runner:
+        running = runner.submit([str(tmp_path / "calls")], ["hang"], ["r"], [{}])
         while not (tmp_path / "calls").exists():
             time.sleep(0.01)
     ended = [Failed("the process that runs it ended")]
     assert running.result(30.0) == ended
-    assert [runner([str(tmp_path / "calls")], ["ab"], ["r"]) for _ in range(2)] == [ended] * 2
+    assert [runner([str(tmp_path / "calls")], ["ab"], ["r"], [{}]) for _ in range(2)] == [ended] * 2
     assert (tmp_path / "calls").read_text() == "hang\n"
 
 
