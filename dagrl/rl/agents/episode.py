@@ -98,18 +98,14 @@ class AgentEpisode:
     def begin_again(self) -> None:
         """Forgets everything: the process of the agent was lost, and another one starts it again."""
         with self._lock:
-            turns, self._open = self._open, set()
-            for turn in turns:
-                turn.cancelled = True
+            self._cancel_open()
             self._conversations, self._asked = Conversations(), 0
 
     def end(self, why: str) -> None:
         """Refuses further requests, and answers the open ones with an error."""
         with self._lock:
             self._ended = why
-            turns, self._open = self._open, set()
-            for turn in turns:
-                turn.cancelled = True
+            turns = self._cancel_open()
         for turn in turns:
             turn.tell(EndpointError(why, status=401, code="episode_ended"))
 
@@ -123,6 +119,12 @@ class AgentEpisode:
         """The answers that the agent has had."""
         return len(self._conversations.answers)
 
+    def _cancel_open(self) -> set[Turn]:
+        turns, self._open = self._open, set()
+        for turn in turns:
+            turn.cancelled = True
+        return turns
+
     def _turn(self, body: SamplingBody, context: Context, constraint: str) -> Turn:
         limits, prompt = self._limits, context.whole()
         room = limits.room - len(prompt)
@@ -132,13 +134,10 @@ class AgentEpisode:
                 "policy.max_total_sequence_length), as an answer needs room too",
                 code="context_length_exceeded",
             )
-        temperature = body.temperature
-        if temperature is None and self._greedy:
-            temperature = 0.0
+        temperature = 0.0 if body.temperature is None and self._greedy else body.temperature
         # A constrained answer may have to be sampled again from its start, so no part of it is given out.
         stream = body.stream and not constraint
         options = RequestOptions(temperature, body.top_p, body.stop, stream, constraint)
         most = min(body.most_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
-        same = (None, limits.temperature), (None, limits.top_p)
-        trained = body.temperature in same[0] and body.top_p in same[1]
+        trained = body.temperature in (None, limits.temperature) and body.top_p in (None, limits.top_p)
         return Turn(context, prompt, self._asked, most, body.seed, options, trained, asyncio.get_running_loop())

@@ -2,7 +2,7 @@
 
     shape = ChatShape(body, texts)
     shape.whole(answer)                          # the JSON of an answer
-    shape.chunk(made, "text"), shape.last(...)   # the chunks of a streamed one
+    shape.chunk(made, "text")                    # a chunk of a streamed one
 
 Every answer and every chunk has `policy_versions`: the versions of the policy that made its tokens, in ascending order.
 """
@@ -41,8 +41,7 @@ class Shape:
     identity: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    kind = ""
-    prefix = ""
+    kind = chunk_kind = prefix = ""
 
     def whole(self, made: Made, text: str, calls: Calls = ()) -> dict[str, Any]:
         """Returns the whole answer. `made` are all tokens and `text` what they say besides `calls`."""
@@ -61,17 +60,13 @@ class Shape:
     def chunk(self, made: Made, text: str, calls: Calls = (), reason: str | None = None) -> dict[str, Any]:
         """Returns a chunk of new tokens and new text; the last has the `reason` of the end."""
         choice = {"index": 0, **self._delta(text, calls), "finish_reason": "tool_calls" if calls and reason else reason}
-        return {**self._head(self._chunk_kind, made), "choices": [{**choice, **self._tokens(made)}]}
+        return {**self._head(self.chunk_kind, made), "choices": [{**choice, **self._tokens(made)}]}
 
     def usage(self, made: Made) -> dict[str, Any] | None:
         """Returns the chunk after the last, if the request asks for it. `made` are all tokens."""
         if not self.body.stream_options.include_usage:
             return None
-        return {**self._head(self._chunk_kind, made), "choices": [], "usage": self._usage(len(made.tokens))}
-
-    @property
-    def _chunk_kind(self) -> str:
-        return self.kind
+        return {**self._head(self.chunk_kind, made), "choices": [], "usage": self._usage(len(made.tokens))}
 
     def _head(self, kind: str, made: Made) -> dict[str, Any]:
         head = {"id": f"{self.prefix}-{self.identity}", "object": kind, "created": self.created, "model": MODEL}
@@ -101,15 +96,10 @@ class ChatShape(Shape):
 
     body: ChatBody
 
-    kind = "chat.completion"
-    prefix = "chatcmpl"
-
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk"
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def first(self) -> dict[str, Any]:
-        head = self._head(self._chunk_kind, FinishedRequest(0, (), (), (), ""))
+        head = self._head(self.chunk_kind, FinishedRequest(0, (), (), (), ""))
         return {**head, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
 
     def _said(self, text: str, calls: Calls) -> dict[str, Any]:
@@ -139,8 +129,7 @@ class CompletionShape(Shape):
 
     body: CompletionBody
 
-    kind = "text_completion"
-    prefix = "cmpl"
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
     def _said(self, text: str, calls: Calls) -> dict[str, Any]:
         return {"text": text}

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from dagrl.errors import DagrlError
 from dagrl.rl.tools import Choice
@@ -54,18 +54,14 @@ class EndpointError(DagrlError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BaseModel, extra="forbid"):
     """Options of a streamed answer."""
-
-    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
 
 
-class SamplingBody(BaseModel):
+class SamplingBody(BaseModel, extra="forbid"):
     """What both kinds of requests have in common."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -133,10 +129,8 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class JsonFormat(BaseModel):
+class JsonFormat(BaseModel, extra="forbid"):
     """A `response_format`: any JSON object, or what a schema allows."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["json_object", "json_schema"]
     json_schema: JsonSchema | None = None

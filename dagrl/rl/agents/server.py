@@ -46,7 +46,7 @@ class Inbox:
     """Requests on their way to the driver's main thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._turns: list[tuple[AgentEpisode, Turn]] = []
         self.news: Future[None] = Future()
 
@@ -54,12 +54,13 @@ class Inbox:
         """Adds a request."""
         with self._lock:
             self._turns.append((episode, turn))
-            self._wake()
+            self.wake()
 
     def wake(self) -> None:
-        """Completes `news`, as a request was cancelled."""
+        """Completes `news`, as a request came or was cancelled."""
         with self._lock:
-            self._wake()
+            if not self.news.done():
+                self.news.set_result(None)
 
     def take(self) -> list[tuple[AgentEpisode, Turn]]:
         """Returns the requests since the last call. `news` is done when there is something to take or to cancel."""
@@ -68,10 +69,6 @@ class Inbox:
             if self.news.done():
                 self.news = Future()
             return turns
-
-    def _wake(self) -> None:
-        if not self.news.done():
-            self.news.set_result(None)
 
 
 @dataclass

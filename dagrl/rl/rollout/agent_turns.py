@@ -144,24 +144,20 @@ def cancelled(episodes: Iterable[tuple[int, Episode]]) -> list[int]:
 
 def fill(episode: Episode, kept: Kept, rewards: dict[str, float]) -> None:
     """Makes `episode` the first of its agent's conversations, with the others in `more` and `others`."""
-    example, rows = episode.prompt, kept.rows
-    episode.more = [_row(replace_prompt(example, row), row) for row in rows[1:]]
-    episode.others = [_row(replace_prompt(example, row), row) for row in kept.others]
+    rows, episode.others = ([_conversation(episode.prompt, row) for row in part] for part in (kept.rows, kept.others))
+    episode.more = list(rows[1:])
     episode.untrained, episode.finish_reason = kept.untrained, "stop"
     episode.turn_rewards = [rewards.pop("")] if "" in rewards else []
     episode.reward_parts = rewards
     if rows:
-        first = _row(replace_prompt(example, rows[0]), rows[0])
+        first = rows[0]
         episode.prompt, episode.finish_reason = first.prompt, first.finish_reason
         episode.tokens, episode.logprobs = first.tokens, first.logprobs
         episode.versions, episode.sampled = first.versions, first.sampled
 
 
-def replace_prompt(example: Prompt, row: Row) -> Prompt:
-    """Returns the prompt of a conversation, with everything else of its example."""
-    return replace(example, text=row.text, tokens=np.array(row.prompt, np.int64), messages=tuple(row.messages))
-
-
-def _row(prompt: Prompt, row: Row) -> Episode:
+def _conversation(example: Prompt, row: Row) -> Episode:
+    """A conversation with its own prompt and everything else of its example."""
+    prompt = replace(example, text=row.text, tokens=np.array(row.prompt, np.int64), messages=tuple(row.messages))
     columns = row.tokens, row.logprobs, row.versions, row.sampled
     return Episode(prompt, 0, 0, *columns, finish_reason=row.finish_reason)

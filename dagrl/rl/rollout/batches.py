@@ -15,7 +15,7 @@ from dagrl.rl.algorithm import advantages_of, algorithm_of
 from dagrl.rl.gae import whitened
 from dagrl.rl.rewards import shuffled
 from dagrl.rl.rollout.episodes import Episode, Sample, token_rows
-from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.rl.rollout.scoring import ScoredGroup, samples_in
 from dagrl.rl.routed_experts import ROUTED_EXPERTS, field_of
 from dagrl.runtime.shapes import Batch
 
@@ -28,7 +28,7 @@ NO_ROW = Episode(Prompt("", np.zeros(0, np.int64), "", ""), 0, 0)
 
 def scored_batch(config: Config, groups: Sequence[ScoredGroup], step: int) -> Batch:
     """Returns the rows of all samples of `groups`, in the order of `row_keys`, for optimizer step `step`."""
-    samples = [sample for group in groups for sample in group.samples]
+    samples = samples_in(groups)
     valid = np.concatenate([group.valid for group in groups])
     if config.grpo.overlong_filtering:
         valid &= [sample.completion.finish_reason != "length" for sample in samples]

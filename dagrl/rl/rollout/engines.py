@@ -95,9 +95,7 @@ class GenerationEngines(Protocol):
     def connect(self) -> None:
         """Connects new workers for the next refit, once they have started, and makes a `change` of the number of engines.
 
-        Does nothing without new workers.
-
-        No quantum may be in flight.
+        Does nothing without new workers. No quantum may be in flight.
         """
 
 

@@ -26,7 +26,6 @@ import numpy as np
 
 from dagrl.config import Config, Json
 from dagrl.data import open_sampler
-from dagrl.data.tokenization import Prompt
 from dagrl.errors import RunError, StopRequestedError, WorkerError
 from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import EnvironmentRunner
@@ -47,6 +46,7 @@ from dagrl.rl.rollout.scoring import (
     equal_share,
     mean_reward,
     reward_means,
+    samples_in,
     scored_group,
     with_turn_rewards,
 )
@@ -98,17 +98,13 @@ class Experience:
         version: int,
         max_age_steps: int,
     ) -> None:
-        self._config, self._prompts, self._engines = config, prompts, engines
+        grpo, self._config, self._prompts, self._engines = config.grpo, config, prompts, engines
         self._reward, self._stop = reward, stop
-        self._last = config.sft.max_num_steps + config.grpo.max_num_steps
-        grpo = config.grpo
+        self._last = config.sft.max_num_steps + grpo.max_num_steps
         ahead = max_age_steps or grpo.use_dynamic_sampling or grpo.overlap_logprobs or grpo.overlap_training
         self._in_turn = not ahead
-        train = prompts.train
-        self.sampler = open_sampler(train, config.data)
-        self.buffer: TrajectoryBuffer[ScoredGroup] = TrajectoryBuffer(
-            config.grpo.num_prompts_per_step, max_age_steps, version=version
-        )
+        self.sampler = open_sampler(prompts.train, config.data)
+        self.buffer = TrajectoryBuffer[ScoredGroup](grpo.num_prompts_per_step, max_age_steps, version=version)
         self.rollouts = Rollouts(config, engines, prompts.tokenizer, environment)
         self._scoring: list[_Scoring] = []
         self._validated: list[_Scoring] = []
@@ -271,13 +267,9 @@ class Experience:
                 return {}
             self.work()
         scored, self._validated = sorted(self._validated, key=lambda item: item.group.number), []
-        judged = [scored_group(self._config, item.group, item.samples, self._rewards(item)) for item in scored]
+        judged = [self._scored(item) for item in scored]
         self._untrained += map(Untrained, judged)
-        samples = [sample for item in scored for sample in item.samples]
-        rewards = join_rewards([group.rewards for group in judged])
-        self._reward.check(rewards, may_all_fail=True)
-        self._check_environment(samples, may_all_fail=True)
-        self._check_parts(rewards, samples)
+        rewards, samples = self._check_failures(judged, may_all_fail=True)
         return {
             VALIDATION + "reward": mean_reward(rewards, samples),
             VALIDATION + "reward_failures": float(rewards.failed),
@@ -299,7 +291,7 @@ class Experience:
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Returns metrics of a batch: rewards, lengths, ages in the step that trains on it, and dropped groups."""
-        samples = [sample for group in groups for sample in group.samples]
+        samples = samples_in(groups)
         ages = self.buffer.version - np.concatenate([one.sampled_versions() for each in samples for one in each.rows])
         lengths = [len(sample.completion.tokens) for sample in samples]
         rewards = join_rewards([group.rewards for group in groups])
@@ -361,10 +353,9 @@ class Experience:
     def _restart(self, saved: SavedGroup) -> None:
         """Restarts a saved group: from its tokens, or from its prompt with the current policy."""
         number, key = saved.group.number, saved.group.key
-        prompt: Prompt = self._prompts.train[key]
-        config, version = self._config, self.buffer.version
+        config, version, prompt = self._config, self.buffer.version, self._prompts.train[key]
         seeds = [episode.seed for episode in saved.group.episodes]
-        limits = [one.max_new_tokens for one in new_group(self._config, number, key, prompt, seeds).episodes]
+        limits = [one.max_new_tokens for one in new_group(config, number, key, prompt, seeds).episodes]
         whole = saved.whole and config.environment.agent is None and can_go_on(config, version, prompt, saved.group, limits)
         self.buffer.restart(number, saved.version if whole else version)
         if not whole:
@@ -393,39 +384,33 @@ class Experience:
 
     def _take_scores(self) -> None:
         done, self._scoring = split_done(self._scoring, lambda item: item.answers)
-        config = self._config
         for item in done:
-            group = scored_group(config, item.group, item.samples, self._rewards(item))
-            if config.grpo.use_dynamic_sampling and (reason := drop_reason(group)):
+            group = self._scored(item)
+            if self._config.grpo.use_dynamic_sampling and (reason := drop_reason(group)):
                 self._dropped_groups.append(group)
                 self._untrained.append(Untrained(group, TRAIN, reason))
                 self.buffer.drop(item.group.number, reason)
             else:
                 self.buffer.finish(item.group.number, group)
 
-    def _rewards(self, item: _Scoring) -> Rewards:
-        return with_turn_rewards(self._config, rewards_of(item.answers.result()), item.samples)
+    def _scored(self, item: _Scoring) -> ScoredGroup:
+        rewards = with_turn_rewards(self._config, rewards_of(item.answers.result()), item.samples)
+        return scored_group(self._config, item.group, item.samples, rewards)
 
     def _dropped(self) -> Counter[str]:
         """Groups dropped since the run began, by reason."""
         return self._dropped_before + Counter(self.buffer.counts().dropped)
 
-    def _check_failures(self, groups: Sequence[ScoredGroup]) -> None:
-        rewards = join_rewards([group.rewards for group in groups])
-        self._reward.check(rewards)
-        samples = [sample for group in groups for sample in group.samples]
-        self._check_environment(samples)
-        self._check_parts(rewards, samples)
-
-    def _check_parts(self, rewards: Rewards, samples: Sequence[Sample]) -> None:
-        """Checks the names of weights, once a sample has parts: those that the environment fails for may have none."""
-        if any(map(answered, samples)):
-            self._reward.check_parts(rewards)
-
-    def _check_environment(self, samples: Sequence[Sample], *, may_all_fail: bool = False) -> None:
+    def _check_failures(self, groups: Sequence[ScoredGroup], *, may_all_fail: bool = False) -> tuple[Rewards, list[Sample]]:
+        """Returns the rewards and samples of groups. Raises RunError if too many failed; see `check_failures`."""
+        rewards, samples = join_rewards([group.rewards for group in groups]), samples_in(groups)
+        self._reward.check(rewards, may_all_fail=may_all_fail)
         failures = [sample.completion.failure for sample in samples if not answered(sample)]
         limit, message = self._config.environment.max_failed_share, next(iter(failures), "")
         check_failures("environment", len(failures), len(samples), message, limit, may_all_fail=may_all_fail)
+        if len(failures) < len(samples):  # those that the environment fails for may have no parts
+            self._reward.check_parts(rewards)
+        return rewards, samples
 
     def _environment_failures(self, samples: Sequence[Sample], name: str) -> dict[str, float]:
         """The number of samples that the environment failed for, as a metric; empty without an environment."""

@@ -67,6 +67,11 @@ def scored_group(config: Config, group: RolloutGroup, samples: list[Sample], rew
     return ScoredGroup(group, samples, rewards, values, valid_samples(rewards, samples))
 
 
+def samples_in(groups: Sequence[ScoredGroup]) -> list[Sample]:
+    """Returns the samples, group by group."""
+    return [sample for group in groups for sample in group.samples]
+
+
 def equal_share(groups: Sequence[ScoredGroup]) -> float:
     """Returns the share of the groups whose valid samples have equal rewards, or of which fewer than two are valid."""
     return sum(bool(zero_variance_groups([group.values], [group.valid])[0]) for group in groups) / len(groups)

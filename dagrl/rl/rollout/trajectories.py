@@ -86,9 +86,7 @@ class TrajectoryBuffer(Generic[Payload]):
 
     def drop(self, number: int, reason: str) -> None:
         """Drops a group that is not taken yet, counts it under `reason`, and frees its room."""
-        if number in self._generating:
-            del self._generating[number]
-        else:
+        if self._generating.pop(number, None) is None:
             del self._finished[number]
         self._dropped[reason] += 1
 
