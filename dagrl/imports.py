@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -64,14 +64,28 @@ def load_callable(path: str, key: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", found)
 
 
-def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], path: str, key: str) -> None:
-    """Raises ConfigError, naming the configuration's `key`, if the callable at `path` does not take these arguments."""
+def load_named(name: str, known: Collection[str], key: str) -> Callable[..., Any]:
+    """Returns the callable at an import path, where the configuration's `key` takes the `known` names too."""
+    if ":" not in name:
+        raise ConfigError(
+            f"{key} is {name!r}; expected: {', '.join(known)}, or the import path 'module:function' of your own"
+        )
+    return load_callable(name, key)
+
+
+def check_arguments(
+    function: Callable[..., Any], arguments: Mapping[str, Any], path: str, key: str, positional: int = 0
+) -> None:
+    """Raises ConfigError, naming the configuration's `key`, if the callable at `path` does not take these arguments.
+
+    They come after `positional` others.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # some C functions have no signature
         return
     try:
-        signature.bind(**arguments)
+        signature.bind(*[None] * positional, **arguments)
     except TypeError as error:
         accepted = ", ".join(signature.parameters) or "no arguments"
         raise ConfigError(f"{key}: {error}; {path} takes {accepted}") from error

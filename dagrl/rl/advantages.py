@@ -10,7 +10,6 @@ REINFORCE++'s (Hu et al. 2025, arXiv:2501.03262, section 3).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Literal
 
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from dagrl.config import AdvantageConfig, Config
 from dagrl.errors import ConfigError, DataError
-from dagrl.imports import load_callable, running
+from dagrl.imports import check_arguments, load_named, running
 
 Floats = npt.NDArray[np.float64]
 
@@ -66,18 +65,8 @@ def checked_advantages(found: npt.ArrayLike, valid: npt.NDArray[np.bool_], what:
 
 def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
     """Returns the user's function. Raises ConfigError if there is none, or if it does not take `advantage.args`."""
-    if ":" not in config.name:
-        raise ConfigError(
-            f"{KEY} is {config.name!r}; expected: {GROUP}, {BATCH}, or the import path 'module:function' of your own"
-        )
-    function = load_callable(config.name, KEY)
-    try:
-        inspect.signature(function).bind(None, None, **config.args)
-    except TypeError as error:
-        raise ConfigError(
-            f"advantage.args {dict(config.args)} do not fit {config.name}{inspect.signature(function)}, which is called "
-            f"with rewards and valid: {error}"
-        ) from error
+    function = load_named(config.name, (GROUP, BATCH), KEY)
+    check_arguments(function, config.args, config.name, "advantage.args", positional=2)
     return function
 
 

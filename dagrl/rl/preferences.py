@@ -129,26 +129,19 @@ def pair_losses(
     """
     import torch
 
+    from dagrl.rl.token_losses import check_shapes
+
     name = algorithm.config.algorithm
     leaf = torch.tensor(sums, dtype=torch.float64, requires_grad=True)
     counts = torch.tensor(tokens, dtype=torch.float64)
     fixed = (None, None) if reference is None else tuple(torch.tensor(reference, dtype=torch.float64).view(-1, 2).T)
     with running(name, KEY):
         losses, means = algorithm.pair_loss(Pairs(*leaf.view(-1, 2).T, *counts.view(-1, 2).T, *fixed))
-        _check(losses, means, len(sums) // 2, name)
+        check_shapes(f"{KEY}: {name}", losses, means, [len(sums) // 2], "a value for each pair")
+        if not losses.requires_grad:
+            raise ConfigError(f"{KEY}: {name} does not depend on `pairs.chosen` or `pairs.rejected`, so nothing would train")
         (gradient,) = torch.autograd.grad(losses.mean(), leaf)
     if np.isfinite(sums).all() and not (losses.isfinite().all() and gradient.isfinite().all()):
         raise ConfigError(f"{KEY}: {name} gives a loss or gradients that are not finite for the sums {sums.tolist()}")
     metrics = {"loss": losses, **means}
     return PairLosses(gradient.numpy(), {key: float(value.detach().mean()) for key, value in metrics.items()})
-
-
-def _check(losses: object, means: Mapping[str, object], pairs: int, name: str) -> None:
-    import torch
-
-    for part, value in {"loss": losses, **means}.items():
-        if not isinstance(value, torch.Tensor) or list(value.shape) != [pairs]:
-            found = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ConfigError(f"{KEY}: {name} returned {found} for {part!r}; expected: a value for each pair, [{pairs}]")
-    if not losses.requires_grad:  # type: ignore[attr-defined]
-        raise ConfigError(f"{KEY}: {name} does not depend on `pairs.chosen` or `pairs.rejected`, so nothing would train")

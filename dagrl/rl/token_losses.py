@@ -24,11 +24,10 @@ Sources:
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -37,7 +36,7 @@ from torch import Tensor
 
 from dagrl.config import LossConfig
 from dagrl.errors import ConfigError
-from dagrl.imports import load_callable
+from dagrl.imports import check_arguments, load_named
 from dagrl.telemetry.metrics import CLIP_RATIO
 
 KEY = "loss_fn.name"
@@ -197,25 +196,9 @@ def token_loss(config: LossConfig) -> TokenLossFunction:
 
     Raises ConfigError if there is none, or if it does not take these arguments.
     """
-    function = _resolved(config.name)
-    try:
-        inspect.signature(function).bind(None, **config.args)
-    except TypeError as error:
-        raise ConfigError(
-            f"loss_fn.args {dict(config.args)} do not fit {config.name}{inspect.signature(function)}: {error}"
-        ) from error
+    function = TOKEN_LOSSES.get(config.name) or load_named(config.name, TOKEN_LOSSES, KEY)
+    check_arguments(function, config.args, config.name, "loss_fn.args", positional=1)
     return partial(function, **config.args) if config.args else function
-
-
-@cache
-def _resolved(name: str) -> TokenLossFunction:
-    if name in TOKEN_LOSSES:
-        return TOKEN_LOSSES[name]
-    if ":" not in name:
-        raise ConfigError(
-            f"{KEY} is {name!r}; expected: {', '.join(TOKEN_LOSSES)}, or the import path 'module:function' of your own"
-        )
-    return load_callable(name, KEY)
 
 
 def evaluate(function: TokenLossFunction, batch: TokenBatch, name: str) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -225,13 +208,15 @@ def evaluate(function: TokenLossFunction, batch: TokenBatch, name: str) -> tuple
     """
     result = function(batch)
     loss, means = result if isinstance(result, tuple) else (result, {})
-    for part, value in {"loss": loss, **means}.items():
-        if not isinstance(value, Tensor) or value.shape != batch.logprobs.shape:
-            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ConfigError(
-                f"{name} returned {found} for {part!r}; expected: a tensor of the shape of the tokens, "
-                f"{list(batch.logprobs.shape)}"
-            )
+    check_shapes(name, loss, means, list(batch.logprobs.shape), "a tensor of the shape of the tokens")
     if batch.logprobs.requires_grad and not loss.requires_grad:
         raise ConfigError(f"{name} does not depend on `batch.logprobs`, so nothing would train")
     return loss, means
+
+
+def check_shapes(name: str, loss: object, means: Mapping[str, object], shape: list[int], expected: str) -> None:
+    """Raises ConfigError unless what the function `name` returned are tensors of this shape, as `expected`."""
+    for part, value in {"loss": loss, **means}.items():
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if found != shape:
+            raise ConfigError(f"{name} returned {found} for {part!r}; expected: {expected}, {shape}")

@@ -161,7 +161,7 @@ def test_a_users_function_sees_no_reward_of_an_invalid_completion() -> None:
     ("keys", "says"),
     [
         ({"name": "grop"}, "expected: group, batch, or the import path"),
-        ({"name": f"{__name__}:scaled", "args": {"factors": 2}}, "do not fit"),
+        ({"name": f"{__name__}:scaled", "args": {"factors": 2}}, "advantage.args: .*'factors'; .* takes rewards, valid, "),
         ({"name": f"{__name__}:of_another_shape"}, r"shape \[2\].*expected: a finite advantage for each generation"),
     ],
 )

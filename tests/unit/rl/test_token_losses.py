@@ -262,8 +262,8 @@ def test_a_users_loss_is_called_with_its_arguments() -> None:
     ("name", "args", "says"),
     [
         ("grop", {}, "expected: grpo, gspo, cispo, reinforce, distill, or the import path"),
-        ("grpo", {"slope": 1}, "do not fit grpo"),
-        (f"{__name__}:own", {"slop": 1}, "do not fit"),
+        ("grpo", {"slope": 1}, "loss_fn.args: .*'slope'; grpo takes batch"),
+        (f"{__name__}:own", {"slop": 1}, "loss_fn.args: .*'slop'; .* takes batch, "),
         (f"{__name__}:lost", {}, "has no 'lost'"),
         (f"{__name__}:of_another_shape", {}, r"returned \[2\].*expected: a tensor of the shape of the tokens, \[2, 5\]"),
         (f"{__name__}:not_finite", {}, "not finite"),
