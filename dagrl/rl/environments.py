@@ -165,15 +165,13 @@ class EnvironmentRunner:
 
     def __enter__(self) -> Self:
         for runner in self._runners:
-            runner.start()
+            self._stack.enter_context(runner)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for key in list(self._open):
             self._close(key)
         wait(set(self._closing), self._closing_s)
-        for runner in self._runners:
-            runner.close()
         self._stack.close()
 
     def submit(self, worker: int, questions: Sequence[Question]) -> Future[list[Reply]]:

@@ -157,7 +157,7 @@ class RewardRunner:
 
     def __enter__(self) -> Self:
         for runner in self._runners:
-            self._stack.enter_context(runner).start()
+            self._stack.enter_context(runner)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -41,7 +41,7 @@ def check_concurrency(function: Callable[..., Any], key: str, batched: bool, con
 
 
 class FunctionRunner:
-    """A function in `num_workers` processes. They start with `start`, or with the first calls, and end with `close`."""
+    """A function in `num_workers` processes. They start and end with the context."""
 
     def __init__(
         self,
@@ -82,10 +82,16 @@ class FunctionRunner:
         self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix=key)
 
     def __enter__(self) -> Self:
+        """Starts the processes in the background. If one cannot start, the first call that uses it says why."""
+        for _ in self._processes:
+            self._threads.submit(self._start_one)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        """Ends the processes. Pending calls are answered with failures."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close(final=True)
 
     def __call__(self, *columns: Sequence[Any]) -> Answers:
         """Returns one answer per row. Once a process is free, takes no longer than the module's docstring says."""
@@ -104,20 +110,9 @@ class FunctionRunner:
         finally:
             self._idle.put(process)
 
-    def start(self) -> None:
-        """Starts the processes in the background. If one cannot start, the first call that uses it says why."""
-        for _ in self._processes:
-            self._threads.submit(self._start_one)
-
     def submit(self, *columns: Sequence[Any]) -> Future[Answers]:
         """Like calling the runner, in the background."""
         return self._threads.submit(self, *columns)
-
-    def close(self) -> None:
-        """Ends the processes. Pending calls are answered with failures."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in self._processes:
-            process.close(final=True)
 
     def _start_one(self) -> None:
         process = self._idle.get()
