@@ -151,7 +151,7 @@ def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: L
             judged = judged / data["sequence_tokens"].to(importance.dtype).clamp(min=1)
         judged = judged.exp()
     kept = (judged <= high) & (judged >= (low or 0.0))
-    return torch.where(kept, importance, torch.zeros_like(importance))
+    return torch.where(kept, importance, 0.0)
 
 
 def row_sums(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -164,7 +164,7 @@ def row_sums(data: Mapping[str, Tensor]) -> dict[str, Tensor]:
     mask = data["loss_mask"]
     sums = {"sequence_tokens": mask.sum(dim=-1, keepdim=True)}
     if "prev_logprobs" in data and "generation_logprobs" in data:
-        gap = _inside(data["prev_logprobs"] - data["generation_logprobs"], mask > 0)
+        gap = torch.where(mask > 0, data["prev_logprobs"] - data["generation_logprobs"], 0.0)
         sums["sequence_log_ratio"] = (gap * mask).sum(dim=-1, keepdim=True)
     return sums
 
@@ -179,7 +179,7 @@ def logprob_difference(
     by k3 on generation's own samples. `max_logprob_difference` is the largest |generation - prev|. Returns sums and maxima
     of a `LossOutput`.
     """
-    difference = _inside(data["generation_logprobs"] - data["prev_logprobs"], mask > 0)
+    difference = torch.where(mask > 0, data["generation_logprobs"] - data["prev_logprobs"], 0.0)
     gap = difference.abs()
     divergence = kl_estimate(difference, torch.zeros_like(difference), "k3")
     sums = {"token_mult_prob_error": torch.exp(gap), "gen_kl_error": divergence}
@@ -205,7 +205,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: Literal["k1"
 def kl_penalty(batch: TokenBatch) -> Tensor:
     """Estimates the KL to the reference policy for each token [b, t], clamped as `loss_fn.kl_*_clamp_value` say."""
     config = batch.config
-    gap = _inside(batch.logprobs - batch.reference_logprobs, batch.mask > 0)
+    gap = torch.where(batch.mask > 0, batch.logprobs - batch.reference_logprobs, 0.0)
     if config.kl_input_clamp_value is not None:
         gap = gap.clamp(-config.kl_input_clamp_value, config.kl_input_clamp_value)
     estimate = kl_estimate(gap, torch.zeros_like(gap), config.reference_policy_kl_type)
@@ -223,10 +223,6 @@ def _token_weights(mask: Tensor, data: Mapping[str, Tensor], algorithm: Algorith
     return mask / data["sequence_tokens"].to(mask.dtype).clamp(min=1) / denominators.sequences
 
 
-def _inside(values: Tensor, inside: Tensor) -> Tensor:
-    """Returns `values` inside the mask, else 0, so that padding can neither overflow nor poison a gradient."""
-    return torch.where(inside, values, torch.zeros_like(values))
-
-
 def _masked_sum(values: Tensor, weights: Tensor) -> Tensor:
-    return (_inside(values, weights > 0) * weights).sum()
+    """Sums what has a weight. Padding can neither overflow nor poison a gradient."""
+    return (torch.where(weights > 0, values, 0.0) * weights).sum()

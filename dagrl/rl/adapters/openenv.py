@@ -94,10 +94,8 @@ class OpenEnvironment:
         assert self._act is not None
         try:
             result = await self._client.step(dict(self._act(completion)))
-        except ValueError as error:
-            return Step(f"error: {error}\n")
-        except RuntimeError as error:
-            if INVALID not in str(error):
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and INVALID not in str(error):
                 raise
             return Step(f"error: {error}\n")
         reward = None if result.reward is None else float(result.reward)

@@ -13,6 +13,12 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     return text[: min(places)] if places else text
 
 
+def begun_stop(text: str, stops: Sequence[str]) -> int:
+    """Returns how many of the last characters may begin a stop string."""
+    sizes = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+    return max(sizes, default=0)
+
+
 class TextStream:
     """The text of tokens that arrive one after the other.
 
@@ -31,15 +37,9 @@ class TextStream:
         if self._hold:
             return ""
         text = cut_at_stop(self._decode(self.tokens).rstrip(BROKEN), self._stops)
-        certain = text[: len(text) - self._begun(text)]
+        certain = text[: len(text) - begun_stop(text, self._stops)]
         if not certain.startswith(self.sent):
             return ""
         new = certain[len(self.sent) :]
         self.sent = certain
         return new
-
-    def _begun(self, text: str) -> int:
-        """How many of the last characters may begin a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        sizes = range(min(longest, len(text)), 0, -1)
-        return next((size for size in sizes if any(stop.startswith(text[-size:]) for stop in self._stops)), 0)

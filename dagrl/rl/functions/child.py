@@ -176,9 +176,7 @@ async def _one(function: Callable[..., Any], row: tuple[Any, ...], deadline: Dea
             result = function(*row)
             return await result if inspect.isawaitable(result) else result
     except Exception as error:
-        if limit.expired():
-            return Failed(deadline.missed)
-        return Failed(error_text(error))
+        return Failed(deadline.missed if limit.expired() else error_text(error))
 
 
 async def _awaited(result: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from dagrl.config import Config, ForcedLengths
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
+from dagrl.rl.agents.texts import begun_stop
 from dagrl.rl.generation import AS_CONFIGURED, FinishedRequest, RequestOptions
 from dagrl.rl.routed_experts import Record, join_records
 from dagrl.runtime.shapes import Batch
@@ -186,9 +187,7 @@ def _decoded(tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]]) -> 
 def half_stop(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
     """Returns how many of the last tokens may begin one of the strings `stops`: their text ends with a prefix of one."""
     text = decode(tokens)
-    beginnings = (stop[:length] for stop in stops for length in range(1, len(stop)))
-    begun = max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)
-    count = 0
+    begun, count = begun_stop(text, stops), 0
     while begun and count < len(tokens) and len(decode(tokens[: len(tokens) - count])) > len(text) - begun:
         count += 1
     return count

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dagrl.rl.agents.texts import BROKEN
 from dagrl.rl.rollout.episodes import Episode, Sample
 from dagrl.rl.rollout.scoring import FAILED, TRAIN, ScoredGroup, Untrained, answered
 from dagrl.runtime.shapes import Array, Batch
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
 Kept = Mapping[str, Mapping[int, Array]]
 """Log-probabilities of the train workers, by name and row id: float32 [tokens] of the whole row."""
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
 KEPT = {"train_logprobs": "prev_logprobs", "reference_logprobs": "reference_logprobs", "entropy": "entropy"}
-
 
 NO_REWARD, OVERLONG = "no_reward", "overlong"
 """Why a sample of a batch is not trained on: its reward failed or excludes it, or `grpo.overlong_filtering` does."""
