@@ -1,8 +1,8 @@
 """The loss of a microbatch: an algorithm's costs of its tokens, masked and averaged over the global batch.
 
 A loss is computed for one microbatch, or one worker's slice of its tokens, and divides by the counts of the *whole* global
-batch (`Denominators`). Its `sums` and gradients add up over microbatches, context-parallel slices and shards; of `maxima`
-the largest counts. The result does not depend on how the batch is split.
+batch (`Denominators`). Gradients add up over microbatches, context-parallel slices and shards, so the result does not
+depend on how the batch is split.
 
 All tensors are token aligned (see `dagrl.runtime.shapes`): entry `t` of `logprobs` is the log-probability of token `t` given
 the tokens before it. The module needs only torch. Workers use it like this:

@@ -60,6 +60,7 @@ def untrained_rows(untrained: Sequence[Untrained], step: int, texts: TokenTexts)
 
 
 def _row(group: ScoredGroup, place: int, step: int, split: str, dropped: str, texts: TokenTexts) -> dict[str, Any]:
+    sample = group.samples[place]
     return {
         "step": step,
         "split": split,
@@ -69,7 +70,11 @@ def _row(group: ScoredGroup, place: int, step: int, split: str, dropped: str, te
         "reward": group.rewards.values[place],
         "reward_parts": _reward_parts(group, place),
         "valid": bool(group.valid[place]) and not dropped,
-        **_sequence(group.samples[place], texts),
+        "source": sample.prompt.source,
+        "task": sample.prompt.task,
+        "reference": sample.prompt.reference,
+        "completion": sample.text,
+        **_conversation(sample.completion, texts),
     }
 
 
@@ -92,16 +97,6 @@ def _advantage(batch: Batch, row: int) -> float:
     """The mean over the tokens in the loss, of which all have the same; 0 if there are none."""
     mask = batch["loss_mask"][row] > 0
     return float(batch["advantages"][row][mask].mean()) if mask.any() else 0.0
-
-
-def _sequence(sample: Sample, texts: TokenTexts) -> dict[str, Any]:
-    return {
-        "source": sample.prompt.source,
-        "task": sample.prompt.task,
-        "reference": sample.prompt.reference,
-        "completion": sample.text,
-        **_conversation(sample.completion, texts),
-    }
 
 
 def _conversations(

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,17 +48,8 @@ LOOKAHEAD = 1.25
 
 ABORTED = "aborted"
 
-
 Turn = tuple[RolloutGroup, Episode]
-"""A sequence whose turn has ended."""
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The sequences of one call of the environment."""
-
-    turns: Sequence[Turn]
-    replies: Future[list[Reply]]
+"""A sequence whose turn runs or has ended."""
 
 
 class Rollouts:
@@ -85,9 +76,9 @@ class Rollouts:
         )
         self.history = LengthHistory(float(generation.max_new_tokens))
         self._groups: dict[int, RolloutGroup] = {}
-        self._requests: dict[int, tuple[RolloutGroup, Episode]] = {}  # waiting or in an engine
+        self._requests: dict[int, Turn] = {}  # waiting or in an engine
         self._waiting: dict[int, PendingRequest] = {}
-        self._asked: list[_Asked] = []
+        self._asked: list[tuple[Sequence[Turn], Future[list[Reply]]]] = []  # calls of the environment
         self._quanta: deque[tuple[tuple[int, ...], Quantum]] = deque()  # with the engine steps requested from each shard
         self._next_request = 0
         self._streams = config.on_failure == "restart" and self._agents is None
@@ -121,7 +112,7 @@ class Rollouts:
     @property
     def pending(self) -> list[Future[list[Reply]]]:
         """Unanswered calls of the environment."""
-        return [asked.replies for asked in self._asked]
+        return [replies for _, replies in self._asked]
 
     @property
     def awaited(self) -> list[Future[Any]]:
@@ -374,16 +365,16 @@ class Rollouts:
             parts.setdefault(worker, []).append((group, episode))
         for worker, part in parts.items():
             replies = self._environment.submit(worker, [self._question(*turn) for turn in part])
-            self._asked.append(_Asked(part, replies))
+            self._asked.append((part, replies))
 
     def _take_answers(self) -> None:
         if self._agents is not None:
             self._agents.finish()
             for request in self._agents.requests():
                 self._request(*request)
-        answered, self._asked = split_done(self._asked, lambda asked: asked.replies)
-        for asked in answered:
-            for (group, episode), reply in zip(asked.turns, asked.replies.result(), strict=True):
+        answered, self._asked = split_done(self._asked, lambda asked: asked[1])
+        for turns, replies in answered:
+            for (group, episode), reply in zip(turns, replies.result(), strict=True):
                 if not episode.finish_reason:  # not aborted since
                     go_on = self._go_on if episode.turns else self._begin
                     go_on(group, episode, reply)
