@@ -98,11 +98,8 @@ class RewardFunction:
 
 def reward_functions(config: RewardConfig) -> list[RewardFunction]:
     """Returns the configured functions. Raises ConfigError if `function` and `functions` are both set."""
-    if not config.functions and config.function is None:
-        return []
     if not config.functions:
-        assert config.function is not None
-        return [RewardFunction("", "reward", config.function, config)]
+        return [] if config.function is None else [RewardFunction("", "reward", config.function, config)]
     if "function" in config.model_fields_set:
         raise ConfigError("reward.function and reward.functions are both set; move the first into reward.functions")
     return [
