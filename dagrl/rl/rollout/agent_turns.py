@@ -145,7 +145,7 @@ def cancelled(episodes: Iterable[tuple[int, Episode]]) -> list[int]:
 def fill(episode: Episode, kept: Kept, rewards: dict[str, float]) -> None:
     """Makes `episode` the first of its agent's conversations, with the others in `more` and `others`."""
     rows, episode.others = ([_conversation(episode.prompt, row) for row in part] for part in (kept.rows, kept.others))
-    episode.more = list(rows[1:])
+    episode.more = rows[1:]
     episode.untrained, episode.finish_reason = kept.untrained, "stop"
     episode.turn_rewards = [rewards.pop("")] if "" in rewards else []
     episode.reward_parts = rewards
