@@ -68,14 +68,26 @@ class Scheduler:
     """Runs phases over worker groups; see the top of this file. Use it as a context manager, or call `close`."""
 
     def __init__(self, groups: Sequence[WorkerGroup], options: SchedulerOptions | None = None) -> None:
-        self._tickets = Tickets(groups)
-        self.groups = {group.role.name: group for group in groups}
+        self._tickets = Tickets()
+        self.groups: dict[str, WorkerGroup] = {}
+        self._joined: set[str] = set()  # roles whose workers do not have tickets of this scheduler yet
         self.options = options or SchedulerOptions()
         self._entries: dict[str, AddedPhase] = {}
         self._executors: dict[str, Executor] = {}  # those of the live graphs
         self._breakage = Breakage()
         self._lock = threading.RLock()
+        self.join(groups)
         _schedulers.add(self)
+
+    def join(self, groups: Iterable[WorkerGroup]) -> None:
+        """Adds groups that have started since. Add their phases next, and call `compile` again.
+
+        Raises LayoutError for a role that it has, and for groups on the actors of those that it has.
+        """
+        whole = [*self.groups.values(), *groups]
+        self._tickets.join(whole)
+        self._joined |= {group.role.name for group in whole} - set(self.groups)
+        self.groups = {group.role.name: group for group in whole}
 
     def __enter__(self) -> Scheduler:
         return self
@@ -132,17 +144,21 @@ class Scheduler:
         for name, entry in self._entries.items():
             entry.replays = max(entry.replays, numbers.get(name, 0))
 
-    def compile(self) -> None:
+    def compile(self, *, complete: bool = True) -> None:
         """Compiles every phase that is not compiled yet: one graph per shard, or per host with `fuse_shards`.
 
         The first time, sets the workers' tickets to this scheduler's: another one may have used the workers. Raises
-        RunError while another one has graphs on them, and for `overlap_communication` without an accelerator edge.
+        RunError while another one has graphs on them. If the phases are `complete`, raises GraphError for
+        `overlap_communication` without an accelerator edge.
         """
-        self._check_overlap()
+        if complete:
+            self._check_overlap()
+        self._check_free()
         if not self._compiled:
-            self._check_free()
-            self._reset_tickets(self.groups)
+            self._joined = set(self.groups)
             self._executors.clear()
+        self._reset_tickets(self._joined)
+        self._joined = set()
         self._compile_missing()
 
     def _compile_missing(self, absent: Absent | None = None) -> dict[str, list[int]]:
@@ -189,17 +205,22 @@ class Scheduler:
                     "phases to one"
                 )
 
-    def warmup(self, before: Callable[[Phase], None] | None = None, only: Iterable[str] | None = None) -> None:
+    def warmup(self, before: Callable[[Phase], None] | None = None, only: Iterable[str] | None = None) -> dict[str, float]:
         """Replays each phase at each of its buckets, largest first. Workers leave their state unchanged.
 
         Short replays are repeated, so that the first real one finds mapped memory and specialized code, as later ones do.
-        `before` is called with each phase before its first replay. `only`: the names of the phases (None: all).
+        `before` is called with each phase before its first replay. `only`: the names of the phases (None: all). Returns the
+        seconds of each phase, with those of `before`, by name.
         """
+        seconds = {}
         for entry in [self._entries[name] for name in (self._entries if only is None else only)]:
+            begin = time.perf_counter()
             if before is not None:
                 before(entry.phase)
             for value in entry.warmup_inputs():
                 self._warm_up(entry, value)
+            seconds[entry.phase.name] = time.perf_counter() - begin
+        return seconds
 
     def _warm_up(self, entry: AddedPhase, value: object) -> None:
         """Replays one input, and repeats it while another replay fits `SETTLING_S`; the first one does not count."""

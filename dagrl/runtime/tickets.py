@@ -48,9 +48,22 @@ def ticket_counters(groups: Iterable[WorkerGroup]) -> Counters:
 class Tickets:
     """The next ticket of every worker of some groups. An actor has one counter, also if it is in several groups."""
 
-    def __init__(self, groups: Iterable[WorkerGroup]) -> None:
-        self.counters = ticket_counters(groups)
-        self._next = [0] * len({counter for mine in self.counters.values() for counter in mine})
+    def __init__(self) -> None:
+        self.counters: Counters = {}
+        self._next: list[int] = []
+
+    def join(self, groups: Sequence[WorkerGroup]) -> None:
+        """Follows `groups`: those so far, in their order, and then new ones.
+
+        Raises LayoutError for two groups of one role, and for a new one on the actors of those so far.
+        """
+        counters = ticket_counters(groups)
+        joining = {role: mine for role, mine in counters.items() if role not in self.counters}
+        for role, mine in joining.items():
+            if min(mine) < len(self._next):
+                raise LayoutError(f"the {role} group joins a scheduler that has groups on its actors; give it all at once")
+        self.counters = counters
+        self._next += [0] * len({counter for mine in joining.values() for counter in mine})
 
     def resize(self, role: str, ranks: Sequence[int], groups: Iterable[WorkerGroup]) -> None:
         """Follows `groups`, in which the group of `role` has other workers: its former `ranks`, and then new ones.

@@ -748,8 +748,42 @@ def test_each_phase_is_told_before_its_first_warm_up(scheduler: Scheduler, made:
     def before(phase: Phase) -> None:
         told.append((phase.name, sum(len(graph.taken) for graph in made if graph.phase == phase.name)))
 
-    scheduler.warmup(before)
+    assert list(scheduler.warmup(before)) == ["step", "other"]
     assert told == [("step", 0), ("other", 0)]
+
+
+def test_a_group_that_joins_later_leaves_the_graphs_and_tickets_of_the_first(
+    scheduler: Scheduler, group: Group, made: list[Graph]
+) -> None:
+    scheduler.replay(other, 1)
+    graphs, late = list(made), Group(name="reference")
+    scheduler.join([late])  # type: ignore[list-item]
+    scheduler.add(elsewhere, warmup_value=0)
+    scheduler.add(both, warmup_value=0)
+    scheduler.compile()
+    assert made[: len(graphs)] == graphs and {graph.phase for graph in made[len(graphs) :]} == {"elsewhere", "both"}
+    assert (group.gates, late.gates) == ([[0, 0]], [[0, 0]]), "the workers that run are not reset"
+    scheduler.replay(elsewhere, 1)
+    scheduler.replay(both, 1)
+    assert [graph.taken[0].header.tickets for graph in made if graph.phase == "both"] == [{"train": 1, "reference": 1}] * 2
+
+
+def test_a_group_on_the_actors_of_another_cannot_join_later(scheduler: Scheduler, group: Group) -> None:
+    late = Group(name="reference")
+    late.actors[1] = group.actors[0]
+    with pytest.raises(LayoutError, match="the reference group joins a scheduler that has groups on its actors"):
+        scheduler.join([late])  # type: ignore[list-item]
+    with pytest.raises(LayoutError, match="2 groups have the role 'train'"):
+        scheduler.join([Group()])  # type: ignore[list-item]
+    assert list(scheduler.groups) == ["train"]
+
+
+def test_accelerator_edges_may_be_in_phases_that_are_added_later(group: Group, made: list[Graph]) -> None:
+    with Scheduler([group], SchedulerOptions(overlap_communication=True)) as scheduler:  # type: ignore[list-item]
+        scheduler.add(other, warmup_value=0)
+        scheduler.compile(complete=False)
+        with pytest.raises(GraphError, match="no phase has an edge between accelerators"):
+            scheduler.compile()
 
 
 class Executors:
