@@ -104,7 +104,7 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
         scheduler = stack.enter_context(Scheduler([group], scheduler_options(config)))
         plan = generate_plan(config)
         replays = Replays(load_phases(config, [plan]), scheduler, PhaseClock(), device_count(config))
-        add_phases(replays, [plan], inputs.tokenizer)
+        add_phases(scheduler, replays.phases, [plan], inputs.tokenizer)
         scheduler.compile()
         scheduler.warmup()
         rollouts = Rollouts(config, WorkerEngines(group, replays, config.timeouts.replay), inputs.tokenizer, environment)

@@ -3,7 +3,7 @@
     with Fleet(restarts) as fleet:
         for each attempt:
             fleet.join(config)                     # starts Ray, the first time
-            groups = fleet.groups(config, roles, stop)    # starts the workers, or makes the groups whole again
+            groups = fleet.groups(config, roles, stop, meanwhile)    # starts the workers, or makes the groups whole again
             ...
             fleet.settle()                         # the attempt has reached its first step
             fleet.leave(error)                     # ends everything, unless a restart may follow
@@ -17,11 +17,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from subprocess import Popen
+from threading import Event
 from types import TracebackType
 from typing import Any, Self
 
@@ -47,6 +48,9 @@ from dagrl.runtime.takeover import take_over
 from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
 
 logger = logging.getLogger(__name__)
+
+Meanwhile = Callable[[Sequence[WorkerGroup], Callable[[], None]], None]
+"""What is done with groups that have started, while others start. Its second argument raises if these have failed."""
 
 
 class Fleet:
@@ -136,10 +140,11 @@ class Fleet:
                 "the machine stopped, or out of memory? To go on: checkpointing.resume=true"
             )
 
-    def groups(self, config: Config, roles: Set[str], stop: StopSignal) -> list[WorkerGroup]:
+    def groups(self, config: Config, roles: Set[str], stop: StopSignal, meanwhile: Meanwhile) -> list[WorkerGroup]:
         """Returns the groups of `roles`, set up: new ones, or those of the last attempt made whole.
 
-        Gives up if a stop is requested or Ray has ended.
+        `meanwhile` may be called with those that start first (`start_groups`). Gives up if a stop is requested or Ray has
+        ended.
         """
 
         def check() -> None:
@@ -154,7 +159,7 @@ class Fleet:
                 self._revive(config, broken, check)
         else:
             self._workers.close()
-            self._groups = start_groups(config, roles, self._workers, check, self.lease and self.lease.owner)
+            self._groups = start_groups(config, roles, self._workers, check, self.lease and self.lease.owner, meanwhile)
         return self._groups
 
     def settle(self) -> None:
@@ -228,17 +233,37 @@ def single_group(config: Config, role: str) -> Iterator[WorkerGroup]:
 
 
 def start_groups(
-    config: Config, roles: Set[str], stack: ExitStack, check: Callable[[], None], owner: ActorHandle | None = None
+    config: Config,
+    roles: Set[str],
+    stack: ExitStack,
+    check: Callable[[], None],
+    owner: ActorHandle | None = None,
+    meanwhile: Meanwhile = lambda groups, check: None,
 ) -> list[WorkerGroup]:
     """Starts the groups of `roles`, which phases use. `check` is called again and again, and may raise to give up.
 
     They spend long on imports, so they start in parallel. On GPUs shared with generation, each group takes memory only after
     the one before it has moved its train state to the host, unless they start together (`starts_together`). At the end the
     states are on the host, or on the GPUs if nothing is ever exchanged.
+
+    While generation starts, `meanwhile` is called with the other groups, unless they have to make room on its GPUs.
     """
     resources = shared_resources(config, stack, owner)
-    groups: list[WorkerGroup] = []
-    stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
+    started: list[WorkerGroup] = []
+    stack.callback(shutdown_groups, started, config.timeouts.teardown_s / 2)
+    starting = list[Future[WorkerGroup]]()
+    given_up = Event()
+
+    def check_all() -> None:
+        check()
+        if given_up.is_set():
+            raise CancelledError
+
+    def check_started() -> None:
+        check()
+        for future in starting:
+            if future.done():
+                future.result()
 
     def start(role: str, before_setup: Callable[[], object] | None, away: bool) -> WorkerGroup:
         begin, waited = time.monotonic(), StartParts()
@@ -248,33 +273,37 @@ def start_groups(
                 (before_setup or (lambda: None))()
 
         own = replace(resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))), owner=owner)
-        waits = {"while_waiting": check, "before_setup": wait if before_setup is not None else None}
+        waits = {"while_waiting": check_all, "before_setup": wait if before_setup is not None else None}
         group = _start_group(config, role, own, **waits, spares=getattr(config.spares, role, 0))
+        started.append(group)
         parts = [waited.seconds | found for found in group.call_function(started_parts)]
         logger.info("%s workers started in %s", role, parts_text(time.monotonic() - begin, parts))
         if away:
             group.call("offload", TRAIN_PARTS)
+        if config.logger.nvtx_enabled:
+            group.call_function(enable_ranges)
         return group
 
     shared = sharing_roles(config) if is_colocated(config) and GENERATION in roles else ()
     turns = () if starts_together(config) else shared
     with ThreadPoolExecutor(len(layouts(config))) as pool:
         before: Callable[[], object] | None = None
-        starting = list[Future[WorkerGroup]]()
         for role in sorted(layouts(config), key=GENERATION.__eq__):  # generation last
             if role in roles:
                 has_state = role in shared and role != GENERATION
                 away = has_state and (bool(turns) or takes_turns(config))
                 starting.append(pool.submit(start, role, before if role in shared else None, away))
                 before = starting[-1].result if has_state and turns else before
-    groups += [future.result() for future in starting if future.exception() is None]
-    for future in starting:
-        future.result()  # raises the error of a group that did not start
+        if GENERATION in roles and not (turns or takes_turns(config)):
+            try:
+                meanwhile([future.result() for future in starting[:-1]], check_started)
+            except BaseException:
+                given_up.set()
+                raise
+    groups = [future.result() for future in starting]  # raises the error of a group that did not start
     for group in groups:
         if group.role.name in turns and group.role.name != GENERATION and not takes_turns(config):
             group.call("reload", TRAIN_PARTS)
-        if config.logger.nvtx_enabled:
-            group.call_function(enable_ranges)
     return groups
 
 

@@ -49,7 +49,7 @@ from dagrl.run.replays import Replays
 from dagrl.run.resizing import Resizing
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Session
-from dagrl.run.stop import no_restart_after_stop, stop_on_signals
+from dagrl.run.stop import StopSignal, no_restart_after_stop, stop_on_signals
 from dagrl.run.train_recovery import TrainRecovery
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase
@@ -147,8 +147,11 @@ def open_session(
         sizes = {role: layout for role, layout in layouts(config).items() if role in roles}
         workers = (f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in sizes.items())
         progress.stage(f"Starting {' and '.join(workers)}")
-        groups = fleet.groups(config, roles, stop)
-        scheduler = stack.enter_context(Scheduler(groups, scheduler_options(config)))
+        scheduler = stack.enter_context(Scheduler([], scheduler_options(config)))
+        early = partial(_warm_up_early, config, plans, phases, scheduler, inputs.tokenizer, stop)
+        groups = fleet.groups(config, roles, stop, early)
+        left = [plan for plan in plans if not scheduler.groups.keys() >= set(phases[plan.name].roles)]
+        scheduler.join([group for group in groups if group.role.name not in scheduler.groups])
         by_role = {group.role.name: group for group in groups}
         train, generation = by_role["train"], by_role.get("generation")
         clock = PhaseClock(trace)
@@ -178,7 +181,7 @@ def open_session(
         if trace is not None:
             trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])
         with stop.at_once():
-            _compile(session, plans, taken)
+            _compile(session, left, taken)
             if resumed is not None:
                 progress.stage(f"{'Going on' if taken else 'Resuming'} from step {resumed.state.step}")
                 session.checkpoints.restore(load=taken is None)
@@ -303,11 +306,38 @@ def _replacement(
     return replacement
 
 
-def _compile(session: Session, plans: Sequence[PhasePlan], taken: Taken | None) -> None:
+def _warm_up_early(
+    config: Config,
+    plans: Sequence[PhasePlan],
+    phases: Mapping[str, Phase],
+    scheduler: Scheduler,
+    tokenizer: PreTrainedTokenizerFast,
+    stop: StopSignal,
+    groups: Sequence[WorkerGroup],
+    check: Callable[[], None],
+) -> None:
+    """Compiles and warms up the phases of `groups` alone while other groups start. Calls `check` before each of them."""
+    with stop.at_once():
+        scheduler.join(groups)
+        mine = [plan for plan in plans if scheduler.groups.keys() >= set(phases[plan.name].roles)]
+        add_phases(scheduler, phases, mine, tokenizer)
+        scheduler.compile(complete=False)
+        if holds_reference(config):
+            scheduler.groups["train"].call("snapshot_reference")  # for the warm-up only
+        _log_warm_up("warm-up while generation starts", scheduler.warmup(before=lambda phase: check()))
+
+
+def _log_warm_up(name: str, seconds: Mapping[str, float]) -> None:
+    logger.info("%s: %s", name, ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items()))
+
+
+def _compile(session: Session, left: Sequence[PhasePlan], taken: Taken | None) -> None:
+    """Compiles and warms up the phases that are left by `_warm_up_early`."""
     config, replays, scheduler = session.config, session.replays, session.replays.scheduler
-    progress = session.recorder.progress
+    progress, phases = session.recorder.progress, session.replays.phases
     progress.stage("Compiling phases")
-    add_phases(replays, plans, session.inputs.tokenizer)
+    needs_reference = holds_reference(config) and taken is None and not scheduler.graphs()
+    add_phases(scheduler, phases, left, session.inputs.tokenizer)
     scheduler.number_from(taken.next_replays if taken else {})
     scheduler.compile()
     if session.generation is not None:
@@ -315,18 +345,22 @@ def _compile(session: Session, plans: Sequence[PhasePlan], taken: Taken | None) 
         replays.hold("train", "generation")
         connect_refit(config, session.train, session.generation, session.inputs)
     progress.stage("Warming up", "warm-up")
-    if holds_reference(config) and taken is None:
+    if needs_reference:
         session.train.call("snapshot_reference")  # for the warm-up only
-    scheduler.warmup(before=lambda phase: replays.hold(*phase.roles, keep_generation_weights=True))  # no refit follows
+    hold = partial(replays.hold, keep_generation_weights=True)  # no refit follows
+    names = [phases[plan.name].name for plan in left]
+    _log_warm_up("warm-up", scheduler.warmup(before=lambda phase: hold(*phase.roles), only=names))
     if replays.shared is not None:
         replays.shared.settle()
 
 
-def add_phases(replays: Replays, plans: Sequence[PhasePlan], tokenizer: PreTrainedTokenizerFast) -> None:
+def add_phases(
+    scheduler: Scheduler, phases: Mapping[str, Phase], plans: Sequence[PhasePlan], tokenizer: PreTrainedTokenizerFast
+) -> None:
     """Tells the scheduler the shapes of the planned phases."""
     for plan in plans:
-        replays.scheduler.add(
-            replays.phases[plan.name],
+        scheduler.add(
+            phases[plan.name],
             buckets=plan.buckets,
             scalars={"global_valid_tokens": 1.0, "global_valid_sequences": 1.0, **plan.scalars},
             token_ids=len(tokenizer),

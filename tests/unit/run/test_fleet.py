@@ -5,17 +5,20 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
+from dagrl.config import Config
 from dagrl.config.file import load_config
-from dagrl.errors import ClusterError, DeadlineError, StopRequestedError, WorkerError
+from dagrl.errors import ClusterError, DeadlineError, PhaseError, StopRequestedError, WorkerError
 from dagrl.run.fleet import Fleet, start_groups
 from dagrl.run.stop import StopSignal
+from dagrl.runtime.worker_group import WorkerGroup
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_quickstart.yaml"
 
@@ -70,20 +73,20 @@ def test_a_cluster_without_its_raylet_is_given_up(tmp_path: Path) -> None:
 
 def test_a_start_is_given_up_on_request_and_without_its_raylet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray ends the driver 60 s after its GCS, without a message of ours."""
-    monkeypatch.setattr("dagrl.run.fleet.start_groups", lambda config, roles, stack, check, owner: check())
+    monkeypatch.setattr("dagrl.run.fleet.start_groups", lambda config, roles, stack, check, *others: check())
     fleet, stop, config = Fleet(), StopSignal(), load_config(EXAMPLE)
     sleep = shutil.copy(shutil.which("sleep") or "", tmp_path / "gcs_server")
     with subprocess.Popen([str(sleep), "60"]) as server:
         fleet._processes = [server]
-        fleet.groups(config, {"train"}, stop)
+        fleet.groups(config, {"train"}, stop, MagicMock())
         stop.requested = True
         with pytest.raises(StopRequestedError):
-            fleet.groups(config, {"train"}, stop)
+            fleet.groups(config, {"train"}, stop, MagicMock())
         stop.requested = False
         server.kill()
         server.wait()
         with pytest.raises(ClusterError, match=r"gcs_server .* ended under the run"):
-            fleet.groups(config, {"train"}, stop)
+            fleet.groups(config, {"train"}, stop, MagicMock())
 
 
 class RecordedGroup:
@@ -124,8 +127,81 @@ def test_colocated_groups_start_one_after_the_other_unless_both_fit(
         return RecordedGroup(role, noted)
 
     monkeypatch.setattr("dagrl.run.fleet.WorkerGroup.create", create)
-    colocated = [f"policy.generation.colocated.{key}" for key in ("enabled=true", *keys)]
-    config = load_config(EXAMPLE, [*colocated, "policy.megatron_cfg.data_parallel_size=1"])
     with ExitStack() as stack:
-        start_groups(config, {"train", "generation"}, stack, lambda: None)
+        start_groups(colocated(*keys), {"train", "generation"}, stack, lambda: None)
         assert noted == order
+
+
+def colocated(*keys: str) -> Config:
+    sections = [f"policy.generation.colocated.{key}" for key in ("enabled=true", *keys)]
+    return load_config(EXAMPLE, [*sections, "policy.megatron_cfg.data_parallel_size=1"])
+
+
+class SlowGeneration:
+    """Stands for `WorkerGroup.create`: generation starts once `go_on` is set, and raises `error` if there is one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.go_on, self.error, self.noted = threading.Event(), error, list[tuple[str, ...]]()
+        monkeypatch.setattr("dagrl.run.fleet.WorkerGroup.create", self.create)
+
+    def create(self, role: str, *args: object, while_waiting: Callable[[], None], **options: object) -> RecordedGroup:
+        while role == "generation" and not self.go_on.wait(0.01):
+            while_waiting()
+        if role == "generation" and self.error is not None:
+            raise self.error
+        self.noted.append((role, "starts"))
+        return RecordedGroup(role, self.noted)
+
+
+@pytest.mark.parametrize(
+    ("config", "early"),
+    [
+        (load_config(EXAMPLE), True),
+        (colocated("exchange=never"), True),
+        (colocated("start_together=true"), False),
+        (colocated(), False),
+    ],
+)
+def test_training_is_warmed_up_while_generation_starts_where_no_memory_has_to_move(
+    config: Config, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowGeneration(monkeypatch)
+
+    def meanwhile(groups: Sequence[WorkerGroup], check: Callable[[], None]) -> None:
+        check()
+        slow.noted.append((*(group.role.name for group in groups), "is warmed up"))
+        slow.go_on.set()
+
+    if not early:
+        slow.go_on.set()
+    with ExitStack() as stack:
+        groups = start_groups(config, {"train", "generation"}, stack, lambda: None, None, meanwhile)
+    assert [group.role.name for group in groups] == ["train", "generation"]
+    if early:
+        assert slow.noted == [("train", "starts"), ("train", "is warmed up"), ("generation", "starts")]
+    assert (("train", "is warmed up") in slow.noted) == early
+
+
+def test_a_warm_up_that_fails_ends_the_start_of_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, ended = SlowGeneration(monkeypatch), list[WorkerGroup]()
+    monkeypatch.setattr("dagrl.run.fleet.shutdown_groups", lambda groups, timeout_s: ended.extend(groups))
+
+    def meanwhile(groups: Sequence[WorkerGroup], check: Callable[[], None]) -> None:
+        raise PhaseError((), "out of memory")
+
+    with ExitStack() as stack, pytest.raises(PhaseError, match="out of memory"):
+        start_groups(load_config(EXAMPLE), {"train", "generation"}, stack, lambda: None, None, meanwhile)
+    assert [group.role.name for group in ended] == ["train"] and slow.noted == [("train", "starts")]
+
+
+def test_generation_that_fails_ends_the_warm_up_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowGeneration(monkeypatch, DeadlineError("no answer within timeouts.start_s"))
+
+    def meanwhile(groups: Sequence[WorkerGroup], check: Callable[[], None]) -> None:
+        check()
+        slow.go_on.set()
+        while True:  # phase after phase
+            check()
+
+    with ExitStack() as stack, pytest.raises(DeadlineError, match=r"timeouts\.start_s"):
+        start_groups(load_config(EXAMPLE), {"train", "generation"}, stack, lambda: None, None, meanwhile)
