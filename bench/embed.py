@@ -83,8 +83,6 @@ def _calls(workers: int, options: argparse.Namespace) -> Iterator[Row]:
             taken = _in_turns([partial(getattr(one, method), data) for one in (group, fast)], options.rounds)
             yield _row(mode, workers, values.nbytes, taken)
     fast.close()
-    for actor in group.workers:
-        ray.kill(actor)
 
 
 def _steps(workers: int, options: argparse.Namespace) -> Iterator[Row]:
@@ -100,8 +98,6 @@ def _steps(workers: int, options: argparse.Namespace) -> Iterator[Row]:
             taken = _in_turns([partial(step, one, batch) for one in (group, fast)], options.rounds)
             yield _row(f"step: {step.__name__}", workers, size, taken)
         fast.close()
-        for actor in group.workers:
-            ray.kill(actor)
 
 
 def _in_turns(calls: Sequence[Callable[[], object]], rounds: int) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -92,12 +92,6 @@ class RefitMapping:
     dp: int
     fp8: bool = False
 
-    @property
-    def hosts(self) -> list[int]:
-        """The host of each rank: 8 GPUs per host, no host shared by both sides."""
-        train, generation = self.train.world_size, self.tp * self.dp
-        return [rank // 8 for rank in range(train)] + [-(-train // 8) + rank // 8 for rank in range(generation)]
-
     def __str__(self) -> str:
         size = {2560: "4b", 2048: "30b", 4096: "235b", 7168: "dsv3", 2688: "nano"}[self.model["hidden_size"]]
         name = "super" if self.model.get("moe_latent_size") else size

@@ -78,7 +78,7 @@ class _Bundle:
 
     root: int
     elements: int = 0
-    pieces: list[tuple[int, int, WeightSlice]] = field(default_factory=list)  # holder, offset of the parameter, slice
+    pieces: list[tuple[int, WeightSlice]] = field(default_factory=list)  # holder, slice
     shapes: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # offset and shape by name
 
 
@@ -111,7 +111,7 @@ class Broadcast:
         slots = 2 if bundle_bytes else self._least_slots
         largest = max(bundle.elements for bundle in bundles)
         self._buffers = [torch.empty(largest, dtype=torch.bfloat16, device=device) for _ in range(slots)]
-        gathers = not self._is_receiver and any(holder != one.root for one in bundles for holder, *_ in one.pieces)
+        gathers = not self._is_receiver and any(holder != one.root for one in bundles for holder, _ in one.pieces)
         self._scratch = [torch.empty(largest if gathers else 0, dtype=torch.bfloat16, device=device) for _ in range(slots)]
         self._connect(device)
         held = {id(one): one for one in expand(side.slices)} if self._is_receiver else {}
@@ -141,8 +141,8 @@ class Broadcast:
         buffer, scratch = self._buffers[slot], self._scratch[slot]
         wholes = {name: _place(buffer, *where) for name, where in bundle.shapes.items()}
         packs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        gathers: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
-        for holder, _, one in bundle.pieces:
+        gathers: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for holder, one in bundle.pieces:
             if self._rank not in (holder, bundle.root):
                 continue
             place = _box(wholes[one.name], one.box)
@@ -151,14 +151,13 @@ class Broadcast:
                 packs[1].append(_live(side, one))
             else:
                 peer = holder if self._rank == bundle.root else bundle.root
-                gathers[peer][0].append(place)
-                gathers[peer][1].append(place if self._rank == bundle.root else _live(side, one))
+                gathers[peer].append(place if self._rank == bundle.root else _live(side, one))
         unpacks: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for name in bundle.shapes if self._is_receiver else ():
             for one in wanted.get(name, ()):
                 unpacks[0].append(_live(side, one))
                 unpacks[1].append(_box(wholes[name], one.box))
-        bound = [(peer, *_staged(scratch, live)) for peer, (_, live) in gathers.items()]
+        bound = [(peer, *_staged(scratch, live)) for peer, live in gathers.items()]
         loads = list(wholes.items()) if self._load is not None else []
         return _Bound(bundle.root, buffer[: bundle.elements], packs, bound, ([], []) if loads else unpacks, loads)
 
@@ -255,7 +254,7 @@ def _bundles(case: RefitCase, limit: int) -> list[_Bundle]:
             bundles.append(bundle)
         shape = tuple(max(box[dim][1] for box in boxes) for dim in range(len(next(iter(boxes)))))
         bundle.shapes[name] = (bundle.elements, shape)
-        bundle.pieces += [(rank, bundle.elements, one) for rank, one in boxes.values()]
+        bundle.pieces += boxes.values()
         bundle.elements += -(-size // 8) * 8
     return bundles
 

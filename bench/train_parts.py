@@ -42,11 +42,10 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class StepParts:
-    """The milliseconds of a step's kernels by kind, their sum, and the whole step under the profiler."""
+    """The milliseconds of a step's kernels by kind, and their sum."""
 
     parts_ms: Mapping[str, float]
     busy_ms: float
-    profiled_ms: float
 
 
 def kind_of(kernel: str) -> str:
@@ -54,7 +53,7 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)), "elementwise")
 
 
-def step_parts(events: Iterable[Event], profiled_ms: float) -> StepParts:
+def step_parts(events: Iterable[Event]) -> StepParts:
     """Sums the kernels of a step by kind. Products of the output layer are `output layer`."""
     found: dict[str, float] = {}
     for event in events:
@@ -64,7 +63,7 @@ def step_parts(events: Iterable[Event], profiled_ms: float) -> StepParts:
                 kind = HEAD_PRODUCTS
             found[kind] = found.get(kind, 0.0) + kernel.duration / 1e3
     ordered = {kind: round(found[kind], 2) for kind in sorted(found, key=lambda kind: -found[kind])}
-    return StepParts(ordered, round(sum(found.values()), 2), round(profiled_ms, 2))
+    return StepParts(ordered, round(sum(found.values()), 2))
 
 
 def print_parts(case: str, parts: StepParts, step_ms: float, layers_mfu: float | None) -> None:

@@ -49,5 +49,5 @@ def test_products_of_the_output_layer_are_apart() -> None:
         FakeEvent("aten::mm", [product, product]),
         layer,
     ]
-    found = step_parts(events, 10.0)
+    found = step_parts(events)
     assert (dict(found.parts_ms), found.busy_ms) == ({"products": 4.0, "output layer": 2.0}, 6.0)

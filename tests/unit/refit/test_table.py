@@ -43,13 +43,19 @@ def plan_of(row: RefitMapping, model: dict[str, Any], dtype: str = "bfloat16", *
     return plan_refit(sources, wanted, dtype=dtype, **options)
 
 
+def hosts_of(row: RefitMapping) -> list[int]:
+    """The host of each rank: 8 GPUs per host, no host shared by both sides."""
+    train, generation = row.train.world_size, row.tp * row.dp
+    return [rank // 8 for rank in range(train)] + [-(-train // 8) + rank // 8 for rank in range(generation)]
+
+
 @pytest.mark.parametrize("row", [row for row in TABLE if row not in LARGEST], ids=str)
 def test_planned_at_full_size(row: RefitMapping) -> None:
     """Every generation rank receives what it holds; a replica receives the model plus what its ranks repeat.
 
     Across hosts of 8, in little more time than the busiest rank needs for its messages alone.
     """
-    summary = plan_of(row, row.model, hosts=row.hosts).summary()
+    summary = plan_of(row, row.model, hosts=hosts_of(row)).summary()
     received = summary.received
     held = [0] * row.tp
     for rank in range(row.tp):
@@ -111,10 +117,10 @@ def test_parameter_counts_are_the_published_ones() -> None:
 PROGRAM = """
 import json, resource
 from dagrl.bench.refit_mappings import LARGEST
-from tests.unit.refit.test_table import plan_of
+from tests.unit.refit.test_table import hosts_of, plan_of
 row = LARGEST[-1]
 size = row.train.world_size + row.tp * row.dp
-plan = plan_of(row, row.model, hosts=row.hosts)
+plan = plan_of(row, row.model, hosts=hosts_of(row))
 text = str(plan.summary())
 plan.for_rank(0), plan.for_rank(size - 1)
 used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
