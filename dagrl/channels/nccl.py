@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dagrl.channels.base import Channel, PendingMessage, check_message
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _SPIN_S = 0.2  # poll this long without sleeping: refits inside a host take milliseconds
 _POLL_S = 50e-6
 _ABORT_S = 5.0  # for NCCL to end an aborted communicator
+_DESTROY_S = 2.0  # for a communicator to be destroyed; NCCL also waits until the peers on this host destroy theirs
 _POSTING_S = 0.5  # for a thread that posts messages: a slower one waits for a peer, which only the abort ends
 
 
@@ -274,9 +276,18 @@ class NcclChannel(Channel):
                 if self._aborting.is_alive():
                     logger.warning("%s: NCCL did not end the communicator within %s s", self.spec, _ABORT_S)
             elif self._communicator is not None:
-                self._communicator.destroy()
+                with suppress(
+                    TimeoutError
+                ):  # of a peer that goes on: the thread ends with its channel, or with this process
+                    within(_DESTROY_S, partial(self._destroy, self._communicator), "nccl-destroy")
             self._communicator = None
             self._agreement.close()
+
+    def _destroy(self, communicator: Any) -> None:
+        import torch
+
+        torch.cuda.set_device(self._device)
+        communicator.destroy()
 
 
 def _import_nccl() -> Any:

@@ -90,9 +90,9 @@ def taken_over(killed: Run, workers: set[Process], driver: subprocess.Popen[str]
     """Waits for the end of a killed run, whose `workers` `driver` has taken over. Returns what that logged."""
     begin = time.time()
     wait_until(lambda: killed.metrics[-1]["time"] > begin or driver.poll() is not None, "no step after the attach")
-    assert workers <= set(processes().values())
+    gone = workers - set(processes().values())
     logged = driver.communicate(timeout=PATIENCE_S)[0]
-    assert driver.returncode == 0, logged
+    assert driver.returncode == 0 and not gone, f"{gone} ended; {logged}"
     assert not {"lease.json", "driver"} & set(os.listdir(killed.directory))
     wait_until(lambda: not killed.left_processes(), "processes are left")
     wait_until(lambda: not killed.left_shared_memory(), "shared memory is left")

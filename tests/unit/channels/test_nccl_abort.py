@@ -1,4 +1,4 @@
-"""Aborts of an NCCL channel while another thread posts messages, with a Python communicator in place of NCCL's."""
+"""Aborts of an NCCL channel while another thread posts messages, and its end, over a Python communicator."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ class Communicator:
     def abort(self) -> None:
         self.events.append("abort")
         self.aborted.set()
+
+    def destroy(self) -> None:
+        self.events.append("destroy")
+        assert self.told.wait(DEADLINE_S)
+        self.events.append("destroyed")
 
     def check_async_error(self) -> None:
         pass
@@ -121,3 +126,20 @@ def test_an_abort_frees_a_thread_that_waits_for_a_peer_inside_nccl(
     communicator = Communicator(ends_by_abort=True)
     (error,) = abort_while_posting(open_with(communicator), communicator)
     assert communicator.events == ["abort", "send ends"] and isinstance(error, NcclError)
+
+
+def test_a_channel_closes_before_its_peers(
+    open_with: Callable[[Communicator], NcclChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL destroys a communicator together with those of the same host. After an attach only the engines close theirs."""
+    monkeypatch.setattr(module, "_DESTROY_S", 0.05)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True))
+    communicator = Communicator(ends_by_abort=False)
+    channel = open_with(communicator)
+    channel.close()
+    assert communicator.events == ["destroy"]
+    communicator.told.set()
+    until = time.monotonic() + DEADLINE_S
+    while communicator.events != ["destroy", "destroyed"]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
