@@ -15,6 +15,9 @@ MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b"}
 MICROBATCH = {"0.6b": 16, "4b": 4}
 """Sequences of a microbatch in GRPO, with which both sides fit on a GPU of 141 GB."""
 
+SLOTS = 512
+"""Most sequences that an engine runs at once: as many as dagrl derives on GPUs, and vLLM's largest CUDA graph has."""
+
 GROUP = 8
 """Completions of one prompt."""
 
@@ -60,6 +63,11 @@ class PeerCase:
     def tokens(self) -> int:
         """Completion tokens of a step; for `sft` all tokens."""
         return self.sequences * (self.length if self.kind == "sft" else self.completion)
+
+    @property
+    def slots(self) -> int:
+        """Sequences that an engine runs at once."""
+        return min(self.sequences, SLOTS)
 
     @property
     def precision(self) -> str:

@@ -52,7 +52,7 @@ def side_config(case: PeerCase, model: Path, output: Path, variant: str = "") ->
                 # What is free during warm-up depends on the other side, if it is there.
                 "colocated": {"enabled": case.kind == "grpo", "exchange": "never" if case.together else "auto"},
                 "vllm_cfg": {
-                    "max_num_seqs": case.sequences,
+                    "max_num_seqs": case.slots,
                     "enforce_eager": case.tiny,
                     "max_model_len": tokens,
                     "gpu_memory_utilization": 0.1,  # of no effect with a given cache, but this much must be free

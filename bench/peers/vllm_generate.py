@@ -19,7 +19,7 @@ def engine_arguments(case: PeerCase, model: str) -> dict[str, Any]:
         "model": model,
         "dtype": case.precision,
         "max_model_len": case.prompt + case.completion + 8,
-        "max_num_seqs": case.sequences,
+        "max_num_seqs": case.slots,
         "kv_cache_memory_bytes": case.kv_bytes,
         "gpu_memory_utilization": 0.1,  # of no effect with a given cache, but this much must be free
         "enforce_eager": case.tiny,
