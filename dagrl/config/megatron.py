@@ -182,7 +182,8 @@ class MegatronConfig(Section):
     more. For models whose router has a bias (GLM-4.5). 0: the biases stay as they are."""
 
     cuda_graphs: bool = False
-    """Replay a microbatch's forward and backward pass as CUDA graphs. For dense models without pipeline parallelism."""
+    """Replay a microbatch's forward and backward pass as CUDA graphs. Not with pipeline parallelism; each worker must have
+    all experts."""
 
     fp8_cfg: Fp8Config = Fp8Config()
     """FP8."""

@@ -90,6 +90,14 @@ def field_bytes(field: Array) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(field).view(np.uint8).reshape(*field.shape, field.dtype.itemsize)
 
 
+def with_empty_record(batch: Batch) -> Batch:
+    """Returns the batch with a field in which no token has a record, if it has the field."""
+    field = batch.fields.get(ROUTED_EXPERTS)
+    if field is None:
+        return batch
+    return batch.with_fields(**{ROUTED_EXPERTS: np.full_like(field, bytes([MISSING]) * field.dtype.itemsize)})
+
+
 def without_record(batch: Batch) -> Batch:
     """Returns the batch without the field."""
     return Batch({name: array for name, array in batch.fields.items() if name != ROUTED_EXPERTS}, batch.scalars)

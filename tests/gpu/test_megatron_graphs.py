@@ -14,6 +14,7 @@ from dagrl.bench.train_inputs import single_worker
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import ReplayContext, _current
+from dagrl.telemetry.metrics import merge_step_metrics
 from tests.gpu.test_megatron_nccl import check_abort
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
@@ -39,7 +40,12 @@ TWO = [
     recorded(case("qwen3", "tp2-sp", sequence_parallel=True, tp=2)),
     recorded(case("qwen3", "dp2-sharded", sharded=True, dp=2)),
 ]
-HALF = [recorded(case("qwen3", "packed", packed=True)), recorded(case("qwen3_tied", "dynamic", dynamic=True))]
+HALF = [
+    recorded(case("qwen3", "packed", packed=True)),
+    recorded(case("qwen3_tied", "dynamic", dynamic=True)),
+    recorded(case("qwen3_moe", "single")),
+    recorded(case("qwen3_moe", "packed", packed=True)),
+]
 HALF_ON_TWO = [
     recorded(case("qwen3", "cp2", cp=2)),
     recorded(case("qwen3", "cp2-packed", packed=True, cp=2)),
@@ -61,7 +67,7 @@ def pool() -> Iterator[MegatronPool]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("models")
-    return {name: reference.make_model(name, directory) for name in ("qwen3", "qwen3_tied")}
+    return {name: reference.make_model(name, directory) for name in ("qwen3", "qwen3_tied", "qwen3_moe", "glm4_moe")}
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +138,29 @@ def test_replays_take_packed_sequences_of_any_number_and_length(models: dict[str
         norm = np.sqrt(sum(float(np.square(value).sum()) for value in expected_gradients.values()))
         for name, value in expected_gradients.items():
             assert float(np.linalg.norm(gradients[name] - value)) < 1e-3 * norm, name
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_replays_count_tokens_of_experts(name: str, models: dict[str, Path]) -> None:
+    """Metrics of the load, and the biases that follow it, over batches of 8 and of 7 rows that share recordings."""
+    found: dict[bool, list[Any]] = {}
+    for graphs in (False, True):
+        megatron = {"cuda_graphs": graphs, "moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1e-2}
+        megatron |= {"moe_router_bias_update_rate": 1e-2} if name == "glm4_moe" else {}
+        config = reference.make_config(models[name], precision="bfloat16", megatron_cfg=megatron, optimizer=UNCLIPPED)
+        found[graphs] = []
+        with single_worker(config, TestedWorker) as made:
+            for seed in range(6):
+                batch = lengths_batch([22, 5, 17, 3, 21, 9, 4, 13][: 8 - seed % 2], seed % 2)
+                metrics = merge_step_metrics([made.train_step(batch.with_scalars(lr=0.0), "policy")]).flat()
+                load = {key: value for key, value in metrics.items() if key.startswith("moe/")}
+                found[graphs].append((load, reference.assemble([made.gradients()])))
+            assert not graphs or made.recordings() == 1
+    for (load, gradients), (expected_load, expected) in zip(found[True], found[False], strict=True):
+        assert load == pytest.approx(expected_load, rel=2e-2) and load["moe/max_load"] > 1
+        norm = np.sqrt(sum(float(np.square(value).sum()) for value in expected.values()))
+        difference = np.sqrt(sum(float(np.square(gradients[key] - value).sum()) for key, value in expected.items()))
+        assert difference < 2e-2 * norm
 
 
 def test_a_warm_up_records_and_changes_nothing(models: dict[str, Path]) -> None:

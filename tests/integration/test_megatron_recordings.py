@@ -7,15 +7,22 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dagrl.bench.train_inputs import single_worker
 from dagrl.errors import RunError
+from dagrl.runtime.worker import ReplayContext, replay_context
+from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker
+from tests.integration.test_megatron_layouts import UNCLIPPED
+from tests.integration.test_megatron_routing import recorded_batch
 
 pytest.importorskip("megatron.core")
 
@@ -134,3 +141,78 @@ def test_least_recently_used_graphs_are_dropped(worker: TestedWorker, monkeypatc
     monkeypatch.setattr("dagrl.workers.megatron.cuda_graphs.MOST_RECORDINGS", 1)
     run(worker, 3)
     assert worker.recordings() <= 1
+
+
+class RecordedOps(TorchDispatchMode):
+    """Double of `torch.cuda.CUDAGraph` on a CPU: replays the recorded operations on the recorded memory.
+
+    Unlike a GPU it also computes while it records, so that only a warm-up may record.
+    """
+
+    READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)  # the host waits for the device
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+        assert operation not in self.READS
+        found = operation(*args, **(named or {}))
+        if operation.namespace != "c10d":  # those of one worker change nothing
+            self.calls.append((operation, args, named or {}, found))
+        return found
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for operation, args, named, recorded in self.calls:
+            for there, here in zip(tree_leaves(operation(*args, **named)), tree_leaves(recorded), strict=True):
+                if there.data_ptr() != here.data_ptr():
+                    here.copy_(there)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "dense"), [("qwen3_moe_mixed", "seq_aux_loss", 1), ("glm4_moe", "global_aux_loss", 0)]
+)
+def test_steps_of_recorded_experts_are_those_of_plain_ones(
+    model: str, kind: str, dense: int, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of several sizes with a record of experts, after a warm-up that recorded all passes."""
+    from dagrl.workers.megatron import cuda_graphs, experts
+
+    monkeypatch.setattr("torch.cuda.CUDAGraph", RecordedOps)
+    monkeypatch.setattr("torch.cuda.graph_pool_handle", lambda: None)
+    monkeypatch.setattr(cuda_graphs, "_recorded", lambda graph, pool: graph)
+    monkeypatch.setattr(experts, "row_offsets", lambda tokens, rows: tokens.cumsum(0, dtype=torch.int32))  # as on a GPU
+    megatron = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
+    megatron |= {"moe_router_bias_update_rate": 0.01} if model == "glm4_moe" else {}
+    keys = {"router_replay": True, "megatron_cfg": megatron, "optimizer": UNCLIPPED}
+    config = reference.make_config(tiny_models[model], **keys)
+    recorded = config.policy.megatron_cfg.model_copy(update={"cuda_graphs": True})
+    policy = config.policy.model_copy(update={"megatron_cfg": recorded})
+    batch = recorded_batch(reference.make_batch().select(range(4)).with_scalars(lr=0.0), 4, 4, 2, dense)[0]
+    found: list[list[Any]] = []
+    for graphs in (False, True):
+        found.append([])
+        with single_worker(config, TestedWorker) as made:
+            if graphs:
+                made.config, trainer = config.model_copy(update={"policy": policy}), made._ready()
+                trainer.model_pass = cuda_graphs.RecordedPasses(
+                    list(trainer.model.weights().values()), trainer.gradient_tensors()
+                )
+                with replay_context(ReplayContext("train_step", 0, True)):
+                    made.train_step(batch, "likelihood")
+                with replay_context(ReplayContext("logprobs", 0, True)):
+                    made.logprobs(batch)
+                assert made.recordings() == 2
+            for one in (batch.select([1, 2, 3]), batch):
+                rows = made.logprobs(one)
+                metrics = merge_step_metrics([made.train_step(one, "likelihood")]).flat()
+                figures = {key: value for key, value in metrics.items() if not key.startswith("perf/")}
+                found[-1].append((rows["logprobs"], figures, reference.assemble([made.gradients()])))
+            assert not graphs or made.recordings() == 2
+    for (rows, figures, gradients), (expected_rows, expected, expected_gradients) in zip(*reversed(found), strict=True):
+        np.testing.assert_allclose(rows, expected_rows, atol=1e-5, rtol=0)
+        assert figures == pytest.approx(expected, rel=1e-5, abs=1e-6) and figures["moe/replayed_tokens"] > 0
+        for name, gradient in expected_gradients.items():
+            scale = float(np.abs(gradient).max()) or 1.0
+            np.testing.assert_allclose(gradients[name] / scale, gradient / scale, atol=2e-5, rtol=0, err_msg=name)

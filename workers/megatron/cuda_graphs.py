@@ -5,7 +5,7 @@ the pass from the tokens to the last hidden states, and the backward pass includ
 buffers. The loss runs outside. The first microbatch of a shape runs without a graph and the second is recorded, so no kernel
 is compiled or selected while recording.
 
-A graph reads and writes fixed addresses. The addresses of all parameters and gradient buffers are part of its key, so a
+A graph reads and writes fixed addresses. The addresses of all weights and gradient buffers are part of its key, so a
 model whose memory moved is recorded again. See PyTorch's notes on CUDA graphs
 (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs). Imported only where Megatron is.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dagrl.errors import RunError
 from dagrl.workers.megatron.microbatches import Microbatch
-from dagrl.workers.megatron.segments import Segments
+from dagrl.workers.megatron.segments import RoutedTokens, Segments
 
 ModelPass = Callable[[Any, Microbatch], Tensor]
 """Runs a model chunk on a microbatch and returns its output, with an autograd graph if gradients are enabled."""
@@ -68,22 +68,30 @@ class _Capacity:
 
 @dataclass(frozen=True)
 class _PassShape:
-    """The key under which microbatches share a recording: shape of `tokens` [b, s], gradients, and segment capacity."""
+    """The key under which microbatches share a recording: shape of `tokens` [b, s], gradients, and segment capacity.
+
+    `replayed`: whether routers take recorded experts.
+    """
 
     tokens: tuple[int, ...]
     backward: bool
     segments: _Capacity | None
+    replayed: bool
 
     @staticmethod
     def of(microbatch: Microbatch) -> _PassShape:
         """Returns the shape of a microbatch in the current gradient mode."""
-        return _PassShape(tuple(microbatch.tokens.shape), torch.is_grad_enabled(), _Capacity.of(microbatch.segments))
+        shape, capacity = tuple(microbatch.tokens.shape), _Capacity.of(microbatch.segments)
+        replayed = microbatch.routed is not None and microbatch.routed.experts is not None
+        return _PassShape(shape, torch.is_grad_enabled(), capacity, replayed)
 
     def allocate(self, microbatch: Microbatch) -> Microbatch:
         """Copies the microbatch to static memory for recording. Later microbatches are copied into it."""
         segments = self.segments.allocate(microbatch.segments) if self.segments and microbatch.segments else None
-        tokens, positions = microbatch.tokens.clone(), microbatch.positions.clone()
-        return replace(microbatch, tokens=tokens, positions=positions, data={}, segments=segments)
+        tokens, positions, routed = microbatch.tokens.clone(), microbatch.positions.clone(), microbatch.routed
+        if routed is not None:
+            routed = RoutedTokens(routed.rows.clone(), None if routed.experts is None else routed.experts.clone())
+        return replace(microbatch, tokens=tokens, positions=positions, data={}, segments=segments, routed=routed)
 
 
 def _rounded(number: int, least: int) -> int:
@@ -99,20 +107,21 @@ def _pad_starts(starts: Tensor, number: int) -> Tensor:
 class RecordedPasses:
     """A `ModelPass` for models of one chunk that records passes as graphs and replays them.
 
-    A pass with gradients must be followed by its backward pass before the next. `parameters` are the model's, `gradients`
-    their buffers. Call it on one non-default CUDA stream, the one on which the model was wrapped for data parallelism: the
-    default stream cannot be captured, and autograd adds gradients on the stream of the wrapping.
+    A pass with gradients must be followed by its backward pass before the next. `weights` are the model's, `gradients` the
+    buffers of theirs. Other memory of a step, such as the counts of routers, may not move before `forget`. Call it on one
+    non-default CUDA stream, the one on which the model was wrapped for data parallelism: the default stream cannot be
+    captured, and autograd adds gradients on the stream of the wrapping.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        self._parameters, self._gradients = parameters, gradients
+    def __init__(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        self._weights, self._gradients = weights, gradients
         self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and share memory
         self._recordings: dict[Any, _Recording | None] = {}  # least recently used first; None: seen once
 
     def __call__(self, chunk: Any, microbatch: Microbatch) -> Tensor:
         """Runs the pass over a microbatch."""
         shape = _PassShape.of(microbatch)
-        found = (shape, *map(torch.Tensor.data_ptr, (*self._parameters, *self._gradients)))
+        found = (shape, *map(torch.Tensor.data_ptr, (*self._weights, *self._gradients)))
         if found not in self._recordings:
             self._keep(found, None)
             return plain_pass(chunk, microbatch)
@@ -173,6 +182,7 @@ class _Recording:
         """Runs the pass over a microbatch of this shape. The next replay overwrites the output."""
         self._input.tokens.copy_(microbatch.tokens)
         self._input.positions.copy_(microbatch.positions)
+        _fill_routed(self._input.routed, microbatch.routed)
         _fill_segments(self._input.segments, microbatch.segments)
         if not self._backward_too:
             return self.forward()
@@ -194,6 +204,14 @@ class _Recording:
         if not graphs:
             raise RunError("an abort or an offload dropped the CUDA graphs of this pass while it ran; replay the phase")
         return graphs[number]
+
+
+def _fill_routed(here: RoutedTokens | None, there: RoutedTokens | None) -> None:
+    if here is None or there is None:
+        return
+    here.rows.copy_(there.rows)
+    if here.experts is not None and there.experts is not None:
+        here.experts.copy_(there.experts)
 
 
 def _fill_segments(here: Segments | None, there: Segments | None) -> None:

@@ -30,22 +30,23 @@ from dagrl.telemetry.metrics import (
 )
 from dagrl.workers.megatron.microbatches import Microbatches
 from dagrl.workers.megatron.model import ModelChunks
-from dagrl.workers.megatron.router import Router, StepCounts, routers
+from dagrl.workers.megatron.router import StepCounts, routers
+from dagrl.workers.megatron.trainer import Trainer
 
 
 @dataclass
 class ExpertLoad:
-    """What the routers of this worker counted in a step. Empty for a stage without experts."""
+    """What the routers of this worker counted in a step. None for a stage without experts."""
 
     model: ModelChunks
-    counts: list[StepCounts]
+    counts: StepCounts | None = None
     replays: bool = False  # whether the batch has a record of experts
 
     def after(self, earlier: Sequence[ExpertLoad]) -> ExpertLoad:
         """Returns the load of a whole batch, of which `earlier` parts were accumulated before."""
-        if not earlier:
+        if self.counts is None or not earlier:
             return self
-        counts = [own.after([part.counts[layer] for part in earlier]) for layer, own in enumerate(self.counts)]
+        counts = self.counts.after([part.counts for part in earlier if part.counts is not None])
         return ExpertLoad(self.model, counts, self.replays or any(part.replays for part in earlier))
 
     def update_expert_biases(self) -> None:
@@ -56,20 +57,19 @@ class ExpertLoad:
         """
         rate = self.model.config.moe_router_bias_update_rate
         found = [router for router in routers(self.model.chunks) if router.expert_bias is not None]
-        if not rate or not found:
+        if not rate or not found or self.counts is None:
             return
-        tokens = torch.stack([count.by_row[:-1].sum(0).float() for count in self.counts])  # [layers here, experts]
+        tokens = self.counts.by_row[:, 1:].sum(1).float()  # [layers here, experts]
         updated = get_updated_expert_bias(tokens, torch.stack([router.expert_bias for router in found]), rate)
         for router, bias in zip(found, updated, strict=True):
             router.expert_bias.copy_(bias)
 
     def read(self) -> StepMetrics:
         """Returns the metrics, given by one worker of each pipeline stage. All workers call it; it waits for the device."""
-        if not self.counts:
+        if self.counts is None:
             return StepMetrics()
-        by_row = torch.stack([count.by_row[:-1] for count in self.counts])  # [layers, rows, experts]
+        by_row, sums = self.counts.by_row[:, 1:].clone(), self.counts.sums.sum(0)  # [layers here, rows, experts], [5]
         dist.all_reduce(by_row, group=parallel_state.get_tensor_and_context_parallel_group())
-        sums = torch.stack([count.sums for count in self.counts]).sum(0)
         dist.all_reduce(sums, group=parallel_state.get_tensor_and_context_parallel_group())
         found = _metrics(by_row, sums, sum(self.model.architecture.moe_layers))
         config = self.model.config
@@ -117,20 +117,30 @@ def _busiest(load: Tensor) -> Tensor:
 
 
 @contextmanager
-def counting(model: ModelChunks, batch: Microbatches) -> Iterator[ExpertLoad]:
-    """Context in which the routers count the microbatches of `batch`, and have losses. A collective over the shards."""
-    found: list[Router] = list(routers(model.chunks))
-    load = ExpertLoad(model, [])
-    if model.architecture.experts:
-        device = batch.items[0].tokens.device
-        tokens = torch.tensor(batch.filled * batch.rank.layout.cp, device=device)
-        dist.all_reduce(tokens, group=batch.rank.data_group)
-        load.replays = any(item.routed is not None and item.routed.experts is not None for item in batch.items)
-        load.counts = [StepCounts.empty(batch.rows, model.architecture.experts, tokens) for _ in found]
-    for router, counts in zip(found, load.counts, strict=False):
-        router.counts = counts
+def counting(trainer: Trainer, batch: Microbatches, rows: int) -> Iterator[ExpertLoad]:
+    """Context in which the routers count the microbatches of `batch`, and have losses. A collective over the shards.
+
+    They count in memory for `rows` rows, which stays for later batches, as recorded passes write to it. The load is a copy.
+    """
+    model, found = trainer.model, list(routers(trainer.model.chunks))
+    load = ExpertLoad(model)
+    if not found:
+        yield load
+        return
+    counts = trainer.step_counts
+    if counts is None or counts.by_row.shape[1] <= rows:
+        if counts is not None:
+            trainer.forget_recordings()
+        counts = StepCounts.empty(len(found), rows, model.architecture.experts, batch.items[0].tokens.device)
+        trainer.step_counts = counts
+    counts.start(batch.filled * batch.rank.layout.cp)
+    dist.all_reduce(counts.tokens, group=batch.rank.data_group)
+    for number, router in enumerate(found):
+        router.counts = counts.of_layer(number)
     try:
         yield load
+        load.replays = any(item.routed is not None and item.routed.experts is not None for item in batch.items)
+        load.counts = counts.copy(batch.rows)
     finally:
         for router in found:
             router.counts = None

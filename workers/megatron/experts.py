@@ -22,6 +22,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from dagrl.errors import ConfigError
+
 _EXPERT = re.compile(r"(.*\blocal_experts\.)(\d+)\.")
 Held = TypeVar("Held")
 
@@ -74,6 +76,16 @@ class _MlpModule(NamedTuple):
     activation_func: Callable[[Tensor], Tensor]
     linear_fc1: Callable[[Tensor], tuple[Tensor, None]]
     linear_fc2: Callable[[Tensor], tuple[Tensor, None]]
+
+
+def check_grouped_kernel() -> None:
+    """Raises ConfigError on GPUs where the host has a part in grouped products, which a CUDA graph cannot have."""
+    major, minor = torch.cuda.get_device_capability()
+    if major not in (9, 10):
+        raise ConfigError(
+            "policy.megatron_cfg.cuda_graphs is true, and the model has experts, whose grouped products are one kernel on "
+            f"GPUs of compute capability 9 and 10; {torch.cuda.get_device_name()} has {major}.{minor}. Set cuda_graphs=false"
+        )
 
 
 def row_offsets(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:

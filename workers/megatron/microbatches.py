@@ -286,7 +286,7 @@ def _with_routed_tokens(
 ) -> tuple[Microbatch, ...]:
     """Adds each microbatch's tokens as this worker's routers see them. `recorded` [rows, width, bytes]: ids of experts."""
     inside = table.sources != table.nowhere
-    rows = torch.where(inside, table.rows, table.rows.new_tensor(items[0].sequences - 1))
+    rows = torch.where(inside, table.rows + 1, 0)
     sizes = [item.tokens.numel() for item in items]
     columns: list[Sequence[Tensor | None]] = [torch.split(rows, sizes)]
     if recorded is None:

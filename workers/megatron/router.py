@@ -31,36 +31,50 @@ from dagrl.workers.megatron.segments import RoutedTokens
 
 @dataclass
 class StepCounts:
-    """What a router counts in a step: tokens of each expert by row [rows + 1, experts], and sums over tokens.
+    """What routers count in a step: tokens of each expert by row [layers, rows + 1, experts], padding in row 0, and sums.
 
-    `tokens` are those of the global batch. `sums` [5]: load-balancing loss, z loss, entropy of the probabilities in nats,
-    pairs of token and expert that were replayed, and those among them that the router chose too.
+    `tokens` are those of the global batch. `sums` [layers, 5]: load-balancing loss, z loss, entropy of the probabilities in
+    nats, pairs of token and expert that were replayed, and those among them that the router chose too. `seen` [layers,
+    experts]: tokens of each expert in the step's microbatches so far, over all shards.
     """
 
     tokens: Tensor
     by_row: Tensor
     sums: Tensor
-    seen: Tensor  # tokens of each expert in the step's microbatches so far, over all shards
+    seen: Tensor
 
     @staticmethod
-    def empty(rows: int, experts: int, tokens: Tensor) -> StepCounts:
+    def empty(layers: int, rows: int, experts: int, device: torch.device) -> StepCounts:
         """Returns counts of nothing, for a batch of `rows` rows."""
-        zeros, device = torch.zeros, tokens.device
         return StepCounts(
-            tokens,
-            zeros(rows + 1, experts, dtype=torch.int64, device=device),
-            zeros(5, dtype=torch.float64, device=device),
-            zeros(experts, device=device),
+            torch.zeros((), device=device),
+            torch.zeros(layers, rows + 1, experts, dtype=torch.int64, device=device),
+            torch.zeros(layers, 5, dtype=torch.float64, device=device),
+            torch.zeros(layers, experts, device=device),
         )
+
+    def start(self, tokens: float) -> None:
+        """Sets all to zero, and the tokens of this shard's batch."""
+        for counts in (self.by_row, self.sums, self.seen):
+            counts.zero_()
+        self.tokens.fill_(tokens)
+
+    def of_layer(self, number: int) -> StepCounts:
+        """Returns the counts of one layer: views without the first dimension."""
+        return StepCounts(self.tokens, self.by_row[number], self.sums[number], self.seen[number])
+
+    def copy(self, rows: int) -> StepCounts:
+        """Returns a copy for `rows` rows."""
+        return StepCounts(self.tokens.clone(), self.by_row[:, : rows + 1].clone(), self.sums.clone(), self.seen.clone())
 
     def after(self, earlier: Sequence[StepCounts]) -> StepCounts:
         """Returns the counts of this batch and of `earlier` parts of it, each with means over its own tokens."""
         parts = [*earlier, self]
         tokens = torch.stack([part.tokens for part in parts])
-        means = torch.stack([part.sums[:3] * part.tokens for part in parts]).sum(0) / tokens.sum()
-        pairs = torch.stack([part.sums[3:] for part in parts]).sum(0)
-        rows = [part.by_row[:-1] for part in earlier]
-        return StepCounts(tokens.sum(), torch.cat([*rows, self.by_row]), torch.cat([means, pairs]), self.seen)
+        means = torch.stack([part.sums[:, :3] * part.tokens for part in parts]).sum(0) / tokens.sum()
+        pairs = torch.stack([part.sums[:, 3:] for part in parts]).sum(0)
+        by_row = torch.cat([self.by_row, *(part.by_row[:, 1:] for part in earlier)], 1)
+        return StepCounts(tokens.sum(), by_row, torch.cat([means, pairs], 1), self.seen)
 
 
 class _Choice:
@@ -88,9 +102,9 @@ def has_record(recorded: Tensor, experts: int) -> Tensor:
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """See the module's docstring. `tokens` are of the microbatch that runs; `counts` is None outside of training steps.
+    """See the module's docstring. `tokens` are of the microbatch that runs.
 
-    `chosen` are the last experts [tokens, top k].
+    `counts` are this layer's, None outside of training steps. `chosen` are the last experts [tokens, top k].
     """
 
     tokens: RoutedTokens | None = None
@@ -129,7 +143,7 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def _loss(self, logits: Tensor, choice: _Choice, counts: StepCounts, rows: Tensor) -> Tensor:
         """Returns this worker's share of the layer's losses, and counts the microbatch."""
-        valid = rows < len(counts.by_row) - 1
+        valid = rows > 0
         scores, normalizer = self._probabilities(logits), logits.float().logsumexp(-1)
         balance, z_loss = scores.new_zeros(()), scores.new_zeros(())
         if self.config.moe_z_loss_coeff:
@@ -157,7 +171,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         experts, kind = scores.shape[1], self.routing_type
         by_row = torch.zeros_like(counts.by_row, dtype=torch.float32)
         _count(by_row, rows, own)
-        held = by_row if kind == "seq_aux_loss" else by_row[:-1].sum(0)
+        held = by_row if kind == "seq_aux_loss" else by_row[1:].sum(0)
         dist.all_reduce(held, group=self.tp_dp_cp_group if kind == "global_aux_loss" else self.tp_cp_group)
         if kind == "global_aux_loss":
             held = counts.seen.add_(held).clone()

@@ -65,7 +65,7 @@ class Segments:
 class RoutedTokens:
     """The tokens of a microbatch that this worker's routers see, in their order.
 
-    `rows` [tokens] is each token's row in the batch; padding has the number of rows. `experts` [tokens, layers, top k] are
+    `rows` [tokens] is each token's row in the batch, counted from 1; padding has 0. `experts` [tokens, layers, top k] are
     recorded expert ids of all layers of the model, None without a record. An id that no expert has means: no record.
     """
 

@@ -29,6 +29,7 @@ from dagrl.workers.megatron.forward_backward import sum_gradients
 from dagrl.workers.megatron.lora import sum_adapter_gradients
 from dagrl.workers.megatron.model import ModelChunks
 from dagrl.workers.megatron.offload import Offloader, unique_storages
+from dagrl.workers.megatron.router import StepCounts
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ CLIP_EPSILON = 1e-6  # added to the norm before the limit is divided by it, as i
 class Trainer:
     """A model wrapped for training, or, without an optimizer, one that only runs forward (`frozen_trainer`).
 
-    `skipped_steps` counts steps skipped for zero or non-finite gradients.
+    `skipped_steps` counts steps skipped for zero or non-finite gradients. Routers count a step in `step_counts`.
 
     `offloader` moves parts of its state to the host and back; `model_pass` runs one microbatch through the model.
     """
@@ -51,6 +52,7 @@ class Trainer:
     settings: Config
     layout: ParallelLayout
     skipped_steps: int = 0
+    step_counts: StepCounts | None = None  # of the largest batch so far
     offloader: Offloader = field(init=False)
     model_pass: ModelPass = field(init=False)
 
@@ -61,7 +63,7 @@ class Trainer:
         )
         self.model_pass = plain_pass
         if self.settings.policy.megatron_cfg.cuda_graphs:
-            self.model_pass = RecordedPasses(list(self.model.parameters().values()), self.gradient_tensors())
+            self.model_pass = RecordedPasses(list(self.model.weights().values()), self.gradient_tensors())
 
     def forget_recordings(self) -> None:
         """Drops CUDA graphs and the memory and communicators they hold."""

@@ -18,7 +18,7 @@ from dagrl.errors import RunError
 from dagrl.refit import RankPlan, RefitReport, RefitSender, commit_together
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.algorithm import Algorithm, algorithm_for
-from dagrl.rl.routed_experts import without_record
+from dagrl.rl.routed_experts import with_empty_record, without_record
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
@@ -65,7 +65,7 @@ class MegatronWorker(MegatronWorkerState):
                 else:
                     trainer.zero_gradients()
                 scored = self._microbatch_loss(algorithm, denominators)
-                with counting(trainer.model, microbatches) as load:
+                with counting(trainer, microbatches, batch.rows) as load:
                     losses = run_losses(trainer.chunks, trainer.model_pass, microbatches, scored, True)
             load = load.after(before.loads)
             shared = trainer.step(rate, not in_warmup(), load.update_expert_biases, self._begin_update)
@@ -99,7 +99,7 @@ class MegatronWorker(MegatronWorkerState):
                 if not before.parts:
                     trainer.zero_gradients()
                 undivided = self._microbatch_loss(algorithm, UNDIVIDED)
-                with counting(trainer.model, microbatches) as load:
+                with counting(trainer, microbatches, batch.rows) as load:
                     losses = accumulate_losses(trainer.chunks, trainer.model_pass, microbatches, undivided)
             metrics = losses.read()
         if not in_warmup():
@@ -298,7 +298,7 @@ class MegatronWorker(MegatronWorkerState):
         model = None if architecture.record is None else RoutedModel(architecture.vocabulary, architecture.record)
         if not in_warmup():
             return iter((split_batch(batch, rule, rank, model),))
-        batch = without_record(batch)  # its ids are made up
+        batch = with_empty_record(batch)  # its ids are made up
         seen = self._warm_widths.setdefault(current_replay().phase, set())
         times = 2 if self.config.policy.megatron_cfg.cuda_graphs else 1  # the second run of a shape is recorded
         warmups = (item for item in warmup_batches(batch, rule, rank, seen) for _ in range(times))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.channels import Channel
 from dagrl.channels.nccl import nccl_environment
-from dagrl.config import Config, Json, MegatronConfig
+from dagrl.config import Config, Json, PolicyConfig
 from dagrl.config.settings import has_fp8_kv_cache, sends_adapters
 from dagrl.errors import ConfigError, RunError, UserError
 from dagrl.refit import RefitSender
@@ -86,7 +86,7 @@ class MegatronWorkerBase:
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
         check_layout(hf_config, config.policy.megatron_cfg.layout)
-        for conflict in _conflicts(config.policy.megatron_cfg, read_architecture(hf_config)):
+        for conflict in _conflicts(config.policy, read_architecture(hf_config)):
             raise ConfigError(conflict)
         if config.policy.reference_model_name is not None:
             _check_reference_model(config.policy.reference_model_name, config.policy.megatron_cfg.layout)
@@ -149,6 +149,7 @@ class MegatronWorkerBase:
         import torch
 
         cpu.adapt()
+        from dagrl.workers.megatron.experts import check_grouped_kernel
         from dagrl.workers.megatron.model import build_model
         from dagrl.workers.megatron.trainer import frozen_trainer, make_trainer
 
@@ -160,6 +161,8 @@ class MegatronWorkerBase:
                 start_groups(self.context, address, self.config.seed)
                 self._checkpoint_group = start_checkpoint_group(self.config.timeouts.checkpoint_s)
             architecture = read_architecture(self._hf_config)
+            if self.config.policy.megatron_cfg.cuda_graphs and architecture.experts:
+                check_grouped_kernel()
             with self.start_parts.part("model and weights"):
                 model = build_model(architecture, self.config.policy, self.context.layout, self._device)
                 shapes = parameter_shapes(self._hf_config)
@@ -296,13 +299,19 @@ class MegatronWorkerBase:
         return self._checkpoint_group
 
 
-def _conflicts(megatron: MegatronConfig, model: Architecture) -> Iterator[str]:
+def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
     """Yields what is wrong with settings that exclude each other, and with those of experts that the model does not have."""
-    key, has_adapters = "policy.megatron_cfg", megatron.peft.enabled
-    if megatron.cuda_graphs and model.experts:
+    key, megatron, has_adapters = "policy.megatron_cfg", policy.megatron_cfg, policy.megatron_cfg.peft.enabled
+    recorded = f"{key}.cuda_graphs is true, and the model has experts"
+    if megatron.cuda_graphs and model.experts and (megatron.layout.ep > 1 or megatron.layout.expert_tp > 1):
         yield (
-            f"{key}.cuda_graphs is true, and the model has experts: their routers count into memory of the step, and a "
-            "graph writes to the same memory each time; set cuda_graphs=false"
+            f"{recorded} on several workers, whose hosts read how many tokens each expert has while the step runs. Set "
+            "cuda_graphs=false, or expert_model_parallel_size=1 and expert_tensor_parallel_size=1"
+        )
+    if megatron.cuda_graphs and model.experts and policy.precision != "bfloat16":
+        yield (
+            f"{recorded} in {policy.precision}, where torch multiplies one expert at a time; set cuda_graphs=false, or "
+            "policy.precision=bfloat16"
         )
     if megatron.cuda_graphs and has_adapters:
         text = "recorded microbatches leave out adapters; set one of them to false"

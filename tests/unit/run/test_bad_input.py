@@ -829,11 +829,18 @@ TABLE = [
             ("with colocated workers", ("colocated.enabled",), ("policy.generation.colocated.enabled=true",)),
             ("with packed float32", ("'float32'", "bfloat16 only"), ("policy.sequence_packing.enabled=true",)),
             (
-                "with experts",
-                ("the model has experts", "set cuda_graphs=false"),
+                "with experts in float32",
+                ("the model has experts in float32", "policy.precision=bfloat16"),
+                ("cluster.num_gpus=2", MIXTURE, "policy.precision=float32", "policy.sequence_packing.enabled=false"),
+            ),
+            (
+                "with experts on several workers",
+                ("the model has experts on several workers", "expert_model_parallel_size=1"),
                 (
-                    "cluster.num_gpus=2",
+                    "cluster.num_gpus=4",
                     MIXTURE,
+                    f"{MEGATRON}.data_parallel_size=2",
+                    f"{MEGATRON}.expert_model_parallel_size=2",
                 ),
             ),
         )
