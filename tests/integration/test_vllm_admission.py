@@ -59,6 +59,7 @@ def run(ranks: Ranks, checkpoint: Path, admission: str, memory: int, tp: int) ->
     return made, counted
 
 
+@pytest.mark.slow
 def test_what_starts_is_held_until_it_ends(vllm_ranks: Ranks, checkpoint: Path) -> None:
     """Before a sequence has ended, no request is preempted. Then lengths are estimates, and few are."""
     expected, by_vllm = run(vllm_ranks, checkpoint, "prompt", MEMORY, tp=1)
