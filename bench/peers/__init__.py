@@ -9,7 +9,8 @@ random weights, in bfloat16 with float32 master weights, and take one optimizer 
 of its own. All start at the same time and take turns of `--steps` steps, up to `--pairs` times, after a turn of one step
 that is not counted. Between turns they give the memory that no tensor uses back, so the first step of a turn may be slower
 than the others. `--apart` starts each side for its turn alone, for models of which two do not fit on the GPU. Cases of
-`grpo` or `generate` in a row, of one model, share processes, which are built for the largest.
+`grpo` or `generate` in a row, of one model, share processes, which are built for the largest. Engines of dagrl and vLLM run
+at most 512 sequences at once.
 
 With `--deadline S`, every comparison gets a share of the time that is left, and at least one round of turns if it ends in
 time. The rows so far are written after every round; at the deadline sides that still work are killed.

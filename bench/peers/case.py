@@ -13,7 +13,7 @@ from dagrl.machine import gpus
 
 MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b"}
 MICROBATCH = {"0.6b": 16, "4b": 4}
-"""Sequences of a microbatch in GRPO, with which both sides fit on a GPU of 141 GB."""
+"""Sequences of a microbatch in GRPO, with which each side fits on a GPU of 141 GB."""
 
 SLOTS = 512
 """Most sequences that an engine runs at once: as many as dagrl derives on GPUs, and vLLM's largest CUDA graph has."""

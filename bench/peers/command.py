@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=4, help="counted steps of a turn")
     parser.add_argument("--completion", type=int, default=256, help="tokens of a completion")
     parser.add_argument("--length", type=int, default=2048, help="tokens of an SFT sequence")
-    parser.add_argument("--micro", type=int, help="sequences of a microbatch in GRPO; default: 16, or 4 of 4b")
+    parser.add_argument("--micro", type=int, help="sequences of a microbatch in GRPO; default: 16, for 4b 4")
     parser.add_argument("--kv-gib", type=float, help="KV cache of each engine; default: what the sequences need, if it fits")
     parser.add_argument("--apart", action="store_true", help="start each side for its turn alone: both need not fit at once")
     parser.add_argument("--tiny", action="store_true", help="a narrow model in float32, also without a GPU")

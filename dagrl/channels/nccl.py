@@ -276,9 +276,8 @@ class NcclChannel(Channel):
                 if self._aborting.is_alive():
                     logger.warning("%s: NCCL did not end the communicator within %s s", self.spec, _ABORT_S)
             elif self._communicator is not None:
-                with suppress(
-                    TimeoutError
-                ):  # of a peer that goes on: the thread ends with its channel, or with this process
+                # A peer that goes on holds it up: the thread ends when the peer closes its channel, or with this process.
+                with suppress(TimeoutError):
                     within(_DESTROY_S, partial(self._destroy, self._communicator), "nccl-destroy")
             self._communicator = None
             self._agreement.close()

@@ -59,11 +59,6 @@ class VllmConfig(Section):
     max_num_seqs: PositiveInt = derived(64, "GPUs: an engine's share of a batch, at most 512; else 64")
     """Sequences that an engine decodes at once."""
 
-    admission: Literal["prompt", "projected"] = "prompt"
-    """When a request starts that waits for the KV cache. `prompt`: when its prompt fits, as in vLLM, which preempts running
-    requests when they grow. `projected`: when the cache is expected to hold all that run until they end, as long as
-    completions are so far. Models with several kinds of layers always have `prompt`."""
-
     max_num_batched_tokens: PositiveInt | None = None
     """Tokens of one engine step. null: vLLM's default."""
 

@@ -119,7 +119,7 @@ def test_updates_in_flight_keep_the_engines_in_agreement(session: Session, rewar
     for line in lines:
         assert line["staleness/policy_age_max"] <= 1
         assert np.isfinite(line["loss"])
-        assert line["gen_kl_error"] < LARGEST_KL + 2 * moved
+        assert line["gen_kl_error"] < min(LARGEST_KL + 2 * moved, 0.5)
 
 
 def test_generation_has_the_log_probabilities_of_hugging_face(session: Session, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dagrl.errors import RunError
-from dagrl.workers.vllm import features
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -49,7 +48,6 @@ class Bursts:
         self._steps = steps
         self._scheduler: Any = core.scheduler
         executor: Any = core.model_executor
-        self._limit = features.running_limit(self._scheduler)
         self._block_size = int(core.vllm_config.cache_config.block_size)
         self._asynchronous = bool(core.vllm_config.scheduler_config.async_scheduling)
         self._later: list[SchedulerOutput] = []
@@ -107,7 +105,7 @@ class Bursts:
         """The length of the next burst: 1 while a request waits for a slot or is prefilled, or if memory is short."""
         scheduler, running = self._scheduler, self._scheduler.running
         waiting = scheduler.waiting or getattr(scheduler, "skipped_waiting", None)
-        if not running or (waiting and len(running) < getattr(scheduler, self._limit)):
+        if not running or (waiting and len(running) < scheduler.max_num_running_reqs):
             return 1
         if any(request.is_prefill_chunk for request in running):
             return 1

@@ -27,7 +27,6 @@ from dagrl.rl.generation import (
     pack_generated,
 )
 from dagrl.workers.vllm import features
-from dagrl.workers.vllm.admission import Admission
 from dagrl.workers.vllm.bursts import Bursts
 
 if TYPE_CHECKING:
@@ -80,16 +79,13 @@ class QuantumEngine:
         burst_steps: int = 1,
         recorder: ExpertRecorder | None = None,
         adapter: LoRARequest | None = None,
-        projects: bool = False,
     ) -> None:
         """`peers` are the engine's tensor-parallel ranks, if there are several. `burst_steps`: see `Bursts`. `recorder` is
-        attached to its model. All requests run with `adapter`. `projects`: see `Admission`.
+        attached to its model. All requests run with `adapter`.
         """
         self._recorder, self._adapter = recorder, adapter
         self._engine = engine
-        core = engine.engine_core.engine_core
-        self._bursts = Bursts(core, burst_steps) if burst_steps > 1 else None
-        self._admission = Admission(core.scheduler) if projects else None  # outside: it decides who waits
+        self._bursts = Bursts(engine.engine_core.engine_core, burst_steps) if burst_steps > 1 else None
         self._peers = peers
         self._sampling = sampling
         self._vocabulary = int(engine.model_config.get_vocab_size())
@@ -305,8 +301,6 @@ class QuantumEngine:
         running = self._running.pop(output.request_id)
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
-        if self._admission is not None:
-            self._admission.ended(len(tokens), by_itself=completion.finish_reason == "stop")
         return FinishedRequest(
             request_id=running.request.request_id,
             tokens=tokens,

@@ -135,11 +135,6 @@ def drain(engine: LLMEngine) -> list[RequestOutput]:
     return outputs
 
 
-def running_limit(scheduler: object) -> str:
-    """Returns the name of the scheduler's attribute that limits how many requests run; 0.32 has both."""
-    return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
-
-
 def local_name(parameter: str) -> str:
     """Returns a parameter's name in our rules, which are those of vLLM before 0.25."""
     return parameter.replace(".experts.routed_experts.", ".experts.")

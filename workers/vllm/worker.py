@@ -144,8 +144,7 @@ class VllmWorker:
         stops = sorted({*self.generation.stop_token_ids, *_eos_token_ids(self._hf_config)})
         sampling = partial(sampling_params, self.generation, stops, int(llm.model_config.max_model_len))
         adapter = lora_request() if sends_adapters(self.config) else None
-        peers, projects = self._peers(llm), self._projects(llm)
-        self._engine = QuantumEngine(llm, sampling, peers, self._burst_steps(), recorder, adapter, projects)
+        self._engine = QuantumEngine(llm, sampling, self._peers(llm), self._burst_steps(), recorder, adapter)
         if self._device.type == "cuda":
             import torch
 
@@ -160,11 +159,6 @@ class VllmWorker:
         if strings or drafts or self.config.policy.router_replay:
             return 1
         return asked or (GPU_BURST_STEPS if self._device.type == "cuda" else 1)
-
-    def _projects(self, llm: LLMEngine) -> bool:
-        """Whether `Admission` decides when requests start. It counts blocks of one kind of cache."""
-        groups = llm.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
-        return self.generation.vllm_cfg.admission == "projected" and len(groups) == 1
 
     def reset(self) -> bool:
         """Drops requests and the refit channel. A single-rank engine at rest goes on, any other one ends.
