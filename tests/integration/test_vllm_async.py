@@ -1,4 +1,4 @@
-"""Features for asynchronous GRPO: recomputed KV caches, snapshots of unfinished requests, forced lengths."""
+"""Features for asynchronous GRPO: recomputed KV caches, snapshots of unfinished requests, forced lengths, bursts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def started(vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "recompute_kv_cache_after_weight_updates": True,
     }
     content["policy"]["generation"]["forced_lengths"] = {"median": 10.0}
+    content["policy"]["generation"]["vllm_cfg"]["num_scheduler_steps"] = 8
     with vllm_ranks.engine(Config.model_validate(content), 1) as engine:
         yield engine, checkpoints
 
@@ -63,3 +64,18 @@ def test_forced_lengths_ignore_the_end_of_a_sequence(started: Started) -> None:
     rows = engine.run(requests([10, 11, 12, 13], [PROMPT, [7], [8], [9]], new=200, steps=400))
     assert [len(row.tokens) for row in rows] == [200] * 4
     assert {row.finish_reason for row in rows} == {"length"}
+
+
+def test_bursts_while_requests_wait_for_memory_change_no_token(started: Started) -> None:
+    """Ten blocks of 128 tokens for eight requests, which need two blocks each at their ends."""
+    engine, _ = started
+    prompts = [[3 + (7 * row + token) % 90 for token in range(60 + 8 * row)] for row in range(8)]
+    batch = requests(list(range(20, 28)), prompts, new=100, steps=10_000)
+    runs = [engine.on_all(vllm_calls.generate_in_little_memory, batch, 10, bursts)[0] for bursts in (False, True)]
+    (single, preemptions, steps), (burst, burst_preemptions, lengths) = runs
+    assert preemptions and burst_preemptions
+    assert set(steps) == {1} and lengths.count(8) > 5, "one run of the scheduler for eight steps"
+    found, expected = (sorted(map(made.request, range(8)), key=lambda row: row.request_id) for made in (burst, single))
+    for row, alone in zip(found, expected, strict=True):
+        assert row.tokens == alone.tokens and len(row.tokens) == 100
+        assert list(row.logprobs) == pytest.approx(list(alone.logprobs), abs=1e-5)

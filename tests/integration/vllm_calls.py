@@ -192,3 +192,35 @@ def _threads() -> int:
     """Returns the number of threads of this process after ending threads have ended."""
     time.sleep(1.0)
     return len(os.listdir("/proc/self/task"))
+
+
+def generate_in_little_memory(worker: Any, batch: Any, blocks: int, bursts: bool) -> tuple[Any, int, list[int]]:
+    """Runs a quantum with `blocks` free blocks of KV cache, with or without bursts.
+
+    Returns its result, the number of preemptions, and the lengths of the steps and bursts that began while a request waited
+    though a slot was free.
+    """
+    engine, scheduler = worker._engine, worker._llm.engine_core.engine_core.scheduler
+    pool, schedule, preempt = scheduler.kv_cache_manager.block_pool, scheduler.schedule, scheduler._preempt_request
+    lengths: list[int] = []
+    preempted: list[Any] = []
+
+    def counted_schedule(*args: Any) -> Any:
+        waits = scheduler.running and scheduler.waiting and len(scheduler.running) < scheduler.max_num_running_reqs
+        output = schedule(*args)
+        if waits:
+            lengths.append(engine._bursts.taken)
+        return output
+
+    def counted_preempt(request: Any, *args: Any, **options: Any) -> None:
+        preempted.append(request)
+        preempt(request, *args, **options)
+
+    taken = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "schedule", counted_schedule)
+        patch.setattr(scheduler, "_preempt_request", counted_preempt)
+        patch.setattr(engine._bursts, "_steps", engine._bursts._steps if bursts else 1)
+        made = worker.generate(batch)
+    pool.free_blocks(taken)
+    return made, len(preempted), lengths

@@ -102,23 +102,22 @@ class Bursts:
         return _JoinedFuture(made) if non_block else _joined(made)
 
     def _possible(self) -> int:
-        """The length of the next burst: 1 while a request waits for a slot or is prefilled, or if memory is short."""
-        scheduler, running = self._scheduler, self._scheduler.running
-        waiting = scheduler.waiting or getattr(scheduler, "skipped_waiting", None)
-        if not running or (waiting and len(running) < scheduler.max_num_running_reqs):
-            return 1
-        if any(request.is_prefill_chunk for request in running):
-            return 1
-        longest = max(request.num_computed_tokens for request in running)
-        left = max(request.max_tokens - request.num_output_tokens - request.num_output_placeholders for request in running)
-        steps = min(self._steps, self.limit, left, scheduler.max_model_len - 1 - longest)
-        pool, groups = scheduler.kv_cache_manager.block_pool, len(scheduler.kv_cache_config.kv_cache_groups)
-        blocks = sum(self._more_blocks(request.num_computed_tokens, steps) for request in running)
-        return steps if steps > 1 and pool.get_num_free_blocks() >= groups * blocks else 1
+        """The length of the next burst: as many steps as there is memory for, 1 while a request is prefilled.
 
-    def _more_blocks(self, tokens: int, steps: int) -> int:
-        """Blocks that a sequence of `tokens` needs more for `steps` more."""
-        return -(-(tokens + steps) // self._block_size) - -(-tokens // self._block_size)
+        Waiting requests do not prevent a burst. The scheduler admits one if there is memory for it and the burst, which then
+        becomes a step. With less memory, a request admitted now would be preempted before as many steps have passed.
+        """
+        scheduler, running = self._scheduler, self._scheduler.running
+        if not running or any(request.is_prefill_chunk for request in running):
+            return 1
+        tokens = np.array([request.num_computed_tokens for request in running])
+        left = max(request.max_tokens - request.num_output_tokens - request.num_output_placeholders for request in running)
+        steps: int = min(self._steps, self.limit, left, scheduler.max_model_len - 1 - int(tokens.max()))
+        pool, groups = scheduler.kv_cache_manager.block_pool, len(scheduler.kv_cache_config.kv_cache_groups)
+        room = -tokens % self._block_size  # of each request's last block
+        while steps > 1 and groups * int(np.sum(-((room - steps) // self._block_size))) > pool.get_num_free_blocks():
+            steps -= 1
+        return max(steps, 1)
 
     def _advance(self, output: SchedulerOutput, tokens: int) -> None:
         """Counts the tokens of later steps as those of the first one were."""
