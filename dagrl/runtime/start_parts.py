@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 
 class StartParts:
-    """Seconds by the name of a part, in order. Parts may not overlap."""
+    """Seconds by the name of a part, in the order of their ends. A part inside another one is not counted in that."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -25,11 +25,12 @@ class StartParts:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Adds the time of the block to a part, also if it raises."""
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+            inside = sum(self.seconds.values()) - before
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin - inside
 
 
 def started_parts(worker: object) -> dict[str, float]:

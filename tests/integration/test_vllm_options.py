@@ -78,6 +78,7 @@ def test_a_request_that_ends_on_one_rank_only_is_named(vllm_ranks: Ranks, checkp
     )
 
 
+AGENT = EnvironmentConfig(agent="my_agent:solve")
 SAMPLING = {"temperature": 0.7, "top_p": 0.8, "top_k": 12}
 
 
@@ -98,14 +99,23 @@ def truncated(logprobs: torch.Tensor) -> torch.Tensor:
     return torch.full_like(scaled, -torch.inf).scatter(-1, order, torch.log_softmax(scaled, -1))
 
 
+def test_engines_compile_the_sampling_kernels_of_the_run(vllm_ranks: Ranks, checkpoint: Path) -> None:
+    """Not those of every feature, unless an agent's requests choose their own parameters."""
+    with vllm_ranks.engine(make_config(checkpoint, SAMPLING), 1) as engine:
+        [(own, later)] = engine.on_all(vllm_calls.sampling_warm_up, {}, f"127.0.0.1:{reserve_port()}")
+        agent = {"environment": AGENT}
+        [(with_agent, _)] = engine.on_all(vllm_calls.sampling_warm_up, agent, f"127.0.0.1:{reserve_port()}")
+    parameters, grammars = own
+    assert parameters == {**SAMPLING, "logprobs": 0, "seed": 0} and not any(grammars)
+    assert with_agent == later and any(later[1])
+    assert later[0].keys() > {"min_p", "frequency_penalty", "prompt_logprobs"}
+
+
 def last_new(tokens: Sequence[int]) -> int:
     """Returns the position of the last token that is new in the sequence; not the start."""
     at = max(index for index, token in enumerate(tokens) if token not in tokens[:index])
     assert at > 0
     return at
-
-
-AGENT = EnvironmentConfig(agent="my_agent:solve")
 
 
 ANSWER = {"type": "object", "properties": {"a": {"enum": [1, 25]}}, "required": ["a"], "additionalProperties": False}

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +187,62 @@ def start_again(worker: Any, fails: str, first: str, second: str) -> tuple[str, 
     grouped, after = dist.is_initialized(), _threads()
     worker.setup(second)
     return error, grouped, before, after
+
+
+def sampling_warm_up(worker: Any, changes: dict[str, Any], address: str) -> tuple[Any, Any]:
+    """Sets the worker up again with `changes` of its configuration.
+
+    Returns how vLLM's warm-up for GPUs samples during that and after it: parameters, and whether each step has grammars.
+    """
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    start, seen = CPUWorker.compile_or_warm_up_model, []
+
+    def record(vllm_worker: Any) -> Any:
+        seen.append(_sampled_in_warm_up())
+        return start(vllm_worker)
+
+    worker.shutdown()
+    worker.config = worker.config.model_copy(update=changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPUWorker, "compile_or_warm_up_model", record)
+        worker.setup(address)
+    [during] = seen
+    return during, _sampled_in_warm_up()
+
+
+def _sampled_in_warm_up() -> tuple[dict[str, Any], list[bool]]:
+    """Runs vLLM's warm-up over a double of its second model runner, which needs a GPU. Returns no default parameters."""
+    from vllm import SamplingParams
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker import gpu_worker
+
+    group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32))
+    runner = SimpleNamespace(
+        num_speculative_steps=0,
+        decode_query_len=1,
+        max_model_len=64,
+        is_encoder_decoder=False,
+        is_pooling_model=False,
+        is_last_pp_rank=True,
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group], num_blocks=64),
+        model_state=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
+        vllm_config=SimpleNamespace(is_mm_encoder_only=False, num_lookahead_tokens=0),
+        adaptive_verification=None,
+        rejection_sampler=None,
+        kv_block_zeroer=None,
+        kv_connector=SimpleNamespace(set_disabled=lambda disabled: None),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 64),
+    )
+    steps: list[Any] = []
+    grammars: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.accelerator.synchronize", lambda: None)
+        gpu_worker.warmup_kernels(runner, steps.append, lambda grammar: grammars.append(grammar is not None))
+    used, default = steps[0].scheduled_new_reqs[0].sampling_params, SamplingParams()
+    names = "temperature top_p top_k min_p frequency_penalty min_tokens logit_bias logprobs prompt_logprobs seed".split()
+    return {name: getattr(used, name) for name in names if getattr(used, name) != getattr(default, name)}, grammars
 
 
 def _threads() -> int:

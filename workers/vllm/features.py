@@ -18,14 +18,15 @@ GPUs; 0.27, 0.29, 0.31 and 0.32 on CPUs. One test fails with 0.27: a float32 log
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from vllm import LLMEngine
+    from vllm import LLMEngine, SamplingParams
     from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
 
@@ -110,6 +111,33 @@ def mend_draft_temperatures() -> None:
         return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand
+
+
+@contextmanager
+def warm_up_sampling(parameters: SamplingParams) -> Iterator[None]:
+    """Engines that start in this block compile only the sampling kernels that `parameters` need, and none for grammars.
+
+    vLLM's second model runner would compile those of every sampling feature, one after the other. A request that needs
+    another kernel has it compiled then. No effect on CPUs, and in releases without this warm-up.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.worker import gpu_worker
+
+    every_feature, warm_up = vars(SamplingParams).get("for_sampler_warmup"), getattr(gpu_worker, "warmup_kernels", None)
+    if every_feature is None or warm_up is None:
+        yield
+        return
+
+    def without_grammar(model_runner: Any, execute_model: Callable[..., Any], sample_tokens: Callable[..., Any]) -> None:
+        warm_up(model_runner, execute_model, lambda grammar: sample_tokens(None))
+
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: parameters)
+    gpu_worker.warmup_kernels = without_grammar
+    try:
+        yield
+    finally:
+        SamplingParams.for_sampler_warmup = every_feature
+        gpu_worker.warmup_kernels = warm_up
 
 
 def can_sleep() -> bool:

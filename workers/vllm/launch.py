@@ -39,6 +39,7 @@ from dagrl.workers.vllm.environment import OWN_ARGUMENTS, model_path, require_ge
 from dagrl.workers.vllm.loader import LOAD_FORMAT, register_loader
 from dagrl.workers.vllm.lora import lora_arguments
 from dagrl.workers.vllm.quantization import quantization_arguments, quantizes
+from dagrl.workers.vllm.sampling import warmup_params
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -56,7 +57,7 @@ FIRST_RUN = "first run of the model"
 START_CALLS: dict[Any, str] = {
     "determine_available_memory": FIRST_RUN,
     "initialize_from_config": "KV cache",
-    "compile_or_warm_up_model": "CUDA graphs",
+    "compile_or_warm_up_model": "kernels",
 }
 """Calls of an engine's executor that take long at the start, and the parts that they are."""
 
@@ -141,7 +142,10 @@ def start_engine(
     own = {"additional_config": {"device": rendezvous.local_rank, "records_experts": recorder is not None}}
     engine_config = features.engine_config(engine_arguments(config, context) | own)
     executor = _executor_class(rendezvous, recorder, parts)
-    engine = LLMEngine(engine_config, executor, log_stats=False, multiprocess_mode=False)
+    # An agent's requests choose their own parameters, so its engines warm up all that vLLM has.
+    own_sampling = config.environment.agent is not None
+    with nullcontext() if own_sampling else features.warm_up_sampling(warmup_params(require_generation(config))):
+        engine = LLMEngine(engine_config, executor, log_stats=False, multiprocess_mode=False)
     compilation = float(engine_config.compilation_config.compilation_time)
     if compilation:  # it is in the first run of the model
         parts.seconds[FIRST_RUN] = max(0.0, parts.seconds.get(FIRST_RUN, 0.0) - compilation)
@@ -336,6 +340,8 @@ def _executor_class(rendezvous: Rendezvous, recorder: ExpertRecorder | None, par
         def _init_executor(self) -> None:
             with parts.part("device and weights"):
                 super()._init_executor()
+            runner = self.driver_worker.worker.model_runner
+            runner.capture_model = parts.part("CUDA graphs")(runner.capture_model)
             if recorder is not None:
                 recorder.attach(self.driver_worker.worker.get_model(), self.vllm_config)
 

@@ -38,3 +38,9 @@ def sampling_params(
         output_kind=RequestOutputKind.FINAL_ONLY,
         structured_outputs=constraint,
     )
+
+
+def warmup_params(config: GenerationConfig) -> SamplingParams:
+    """Returns the parameters with which an engine compiles its sampling kernels. Greedy requests need no others."""
+    length = config.max_new_tokens
+    return sampling_params(config, (), length, Request(0, (), seed=0, max_new_tokens=length, greedy=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +23,15 @@ def test_parts_are_measured_also_when_they_fail() -> None:
             raise OSError
     assert started_parts(worker)["weights"] >= 0.04
     assert started_parts(object()) == {}
+
+
+def test_a_part_is_not_counted_in_the_one_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 1.0, 3.0, 7.0))
+    monkeypatch.setattr("dagrl.runtime.start_parts.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    parts = StartParts()
+    with parts.part("kernels"):
+        parts.part("CUDA graphs")(lambda: None)()
+    assert parts.seconds == {"CUDA graphs": 2.0, "kernels": 5.0}
 
 
 def test_each_part_is_that_of_its_slowest_rank() -> None:
