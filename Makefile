@@ -1,8 +1,10 @@
-# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | test-sglang | test-trackers | test-kernels | chaos | lint | docs | audit | gpu. Installs into .venv, once per change of the lock files.
+# make setup | quickstart | test | test-versions | peers | test-peers | test-agents | test-sglang | test-trackers | test-kernels | chaos | lint | types | docs | audit | gpu. Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps
-PIP := $(VENV)/bin/python $(PIP_INSTALL)
+PIP := $(VENV)/bin/python $(PIP_INSTALL) --no-compile
+# With as many processes as there are cores; pip has one. Packages also contain files for other versions of Python, which fail.
+COMPILE := $(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 TORCH := $(shell grep '^torch==' requirements/cpu.lock)
 # A stamp is named after a hash of what was installed, because the file times of a fresh clone say nothing.
 content = $(shell cat $(1) | sha256sum | cut -c1-16)
@@ -24,16 +26,18 @@ KERNELS := .venv-kernels
 KERNELS_SETUP := $(KERNELS)/.setup-$(call content,requirements/kernels.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
 
-.PHONY: setup quickstart test test-versions peers test-peers test-agents test-sglang test-trackers test-kernels chaos lint docs audit gpu
+.PHONY: setup quickstart test test-versions peers test-peers test-agents test-sglang test-trackers test-kernels chaos lint types docs audit gpu
 
 setup: $(SETUP)
 
 quickstart: $(SETUP)
 	$(VENV)/bin/dagrl train examples/grpo_quickstart.yaml
 
-# Two processes: one for the tests that share pools of workers, one for the rest (tests/conftest.py).
+# Two processes take the files in order, except for those that share pools of workers (tests/conftest.py). Hundreds of processes
+# import our modules, which are compiled first because Python may be told not to write bytecode.
 test: $(TOOLS)
-	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope
+	$(VENV)/bin/python -m compileall -q -j 0 dagrl graphs workers bench
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder
 
 # The runtime's tests on other versions, an hour for these: make test-versions VERSIONS="ray==2.59.0 python3.13,torch==2.14.1"
 VERSIONS ?= ray==2.54.0 python3.12 python3.13 python3.13,ray==2.54.0
@@ -68,12 +72,14 @@ test-trackers: $(TRACKERS_SETUP)
 test-kernels: $(KERNELS_SETUP)
 	TRITON_INTERPRET=1 $(KERNELS)/bin/python -m pytest tests/gpu/test_*_kernels.py
 
-lint: $(TOOLS) docs
+lint: docs types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/python requirements/audit.py
+
+types: $(TOOLS)
+	$(VENV)/bin/mypy
 
 # Builds the documentation into site/. Strict: a broken link or anchor is an error.
 docs: $(TOOLS)
@@ -95,11 +101,13 @@ $(SETUP):
 	$(PIP) $(TORCH) 2>/dev/null || $(PIP) --index-url https://download.pytorch.org/whl/cpu $(TORCH)
 	$(PIP) --requirement requirements/cpu.lock
 	$(PIP) --no-build-isolation --editable .
+	$(COMPILE)
 	@rm -f $(VENV)/.setup-*
 	@touch $@
 
 $(TOOLS): $(SETUP)
 	$(PIP) --requirement requirements/test.lock --requirement requirements/docs.lock
+	$(COMPILE)
 	@rm -f $(VENV)/.tools-*
 	@touch $@
 

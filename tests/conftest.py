@@ -13,22 +13,10 @@ import pytest
 from dagrl.config import ClusterConfig
 from dagrl.run.cluster import ray_cluster
 
-INDEPENDENT = (
-    "async_grpo",
-    "bench_step",
-    "channel_gloo",
-    "embed_example",
-    "embed_nemo_rl",
-    "environments",
-    "foreign_actors",
-    "own_algorithm",
-    "refit_layouts",
-    "replay_growth",
-    "vllm_families",
-    "wheel",
+POOLED = tuple(
+    f"tests/integration/test_{name}" for name in ("failed_starts", "kv_scales", "main_job", "megatron_", "stop", "vllm_")
 )
-APART = ("tests/unit/", *(f"tests/integration/test_{name}.py" for name in INDEPENDENT))
-"""Tests of one of two processes: about half by time, of those that share no pool of workers with the others."""
+"""Tests that share pools of workers or the learned run (tests/integration/conftest.py), which one process has."""
 
 # Ray runs its workers at niceness 15, where they would wait for whatever the tests of the other process do.
 os.environ["RAY_worker_niceness"] = "0"
@@ -44,14 +32,14 @@ hypothesis.settings.load_profile("dagrl")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist: tests that share no worker pools run in one process, all others in another."""
+    """With pytest-xdist: a process that is free takes the next file, or all files that share pools of workers."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class InTwo(LoadScopeScheduling):  # type: ignore[misc]
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "apart" if nodeid.startswith(APART) else "together"
+            return "pooled" if nodeid.startswith(POOLED) else nodeid.partition("::")[0]
 
-    return InTwo(config, log)
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)
