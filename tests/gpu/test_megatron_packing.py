@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from dagrl.bench.train_inputs import single_worker
-from dagrl.runtime.worker import ReplayContext, _current
 from dagrl.workers.megatron.host_memory import upload
 from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_worker import TestedWorker
+from tests.integration.megatron_worker import TestedWorker, gradients_alone
 from tests.integration.test_megatron_packing import group_batch
 
 pytest.importorskip("megatron.core")
@@ -105,11 +104,8 @@ def gradients_and_rows(model: Path, way: str, precision: str) -> tuple[dict[str,
     batch = reference.make_batch()
     with single_worker(config, TestedWorker) as made:
         rows = made.logprobs(batch)
-        token = _current.set(ReplayContext("test", 0, True))  # gradients, but no update
-        try:
+        with gradients_alone():
             made.train_step(batch, "likelihood")
-        finally:
-            _current.reset(token)
         return reference.assemble([made.gradients()]), rows
 
 

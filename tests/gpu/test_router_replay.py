@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from dagrl.bench.train_inputs import single_worker
-from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.gpu.test_vllm_worker import gpu_config, started
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_worker import TestedWorker
+from tests.integration.megatron_worker import TestedWorker, gradients_alone
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED
 from tests.integration.test_megatron_routing import (
     BALANCE,
@@ -48,7 +47,7 @@ def test_losses_and_gradients_of_routers_are_those_of_the_papers(tmp_path: Path)
     keys = {**PACKED, "megatron_cfg": {"activation_checkpointing": True, **losses}}
     config = reference.make_config(directory, precision="float32", optimizer=UNCLIPPED, **keys)
     with single_worker(config, TestedWorker) as worker:
-        with replay_context(ReplayContext("test", 0, True)):  # gradients, but no update
+        with gradients_alone():
             step = merge_step_metrics([worker.train_step(batch, "likelihood")]).flat()
         gradients = reference.assemble([worker.gradients()])
     assert step["moe/z_loss"] == pytest.approx(z_loss.item() / len(routers.logits), rel=1e-4)

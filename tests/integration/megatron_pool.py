@@ -9,14 +9,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 from dagrl.config import Config
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.ports import reserve_port
-from dagrl.runtime.worker import ReplayContext, WorkerContext, _current
+from dagrl.runtime.worker import ReplayContext, WorkerContext, replay_context
 
 SIZE = 4
+
+Warmup = bool | Literal["whole"]
+"""Whether a call is a warm-up. `whole`: one that runs every microbatch (`gradients_alone`)."""
 
 
 class WorkerError(Exception):
@@ -34,7 +37,7 @@ class Group:
     connections: Sequence[Connection]
     layout: ParallelLayout
 
-    def start(self, rank: int, method: str, *args: Any, warmup: bool = False, **kwargs: Any) -> None:
+    def start(self, rank: int, method: str, *args: Any, warmup: Warmup = False, **kwargs: Any) -> None:
         """Starts a call on one worker."""
         self.connections[rank].send((method, args, kwargs, warmup))
 
@@ -48,7 +51,7 @@ class Group:
         return value
 
     def call(
-        self, method: str, *args: Any, warmup: bool = False, per_rank: Sequence[tuple[Any, ...]] | None = None
+        self, method: str, *args: Any, warmup: Warmup = False, per_rank: Sequence[tuple[Any, ...]] | None = None
     ) -> list[Any]:
         """Calls a method on all workers at once. Returns results in rank order."""
         ranks = range(len(self.connections))
@@ -108,21 +111,19 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from tests.integration.megatron_worker import KINDS
+    from tests.integration.megatron_worker import KINDS, gradients_alone
 
     worker: Any = None
     while (message := connection.recv()) is not None:
         method, args, kwargs, warmup = message
-        token = _current.set(ReplayContext("test", 0, warmup))
         try:
-            if method == "new":
-                context, config, address, kind = args
-                worker, value = KINDS[kind](context, config), None
-                worker.setup(address)
-            else:
-                value = getattr(worker, method)(*args, **kwargs)
+            with gradients_alone() if warmup == "whole" else replay_context(ReplayContext("test", 0, warmup)):
+                if method == "new":
+                    context, config, address, kind = args
+                    worker, value = KINDS[kind](context, config), None
+                    worker.setup(address)
+                else:
+                    value = getattr(worker, method)(*args, **kwargs)
             connection.send((None, value))
         except Exception as error:
             connection.send(((type(error).__name__, f"{error}\n{traceback.format_exc()}"), None))
-        finally:
-            _current.reset(token)

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 from dagrl.refit.slices import Box
 from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.workers.megatron import MegatronTeacherWorker, MegatronValueWorker, MegatronWorker
+
+
+@contextmanager
+def gradients_alone() -> Iterator[None]:
+    """Context of a warm-up that runs every microbatch: steps leave the gradients of the whole batch and update nothing."""
+    with patch("dagrl.workers.megatron.microbatches.warmup_count", return_value=sys.maxsize):
+        with replay_context(ReplayContext("test", 0, True)):
+            yield
 
 
 class TestedWorker(MegatronWorker):

@@ -16,7 +16,7 @@ from dagrl.runtime.shapes import Bucket, empty_batch
 from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.telemetry.metrics import merge_step_metrics
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_worker import TestedWorker
+from tests.integration.megatron_worker import TestedWorker, gradients_alone
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
 
@@ -38,7 +38,7 @@ def step_of(model: Path, precision: str, experts: type, **policy: Any) -> tuple[
     with single_worker(config, TestedWorker) as made:
         modules = [module for chunk in made._ready().model.chunks for module in chunk.modules()]
         assert {type(module) for module in modules if hasattr(module, "local_experts")} == {experts}
-        with replay_context(ReplayContext("test", 0, True)):  # gradients, but no update
+        with gradients_alone():
             metrics = made.train_step(reference.make_batch(), "likelihood")
         figures = merge_step_metrics([metrics]).flat()
         for layer in (module for module in modules if isinstance(module, GroupedExperts)):

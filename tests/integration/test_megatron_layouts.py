@@ -134,7 +134,7 @@ def run_case(
     with pool.group(item.layout, configuration(item, model, **policy)) as group:
         prepare(group)
         first = logprobs(group, batch)
-        train(group, batch, warmup=True)  # gradients, but no update
+        train(group, batch, warmup="whole")  # gradients, but no update
         gradients = reference.assemble(group.call("gradients")) if not item.optimizer else {}
         steps = [train(group, batch) for _ in range(reference.STEPS)]
     losses, norms = [step["loss"] for step in steps], [step["grad_norm"] for step in steps]
@@ -246,7 +246,7 @@ def test_grpo_steps_are_those_of_plain_torch(
 
     expected = reference.train_reference(tiny_models["qwen3"], batch, config, loss)
     with megatron_pool.group(layout, config) as group:
-        train(group, batch, "policy", warmup=True)
+        train(group, batch, "policy", warmup="whole")
         gradients = reference.assemble(group.call("gradients"))
         steps = [train(group, batch, "policy") for _ in range(reference.STEPS)]
     np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=1e-5, rtol=0)

@@ -138,7 +138,7 @@ def test_losses_gradients_and_files_are_those_of_peft(
         group.call("snapshot_reference")
         np.testing.assert_allclose(logprobs(group, batch)["logprobs"], expected, atol=1e-5, rtol=0)
         np.testing.assert_allclose(logprobs(group, batch, "reference")["logprobs"], base, atol=1e-5, rtol=0)
-        train(group, batch, warmup=True)
+        train(group, batch, warmup="whole")
         gradients = group.call("adapter_gradients")
         losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
         group.call("export_hf", str(tmp_path / "ours"))
@@ -197,7 +197,7 @@ def test_adapters_of_experts_have_the_gradients_of_plain_torch(
     norm = float(np.sqrt(sum((gradient**2).sum() for gradient in expected_gradients.values())))
     with megatron_pool.group(layout, config) as group:
         np.testing.assert_allclose(logprobs(group, batch)["logprobs"], expected, atol=1e-5, rtol=0)
-        train(group, batch, warmup=True)
+        train(group, batch, warmup="whole")
         gradients = group.call("adapter_gradients")
         steps = [train(group, batch) for _ in range(reference.STEPS)]
     assert_same_gradients(gradients, expected_gradients)
@@ -380,7 +380,7 @@ def test_preferences_train_adapters_against_the_base_model(
         fixed, current = (answer_sums(group, batch, model) for model in ("reference", "policy"))
         losses = pair_losses(algorithm, current, tokens.astype(np.int64), fixed)
         weights = (losses.weights * batch.rows).astype(np.float32)
-        train(group, batch.with_fields(answer_weights=weights), "policy", warmup=True)  # no update
+        train(group, batch.with_fields(answer_weights=weights), "policy", warmup="whole")  # no update
         gradients = group.call("adapter_gradients")
     np.testing.assert_allclose(fixed, sums[1].numpy(), rtol=2e-6)
     assert losses.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)

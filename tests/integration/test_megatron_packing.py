@@ -120,7 +120,7 @@ def run(group: Group, batch: Batch | None = None, loss: str = "policy") -> dict[
     """Returns loss, gradients, log-probabilities, entropy, and the shares of padding and of saved tokens."""
     batch = batch or reference.make_batch(grpo=True)
     rows = logprobs(group, batch)
-    step = train(group, batch, loss, warmup=True)  # gradients, but no update
+    step = train(group, batch, loss, warmup="whole")  # gradients, but no update
     metrics = {"loss": step["loss"], "share": step["microbatch_padding_share"], "saved": step["shared_prefix_share"]}
     gradients = reference.assemble(group.call("gradients"))
     return {**metrics, "gradients": gradients, "logprobs": rows["logprobs"], "entropy": rows["entropy"]}

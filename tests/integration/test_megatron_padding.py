@@ -20,7 +20,7 @@ WIDE = 80  # 8 rows with 94 tokens: 85 % padding
 def run(group: Group, batch: Batch) -> tuple[dict[str, float], dict[str, Any], Any, Any]:
     """Returns metrics and gradients of a step without update, log-probabilities, and the tokens of each expert."""
     (scored,), (counts,) = group.call("logprobs", batch), group.call("tokens_of_experts", batch)
-    metrics = merge_step_metrics(group.call("train_step", batch, "likelihood", warmup=True)).flat()
+    metrics = merge_step_metrics(group.call("train_step", batch, "likelihood", warmup="whole")).flat()
     return metrics, reference.assemble(group.call("gradients")), scored["logprobs"], counts
 
 

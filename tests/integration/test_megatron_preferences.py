@@ -93,7 +93,7 @@ def test_loss_and_gradients_are_those_of_one_process(name: str, group: Group, ti
     assert losses.metrics["loss"] == pytest.approx(run.losses[0], rel=1e-6, abs=2e-6)
     weights = (losses.weights * batch.rows).astype(np.float32)
     assert np.abs(weights).min() > 1e-3 * BETA
-    step: dict[str, Any] = train(group, batch.with_fields(answer_weights=weights), "policy", warmup=True)  # no update
+    step: dict[str, Any] = train(group, batch.with_fields(answer_weights=weights), "policy", warmup="whole")  # no update
     assert step["valid_tokens"] == tokens.sum()
     gradients = reference.assemble(group.call("gradients"))
     for parameter, gradient in run.gradients.items():

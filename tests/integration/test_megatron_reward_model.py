@@ -56,7 +56,7 @@ def test_a_reward_model_is_transformers_classifier(
         found = answer_sums(group, batch, "policy")
         losses = pair_losses(algorithm, found, np.ones(batch.rows, np.int64), None)
         weights = (losses.weights * batch.rows).astype(np.float32)
-        train(group, batch.with_fields(answer_weights=weights), "policy", warmup=True)
+        train(group, batch.with_fields(answer_weights=weights), "policy", warmup="whole")
         gradients = reference.assemble(group.call("gradients"))
     scores, loss, expected = classifier(tiny_models["qwen3"], head, batch, formula)
     np.testing.assert_allclose(found, scores, atol=1e-6)

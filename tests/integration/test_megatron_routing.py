@@ -163,7 +163,7 @@ def test_losses_gradients_and_metrics_are_those_of_the_papers(
     keys = {**case.policy, "megatron_cfg": {**case.megatron, **settings}}
     config = reference.make_config(tiny_models[case.model], optimizer=UNCLIPPED, **keys)
     with megatron_pool.group(case.layout, config) as group:
-        step = train(group, batch, warmup=True)  # gradients, but no update
+        step = train(group, batch, warmup="whole")  # gradients, but no update
         gradients = reference.assemble(group.call("gradients"))
     layers = len(routers.logits)
     expected = {"load_balancing_loss": balance.item() / layers, "z_loss": z_loss.item() / layers, **figures_of(routers)}
@@ -190,7 +190,7 @@ def test_expert_biases_move_towards_a_balanced_load(
     biases = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
     before = {name: bias.clone() for name, bias in biases.items()}
     with megatron_pool.group(ParallelLayout(dp=2, tp=2, ep=2), config) as group:
-        train(group, batch, "policy", warmup=True)
+        train(group, batch, "policy", warmup="whole")
         train(group, batch.with_scalars(global_valid_tokens=1e-45, global_valid_sequences=1e-45), "policy")
         first = logprobs(group, batch)["logprobs"]
         group.call("snapshot_reference")

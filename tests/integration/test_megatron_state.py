@@ -94,6 +94,24 @@ def test_a_warm_up_changes_nothing(sharded: bool, megatron_pool: MegatronPool, t
         _assert_same_states(group.call("state"), trained)
 
 
+@pytest.mark.parametrize(
+    ("layout", "microbatches"),
+    [(ParallelLayout(), 3), (ParallelLayout(pp=2), 4), (ParallelLayout(pp=2, vpp=2), 4)],
+    ids=["single", "pp2", "pp2vpp2"],
+)
+def test_a_warm_up_runs_few_microbatches(
+    layout: ParallelLayout, microbatches: int, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
+) -> None:
+    """Of a batch of eight, in each of four layers. Results have the whole batch's shape."""
+    batch = reference.make_batch()
+    with megatron_pool.group(layout, reference.make_config(tiny_models["qwen3"], train_micro_batch_size=1)) as group:
+        for warmup, expected in ((True, microbatches), (False, reference.ROWS)):
+            runs = group.call("attention_runs", batch, warmup=warmup)
+            assert [count for stage in runs for count in stage] == [expected] * 4
+        found = [part for part in group.call("logprobs", batch, warmup=True) if part is not None]
+        assert [part["logprobs"].shape for part in found] == [batch["tokens"].shape]
+
+
 def _assert_same_states(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert set(mine) == set(theirs)

@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_those_of_one_process(name: str, group: Group, ti
         group.start(rank, "set_loss", **keys)
     for rank in range(group.layout.world_size):
         group.finish(rank)
-    step = train(group, batch, "policy", warmup=True)  # gradients, but no update
+    step = train(group, batch, "policy", warmup="whole")  # gradients, but no update
     assert step["loss"] == pytest.approx(loss, abs=2e-6)
     found = reference.assemble(group.call("gradients"))
     for parameter, gradient in gradients.items():

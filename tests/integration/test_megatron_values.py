@@ -116,7 +116,7 @@ def test_a_critic_is_that_of_plain_torch(case: str, megatron_pool: MegatronPool,
     with megatron_pool.group(layout, config, kind="value") as group:
         head = reference.assemble(group.call("weights"))["score.weight"]
         values = own_values(group, batch)
-        train(group, batch, "value", warmup=True)  # gradients, but no update
+        train(group, batch, "value", warmup="whole")  # gradients, but no update
         gradients = reference.assemble(group.call("gradients"))
         steps = [train(group, batch, "value") for _ in range(reference.STEPS)]
     assert head.shape == (1, 64) and 0.01 < head.std() < 0.04  # the usual range of transformers: 0.02

@@ -24,7 +24,7 @@ from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, RoutedLayers, field
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron.host_memory import upload
 from dagrl.workers.megatron.logprobs import scored_tokens
-from dagrl.workers.megatron.row_plans import ParallelRank, PlannedRow, SplitRule, plan_rows, row_widths
+from dagrl.workers.megatron.row_plans import ParallelRank, PlannedRow, SplitRule, plan_rows, row_widths, warmup_count
 from dagrl.workers.megatron.segments import Indices, LayerInputs, RoutedTokens, Segments, make_segments, zigzag
 
 
@@ -79,6 +79,14 @@ class Microbatches:
     rank: ParallelRank
     prefixes: Tensor | None
     saved: Indices
+
+    def for_warmup(self) -> Microbatches:
+        """Returns the few microbatches that a warm-up runs: the first ones and the last (`warmup_count`).
+
+        All of a batch have one shape, except with dynamic batching, where the first are the largest.
+        """
+        count = warmup_count(self.rank.layout)
+        return self if len(self.items) <= count else replace(self, items=(*self.items[: count - 1], self.items[-1]))
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
         """Assembles one [b, s] per microbatch to token-aligned [rows, width]. Entry 0 of each row and padding are 0."""

@@ -175,6 +175,16 @@ def _rounds(layout: ParallelLayout) -> int:
     return layout.pp if layout.vpp > 1 else 1
 
 
+def warmup_count(layout: ParallelLayout) -> int:
+    """Returns how many microbatches suffice to reach all that a schedule does with any number, and the memory it needs.
+
+    Before its first backward pass the first stage runs `pp - 1` forward passes, or, interleaved, `2 (pp - 1) + (vpp - 1) pp`
+    over chunks. With two more or further ones it also alternates between forward and backward passes, and holds the most
+    activations. Gradients are reduced with the last microbatch.
+    """
+    return _round_up(layout.pp + 2, _rounds(layout))
+
+
 def _sequence_multiple(layout: ParallelLayout) -> int:
     """Context parallelism splits each sequence into 2 x cp chunks."""
     return 2 * layout.cp if layout.cp > 1 else 1

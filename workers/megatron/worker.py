@@ -289,7 +289,7 @@ class MegatronWorker(MegatronWorkerState):
         return where.pp == self.context.layout.pp - 1 and where.tp == 0
 
     def _microbatches(self, batch: Batch, purpose: Literal["train", "logprob"]) -> Iterator[Microbatches]:
-        """Returns the batch's microbatches; in a warm-up first those of every shape that its phase has not run at."""
+        """Yields the batch's microbatches; in a warm-up some of every shape that its phase has not run at."""
         from dagrl.workers.megatron.microbatches import RoutedModel, split_batch, warmup_batches
         from dagrl.workers.megatron.row_plans import SplitRule
 
@@ -297,12 +297,15 @@ class MegatronWorker(MegatronWorkerState):
         architecture = self._ready().model.architecture
         model = None if architecture.record is None else RoutedModel(architecture.vocabulary, architecture.record)
         if not in_warmup():
-            return iter((split_batch(batch, rule, rank, model),))
+            yield split_batch(batch, rule, rank, model)
+            return
         batch = with_empty_record(batch)  # its ids are made up
         seen = self._warm_widths.setdefault(current_replay().phase, set())
         times = 2 if self.config.policy.megatron_cfg.cuda_graphs else 1  # the second run of a shape is recorded
-        warmups = (item for item in warmup_batches(batch, rule, rank, seen) for _ in range(times))
-        return (split_batch(item, rule, rank, model, masked=False) for item in warmups)  # the most memory
+        for item in warmup_batches(batch, rule, rank, seen):
+            for _ in range(times):
+                whole = split_batch(item, rule, rank, model, masked=False)  # the most memory, all of it held meanwhile
+                yield whole.for_warmup()
 
     def _parallel_rank(self) -> ParallelRank:
         from megatron.core import parallel_state
