@@ -60,7 +60,8 @@ def scheduler(request: pytest.FixtureRequest, cluster: None) -> Iterator[Schedul
         group.shutdown(2.0)
 
 
-def test_a_killed_worker_is_named_and_a_replaced_group_replays_after_a_recompile(scheduler: Scheduler) -> None:
+def test_a_lost_worker_is_named_and_the_others_live_on(scheduler: Scheduler) -> None:
+    """A killed one, whose group is replaced and replays after a recompile; then a hung one, with its stack."""
     with pytest.raises(PhaseError) as caught:
         scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
     lost, failure = scheduler.groups["train"], caught.value.failures[0]
@@ -75,8 +76,6 @@ def test_a_killed_worker_is_named_and_a_replaced_group_replays_after_a_recompile
     assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)
     assert scheduler.replay(other_ranks, 1).result() == ([0, 1],)
 
-
-def test_a_hung_worker_is_named_with_its_stack_and_killed_and_its_peer_lives_on(scheduler: Scheduler) -> None:
     started = time.monotonic()
     with pytest.raises(PhaseError, match="replay_s") as caught:
         scheduler.replay(misbehave, {"rank": 0, "kind": "hang", "peers": "wait"}, deadline_s=2.0).result()
@@ -97,7 +96,7 @@ def train_ranks(train: Shard, value):
     return train.map("rank", value)
 
 
-@pytest.mark.parametrize("engine", ["dagrl", "ray"])
+@pytest.mark.parametrize("engine", ["dagrl", pytest.param("ray", marks=pytest.mark.slow)])
 def test_only_the_shard_of_a_replaced_worker_is_compiled_again(
     cluster: None, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:

@@ -34,7 +34,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> dict[str, C
     """The same run of PPO, with a critic and a teacher, on separate devices and colocated, in turns and all resident."""
     output = tmp_path_factory.mktemp("colocated")
     write_teacher(output / "teacher")
-    sections: dict[str, Any] = {"critic": CRITIC, "teacher": {**TEACHER, "model_name": str(output / "teacher")}}
+    teacher = {**TEACHER, "model_name": str(output / "teacher"), "megatron_cfg": {"data_parallel_size": 1}}
+    sections: dict[str, Any] = {"critic": CRITIC, "teacher": teacher}
     sections["loss_fn"] = {"reference_policy_kl_penalty": 0.1}
     shared = {role: {**sections[role], "colocated": True} for role in ("critic", "teacher")}
     configs = {

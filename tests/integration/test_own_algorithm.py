@@ -38,8 +38,10 @@ def test_a_loss_and_an_advantage_train(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "grpo",
-    [{"async_grpo": ASYNC}, {"overlap_logprobs": True, "overlap_training": True}],
-    ids=["in flight", "early work"],
+    [
+        pytest.param({"async_grpo": ASYNC}, id="in flight"),
+        pytest.param({"overlap_logprobs": True, "overlap_training": True}, marks=pytest.mark.slow, id="early work"),
+    ],
 )
 def test_an_algorithm_trains_from_the_command_line(grpo: dict[str, Any], tmp_path: Path) -> None:
     config = configuration(tmp_path, "own", grpo={"max_num_steps": 8, **grpo})

@@ -79,9 +79,9 @@ CASES = [
     for name, layout in layouts.items()
 ]
 SLOW = {f"qwen3_tied-{name}-to-tp1" for name in DENSE} | {
-    *(f"qwen3_tied-{name}-to-tp2" for name in ("dp2", "tp2", "cp2")),
-    *(f"qwen3-{name}-to-tp1" for name in ("tp2", "cp2", "pp2")),
-    "qwen3-pp2-to-tp2",
+    *(f"qwen3_tied-{name}-to-tp2" for name in ("dp2", "tp2", "pp2", "cp2")),
+    *(f"qwen3-{name}-to-tp1" for name in ("tp2", "cp2", "pp2", "tp2pp2")),
+    *(f"qwen3-{name}-to-tp2" for name in ("dp2", "tp2", "pp2")),
     "qwen3_moe-dp2ep2-to-tp1",
     "glm4_moe-dp2ep2-to-tp1",
 }
