@@ -44,6 +44,9 @@ class Threaded:
     def history(self) -> tuple[list[tuple[str, int]], bool]:
         return self.begun, self.overlapped
 
+    def forget(self) -> None:
+        self.begun, self.overlapped = [], False
+
 
 class WithEventLoop(Threaded):
     """Ray runs all methods of such an actor on one event loop, up to 1000 of them at once."""
@@ -132,13 +135,23 @@ def plain() -> list[Any]:
     return two_actors(Threaded)
 
 
-@pytest.fixture(params=[plain, with_two_threads, with_four_threads, with_an_event_loop, with_concurrency_groups])
-def actors(cluster: None, request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+WAYS = [plain, with_two_threads, with_four_threads, with_an_event_loop, with_concurrency_groups]
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def made(cluster: None, request: pytest.FixtureRequest) -> Iterator[list[Any]]:
     make: Callable[[], list[Any]] = request.param
     made = make()
     yield made
     for actor in made:
         ray.kill(actor)
+
+
+@pytest.fixture
+def actors(made: list[Any]) -> list[Any]:
+    """One scheduler after the other has them."""
+    ray.get([actor.forget.remote() for actor in made])
+    return made
 
 
 def scheduler_of(actors: list[Any], executor: Any) -> Scheduler:
