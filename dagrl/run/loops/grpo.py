@@ -50,11 +50,14 @@ def train_grpo(session: Session, reward: RewardRunner) -> None:
 
 
 def generate_batch(session: Session, experience: Experience, early: EarlyWork) -> list[ScoredGroup]:
-    """Draws, completes and scores prompts until a batch is complete. Early work on it may be done by then."""
+    """Draws, completes and scores prompts until a batch is complete. Early work on it may be done by then.
+
+    Log-probabilities of a batch that only waits for its scores are early work too.
+    """
     while (groups := experience.take()) is None:
         experience.fill()
         experience.work()
-        if early.wanted:
+        if early.wanted or experience.only_scores_missing:
             session.recovered(partial(early.advance, experience.next_batch(), session.step + 1))
         session.stop.check()
     return groups

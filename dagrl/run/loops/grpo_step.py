@@ -111,11 +111,11 @@ def learn(
 ) -> dict[str, float]:
     """Trains the train workers on one batch of groups. `take` returns the work on it that was done with the current weights,
     and after a failure what is left of that. `meanwhile` is called while the workers train, unless nothing is trained on."""
-    return session.recovered(lambda: _learn(session, groups, step, take(), meanwhile))
+    return session.recovered(lambda: _learn(session, groups, step, take, meanwhile))
 
 
 def _learn(
-    session: Session, groups: Sequence[ScoredGroup], step: int, early: Early, meanwhile: Callable[[], object]
+    session: Session, groups: Sequence[ScoredGroup], step: int, take: Callable[[], Early], meanwhile: Callable[[], object]
 ) -> dict[str, float]:
     config, replays = session.config, session.replays
     keys, batch = row_keys(config, groups), scored_batch(config, groups, step)
@@ -123,6 +123,7 @@ def _learn(
     judged = uses_critic(config)
     at_once = judged and not replays.takes_turns(CRITIC)  # otherwise its steps follow its values, without a turn in between
     critic = CriticStep(session, batch) if at_once else None
+    early = take()  # may wait for log-probabilities
     compute_logprobs(config, replays, batch, splits, [key in early.known for key in keys], step)
     critic = CriticStep(session, batch) if judged and critic is None else critic
     batch = batch if critic is None else critic.judged_batch()

@@ -102,15 +102,15 @@ def end_logprobs(config: Config, replays: Replays, step: int) -> None:
         replays.replay("training_prep", step)
 
 
-def submit_logprobs(config: Config, replays: Replays, batch: Batch) -> Mapping[str, Replay]:
+def submit_logprobs(config: Config, replays: Replays, batch: Batch, shards: ShardRows | None = None) -> Mapping[str, Replay]:
     """Starts the log-probability phases on `batch` (see `logprob_batch`); returns their replays by phase."""
-    own = {name: replays.submit(name, batch) for name in logprob_phases(config)}
+    own = {name: replays.submit(name, batch, shards) for name in logprob_phases(config)}
     return own | _submit_teacher(config, replays, batch)
 
 
-def collect_logprobs(replays: Replays, batch: Batch, started: Mapping[str, Replay]) -> None:
+def collect_logprobs(replays: Replays, batch: Batch, started: Mapping[str, Replay], shards: ShardRows | None = None) -> None:
     """Waits for the replays that `submit_logprobs` started on `batch`."""
     for name, replay in started.items():
         found = replays.collect(name, replay)[0]
         if name == TEACHER_LOGPROBS:
-            keep_teacher(replays, batch, found)
+            keep_teacher(replays, batch, found, shards)

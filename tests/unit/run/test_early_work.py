@@ -84,6 +84,7 @@ class Overlapping(Run):
         self.rows = dict.fromkeys(PHASES, 0)  # computed since the last step
         self.dropped = 0  # rows of groups that were dropped before it
         self.early: list[int] = []  # rows of chunks that were started while sequences of their batch grew
+        self.ahead = 0  # replays that were started before their batch was taken
         self.parts: list[Batch] = []  # whose gradients are accumulated for the next step
         self.kept = KeptLogprobs()  # of the train workers
         self._fails, self._read, self._free = fails, 0, 0
@@ -101,6 +102,7 @@ class Overlapping(Run):
         else:
             self.rows[name] += value.rows
             self.early += [value.rows] * self.experience.rollouts.busy
+            self.ahead += not self.experience.buffer.counts().taken
         self._free = max(self._free, self.world.now) + self.world.random.randint(0, 4)
         self.under_way.append(Computing(self, name, value, self.weights, self._free))
         self.events.append(name)
@@ -222,14 +224,15 @@ def check_offload(events: Sequence[str], offload: bool, stopped: bool = False) -
 
 
 def test_chunks_begin_before_generation_ends() -> None:
-    """Only with the option. Batches and tokens equal those without it. A chunk has at least an eighth of the batch."""
+    """Only with the option; else the whole batch begins while it waits for its scores. Batches and tokens are equal. A chunk
+    has at least an eighth of the batch."""
     config = slow(configuration({}, room=80, generations=8))
     runs = [Overlapping(overlapping(config, overlap=overlap), 0) for overlap in (False, True)]
     for run in runs:
         assert run.train() is None
     off, on = runs
     assert len(on.early) >= 2 * 2 * STEPS and min(on.early) >= 3 and not off.early
-    assert off.events == STEPS * [*PHASES, "train"]
+    assert off.events == STEPS * [*PHASES, "train"] and off.ahead >= STEPS
     made = [[[e.tokens for g in groups for e in g.group.episodes] for groups in run.trained.values()] for run in runs]
     assert made[0] == made[1]
 
