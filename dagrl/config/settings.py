@@ -6,7 +6,7 @@ import math
 from typing import Literal, Protocol, cast
 
 from dagrl.config import ALGORITHMS, Config, GenerationConfig, MegatronConfig, PolicyConfig, VllmConfig
-from dagrl.config.roles import CRITIC, TEACHER, role_config
+from dagrl.config.roles import CRITIC, GENERATION, TEACHER, TRAIN, role_config
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.imports import load_class, running
 from dagrl.runtime.layout import ParallelLayout
@@ -126,6 +126,14 @@ def starts_together(config: Config) -> bool:
     if not is_colocated(config) or generation_config(config).vllm_cfg.kv_cache_memory_bytes is None:
         return False
     return generation_config(config).colocated.start_together or not takes_turns(config)
+
+
+def starts_resident(config: Config) -> bool:
+    """Whether train states on generation's GPUs stay there while it starts."""
+    if not takes_turns(config):
+        return starts_together(config)
+    auto = generation_config(config).colocated.exchange == "auto"
+    return auto and starts_together(config) and set(sharing_roles(config)) == {TRAIN, GENERATION}
 
 
 def device_count(config: Config) -> int:

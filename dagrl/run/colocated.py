@@ -7,7 +7,8 @@
 
 `Replays` calls this before each replay with the roles of its phase, so loops do not. Roles release their memory before
 another acquires any. What fits next to the other roles stays where it is: `SharedDevices.settle` decides that from the
-memory that was free while each phase was warmed up. Without a GPU vLLM cannot sleep, and nothing moves.
+memory that was free while each phase was warmed up. A train state whose phases leave ample room for generation does not even
+leave for the warm-up of generation. Without a GPU vLLM cannot sleep, and nothing moves.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from dagrl.config.roles import GENERATION
+from dagrl.config.roles import GENERATION, TRAIN
 from dagrl.machine import DeviceMemory
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.worker_group import WorkerGroup
@@ -36,6 +37,9 @@ KEEP_WEIGHTS = 1
 
 MARGIN = 0.03
 """The share of a GPU that stays free when memory is kept resident: allocators fragment, and libraries allocate late."""
+
+AMPLE = 0.1
+"""The share of a GPU that must be free next to training and generation if generation is warmed up there, unmeasured."""
 
 Measure = Callable[[str], AbstractContextManager[None]]
 Exchange = Literal["auto", "always", "never"]
@@ -123,7 +127,7 @@ class SharedDevices:
     `states` are the groups with a train state, by role: `train`, and a critic or a teacher on the same GPUs. The callbacks
     of `before_sleep` run while generation still has its memory, so that work in flight can end; `finish(role)` waits for
     the replays in flight of a role with a train state. At first generation holds all its parts, and the train states are on
-    the host, or with exchange `never` on the GPU.
+    the host, or with `resident` on the GPU, from where nothing moves until `measure_turns`.
     """
 
     def __init__(
@@ -134,6 +138,7 @@ class SharedDevices:
         measure: Measure,
         deadline: Deadline,
         exchange: Exchange = "auto",
+        resident: bool = False,
     ) -> None:
         self._states, self._generation = states, generation
         self._level, self._measure, self._deadline = sleep_level, measure, deadline
@@ -141,9 +146,9 @@ class SharedDevices:
         self.finish: Callable[[str], None] = lambda role: None
         self._none = Residency(tuple(states))
         self._settled, self._still = exchange != "auto", exchange == "never"
-        self._held: dict[str, Parts] = dict.fromkeys(states, TRAIN_PARTS if self._still else ())
+        self._held: dict[str, Parts] = dict.fromkeys(states, TRAIN_PARTS if resident else ())
         self._held[GENERATION] = GENERATION_PARTS
-        self._residency = self._everything if self._still else self._none
+        self._residency = self._everything if resident else self._none
         self._caching = set[str]()  # roles that have computed, and not released the memory that no tensor uses
         self._free: dict[str, list[DeviceMemory]] = {}
         self._freed_by_sleep: list[int] = []
@@ -156,6 +161,9 @@ class SharedDevices:
         working = [role for role in roles if role in self._held]
         if not working:
             return
+        self._note()
+        if GENERATION in working and self._has_ample_room():
+            self._residency = self._everything
         wanted = self._residency.held(working)
         if self._held[GENERATION] == (WEIGHTS,) and not wanted[GENERATION]:
             self.give_to((GENERATION,))  # vLLM falls asleep only from wide awake
@@ -163,7 +171,6 @@ class SharedDevices:
         if leaving or wanted != self._held:
             for role in leaving:
                 self.finish(role)
-            self._note()
             with self._measure("exchange"):
                 dropped = not keep_generation_weights and GENERATION not in working
                 self._release(wanted, leaving, self._level if dropped else KEEP_WEIGHTS)
@@ -183,14 +190,35 @@ class SharedDevices:
     def _leaving(self, wanted: Held, working: Sequence[str]) -> dict[str, Parts]:
         """The parts that roles with a train state release; none at all: only what they have cached."""
         gone = {role: tuple(part for part in self._held[role] if part not in wanted[role]) for role in self._states}
-        wakes = set(wanted[GENERATION]) > set(self._held[GENERATION])
+        wakes = not self._residency.everything and set(wanted[GENERATION]) > set(self._held[GENERATION])
         caching = {role for role in self._caching if wakes or (GENERATION not in working and role not in working)}
         return {role: parts for role, parts in gone.items() if parts or (role in caching and not self._still)}
+
+    def measure_turns(self) -> None:
+        """Lets roles take turns until `settle`, which needs the memory that is free while each is alone."""
+        if not self._settled:
+            self._residency = self._none
+
+    def _has_ample_room(self) -> bool:
+        """Whether generation, asleep now, surely fits next to the only train state and what its phases have cached."""
+        if self._settled or len(self._states) > 1 or self._held[GENERATION] or not self._caching:
+            return False
+        found = self._free[TRAIN]
+        return bool(found) and max(self._freed_by_sleep) <= min(one.free - AMPLE * one.total for one in found)
 
     def settle(self) -> None:
         """Decides what stays resident from now on, after each phase has run once at its largest shape."""
         if self._settled:
             return
+        if self._residency.everything:
+            found, asleep = self._memory(TRAIN), max(self._freed_by_sleep)
+            if all(one.free >= MARGIN * one.total for one in found):
+                self._settled = True
+                logger.info("memory of colocated workers: %s (%s)", self._residency, found)
+                return
+            self._free[TRAIN] += [replace(one, free=one.free + asleep) for one in found]
+            self.measure_turns()
+            self.give_to((GENERATION,), keep_generation_weights=True)
         self._note()
         self._settled = True
         if not all(self._free.get(role) for role in self._held):  # no GPU: there is nothing to exchange
@@ -210,9 +238,11 @@ class SharedDevices:
         """Notes how much memory is free next to a role that is alone, until `settle`."""
         alone = [role for role in self._held if self._held == self._none.held((role,))]
         for role in () if self._settled else alone:
-            group = self._states.get(role) or next(iter(self._states.values()))
-            found = group.call("device_memory", deadline=self._deadline)
-            self._free.setdefault(role, []).extend(memory for memory in found if memory is not None)
+            self._free.setdefault(role, []).extend(self._memory(role))
+
+    def _memory(self, role: str) -> list[DeviceMemory]:
+        group = self._states.get(role) or next(iter(self._states.values()))
+        return [memory for memory in group.call("device_memory", deadline=self._deadline) if memory is not None]
 
     def _release(self, wanted: Held, leaving: Mapping[str, Parts], level: int) -> None:
         for role, gone in leaving.items():

@@ -31,7 +31,15 @@ from ray.exceptions import RayError
 
 from dagrl.config import Config
 from dagrl.config.roles import GENERATION, role_config
-from dagrl.config.settings import generation_config, is_colocated, layouts, sharing_roles, starts_together, takes_turns
+from dagrl.config.settings import (
+    generation_config,
+    is_colocated,
+    layouts,
+    sharing_roles,
+    starts_resident,
+    starts_together,
+    takes_turns,
+)
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
@@ -244,7 +252,7 @@ def start_groups(
 
     They spend long on imports, so they start in parallel. On GPUs shared with generation, each group takes memory only after
     the one before it has moved its train state to the host, unless they start together (`starts_together`). At the end the
-    states are on the host, or on the GPUs if nothing is ever exchanged.
+    states are on the host, or on the GPUs (`starts_resident`, and if nothing is ever exchanged).
 
     While generation starts, `meanwhile` is called with the other groups, unless they have to make room on its GPUs.
     """
@@ -291,7 +299,7 @@ def start_groups(
         for role in sorted(layouts(config), key=GENERATION.__eq__):  # generation last
             if role in roles:
                 has_state = role in shared and role != GENERATION
-                away = has_state and (bool(turns) or takes_turns(config))
+                away = has_state and not starts_resident(config)
                 starting.append(pool.submit(start, role, before if role in shared else None, away))
                 before = starting[-1].result if has_state and turns else before
         if GENERATION in roles and not (turns or takes_turns(config)):

@@ -28,6 +28,7 @@ from dagrl.config.settings import (
     layouts,
     model_names,
     sharing_roles,
+    starts_resident,
     with_engines,
 )
 from dagrl.errors import ClusterError, ConfigError, StopRequestedError
@@ -284,7 +285,8 @@ def _shared_devices(config: Config, groups: Mapping[str, WorkerGroup], clock: Ph
         return None
     states = {role: groups[role] for role in sharing_roles(config) if role in groups and role != GENERATION}
     level, exchange = (colocated := generation_config(config).colocated).sleep_level, colocated.exchange
-    return SharedDevices(states, groups[GENERATION], level, clock.measure, config.timeouts.replay, exchange)
+    resident = starts_resident(config) or exchange == "never"
+    return SharedDevices(states, groups[GENERATION], level, clock.measure, config.timeouts.replay, exchange, resident)
 
 
 def _replacement(
@@ -349,6 +351,8 @@ def _compile(session: Session, left: Sequence[PhasePlan], taken: Taken | None) -
         session.train.call("snapshot_reference")  # for the warm-up only
     hold = partial(replays.hold, keep_generation_weights=True)  # no refit follows
     names = [phases[plan.name].name for plan in left]
+    if replays.shared is not None:
+        replays.shared.measure_turns()
     _log_warm_up("warm-up", scheduler.warmup(before=lambda phase: hold(*phase.roles), only=names))
     if replays.shared is not None:
         replays.shared.settle()

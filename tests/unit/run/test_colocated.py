@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from dagrl.machine import DeviceMemory
-from dagrl.run.colocated import GENERATION_PARTS, MARGIN, TRAIN_PARTS, Exchange, MeasuredMemory, Residency, SharedDevices
+from dagrl.run.colocated import (
+    AMPLE,
+    GENERATION_PARTS,
+    MARGIN,
+    TRAIN_PARTS,
+    Exchange,
+    MeasuredMemory,
+    Residency,
+    SharedDevices,
+)
 from dagrl.runtime.deadline import Deadline
 
 PARTS = {"weights": 10, "optimizer": 60, "gradients": 20}
@@ -85,13 +94,23 @@ def unmeasured(name: str) -> Iterator[None]:
 
 def calls_of_a_step(gpu: SimulatedGpu, exchange: Exchange) -> list[str]:
     """Warms up, settles, and returns the calls of the third step after it. With `never` the state is there at first."""
-    if exchange == "never":
-        gpu.reload(TRAIN_PARTS)
-    shared = SharedDevices({"train": gpu}, gpu, 2, unmeasured, Deadline(1, "timeouts.replay_s"), exchange)  # type: ignore[arg-type, dict-item]
+    shared = started(gpu, exchange, exchange == "never")
+    shared.measure_turns()
     for roles in (("train", "generation"), ("generation",), ("train",)):
         shared.give_to(roles, keep_generation_weights=True)
         gpu.work(roles)
     shared.settle()
+    return third_step(gpu, shared)
+
+
+def started(gpu: SimulatedGpu, exchange: Exchange, resident: bool) -> SharedDevices:
+    if resident:
+        gpu.state = set(TRAIN_PARTS)
+    deadline = Deadline(1, "timeouts.replay_s")
+    return SharedDevices({"train": gpu}, gpu, 2, unmeasured, deadline, exchange, resident)  # type: ignore[arg-type, dict-item]
+
+
+def third_step(gpu: SimulatedGpu, shared: SharedDevices) -> list[str]:
     for _ in range(3):
         gpu.calls.clear()
         for roles in ROLES:
@@ -127,6 +146,38 @@ WHOLLY = ["sleep", "reload", "offload", "wake_up", "offload", "wake_up"]
 )
 def test_auto_keeps_what_fits(total: int, calls: list[str]) -> None:
     assert calls_of_a_step(SimulatedGpu(total), "auto") == calls
+
+
+MEASURED = ["sleep", "offload", "wake_up", "sleep", "reload", "wake_up"]
+AMPLY = next(total for total in range(EVERYTHING, 2 * EVERYTHING) if total - EVERYTHING >= AMPLE * total)
+
+
+@pytest.mark.parametrize(
+    ("total", "late", "at_start", "calls"),
+    [
+        pytest.param(AMPLY, 0, ["sleep", "wake_up"], [], id="ample room"),
+        pytest.param(AMPLY, 20, ["sleep", "wake_up"], [], id="ample room that is used later"),
+        pytest.param(AMPLY, 35, ["sleep", "wake_up", "offload"], SLEEP, id="less than the margin is left"),
+        pytest.param(AMPLY - 1, 0, MEASURED, [], id="everything fits"),
+        pytest.param(total_for(BOTH_STATES), 0, MEASURED, SLEEP, id="activations do not fit"),
+    ],
+)
+def test_a_start_with_both_roles_moves_nothing_that_fits(
+    total: int, late: int, at_start: list[str], calls: list[str]
+) -> None:
+    """Planning a refit, then the warm-up in the order of a run. Generation takes `late` more bytes than at its start."""
+    gpu = SimulatedGpu(total)
+    shared = started(gpu, "auto", resident=True)
+    shared.give_to(("train", "generation"))
+    assert gpu.calls == []
+    shared.measure_turns()
+    for roles in (("train",), ("generation",), ("train", "generation")):
+        shared.give_to(roles, keep_generation_weights=True)
+        gpu.work(roles)
+        gpu.total -= late * (roles == ("generation",))
+    shared.settle()
+    assert gpu.calls == at_start
+    assert third_step(gpu, shared) == calls
 
 
 def test_always_and_never() -> None:
@@ -285,7 +336,7 @@ def test_no_moves_without_exchange() -> None:
     for group in groups.values():
         group.call("reload", TRAIN_PARTS, deadline=Deadline(1, "timeouts.replay_s"))
     gpu.moved.clear()
-    shared = SharedDevices(groups, generation, 2, unmeasured, Deadline(1, "timeouts.replay_s"), "never")
+    shared = SharedDevices(groups, generation, 2, unmeasured, Deadline(1, "timeouts.replay_s"), "never", True)
     for roles in (*STEP, *STEP):
         shared.give_to(roles)
     assert gpu.moved == []

@@ -106,7 +106,11 @@ class RecordedGroup:
     ("keys", "order"),
     [
         ([], [("train", "starts"), ("train", "offload"), ("generation", "starts")]),
-        (["start_together=true"], [("generation", "starts"), ("train", "starts"), ("train", "offload")]),
+        (["start_together=true"], [("generation", "starts"), ("train", "starts")]),
+        (
+            ["start_together=true", "exchange=always"],
+            [("generation", "starts"), ("train", "starts"), ("train", "offload")],
+        ),
         (["exchange=never"], [("generation", "starts"), ("train", "starts")]),
     ],
 )
