@@ -31,9 +31,8 @@ class Latent:
 
 def latent_of(model: ModelConfig) -> Latent:
     """Reads the sizes from `config.json`."""
-    query = model.size("q_lora_rank") if model.has("q_lora_rank") else 0
     sizes = (model.size(key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    return Latent(query, *sizes)
+    return Latent(model.size("q_lora_rank", 0), *sizes)
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:

@@ -1,7 +1,8 @@
 """What a vLLM rank will hold of a model, for plans and checks before an engine runs. A pure function.
 
-A running engine reports what it holds: it records its own loader (`recording.py`). Tests prove for each family that both are
-equal, box by box. Parameters are placed by the last parts of their Hugging Face names, as in vLLM 0.26 to 0.33:
+A running engine records its own loader instead (`dagrl.refit.recording`). These rules remain because `dagrl inspect` and the
+checks before a start have no engine. Tests prove for each family that both are equal, box by box. Parameters are placed by
+the last parts of their Hugging Face names, as in vLLM 0.26 to 0.33:
 
 - `QKVParallelLinear` holds `[Q; K; V]` of the rank's heads. With fewer key-value heads than ranks, ranks share one.
 - `MergedColumnParallelLinear` holds `[gate; up]` of the rank's rows.
@@ -22,19 +23,28 @@ from dagrl.config import Json
 from dagrl.errors import LayoutError, RefitPlanError
 from dagrl.refit.fp8 import BLOCK, FP8
 from dagrl.refit.slices import STACKED, Box, Scales, WeightSlice
-from dagrl.workers.families import find_family, mla
+from dagrl.workers.families import find_family
+from dagrl.workers.families.family import ParameterNames
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.families.mamba import stack_rows, state_space_of
+from dagrl.workers.families.megatron import shard_range
 from dagrl.workers.megatron.weights import stacked_shapes
 
 VOCABULARY_PADDING = 64
-ROUTERS = ("gate", "shared_expert_gate")
+VOCABULARY = ("embed_tokens", "embeddings", "lm_head")
+UNQUANTIZED = (*VOCABULARY, "gate", "shared_expert_gate")
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "w13": ("w1", "w3"),
+}
+OUTPUTS = ("o_proj", "out_proj")
+ROW_PARALLEL = (*OUTPUTS, "down_proj", "w2")
 MIXER = ("in_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 FLOAT32 = ("A_log", "e_score_correction_bias")
 
 Range = tuple[int, int]
-Rows = list[tuple[Range, int]]
-"""Ranges of a parameter's rows, each with its first row in the local tensor."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +61,7 @@ class VllmRank:
 
     def part(self, size: int, what: str) -> Range:
         """Returns this rank's range of `size` items. Raises LayoutError if tp does not divide `size`."""
-        if size % self.tp:
-            raise LayoutError(f"tensor parallel size {self.tp} does not divide {what} ({size}); choose one that does")
-        each = size // self.tp
-        return self.tp_rank * each, (self.tp_rank + 1) * each
+        return shard_range(size, (self.tp, self.tp_rank), what)
 
 
 def vllm_weight_slices(hf_config: Mapping[str, Json], rank: VllmRank) -> list[WeightSlice]:
@@ -65,118 +72,110 @@ def vllm_weight_slices(hf_config: Mapping[str, Json], rank: VllmRank) -> list[We
     tensor starts inside a block.
     """
     shapes = {**stacked_shapes(hf_config), **_llama_biases(ModelConfig(hf_config))}
-    return list(_Placement(hf_config, rank, shapes).slices())
+    placement = _Placement(find_family(hf_config).names, ModelConfig(hf_config), rank, shapes)
+    found: list[WeightSlice] = []
+    for name, shape in shapes.items():
+        try:
+            found += placement.slices(name, shape)
+        except LayoutError as error:
+            raise LayoutError(f"generation rank {rank.tp_rank}, {name}: {error}") from error
+    return found
 
 
+@dataclass(frozen=True)
 class _Placement:
-    def __init__(self, hf_config: Mapping[str, Json], rank: VllmRank, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._names, self._model = find_family(hf_config).names, ModelConfig(hf_config)
-        self._rank, self._shapes = rank, shapes
-        self._latent = mla.latent_of(self._model) if self._model.has("kv_lora_rank") else None
+    names: ParameterNames
+    model: ModelConfig
+    rank: VllmRank
+    shapes: Mapping[str, tuple[int, ...]]
 
-    def slices(self) -> Iterator[WeightSlice]:
-        for name, shape in self._shapes.items():
-            place = self._vocabulary if name in (self._names.embedding, self._names.head) else self._parameter
-            try:
-                yield from (self._experts if f".experts.{STACKED}." in name else place)(name, shape)
-            except LayoutError as error:
-                raise LayoutError(f"generation rank {self._rank.tp_rank}, {name}: {error}") from error
-
-    def _vocabulary(self, name: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
-        padded = -(-self._model.vocabulary // VOCABULARY_PADDING) * VOCABULARY_PADDING
-        start, stop = self._rank.part(padded, "the padded vocabulary")
-        stop, columns = min(stop, self._model.vocabulary), (0, shape[1])
-        if start < stop:
-            yield WeightSlice(name, ((start, stop), columns), self._names.in_vllm(name), ((0, stop - start), columns))
-
-    def _experts(self, name: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
-        """Yields the rank's experts of a stack."""
-        rank, (count, rows, columns) = self._rank, shape
-        prefix, _, projection = name.removesuffix(".weight").rpartition(".")
-        down = projection in ("down_proj", "w2")
-        width = columns if down else rows
-        part = (0, width) if rank.expert_parallel else rank.part(width, "the experts' intermediate size")
-        size = part[1] - part[0]
-        at = size if projection == "w3" or (projection == "up_proj" and f"{prefix}.gate_proj.weight" in self._shapes) else 0
-        held, more = divmod(count, rank.tp if rank.expert_parallel else 1)
-        number = rank.tp_rank if rank.expert_parallel else 0
-        first = number * held + min(number, more)
-        many = (first, first + held + (number < more))
-        tensor = self._names.in_vllm(prefix.removesuffix(STACKED)) + ("w2_weight" if down else "w13_weight")
-        box = (many, (0, rows), part) if down else (many, part, (0, columns))
-        inner = ((0, rows), (0, size)) if down else ((at, at + size), (0, columns))
-        if many[0] < many[1]:
-            yield self._slice(name, box, tensor, ((0, many[1] - many[0]), *inner), quantized=True)
-
-    def _parameter(self, name: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
+    def slices(self, name: str, shape: tuple[int, ...]) -> Iterator[WeightSlice]:
         module, _, kind = name.rpartition(".")
         if kind not in ("weight", "bias"):
             module, kind = name, ""
         path, _, leaf = module.rpartition(".")
-        fused, rows = self._rows(path, leaf, shape[0])
-        columns = (0, shape[1]) if len(shape) == 2 else (0, 0)
-        if leaf in ("o_proj", "down_proj", "out_proj") and len(shape) == 2:
-            columns = self._rank.part(shape[1], _width_of(path) if leaf == "down_proj" else "the heads' columns")
-        tensor = self._names.in_vllm(f"{path}.{fused}.{kind}".rstrip("."))
-        float32 = name.endswith(FLOAT32) or (leaf == "gate" and self._model.type == "glm4_moe")
+        lead: Box = (self._experts(shape[0]),) if path.endswith(STACKED) else ()
+        size, *others = shape[len(lead) :]
+        fused, rows = self._rows(path, leaf, size)
+        inner: Box = tuple((0, other) for other in others)
+        if leaf in ROW_PARALLEL and inner:
+            inner = (self.rank.part(shape[1], "the heads' columns") if leaf in OUTPUTS else self._width(path, shape[-1]),)
+        if lead:
+            fused, kind = "w2_weight" if leaf in ROW_PARALLEL else "w13_weight", ""
+        tensor = self.names.in_vllm(f"{path.removesuffix(f'.{STACKED}')}.{fused}.{kind}".strip("."))
+        float32 = name.endswith(FLOAT32) or (leaf == "gate" and self.model.type == "glm4_moe")
+        quantized = len(inner) == 1 and not float32 and leaf not in UNQUANTIZED
         for part, at in rows:
-            local = (at, at + part[1] - part[0])
-            if len(shape) == 2 and not float32:
-                target = (local, (0, columns[1] - columns[0]))
-                yield self._slice(name, (part, columns), tensor, target, quantized=leaf not in ROUTERS)
-            else:
-                rest: Box = tuple((0, size) for size in shape[1:])
-                yield WeightSlice(name, (part, *rest), tensor, (local, *rest), "float32" if float32 else "")
+            box = (*lead, part, *inner)
+            local = [(0, stop - start) for start, stop in box]
+            local[len(lead)] = (at, at + part[1] - part[0])
+            if all(start < stop for start, stop in box):
+                yield self._slice(name, box, tensor, tuple(local), quantized, "float32" if float32 else "")
 
-    def _rows(self, path: str, leaf: str, size: int) -> tuple[str, Rows]:
-        """Returns vLLM's module for a Hugging Face module, and where the rank's rows are in it."""
-        rank, latent, whole = self._rank, self._latent, [((0, size), 0)]
-        if latent is not None:
-            if leaf in ("q_proj", "q_b_proj", "kv_b_proj"):
-                return leaf, [(_scaled(rank.part(self._model.heads, "the attention heads"), size // self._model.heads), 0)]
-            if leaf in ("q_a_proj", "kv_a_proj_with_mqa") and latent.query:
-                return "fused_qkv_a_proj", [((0, size), 0 if leaf == "q_a_proj" else latent.query)]
-        elif leaf in ("q_proj", "k_proj", "v_proj"):
-            return "qkv_proj", [self._heads(leaf)]
-        if leaf in ("gate_proj", "up_proj"):
-            part = rank.part(size, _width_of(path))
-            if f"{path}.gate_proj.weight" not in self._shapes:
-                return leaf, [(part, 0)]
-            return "gate_up_proj", [(part, part[1] - part[0] if leaf == "up_proj" else 0)]
-        return leaf, self._mixer(leaf) if path.endswith(".mixer") and leaf in MIXER else whole
+    def _experts(self, count: int) -> Range:
+        """Returns which of a layer's experts this rank holds."""
+        if not self.rank.expert_parallel:
+            return 0, count
+        held, more = divmod(count, self.rank.tp)
+        first = self.rank.tp_rank * held + min(self.rank.tp_rank, more)
+        return first, first + held + (self.rank.tp_rank < more)
 
-    def _heads(self, leaf: str) -> tuple[Range, int]:
-        """Returns the rows of q, k or v that this rank holds, and where `qkv_proj` has them."""
-        rank, keys, dim = self._rank, self._model.kv_heads, self._model.head_dim
-        start, stop = queries = rank.part(self._model.heads, "the attention heads")
-        if keys < rank.tp and rank.tp % keys:
-            raise LayoutError(
-                f"tensor parallel size {rank.tp} is not a multiple of the {keys} key/value heads; choose one that is"
-            )
-        shared = rank.tp_rank * keys // rank.tp
-        first, last = heads = rank.part(keys, "the key/value heads") if keys >= rank.tp else (shared, shared + 1)
-        if leaf == "q_proj":
-            return _scaled(queries, dim), 0
-        return _scaled(heads, dim), (stop - start + (last - first if leaf == "v_proj" else 0)) * dim
+    def _rows(self, path: str, leaf: str, size: int) -> tuple[str, list[tuple[Range, int]]]:
+        """Returns vLLM's module for a Hugging Face module, and the rank's rows, each with their first row in it."""
+        if path.endswith(".mixer") and leaf in MIXER:
+            return leaf, self._mixer(leaf)
+        for fused, members in FUSED.items():
+            sizes = [self.shapes.get(f"{path}.{member}.weight", (0, 0))[-2] for member in members]
+            if leaf in members and all(sizes):
+                before = [self._held(path, *member) for member in zip(members[: members.index(leaf)], sizes, strict=False)]
+                return fused, [(self._held(path, leaf, size), sum(stop - start for start, stop in before))]
+        return leaf, [(self._held(path, leaf, size), 0)]
 
-    def _mixer(self, leaf: str) -> Rows:
+    def _held(self, path: str, leaf: str, size: int) -> Range:
+        """Returns which of a parameter's `size` rows this rank holds."""
+        rank, model = self.rank, self.model
+        if leaf in VOCABULARY:
+            start, stop = rank.part(-(-size // VOCABULARY_PADDING) * VOCABULARY_PADDING, "the padded vocabulary")
+            return start, min(stop, size)
+        if leaf in ("q_proj", "q_b_proj", "kv_b_proj"):
+            return _scaled(rank.part(model.heads, "the attention heads"), size // model.heads)
+        if leaf in ("k_proj", "v_proj"):
+            keys, shards = model.kv_heads, min(model.kv_heads, rank.tp)
+            if rank.tp % shards:
+                raise LayoutError(f"tp {rank.tp} is not a multiple of the {keys} key/value heads; choose one that is")
+            heads = shard_range(keys, (shards, rank.tp_rank * shards // rank.tp), "the key/value heads")
+            return _scaled(heads, model.head_dim)
+        return self._width(path, size) if leaf in ("gate_proj", "up_proj", "w1", "w3") else (0, size)
+
+    def _width(self, path: str, size: int) -> Range:
+        """Returns the rank's part of the width of an MLP or of experts."""
+        if path.endswith(STACKED):
+            return (0, size) if self.rank.expert_parallel else self.rank.part(size, "the experts' intermediate size")
+        return self.rank.part(size, "the shared experts' size" if "shared_expert" in path else "the intermediate size")
+
+    def _mixer(self, leaf: str) -> list[tuple[Range, int]]:
         """Returns the rows of a Mamba mixer's parameter."""
-        space = state_space_of(self._model)
-        heads = self._rank.part(space.heads, "the mamba heads")
-        inner = _scaled(heads, space.head_dim)
-        groups = (0, 1) if space.groups == 1 else self._rank.part(space.groups, "the mamba groups")
-        state = _scaled(groups, space.state)
-        if leaf not in ("in_proj", "conv1d"):
+        space, part = state_space_of(self.model), self.rank.part
+        heads = part(space.heads, "the mamba heads")
+        groups = (0, 1) if space.groups == 1 else part(space.groups, "the mamba groups")
+        inner, state = _scaled(heads, space.head_dim), _scaled(groups, space.state)
+        stacks = {"in_proj": (inner, inner, state, state, heads), "conv1d": (inner, state, state)}
+        if leaf not in stacks:
             return [(inner if leaf == "norm" else heads, 0)]
-        parts = (inner, inner, state, state, heads) if leaf == "in_proj" else (inner, state, state)
-        return [(rows, at[0]) for rows, at in stack_rows(space, parts)]
+        return [(rows, at) for rows, (at, _) in stack_rows(space, stacks[leaf])]
 
-    def _slice(self, name: str, box: Box, tensor: str, local: Box, quantized: bool) -> WeightSlice:
+    def _slice(self, name: str, box: Box, tensor: str, local: Box, quantized: bool, dtype: str) -> WeightSlice:
         """Returns a slice of a linear layer's weight; in FP8 with its scales."""
-        if not (self._rank.fp8 and quantized):
-            return WeightSlice(name, box, tensor, local)
-        scales = Scales(f"{tensor}_scale_inv", (*local[:-2], *(_blocks(name, tensor, part) for part in local[-2:])))
-        return WeightSlice(name, box, tensor, local, FP8, scales)
+        if not (self.rank.fp8 and quantized):
+            return WeightSlice(name, box, tensor, local, dtype)
+        for start, _ in local[-2:]:
+            if start % BLOCK:
+                raise RefitPlanError(
+                    f"parameter {name!r} begins at {start} in {tensor!r}, inside an FP8 block of {BLOCK}; choose a tensor "
+                    f"parallel size whose shards are multiples of {BLOCK}"
+                )
+        blocks = ((start // BLOCK, -(-stop // BLOCK)) for start, stop in local[-2:])  # the last may extend past the end
+        return WeightSlice(name, box, tensor, local, FP8, Scales(f"{tensor}_scale_inv", (*local[:-2], *blocks)))
 
 
 def _llama_biases(model: ModelConfig) -> dict[str, tuple[int]]:
@@ -188,19 +187,5 @@ def _llama_biases(model: ModelConfig) -> dict[str, tuple[int]]:
     return {f"model.layers.{layer}.{module}.bias": (size,) for layer in layers for module, size in sizes.items()}
 
 
-def _width_of(path: str) -> str:
-    return "the shared experts' size" if "shared_expert" in path else "the intermediate size"
-
-
 def _scaled(part: Range, size: int) -> Range:
     return part[0] * size, part[1] * size
-
-
-def _blocks(name: str, tensor: str, part: Range) -> Range:
-    """Converts a row or column range to blocks. The last block may extend past the end of the parameter."""
-    if part[0] % BLOCK:
-        raise RefitPlanError(
-            f"parameter {name!r} begins at {part[0]} in {tensor!r}, inside an FP8 block of {BLOCK}; choose a tensor "
-            f"parallel size whose shards are multiples of {BLOCK}"
-        )
-    return part[0] // BLOCK, -(-part[1] // BLOCK)
