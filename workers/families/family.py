@@ -12,22 +12,20 @@ from dagrl.workers.families.megatron import MegatronRank
 
 @dataclass(frozen=True)
 class ParameterNames:
-    """Names of embedding, layers, final norm and head: in Hugging Face checkpoints, in Megatron and in vLLM."""
+    """Names of embedding, layers, final norm and head: in Hugging Face checkpoints, and of the norm in Megatron."""
 
     embedding: str = "model.embed_tokens.weight"
     layer: str = "model.layers"
     norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
     megatron_norm: str = "final_layernorm"
-    vllm_embedding: str = "model.embed_tokens.weight"
-    vllm_layer: str = "model.layers"
-    vllm_norm: str = "model.norm.weight"
 
     def in_vllm(self, name: str) -> str:
         """Returns vLLM's name of a module or parameter outside fused ones."""
-        renamed = {self.embedding: self.vllm_embedding, self.norm: self.vllm_norm}
-        prefix = f"{self.layer}."
-        return f"{self.vllm_layer}.{name.removeprefix(prefix)}" if name.startswith(prefix) else renamed.get(name, name)
+        root = self.layer.removesuffix("layers")
+        if name == self.embedding:
+            return "model.embed_tokens.weight"
+        return f"model.{name.removeprefix(root)}" if name.startswith(root) else name
 
 
 @dataclass(frozen=True)

@@ -37,16 +37,11 @@ def megatron_attention(layout: ParallelLayout, stage: int, local: int) -> str:
 
 
 def vllm_kv_scales(hf_config: Mapping[str, Json]) -> list[WeightSlice]:
-    """Returns the scales of all layers."""
+    """Returns the scales of all layers, in tensors that are named after vLLM's attention modules."""
     check_family(hf_config)
-    names = vllm_attentions(hf_config)
-    return [_scale(hf_config, layer, kind, f"{name}.{kind}_scale") for layer, name in enumerate(names) for kind in KINDS]
-
-
-def vllm_attentions(hf_config: Mapping[str, Json]) -> list[str]:
-    """Returns vLLM's attention modules, which take over the scales after a write."""
-    prefix = find_family(hf_config).names.vllm_layer
-    return [f"{prefix}.{layer}.self_attn.attn" for layer in range(ModelConfig(hf_config).layers)]
+    layers = range(ModelConfig(hf_config).layers)
+    tensor = "model.layers.{}.self_attn.attn.{}_scale"
+    return [_scale(hf_config, layer, kind, tensor.format(layer, kind)) for layer in layers for kind in KINDS]
 
 
 def check_family(hf_config: Mapping[str, Json]) -> None:

@@ -147,6 +147,5 @@ FAMILY = Family(
         layer="backbone.layers",
         norm="backbone.norm_f.weight",
         megatron_norm="final_norm",
-        vllm_norm="model.norm_f.weight",
     ),
 )

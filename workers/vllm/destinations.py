@@ -1,15 +1,21 @@
 """Destinations of a refit in vLLM: the tensors it writes in place, and the hooks that run after the write.
 
-Every parameter has one destination tensor in vLLM's fused layout of this rank. If vLLM computes with the loaded parameter
-(dense and Triton-MoE models on GPUs; norms and embeddings everywhere), the destination is that live parameter, and CUDA
-graphs stay valid. If vLLM converted it and dropped the original (oneDNN-packed linears and packed experts on CPUs, shuffled
-experts on GPUs), the original is kept as destination. A hook then makes vLLM convert again, into the same memory if the
-result is a tensor.
+The recording of vLLM's own loader says where each parameter lies. What remains here is what vLLM does after loading, which
+no recording of the loader sees:
+
+- Norms, embeddings, and on GPUs linears and most experts are computed with as loaded. The destination is the live parameter,
+  and CUDA graphs stay valid.
+- Where vLLM converts a parameter and drops the original (oneDNN-packed linears and packed experts on CPUs, shuffled experts
+  on GPUs), the original is kept as destination, and vLLM converts it again after each write.
+- MLA's absorbed weights and the scales of an FP8 KV cache are computed from what a refit writes.
+
+New values go into the old memory, where kernels and CUDA graphs point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.errors import ConfigError
 from dagrl.refit.recorded import Recorded, check_complete, named_tensors
 from dagrl.refit.slices import WeightSlice
-from dagrl.refit.strided import Strided
-from dagrl.workers.vllm.derived import RefitHook, derive
+from dagrl.workers.families.kv_scales import KINDS
 from dagrl.workers.vllm.loader import LoadedModel
 from dagrl.workers.vllm.quantization import check_form
 
@@ -28,10 +33,18 @@ if TYPE_CHECKING:
 
 HEAD = "lm_head.weight"
 
+ABSORBED = ("W_UV", "W_UK_T")
+"""Attributes of MLA attention."""
+
+SCALES_IN_MEMORY = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
+"""Attention backends that read the KV cache's scales from the device, or run without CUDA graphs."""
+
+RefitHook = Callable[[], object]
+
 
 @dataclass(frozen=True)
 class Destinations:
-    """What a refit writes: `slices` of `tensors`, by local name, in any order. Then all `hooks` run in order."""
+    """What a refit writes: `slices` of `tensors`, by local name, in any order. Then all `hooks` recompute others in order."""
 
     slices: Sequence[WeightSlice]
     tensors: Mapping[str, torch.Tensor]
@@ -39,52 +52,65 @@ class Destinations:
 
 
 def find_destinations(
-    model: torch.nn.Module, loaded: LoadedModel, vllm_config: Any, *, tied: bool = False, scaled: Sequence[str] = ()
+    model: torch.nn.Module, loaded: LoadedModel, vllm_config: Any, *, tied: bool = False, scales: Sequence[WeightSlice] = ()
 ) -> Destinations:
     """Returns the destinations in a loaded model.
 
-    `tied`: a refit sends the embedding alone, also if the checkpoint has a head of its own. `scaled`: attention modules with
-    an FP8 KV cache whose scales a refit sends. Raises ConfigError if an update in place is not possible.
+    `tied`: a refit sends the embedding alone, also if the checkpoint has a head of its own. `scales`: those of an FP8 KV
+    cache, if a refit sends them. Raises ConfigError if an update in place is not possible.
     """
+    import torch
+
     if vllm_config.quant_config is not None:
         check_form(vllm_config.quant_config)
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
         raise ConfigError("vLLM's EPLB moves experts at run time, but a refit is planned once; set enable_eplb to false")
-    recording = loaded.recording
+    recording, dtype, live = loaded.recording, vllm_config.model_config.dtype, named_tensors(model)
     check_complete(type(model).__name__, recording)
-    slices = [one for one in recording.slices if not (tied and one.name.endswith(HEAD))]
     recorded = Recorded(recording, {name: one.tensor for name, one in loaded.tensors.items()})
-    device = next(model.parameters()).device
-    whole = {name: Strided.whole(shape).empty(kind, device) for name, (shape, kind) in recording.unmapped.items()}
-    live = named_tensors(model)
-    written = [name for one in slices for name in (one.tensor, *([one.scales.tensor] if one.scales else []))]
-    tensors = {name: recorded.tensors[name] for name in written}
-    kept = dict[str, "torch.Tensor"]()
-    for name in tensors:
+    slices = [one for one in recording.slices if not (tied and one.name.endswith(HEAD))]
+    names = dict.fromkeys(part.tensor for one in slices for part in (one, one.scales) if part is not None)
+    kept = defaultdict[torch.nn.Module, dict[str, torch.Tensor]](dict)
+    for name in names:
         parameter = recording.arranged[name].tensor if name in recording.arranged else name
         if parameter not in loaded.tensors:  # the input of a computation
             continue
-        if not loaded.tensors[parameter].unchanged():
+        held = loaded.tensors[parameter]
+        if not held.unchanged():
             raise ConfigError(
                 f"vLLM rearranged {parameter!r} in place after loading, which a refit cannot undo; choose a kernel that "
                 "does not (VLLM_USE_DEEP_GEMM=0, another moe_backend)"
             )
-        if not _same_memory(recorded.tensors[parameter], live.get(parameter)):
-            kept[parameter] = recorded.tensors[parameter]
-    for name in recording.unwritten if whole else ():
+        if not _same_memory(held.tensor, live.get(parameter)):
+            path, _, attribute = parameter.rpartition(".")
+            kept[model.get_submodule(path)][attribute] = held.tensor
+    for name in recording.unwritten if recording.unmapped else ():
         if not _same_memory(loaded.tensors[name].tensor, live.get(name)):
             raise ConfigError(
                 f"refit.unmapped is load, but vLLM converted {name!r} after loading and its loader can no longer write it; "
                 "choose a kernel that computes with the loaded parameter"
             )
-    sent = [_whole(name, tensor, vllm_config.model_config.dtype) for name, tensor in whole.items()]
-    tensors |= {one.tensor: whole[one.name] for one in sent}
-    derived, last = derive(model, scaled, vllm_config.model_config.dtype)
-    first: list[RefitHook] = [partial(_load, model, whole)] if whole else []
+    device = next(model.parameters()).device
+    whole = {name: torch.zeros(shape, dtype=kind, device=device) for name, (shape, kind) in recording.unmapped.items()}
+    sent = [_whole(name, tensor, dtype) for name, tensor in whole.items()]
+    tensors = {name: recorded.tensors[name] for name in names} | {one.tensor: whole[one.name] for one in sent}
+    hooks: list[RefitHook] = []
+    if whole:
+        hooks.append(torch.no_grad()(lambda: model.load_weights(iter(whole.items()))))  # type: ignore[operator]
     if recording.computations:
-        first.append(recorded.compute)
-    hooks = (*first, *_hooks(model, kept, tied, vllm_config), *last)
-    return Destinations(slices + sent, tensors | derived, hooks)
+        hooks.append(recorded.compute)
+    head, embedding = live.get(HEAD), live.get("model.embed_tokens.weight")
+    if tied and head is not None and embedding is not None and head.data_ptr() != embedding.data_ptr():
+        hooks.append(partial(head.copy_, embedding))  # the checkpoint stores another head
+    # The CPU backend also keeps a packed copy next to the live parameter of the embedding and of a (tied) head.
+    packed = [module for module in model.modules() if module in kept or hasattr(module, "cpu_linear")]
+    hooks += [partial(_repack, module, kept[module], vllm_config) for module in packed]
+    hooks += absorbed(model, dtype)
+    for name in dict.fromkeys(one.tensor.rpartition(".")[0] for one in scales):
+        pair = _kv_scales(name, model.get_submodule(name))
+        tensors |= {f"{name}.{kind}_scale": pair[index : index + 1] for index, kind in enumerate(KINDS)}
+        hooks.append(partial(_write_kv_scales, model.get_submodule(name), pair))
+    return Destinations([*slices, *sent, *scales], tensors, hooks)
 
 
 def _whole(name: str, tensor: torch.Tensor, default: torch.dtype) -> WeightSlice:
@@ -93,38 +119,9 @@ def _whole(name: str, tensor: torch.Tensor, default: torch.dtype) -> WeightSlice
     return WeightSlice(name, box, f"load_weights({name})", box, dtype)
 
 
-def _load(model: torch.nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Gives whole parameters to vLLM's own loader of the model."""
-    import torch
-
-    with torch.no_grad():
-        model.load_weights(iter(whole.items()))  # type: ignore[operator]
-
-
 def _same_memory(first: torch.Tensor, second: torch.Tensor | None) -> bool:
     facts = ("data_ptr", "size", "stride")
     return second is not None and all(getattr(first, fact)() == getattr(second, fact)() for fact in facts)
-
-
-def _hooks(model: torch.nn.Module, kept: Mapping[str, torch.Tensor], tied: bool, vllm_config: Any) -> Iterator[RefitHook]:
-    if tied:
-        yield from _tied_head(model)
-    by_module: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
-    for name, tensor in kept.items():
-        path, _, attribute = name.rpartition(".")
-        by_module.setdefault(model.get_submodule(path), {})[attribute] = tensor
-    for module in model.modules():
-        # The CPU backend also keeps a packed copy next to the live parameter of the embedding and of a (tied) head.
-        if module in by_module or hasattr(module, "cpu_linear"):
-            yield partial(_repack, module, by_module.get(module, {}), vllm_config)
-
-
-def _tied_head(model: torch.nn.Module) -> Iterator[RefitHook]:
-    """Yields a hook for a tied head that has its own memory in vLLM, because the checkpoint stores a different one."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    head, embedding = parameters.get(HEAD), parameters.get("model.embed_tokens.weight")
-    if head is not None and embedding is not None and head.data_ptr() != embedding.data_ptr():
-        yield partial(head.data.copy_, embedding.data)
 
 
 def _repack(module: torch.nn.Module, kept: Mapping[str, torch.Tensor], vllm_config: Any) -> None:
@@ -145,6 +142,62 @@ def _repack(module: torch.nn.Module, kept: Mapping[str, torch.Tensor], vllm_conf
         method.process_weights_after_loading(module)
     for name, old in packed.items():
         new = getattr(module, name)
-        if (new.shape, new.stride()) == (old.shape, old.stride()):  # kernels and CUDA graphs point to the old memory
+        if (new.shape, new.stride()) == (old.shape, old.stride()):
             old.data.copy_(new.data)
             setattr(module, name, old)
+
+
+def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[RefitHook]:
+    """Yields hooks for MLA's `W_UV` and `W_UK_T`, computed from `kv_b_proj` (`layers/attention/mla_attention.py`)."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    for name, module in model.named_modules():
+        if not isinstance(module, MLAAttention):
+            continue
+        held = {attribute: getattr(module, attribute) for attribute in ABSORBED if hasattr(module, attribute)}
+        if held:  # backends with additional tensors refill those in place
+            yield partial(_absorb, module, held, dtype)
+        elif not hasattr(module, "W_K"):
+            raise ConfigError(
+                f"vLLM's {name!r} has none of {', '.join(ABSORBED)} after loading. This attention backend keeps its "
+                "projections elsewhere, where a refit cannot update them; choose another attention backend "
+                "(policy.generation.vllm_kwargs.attention_backend)"
+            )
+
+
+def _absorb(module: Any, held: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    import torch
+
+    with torch.no_grad():
+        module.process_weights_after_loading(dtype)
+        for name, old in held.items():
+            new = getattr(module, name)
+            if new is not old:
+                old.copy_(new)
+                setattr(module, name, old)
+
+
+def _kv_scales(name: str, module: Any) -> torch.Tensor:
+    """Returns memory for the scales of an FP8 KV cache (`layers/quantization/kv_cache.py` and its callers)."""
+    import torch
+
+    if not str(module.kv_cache_dtype).startswith("fp8"):
+        raise ConfigError(
+            f"vLLM's {name!r} has a KV cache in {module.kv_cache_dtype!r}, but fp8 was requested and a refit "
+            "has scales for every layer. vLLM does not quantize this layer's cache; use another model or kv_cache_dtype=auto"
+        )
+    backend = module.attn_backend.get_name()
+    if backend not in SCALES_IN_MEMORY:
+        raise ConfigError(
+            f"the attention backend {backend} takes the scales of its FP8 KV cache as numbers, which CUDA graphs freeze; "
+            f"choose one of {', '.join(SCALES_IN_MEMORY)} (policy.generation.vllm_kwargs.attention_backend)"
+        )
+    return torch.ones(2, dtype=torch.float32, device=module._k_scale.device)
+
+
+def _write_kv_scales(module: Any, scales: torch.Tensor) -> None:
+    """Writes the scales to the device for kernels, and as numbers and to the host for eager code."""
+    for kind, tensor, number in zip(KINDS, scales, scales.tolist(), strict=True):
+        getattr(module, f"_{kind}_scale").copy_(tensor)
+        setattr(module, f"_{kind}_scale_float", number)
+        getattr(module, f"_{kind}_scale_cpu").fill_(number)

@@ -17,11 +17,11 @@ the last parts of their Hugging Face names, as in vLLM 0.26 to 0.33:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dagrl.config import Json
 from dagrl.errors import LayoutError, RefitPlanError
-from dagrl.refit.fp8 import BLOCK, FP8
+from dagrl.refit.fp8 import BLOCK, FP8, SCALE_SUFFIX, in_blocks
 from dagrl.refit.slices import STACKED, Box, Scales, WeightSlice
 from dagrl.workers.families import find_family
 from dagrl.workers.families.family import ParameterNames
@@ -39,8 +39,7 @@ FUSED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "w13": ("w1", "w3"),
 }
-OUTPUTS = ("o_proj", "out_proj")
-ROW_PARALLEL = (*OUTPUTS, "down_proj", "w2")
+ROW_PARALLEL = ("o_proj", "out_proj", "down_proj", "w2")
 MIXER = ("in_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 FLOAT32 = ("A_log", "e_score_correction_bias")
 
@@ -71,8 +70,12 @@ def vllm_weight_slices(hf_config: Mapping[str, Json], rank: VllmRank) -> list[We
     ConfigError for a family without rules, LayoutError if sizes do not divide, RefitPlanError if a slice of a fused FP8
     tensor starts inside a block.
     """
-    shapes = {**stacked_shapes(hf_config), **_llama_biases(ModelConfig(hf_config))}
-    placement = _Placement(find_family(hf_config).names, ModelConfig(hf_config), rank, shapes)
+    model, shapes = ModelConfig(hf_config), stacked_shapes(hf_config)
+    if model.type == "llama":  # Megatron's has no biases after attention and in the MLP
+        biased = [part for part, has in ((".o_proj.", model.qkv_bias), (".mlp.", model.flag("mlp_bias"))) if has]
+        names = [name for name in shapes if any(part in name for part in biased)]
+        shapes |= {f"{name.removesuffix('weight')}bias": shapes[name][:1] for name in names}
+    placement = _Placement(find_family(hf_config).names, model, rank, shapes)
     found: list[WeightSlice] = []
     for name, shape in shapes.items():
         try:
@@ -99,26 +102,26 @@ class _Placement:
         fused, rows = self._rows(path, leaf, size)
         inner: Box = tuple((0, other) for other in others)
         if leaf in ROW_PARALLEL and inner:
-            inner = (self.rank.part(shape[1], "the heads' columns") if leaf in OUTPUTS else self._width(path, shape[-1]),)
+            inner = (self._width(path, leaf, shape[-1]),)
         if lead:
             fused, kind = "w2_weight" if leaf in ROW_PARALLEL else "w13_weight", ""
         tensor = self.names.in_vllm(f"{path.removesuffix(f'.{STACKED}')}.{fused}.{kind}".strip("."))
-        float32 = name.endswith(FLOAT32) or (leaf == "gate" and self.model.type == "glm4_moe")
-        quantized = len(inner) == 1 and not float32 and leaf not in UNQUANTIZED
+        dtype = "float32" if name.endswith(FLOAT32) or (leaf == "gate" and self.model.type == "glm4_moe") else ""
+        quantized = self.rank.fp8 and len(inner) == 1 and not dtype and leaf not in UNQUANTIZED
         for part, at in rows:
             box = (*lead, part, *inner)
             local = [(0, stop - start) for start, stop in box]
             local[len(lead)] = (at, at + part[1] - part[0])
             if all(start < stop for start, stop in box):
-                yield self._slice(name, box, tensor, tuple(local), quantized, "float32" if float32 else "")
+                found = WeightSlice(name, box, tensor, tuple(local), dtype)
+                yield _in_fp8(found) if quantized else found
 
     def _experts(self, count: int) -> Range:
         """Returns which of a layer's experts this rank holds."""
         if not self.rank.expert_parallel:
             return 0, count
-        held, more = divmod(count, self.rank.tp)
-        first = self.rank.tp_rank * held + min(self.rank.tp_rank, more)
-        return first, first + held + (self.rank.tp_rank < more)
+        at, (held, more) = self.rank.tp_rank, divmod(count, self.rank.tp)
+        return at * held + min(at, more), (at + 1) * held + min(at + 1, more)
 
     def _rows(self, path: str, leaf: str, size: int) -> tuple[str, list[tuple[Range, int]]]:
         """Returns vLLM's module for a Hugging Face module, and the rank's rows, each with their first row in it."""
@@ -145,13 +148,13 @@ class _Placement:
                 raise LayoutError(f"tp {rank.tp} is not a multiple of the {keys} key/value heads; choose one that is")
             heads = shard_range(keys, (shards, rank.tp_rank * shards // rank.tp), "the key/value heads")
             return _scaled(heads, model.head_dim)
-        return self._width(path, size) if leaf in ("gate_proj", "up_proj", "w1", "w3") else (0, size)
+        return self._width(path, leaf, size) if leaf in ("gate_proj", "up_proj", "w1", "w3") else (0, size)
 
-    def _width(self, path: str, size: int) -> Range:
-        """Returns the rank's part of the width of an MLP or of experts."""
-        if path.endswith(STACKED):
-            return (0, size) if self.rank.expert_parallel else self.rank.part(size, "the experts' intermediate size")
-        return self.rank.part(size, "the shared experts' size" if "shared_expert" in path else "the intermediate size")
+    def _width(self, path: str, leaf: str, size: int) -> Range:
+        """Returns the rank's part of the width inside attention, an MLP or experts; the whole of experts of its own."""
+        if path.endswith(STACKED) and self.rank.expert_parallel:
+            return 0, size
+        return self.rank.part(size, "the heads' columns" if leaf in ("o_proj", "out_proj") else "the intermediate size")
 
     def _mixer(self, leaf: str) -> list[tuple[Range, int]]:
         """Returns the rows of a Mamba mixer's parameter."""
@@ -164,27 +167,16 @@ class _Placement:
             return [(inner if leaf == "norm" else heads, 0)]
         return [(rows, at) for rows, (at, _) in stack_rows(space, stacks[leaf])]
 
-    def _slice(self, name: str, box: Box, tensor: str, local: Box, quantized: bool, dtype: str) -> WeightSlice:
-        """Returns a slice of a linear layer's weight; in FP8 with its scales."""
-        if not (self.rank.fp8 and quantized):
-            return WeightSlice(name, box, tensor, local, dtype)
-        for start, _ in local[-2:]:
-            if start % BLOCK:
-                raise RefitPlanError(
-                    f"parameter {name!r} begins at {start} in {tensor!r}, inside an FP8 block of {BLOCK}; choose a tensor "
-                    f"parallel size whose shards are multiples of {BLOCK}"
-                )
-        blocks = ((start // BLOCK, -(-stop // BLOCK)) for start, stop in local[-2:])  # the last may extend past the end
-        return WeightSlice(name, box, tensor, local, FP8, Scales(f"{tensor}_scale_inv", (*local[:-2], *blocks)))
 
-
-def _llama_biases(model: ModelConfig) -> dict[str, tuple[int]]:
-    """Returns biases that Megatron's Llama does not have."""
-    sizes = {"self_attn.o_proj": model.hidden} if model.qkv_bias else {}
-    if model.flag("mlp_bias"):
-        sizes |= {"mlp.gate_proj": model.ffn, "mlp.up_proj": model.ffn, "mlp.down_proj": model.hidden}
-    layers = range(model.layers if model.type == "llama" else 0)
-    return {f"model.layers.{layer}.{module}.bias": (size,) for layer in layers for module, size in sizes.items()}
+def _in_fp8(one: WeightSlice) -> WeightSlice:
+    """Returns a slice of a linear layer in FP8, with its scales. The last block may extend past the end of the parameter."""
+    for start, _ in one.local[-2:]:
+        if start % BLOCK:
+            raise RefitPlanError(
+                f"parameter {one.name!r} begins at {start} in {one.tensor!r}, inside an FP8 block of {BLOCK}; choose a "
+                f"tensor parallel size whose shards are multiples of {BLOCK}"
+            )
+    return replace(one, dtype=FP8, scales=Scales(f"{one.tensor}{SCALE_SUFFIX}", in_blocks(one.local)))
 
 
 def _scaled(part: Range, size: int) -> Range:

@@ -33,7 +33,7 @@ from dagrl.runtime.shapes import Batch
 from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.workers.families.hf_config import model_keys
-from dagrl.workers.families.kv_scales import check_family, vllm_attentions, vllm_kv_scales
+from dagrl.workers.families.kv_scales import check_family, vllm_kv_scales
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations, find_destinations
 from dagrl.workers.vllm.engine import QuantumEngine, Request
@@ -264,8 +264,7 @@ class VllmWorker:
 
         Available after setup().
         """
-        scales = vllm_kv_scales(self._hf_config) if has_fp8_kv_cache(self.config) else []
-        return [*self._destinations.slices, *scales]
+        return list(self._destinations.slices)
 
     def weight_config(self) -> dict[str, Json]:
         """Returns the model configuration that train workers must agree with. Available after setup()."""
@@ -372,7 +371,7 @@ class VllmWorker:
             take_loaded_model(model),
             llm.vllm_config,
             tied=bool(self._hf_config.get("tie_word_embeddings")),
-            scaled=vllm_attentions(self._hf_config) if has_fp8_kv_cache(self.config) else (),
+            scales=vllm_kv_scales(self._hf_config) if has_fp8_kv_cache(self.config) else (),
         )
 
     def _find_slots(self, llm: LLMEngine) -> Destinations:
