@@ -23,8 +23,7 @@ class ParameterNames:
     def in_vllm(self, name: str) -> str:
         """Returns vLLM's name of a module or parameter outside fused ones."""
         root = self.layer.removesuffix("layers")
-        if name == self.embedding:
-            return "model.embed_tokens.weight"
+        name = name.replace(self.embedding, "model.embed_tokens.weight")
         return f"model.{name.removeprefix(root)}" if name.startswith(root) else name
 
 

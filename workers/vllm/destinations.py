@@ -1,12 +1,10 @@
 """Destinations of a refit in vLLM: the tensors it writes in place, and the hooks that run after the write.
 
-The recording of vLLM's own loader says where each parameter lies. What remains here is what vLLM does after loading, which
-no recording of the loader sees:
+The recording of vLLM's own loader says where each parameter lies. What remains here is what vLLM does after loading:
 
-- Norms, embeddings, and on GPUs linears and most experts are computed with as loaded. The destination is the live parameter,
-  and CUDA graphs stay valid.
-- Where vLLM converts a parameter and drops the original (oneDNN-packed linears and packed experts on CPUs, shuffled experts
-  on GPUs), the original is kept as destination, and vLLM converts it again after each write.
+- What vLLM computes with as loaded (norms and embeddings; linears and Triton's experts on GPUs) is written in place.
+- Where it converts a parameter and drops the original (oneDNN-packed linears and packed experts on CPUs, shuffled experts on
+  GPUs), the original is kept as destination, and vLLM converts it again after each write.
 - MLA's absorbed weights and the scales of an FP8 KV cache are computed from what a refit writes.
 
 New values go into the old memory, where kernels and CUDA graphs point.
@@ -24,6 +22,7 @@ from dagrl.errors import ConfigError
 from dagrl.refit.recorded import Recorded, check_complete, named_tensors
 from dagrl.refit.slices import WeightSlice
 from dagrl.workers.families.kv_scales import KINDS
+from dagrl.workers.families.megatron import replicated
 from dagrl.workers.vllm.loader import LoadedModel
 from dagrl.workers.vllm.quantization import check_form
 
@@ -44,7 +43,7 @@ RefitHook = Callable[[], object]
 
 @dataclass(frozen=True)
 class Destinations:
-    """What a refit writes: `slices` of `tensors`, by local name, in any order. Then all `hooks` recompute others in order."""
+    """What a refit writes: `slices` of `tensors`, by local name, in any order. Then all `hooks` run in order."""
 
     slices: Sequence[WeightSlice]
     tensors: Mapping[str, torch.Tensor]
@@ -92,7 +91,8 @@ def find_destinations(
             )
     device = next(model.parameters()).device
     whole = {name: torch.zeros(shape, dtype=kind, device=device) for name, (shape, kind) in recording.unmapped.items()}
-    sent = [_whole(name, tensor, dtype) for name, tensor in whole.items()]
+    others = {name: "" if one.dtype == dtype else str(one.dtype).removeprefix("torch.") for name, one in whole.items()}
+    sent = [replicated(name, f"load_weights({name})", *one.shape, dtype=others[name]) for name, one in whole.items()]
     tensors = {name: recorded.tensors[name] for name in names} | {one.tensor: whole[one.name] for one in sent}
     hooks: list[RefitHook] = []
     if whole:
@@ -111,12 +111,6 @@ def find_destinations(
         tensors |= {f"{name}.{kind}_scale": pair[index : index + 1] for index, kind in enumerate(KINDS)}
         hooks.append(partial(_write_kv_scales, model.get_submodule(name), pair))
     return Destinations([*slices, *sent, *scales], tensors, hooks)
-
-
-def _whole(name: str, tensor: torch.Tensor, default: torch.dtype) -> WeightSlice:
-    box = tuple((0, size) for size in tensor.shape)
-    dtype = "" if tensor.dtype == default else str(tensor.dtype).removeprefix("torch.")
-    return WeightSlice(name, box, f"load_weights({name})", box, dtype)
 
 
 def _same_memory(first: torch.Tensor, second: torch.Tensor | None) -> bool:
@@ -151,9 +145,7 @@ def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[RefitHook]:
     """Yields hooks for MLA's `W_UV` and `W_UK_T`, computed from `kv_b_proj` (`layers/attention/mla_attention.py`)."""
     from vllm.model_executor.layers.attention import MLAAttention
 
-    for name, module in model.named_modules():
-        if not isinstance(module, MLAAttention):
-            continue
+    for name, module in [named for named in model.named_modules() if isinstance(named[1], MLAAttention)]:
         held = {attribute: getattr(module, attribute) for attribute in ABSORBED if hasattr(module, attribute)}
         if held:  # backends with additional tensors refill those in place
             yield partial(_absorb, module, held, dtype)

@@ -58,9 +58,10 @@ class VllmRank:
     expert_parallel: bool = False
     fp8: bool = False
 
-    def part(self, size: int, what: str) -> Range:
-        """Returns this rank's range of `size` items. Raises LayoutError if tp does not divide `size`."""
-        return shard_range(size, (self.tp, self.tp_rank), what)
+    def part(self, count: int, what: str, rows: int = 1) -> Range:
+        """Returns this rank's part of `count` items of so many rows. Raises LayoutError if tp does not divide `count`."""
+        start, stop = shard_range(count, (self.tp, self.tp_rank), what)
+        return start * rows, stop * rows
 
 
 def vllm_weight_slices(hf_config: Mapping[str, Json], rank: VllmRank) -> list[WeightSlice]:
@@ -141,13 +142,12 @@ class _Placement:
             start, stop = rank.part(-(-size // VOCABULARY_PADDING) * VOCABULARY_PADDING, "the padded vocabulary")
             return start, min(stop, size)
         if leaf in ("q_proj", "q_b_proj", "kv_b_proj"):
-            return _scaled(rank.part(model.heads, "the attention heads"), size // model.heads)
+            return rank.part(model.heads, "the attention heads", size // model.heads)
         if leaf in ("k_proj", "v_proj"):
             keys, shards = model.kv_heads, min(model.kv_heads, rank.tp)
             if rank.tp % shards:
                 raise LayoutError(f"tp {rank.tp} is not a multiple of the {keys} key/value heads; choose one that is")
-            heads = shard_range(keys, (shards, rank.tp_rank * shards // rank.tp), "the key/value heads")
-            return _scaled(heads, model.head_dim)
+            return VllmRank(shards, rank.tp_rank * shards // rank.tp).part(keys, "the key/value heads", model.head_dim)
         return self._width(path, leaf, size) if leaf in ("gate_proj", "up_proj", "w1", "w3") else (0, size)
 
     def _width(self, path: str, leaf: str, size: int) -> Range:
@@ -160,8 +160,8 @@ class _Placement:
         """Returns the rows of a Mamba mixer's parameter."""
         space, part = state_space_of(self.model), self.rank.part
         heads = part(space.heads, "the mamba heads")
-        groups = (0, 1) if space.groups == 1 else part(space.groups, "the mamba groups")
-        inner, state = _scaled(heads, space.head_dim), _scaled(groups, space.state)
+        inner = part(space.heads, "the mamba heads", space.head_dim)
+        state = (0, space.state) if space.groups == 1 else part(space.groups, "the mamba groups", space.state)
         stacks = {"in_proj": (inner, inner, state, state, heads), "conv1d": (inner, state, state)}
         if leaf not in stacks:
             return [(inner if leaf == "norm" else heads, 0)]
@@ -177,7 +177,3 @@ def _in_fp8(one: WeightSlice) -> WeightSlice:
                 f"tensor parallel size whose shards are multiples of {BLOCK}"
             )
     return replace(one, dtype=FP8, scales=Scales(f"{one.tensor}{SCALE_SUFFIX}", in_blocks(one.local)))
-
-
-def _scaled(part: Range, size: int) -> Range:
-    return part[0] * size, part[1] * size
