@@ -20,7 +20,7 @@ from dagrl.channels.spec import ChannelSpec
 from dagrl.errors import ChannelError
 from dagrl.refit.carry.delta import check_delta
 from dagrl.refit.connect import check_devices, choose_kind, device_name
-from dagrl.refit.plan.planner import plan_refit
+from dagrl.refit.plan.planner import TIED_HEAD, plan_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.told import read_told, write_told
 from dagrl.refit.transfers import DeltaMode, RankPlan, Verify
@@ -78,11 +78,9 @@ def meet(
         if meeting.leads:
             _plan(meeting, store, dtype, target_dtype, tied_embeddings, verify, delta)
         told = read_told(store.get(f"plan/{meeting.side}/{meeting.rank}"), "train rank 0")
+        store.set(f"read/{meeting.side}/{meeting.rank}", "")
         if meeting.leads:
-            store.set(f"read/{meeting.side}/{meeting.rank}", "")
             _wait_for_readers(store, meeting)
-        else:
-            store.set(f"read/{meeting.side}/{meeting.rank}", "")
     except (RuntimeError, TimeoutError) as error:
         raise ChannelError(
             f"{meeting.side} rank {meeting.rank} of {meeting.size} did not meet the others at {meeting.address} within "
@@ -117,8 +115,6 @@ def _plan(
     delta: DeltaMode,
 ) -> None:
     """Plans with what all ranks hold, and tells each its part, or all the error."""
-    from dagrl.refit.plan.planner import TIED_HEAD
-
     sizes = {"train": meeting.size, "generation": int(store.get("generation/size"))}
     ranks = [(side, rank) for side in sizes for rank in range(sizes[side])]
     told: list[object]

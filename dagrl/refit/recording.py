@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dagrl.errors import ConfigError, RefitPlanError
-from dagrl.refit.fp8 import with_scales
+from dagrl.refit.fp8 import FP8, with_scales
+from dagrl.refit.recorded import named_tensors
 from dagrl.refit.slices import WeightSlice, volume
 from dagrl.refit.strided import Arranged, Strided, StridedCopy, copied_slices, stack_experts
 
@@ -154,8 +155,7 @@ _Place = tuple[str, Strided, bool]
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        self.targets = {name: tensor.detach() for name, tensor in named}
+        self.targets = named_tensors(model)
         self._parameters = [name for name, _ in model.named_parameters()]
         self._bases: dict[int, _Base] = {}
         self._alive: list[Any] = []  # storages, so that no other has the address of one of them
@@ -340,16 +340,8 @@ class _Finish:
             missing = tensor.numel() - self._written[name] - constants.get(name, 0)
             if missing > 0 and tensor.dim():  # scalars belong to the KV cache
                 self._found.unwritten[name] = missing
-        fp8 = {one.name for one in self._slices if one.dtype == "float8_e4m3fn"}
-        slices = stack_experts(with_scales(self._slices))
-        return Recording(
-            slices,
-            self._found.arranged,
-            self._found.computations,
-            self._found.unwritten,
-            frozenset(fp8),
-            self._found.refused,
-        )
+        fp8 = frozenset(one.name for one in self._slices if one.dtype == FP8)
+        return replace(self._found, slices=stack_experts(with_scales(self._slices)), quantized=fp8)
 
     def _take(self, view: _View, tensor: str, held: Strided, where: Strided, dtype: torch.dtype) -> None:
         """Adds the slices of a copied view."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from typing import TYPE_CHECKING
 
 from dagrl.errors import RefitPlanError
@@ -158,7 +158,8 @@ def stack_experts(slices: Iterable[WeightSlice]) -> list[WeightSlice]:
         runs[name, one.box, one.tensor, one.local[1:], one.dtype, shift, scales].append((at, one))
     for key, members in runs.items():
         members.sort(key=lambda member: member[0])
-        for run in _consecutive(members):
+        for _, consecutive in groupby(enumerate(members), lambda entry: entry[1][0] - entry[0]):
+            run = [one for _, (_, one) in consecutive]
             found.append(_stack(str(key[0]), run) if len(run) > 1 else run[0])
     return found
 
@@ -232,19 +233,6 @@ def _stacked_name(name: str) -> tuple[str, int | None]:
         if parts[at].isdecimal():
             return ".".join([*parts[:at], STACKED, *parts[at + 1 :]]), int(parts[at])
     return name, None
-
-
-def _consecutive(members: Sequence[tuple[int, WeightSlice]]) -> Iterator[list[WeightSlice]]:
-    run: list[WeightSlice] = []
-    previous = None
-    for at, one in members:
-        if previous is not None and at != previous + 1:
-            yield run
-            run = []
-        run.append(one)
-        previous = at
-    if run:
-        yield run
 
 
 def _stack(name: str, run: Sequence[WeightSlice]) -> WeightSlice:

@@ -28,8 +28,7 @@ def megatron_attention(model: ModelConfig, rank: MegatronRank, hf: str, local: s
 
 def megatron_mlp(model: ModelConfig, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
     """Yields the MLP without its norm."""
-    names = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight", f"{hf}mlp.down_proj.weight")
-    yield from rank.gated_mlp(names, f"{local}mlp.", model.hidden, model.ffn, "the rows of intermediate_size")
+    yield from rank.gated_mlp(f"{hf}mlp.", f"{local}mlp.", model.hidden, model.ffn, "the rows of intermediate_size")
 
 
 FAMILY = Family("dense", ("llama", "qwen2", "qwen3"), megatron_layer)

@@ -67,14 +67,14 @@ class MegatronRank:
         held = shard_range(columns, self.tp, f"{name}: {what}")
         return WeightSlice(name, ((0, rows), held), tensor, ((0, rows), (0, held[1] - held[0])))
 
-    def gated_mlp(self, hf: tuple[str, str, str], local: str, hidden: int, width: int, what: str) -> Iterator[WeightSlice]:
-        """Yields `linear_fc1` (this rank's `[gate; up]`) and `linear_fc2` (columns of down). `hf` names gate, up, down."""
-        held = shard_range(width, self.tp, f"{hf[0]}: {what}")
+    def gated_mlp(self, hf: str, local: str, hidden: int, width: int, what: str) -> Iterator[WeightSlice]:
+        """Yields `linear_fc1` (this rank's `[gate; up]`) and `linear_fc2` (columns of down)."""
+        held = shard_range(width, self.tp, f"{hf}gate_proj.weight: {what}")
         size, columns = held[1] - held[0], (0, hidden)
-        for index, name in enumerate(hf[:2]):
+        for index, name in enumerate((f"{hf}gate_proj.weight", f"{hf}up_proj.weight")):
             at = (index * size, (index + 1) * size)
             yield WeightSlice(name, (held, columns), f"{local}linear_fc1.weight", (at, columns))
-        yield self.columns(hf[2], f"{local}linear_fc2.weight", hidden, width, what)
+        yield self.columns(f"{hf}down_proj.weight", f"{local}linear_fc2.weight", hidden, width, what)
 
     def experts(
         self, hf: tuple[str, ...], local: str, count: int, hidden: int, width: int, what: str

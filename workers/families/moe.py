@@ -85,8 +85,7 @@ def megatron_experts(model: ModelConfig, rank: MegatronRank, experts: Experts, h
     yield from rank.experts(names, f"{local}mlp.experts.", experts.count, model.hidden, experts.width, what)
     if experts.shared_width:
         shared, to = f"{block}{experts.shared}", f"{local}mlp.shared_experts."
-        names = (f"{shared}gate_proj.weight", f"{shared}up_proj.weight", f"{shared}down_proj.weight")
-        yield from rank.gated_mlp(names, to, model.hidden, experts.shared_width, "the rows of the shared experts")
+        yield from rank.gated_mlp(shared, to, model.hidden, experts.shared_width, "the rows of the shared experts")
         if experts.shared_gate:
             yield replicated(f"{block}shared_expert_gate.weight", f"{to}gate_weight", 1, model.hidden)
 

@@ -171,8 +171,6 @@ def _absorb(module: Any, held: Mapping[str, torch.Tensor], dtype: torch.dtype) -
 
 def _kv_scales(name: str, module: Any) -> torch.Tensor:
     """Returns memory for the scales of an FP8 KV cache (`layers/quantization/kv_cache.py` and its callers)."""
-    import torch
-
     if not str(module.kv_cache_dtype).startswith("fp8"):
         raise ConfigError(
             f"vLLM's {name!r} has a KV cache in {module.kv_cache_dtype!r}, but fp8 was requested and a refit "
@@ -184,7 +182,8 @@ def _kv_scales(name: str, module: Any) -> torch.Tensor:
             f"the attention backend {backend} takes the scales of its FP8 KV cache as numbers, which CUDA graphs freeze; "
             f"choose one of {', '.join(SCALES_IN_MEMORY)} (policy.generation.vllm_kwargs.attention_backend)"
         )
-    return torch.ones(2, dtype=torch.float32, device=module._k_scale.device)
+    scales: torch.Tensor = module._k_scale.new_ones(2).float()
+    return scales
 
 
 def _write_kv_scales(module: Any, scales: torch.Tensor) -> None:

@@ -160,15 +160,13 @@ class PlanSummary:
             f"  host {first:>3} -> host {second:<3} {_mb(count):>14}" for (first, second), count in crossing[:SHOWN_PAIRS]
         ]
         more = len(crossing) - len(rows)
-        return [self._link_text(), *rows, *([f"  and {more} more links between hosts"] if more else [])]
-
-    def _link_text(self) -> str:
-        between = [count for (first, second), count in self.links.items() if first != second]
-        inside = sum(self.links.values()) - self.crossing
-        return (
-            f"{len(set(self.hosts))} hosts: {_mb(self.crossing)} are sent between hosts, over {len(between)} links "
-            f"({_spread(between or [0])}), {_mb(inside)} stay inside hosts"
-        )
+        spread, inside = _spread([count for _, count in crossing] or [0]), sum(self.links.values()) - self.crossing
+        return [
+            f"{len(set(self.hosts))} hosts: {_mb(self.crossing)} are sent between hosts, over {len(crossing)} links "
+            f"({spread}), {_mb(inside)} stay inside hosts",
+            *rows,
+            *([f"  and {more} more links between hosts"] if more else []),
+        ]
 
 
 def _seconds(seconds: float) -> str:
