@@ -151,7 +151,7 @@ class _Placement:
         return self._width(path, leaf, size) if leaf in ("gate_proj", "up_proj", "w1", "w3") else (0, size)
 
     def _width(self, path: str, leaf: str, size: int) -> Range:
-        """Returns the rank's part of the width inside attention, an MLP or experts; the whole of experts of its own."""
+        """Returns the rank's part of the width of attention, an MLP or experts. Expert parallelism keeps experts whole."""
         if path.endswith(STACKED) and self.rank.expert_parallel:
             return 0, size
         return self.rank.part(size, "the heads' columns" if leaf in ("o_proj", "out_proj") else "the intermediate size")
