@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dagrl.errors import ConfigError, RefitPlanError
 from dagrl.refit.fp8 import FP8, with_scales
-from dagrl.refit.recorded import named_tensors
 from dagrl.refit.slices import WeightSlice, volume
 from dagrl.refit.strided import Arranged, Strided, StridedCopy, copied_slices, stack_experts
 
@@ -155,7 +154,8 @@ _Place = tuple[str, Strided, bool]
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.targets = named_tensors(model)
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        self.targets = {name: tensor.detach() for name, tensor in named}
         self._parameters = [name for name, _ in model.named_parameters()]
         self._bases: dict[int, _Base] = {}
         self._alive: list[Any] = []  # storages, so that no other has the address of one of them
