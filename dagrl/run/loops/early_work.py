@@ -96,10 +96,9 @@ class EarlyWork:
         self._step = step
         options = self._config.grpo
         with self._forgetting():
-            finished = {key: one for key, one in batch.episodes().items() if one.finish_reason}
             if options.overlap_logprobs:
-                self._advance_logprobs(finished)
-            elif self._chunk is None and self._is_whole(finished):
+                self._advance_logprobs(_finished(batch))
+            elif self._chunk is None and self._is_whole(finished := _finished(batch)):
                 self._start_chunk(dict(sorted(finished.items())))  # in the order of the batch
             if options.overlap_training:
                 self._advance_gradients(batch.scored)
@@ -175,3 +174,7 @@ class EarlyWork:
         self._part = None
         self._replays.exclude_wait("train")
         self._replays.collect("accumulate_gradients", part)
+
+
+def _finished(batch: NextBatch) -> dict[Key, Episode]:
+    return {key: episode for key, episode in batch.episodes().items() if episode.finish_reason}
