@@ -83,6 +83,10 @@ def _text(stays: Held) -> str:
     return f"{', '.join(kept) or 'nothing'} stays"
 
 
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
+
+
 @dataclass(frozen=True)
 class MeasuredMemory:
     """Free bytes of one GPU after the phases of each role (`free`), each without the other roles' memory.
@@ -94,6 +98,11 @@ class MeasuredMemory:
     parts: Mapping[str, Mapping[str, int]]
     generation: int
     free: Mapping[str, int]
+
+    def __str__(self) -> str:
+        states = [f"{role} {_gib(sum(parts.values()))}" for role, parts in self.parts.items()]
+        free = ", ".join(f"{_gib(size)} with {role} alone" for role, size in self.free.items())
+        return f"{', '.join(states)}, {GENERATION} {_gib(self.generation)}; of {_gib(self.total)} are free {free}"
 
     def residency(self) -> Residency:
         """What fits: everything, or as many parts of the train states as fit next to each role that works."""
@@ -214,7 +223,8 @@ class SharedDevices:
             found, asleep = self._memory(TRAIN), max(self._freed_by_sleep)
             if all(one.free >= MARGIN * one.total for one in found):
                 self._settled = True
-                logger.info("memory of colocated workers: %s (%s)", self._residency, found)
+                free, total = min((one.free, one.total) for one in found)
+                logger.info("memory of colocated workers: %s (%s of %s free)", self._residency, _gib(free), _gib(total))
                 return
             self._free[TRAIN] += [replace(one, free=one.free + asleep) for one in found]
             self.measure_turns()

@@ -349,3 +349,16 @@ def test_weights_stay_first() -> None:
     found = measured.residency()
     assert not found.everything
     assert found.generating == {"train": ("weights",), "critic": ("weights",), "teacher": TRAIN_PARTS}  # the rest is empty
+
+
+def test_measured_memory_is_told_in_gib() -> None:
+    gib = 1 << 30
+    measured = MeasuredMemory(
+        total=80 * gib,
+        parts={"train": {"weights": 8 * gib, "optimizer": 48 * gib}},
+        generation=28 * gib,
+        free={"train": 20 * gib, "generation": 50 * gib},
+    )
+    assert str(measured) == (
+        "train 56.0 GiB, generation 28.0 GiB; of 80.0 GiB are free 20.0 GiB with train alone, 50.0 GiB with generation alone"
+    )
