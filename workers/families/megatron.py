@@ -142,7 +142,7 @@ def shard_range(size: int, parts: tuple[int, int], what: str, axis: str = "tp") 
     """Returns the range of shard `parts[1]` of `parts[0]` equal ones. Raises LayoutError if `size` does not divide."""
     count, index = parts
     if size % count:
-        raise LayoutError(f"{what} ({size}) are not divisible by {axis} {count}; choose another {axis}")
+        raise LayoutError(f"{what} ({size}) cannot be divided evenly by {axis} {count}; choose another {axis}")
     each = size // count
     return index * each, (index + 1) * each
 
