@@ -223,8 +223,8 @@ class SharedDevices:
             found, asleep = self._memory(TRAIN), max(self._freed_by_sleep)
             if all(one.free >= MARGIN * one.total for one in found):
                 self._settled = True
-                free, total = min((one.free, one.total) for one in found)
-                logger.info("memory of colocated workers: %s (%s of %s free)", self._residency, _gib(free), _gib(total))
+                room, size = min((one.free, one.total) for one in found)
+                logger.info("memory of colocated workers: %s (%s of %s free)", self._residency, _gib(room), _gib(size))
                 return
             self._free[TRAIN] += [replace(one, free=one.free + asleep) for one in found]
             self.measure_turns()
