@@ -130,10 +130,10 @@ def starts_together(config: Config) -> bool:
 
 def starts_resident(config: Config) -> bool:
     """Whether train states on generation's GPUs stay there while it starts."""
-    if not takes_turns(config):
-        return starts_together(config)
+    if not starts_together(config):
+        return False
     auto = generation_config(config).colocated.exchange == "auto"
-    return auto and starts_together(config) and set(sharing_roles(config)) == {TRAIN, GENERATION}
+    return not takes_turns(config) or (auto and set(sharing_roles(config)) == {TRAIN, GENERATION})
 
 
 def device_count(config: Config) -> int:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from dagrl.config import Config
-from dagrl.config.settings import rows_per_sample, samples_per_step
+from dagrl.config.settings import rows_per_sample, samples_per_step, uses_teacher
 from dagrl.errors import StopRequestedError, WorkerError
 from dagrl.rl.rollout.batches import Key, row_ids, sample_keys, scored_batch, with_experts
 from dagrl.rl.rollout.episodes import Episode, token_rows
@@ -35,7 +35,7 @@ from dagrl.run.loops.logprobs import (
     submit_logprobs,
     whole_rows,
 )
-from dagrl.run.plans import least_chunk
+from dagrl.run.plans import least_chunk, logprob_phases
 from dagrl.run.replays import Replays
 from dagrl.runtime.replay import Replay
 from dagrl.runtime.shapes import Batch
@@ -98,8 +98,10 @@ class EarlyWork:
         with self._forgetting():
             if options.overlap_logprobs:
                 self._advance_logprobs(_finished(batch))
-            elif self._chunk is None and self._is_whole(finished := _finished(batch)):
-                self._start_chunk(dict(sorted(finished.items())))  # in the order of the batch
+            elif self._chunk is None and self._computes_ahead():
+                finished = _finished(batch)
+                if len(finished) == samples_per_step(self._config):
+                    self._start_chunk(dict(sorted(finished.items())))  # in the order of the batch
             if options.overlap_training:
                 self._advance_gradients(batch.scored)
 
@@ -131,10 +133,10 @@ class EarlyWork:
             if new and (len(new) >= least_chunk(self._config) or len(finished) == samples_per_step(self._config)):
                 self._start_chunk(new)
 
-    def _is_whole(self, finished: Mapping[Key, Episode]) -> bool:
-        """Whether these are all rows of a batch, for train workers that are free."""
-        one_row = rows_per_sample(self._config) == 1
-        return one_row and self._replays.shared is None and len(finished) == samples_per_step(self._config)
+    def _computes_ahead(self) -> bool:
+        """Whether a whole batch gets log-probabilities before its scores: it needs some, and train workers are free."""
+        needed = bool(logprob_phases(self._config)) or uses_teacher(self._config)
+        return needed and rows_per_sample(self._config) == 1 and self._replays.shared is None
 
     def _start_chunk(self, episodes: Mapping[Key, Episode]) -> None:
         if not self._done.known:

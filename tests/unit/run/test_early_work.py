@@ -26,7 +26,7 @@ from dagrl.rl.kept_logprobs import KeptLogprobs
 from dagrl.rl.rollout.batches import sample_keys, scored_batch
 from dagrl.rl.rollout.experience import NextBatch
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.loops import grpo_step
+from dagrl.run.loops import early_work, grpo_step
 from dagrl.run.loops.early_work import EarlyWork
 from dagrl.run.plans import chunk_buckets
 from dagrl.run.replay_times import CountedReplay
@@ -221,6 +221,15 @@ def check_offload(events: Sequence[str], offload: bool, stopped: bool = False) -
         inner = part[1:-1] if offload else part
         assert inner and set(inner) <= {*PHASES, GRADIENTS}
     assert len(parts) == events.count("train") + stopped
+
+
+def test_no_batch_is_made_where_no_log_probabilities_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(early_work, "token_rows", lambda episodes: made.append(len(episodes)))
+    config = overlapping(slow(configuration({}, room=80, generations=8)), overlap=False, penalty=0.0)
+    run = Overlapping(config.with_keys({"loss_fn.force_on_policy_ratio": True}), 0)
+    assert run.train() is None and run.events == ["train"] * STEPS
+    assert not made
 
 
 def test_chunks_begin_before_generation_ends() -> None:
