@@ -63,6 +63,10 @@ SHAPES = {
         ModelShape("qwen3-0.6b", {**_QWEN3, **_sizes(layers=28, hidden=1024, intermediate=3072, heads=16)}),
         ModelShape("qwen3-4b", {**_QWEN3, **_sizes(layers=36, hidden=2560, intermediate=9728, heads=32)}),
         ModelShape(
+            "qwen3-8b",
+            {**_QWEN3, **_sizes(layers=36, hidden=4096, intermediate=12288, heads=32), "tie_word_embeddings": False},
+        ),
+        ModelShape(
             "qwen3-30b-a3b",
             {
                 **_QWEN3,

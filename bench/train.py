@@ -2,6 +2,7 @@
 
     dagrl bench train --cases 0.6b:dp1 0.6b:tp2 [--rows 16] [--length 2048] [--micro 2] [--packed] [--json F] [--plot F]
     dagrl bench train --cases '0.6b:dp1!' --micro 8 --parts     where the GPU's time in a step goes
+    dagrl bench train --cases '4b:dp1!' --length 16384 --rows 2 --micro 1 --recompute 14     long sequences
     dagrl bench train --cases '4b@18:dp1!' --checkpoints DIR    what a background checkpoint costs, written below DIR
 
 A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `30b@6:dp4ep4` (a model shortened to 6 layers). Suffixes:
@@ -45,7 +46,7 @@ from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron.architecture import read_architecture
 from dagrl.workers.megatron.flops import peak_tflops, step_tflop
 
-MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "30b": "qwen3-30b-a3b"}
+MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "8b": "qwen3-8b", "30b": "qwen3-30b-a3b"}
 _CASE = re.compile(
     r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<end>d?m?g?f?)(?P<lora>:lora)?(?P<alone>!?)"
 )
@@ -78,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro", type=int, default=2, help="sequences per microbatch")
     parser.add_argument("--steps", type=int, default=3, help="steps per turn")
     parser.add_argument("--turns", type=int, default=2, help="turns per case")
+    parser.add_argument("--recompute", type=int, default=0, help="layers whose activations the backward pass computes again")
     parser.add_argument("--packed", action="store_true", help="pack sequences, as runs on GPUs do")
     parser.add_argument("--parts", action="store_true", help="also profile a step of dagrl's, on one GPU")
     parser.add_argument(
@@ -196,20 +198,24 @@ def profiled(rows: Sequence[Row], ours: DagrlSteps, case: TrainCase, batch: Batc
 
 def case_config(case: TrainCase, model: Path, options: argparse.Namespace) -> Config:
     """Returns the configuration that both read."""
+    megatron: dict[str, object] = {
+        "sequence_parallel": case.layout.tp > 1,
+        "cuda_graphs": case.graphs,
+        "fp8_cfg": {"enabled": case.float8},
+        "peft": {"enabled": case.lora},
+        "optimizer": {"lr": 1e-5, "use_distributed_optimizer": case.sharded},
+    }
     policy: dict[str, object] = {
         "model_name": str(model),
         "precision": "float32" if options.tiny else "bfloat16",
         "train_global_batch_size": options.rows,
         "train_micro_batch_size": min(options.micro, options.rows // case.layout.dp),
         "max_total_sequence_length": options.length,
-        "megatron_cfg": {
-            "sequence_parallel": case.layout.tp > 1,
-            "cuda_graphs": case.graphs,
-            "fp8_cfg": {"enabled": case.float8},
-            "peft": {"enabled": case.lora},
-            "optimizer": {"lr": 1e-5, "use_distributed_optimizer": case.sharded},
-        },
+        "megatron_cfg": megatron,
     }
+    if options.recompute:
+        layers = {"recompute_method": "block", "recompute_num_layers": options.recompute}
+        megatron |= {"activation_checkpointing": True, **layers}
     if options.packed:
         policy["sequence_packing"] = {"enabled": True, "train_mb_tokens": options.micro * options.length}
     return Config.model_validate({"name": "train", "algorithm": "sft", "data": {}, "policy": policy})

@@ -15,8 +15,8 @@ at most 512 sequences at once.
 With `--deadline S`, every comparison gets a share of the time that is left, and at least one round of turns if it ends in
 time. The rows so far are written after every round; at the deadline sides that still work are killed.
 
-`dagrl-fp8` and `dagrl-fp8-kv` are dagrl with weights in FP8, and with a KV cache in FP8 too, to compare with its bfloat16.
-The notes of a row have the seconds that each side took to start, next to the others, and for `grpo` of dagrl
+`dagrl-fp8` is dagrl with weights in FP8, `dagrl-kv` with a KV cache in FP8, and `dagrl-fp8-kv` with both, to compare with
+bfloat16. The notes of a row have the seconds that each side took to start, next to the others, and for `grpo` of dagrl
 KL(generation || training), `gen_kl_error`.
 
 A row's ratio is the peer's time over dagrl's: the medians of a turn's steps, the median over rounds, and the lowest and the

@@ -53,6 +53,7 @@ PEERS = {
         Peer("vllm", "vllm", {"generate": "dagrl.bench.peers.vllm_generate"}),
         Peer("vllm-async", "vllm", {"generate": "dagrl.bench.peers.vllm_generate"}, variant="async"),
         Peer("dagrl-fp8", "dagrl", ENGINES, variant="fp8"),
+        Peer("dagrl-kv", "dagrl", ENGINES, variant="kv"),
         Peer("dagrl-fp8-kv", "dagrl", ENGINES, variant="fp8-kv"),
     )
 }

@@ -26,6 +26,7 @@ KL = "gen_kl_error"
 IN_FP8: Mapping[str, Mapping[str, str]] = {
     "": {},
     "fp8": {"precision": "fp8"},
+    "kv": {"kv_cache_dtype": "fp8"},
     "fp8-kv": {"precision": "fp8", "kv_cache_dtype": "fp8"},
 }
 """Keys of the engines, by variant."""
