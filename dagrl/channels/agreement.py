@@ -2,6 +2,8 @@
 
 It commits a refit: no rank uses a version before every rank has sent or holds all of it. This is a two-phase commit whose
 decision is the last rank's vote. A rank that fails never votes, so no rank is told to continue.
+
+Each agreement is one counter in the store, which every request returns: engines pause for a vote, so it takes few requests.
 """
 
 from __future__ import annotations
@@ -12,17 +14,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dagrl.errors import ChannelError
-from dagrl.runtime.deadline import within
+from dagrl.runtime.deadline import BackgroundThread, within
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from dagrl.channels.spec import ChannelSpec
 
-_POLL_S, _CHECK_S, _LINGER_S = 1e-4, 0.05, 0.5
+_CHECK_S, _LINGER_S = 0.05, 0.5
 _POLL_S_PER_RANK = 1e-5  # the store serves one request at a time
-_ALL = "all"
-_THREAD = "dagrl-agreement"
+_AGAINST = -(1 << 32)  # added to the votes: a sum below 0 is a refusal, whatever follows
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class Agreement:
         self._open_store: Store | None = store
         self._spec = spec
         self._number = 0
+        self._thread = BackgroundThread("dagrl-agreement")  # waits for the store
 
     @property
     def store(self) -> Store:
@@ -47,7 +49,7 @@ class Agreement:
     def reach(self, check: Callable[[], None], refusal: str = "", *, wait: bool = True) -> None:
         """Implements `Channel.agree`. Calls `check` every 50 ms while waiting; it may raise to give up."""
         try:
-            within(self._spec.timeout_s + _LINGER_S, lambda: self._reach(check, refusal, wait), _THREAD)
+            self._thread.start(lambda: self._reach(check, refusal, wait)).result(self._spec.timeout_s + _LINGER_S)
         except TimeoutError as error:
             raise ChannelError(
                 f"{self._spec}: rank 0, which serves the channel's store, did not answer within {self._spec.timeout_s} s; "
@@ -59,42 +61,34 @@ class Agreement:
             ) from error
 
     def _reach(self, check: Callable[[], None], refusal: str, wait: bool) -> None:
-        number = self._vote(refusal)
-        if wait and not refusal:
-            self._wait(number, check)
-
-    def _vote(self, refusal: str) -> int:
         number = self._number
         self._number += 1
         if refusal:
             self._refuse(self.store, number, refusal)
-        elif self.store.add(f"agree/{number}/votes", 1) == self._spec.size:
-            self.store.set(f"agree/{number}/outcome", _ALL)
-            self._forget(number - 1)
-        return number
+            return
+        votes = self.store.add(_votes(number), 1)
+        if votes == self._spec.size:
+            self._thread.start(lambda: self._forget(number - 1))  # runs after this call has returned
+        elif wait:
+            self._wait(number, votes, check)
 
-    def _wait(self, number: int, check: Callable[[], None]) -> None:
-        start = time.monotonic()
-        checked, pause = start, max(_POLL_S, _POLL_S_PER_RANK * self._spec.size)
-        key = f"agree/{number}/outcome"
-        while not self.store.check([key]):
+    def _wait(self, number: int, votes: int, check: Callable[[], None]) -> None:
+        start = checked = time.monotonic()
+        while votes != self._spec.size:
+            if votes < 0:
+                reason = self.store.get(_refusal(number)).decode()
+                raise ChannelError(f"{self._spec}: {reason}; no rank uses the new version, replay the refit")
             now = time.monotonic()
             if now - checked > _CHECK_S:
                 checked = now
                 check()
             if now - start > self._spec.timeout_s:
-                raise self._late(number)
-            time.sleep(pause)
-        outcome = self.store.get(key).decode()
-        if outcome != _ALL:
-            raise ChannelError(f"{self._spec}: {outcome}; no rank uses the new version, replay the refit")
-
-    def _late(self, number: int) -> ChannelError:
-        voted = int(self.store.add(f"agree/{number}/votes", 0))
-        return ChannelError(
-            f"{self._spec}: only {voted} of {self._spec.size} ranks voted within {self._spec.timeout_s} s; "
-            "look for the first error of the other ranks, then open a new channel"
-        )
+                raise ChannelError(
+                    f"{self._spec}: only {votes} of {self._spec.size} ranks voted within {self._spec.timeout_s} s; "
+                    "look for the first error of the other ranks, then open a new channel"
+                )
+            time.sleep(_POLL_S_PER_RANK * self._spec.size)
+            votes = self.store.add(_votes(number), 0)
 
     def abort(self, reason: str) -> None:
         """Tells waiting ranks that this one will not vote. Safe from any thread, and after the store is gone."""
@@ -102,7 +96,7 @@ class Agreement:
         if store is None:
             return
         try:
-            within(_LINGER_S, lambda: self._refuse(store, self._number, reason), _THREAD)
+            within(_LINGER_S, lambda: self._refuse(store, self._number, reason), "dagrl-abort")
         except (RuntimeError, TimeoutError) as error:  # torch's DistError is one
             logger.debug("%s, aborting: %s", self._spec, error)
 
@@ -111,8 +105,9 @@ class Agreement:
         store, self._open_store = self._open_store, None
         if store is None:
             return
+        self._thread.close()
         try:
-            within(2 * _LINGER_S, lambda: self._leave(store), _THREAD)
+            within(2 * _LINGER_S, lambda: self._leave(store), "dagrl-leave")
         except (RuntimeError, TimeoutError) as error:  # torch's DistError is one: rank 0 left first, or is stopped
             logger.debug("%s, closing: %s", self._spec, error)
 
@@ -124,9 +119,18 @@ class Agreement:
             left = store.add("agree/left", 0)
 
     def _refuse(self, store: Store, number: int, reason: str) -> None:
-        store.set(f"agree/{number}/outcome", f"rank {self._spec.rank} failed: {reason}")
+        store.set(_refusal(number), f"rank {self._spec.rank} failed: {reason}")
+        store.add(_votes(number), _AGAINST)
 
     def _forget(self, number: int) -> None:
         """Deletes an agreement that no rank reads any more: all of them have voted in the next."""
-        for key in ("votes", "outcome"):
-            self.store.delete_key(f"agree/{number}/{key}")
+        for key in (_votes(number), _refusal(number)):
+            self.store.delete_key(key)
+
+
+def _votes(number: int) -> str:
+    return f"agree/{number}/votes"
+
+
+def _refusal(number: int) -> str:
+    return f"agree/{number}/refusal"

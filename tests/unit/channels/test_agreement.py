@@ -52,7 +52,7 @@ def test_an_abort_frees_ranks_that_wait_for_its_vote() -> None:
         waits.reach(nothing)
     aborts.close()
     aborts.abort("again")  # after its store is closed
-    assert b"again" not in store.get("agree/1/outcome")
+    assert b"again" not in store.get("agree/1/refusal")
 
 
 def test_a_wait_calls_its_check_and_ends_at_the_deadline() -> None:
@@ -77,16 +77,20 @@ def test_finished_agreements_are_deleted_from_the_store() -> None:
     for _ in range(4):
         for one in both:
             one.reach(nothing, wait=one is both[1])
+        both[1]._thread.start(nothing).result(20.0)  # the last to vote deletes after it has returned
         counts.append(store.num_keys())
     assert counts == counts[:1] * 4
 
 
-@pytest.mark.parametrize("question", ["add", "check"])
-def test_the_error_of_a_lost_store_names_rank_0(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answers", [0, 1])
+def test_the_error_of_a_lost_store_names_rank_0(answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is lost before the vote, or while waiting for the others."""
+
     def gone(*_: object) -> None:
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(HashStore, question, gone)
+    counts = iter([1] * answers)
+    monkeypatch.setattr(HashStore, "add", lambda *_: next(counts, 0) or gone())
     _, (_, agreement) = ranks(2)
     with pytest.raises(ChannelError, match="rank 0, which serves the channel's store, is gone: Connection reset"):
         agreement.reach(nothing)
@@ -100,7 +104,7 @@ def test_a_store_that_does_not_answer_fails_at_the_deadline(monkeypatch: pytest.
     """While the process of rank 0 is stopped, torch's store waits without a deadline."""
     monkeypatch.setattr("dagrl.channels.agreement._LINGER_S", 0.02)
     answers = threading.Event()
-    for question in ("add", "set", "check"):
+    for question in ("add", "set"):
         monkeypatch.setattr(HashStore, question, lambda *_: answers.wait())
     _, (_, agreement) = ranks(2, timeout_s=0.02)
     with pytest.raises(ChannelError, match=r"rank 0, .* did not answer within 0.02 s; check whether its process"):
