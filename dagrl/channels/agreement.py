@@ -1,9 +1,10 @@
-"""Agreement of all ranks of a channel, through the channel's own store: no rank continues before all have voted.
+"""Agreement of all ranks of a channel: no rank continues before all have voted.
 
 It commits a refit: no rank uses a version before every rank has sent or holds all of it. This is a two-phase commit whose
 decision is the last rank's vote. A rank that fails never votes, so no rank is told to continue.
 
-Each agreement is one counter in the store, which every request returns: engines pause for a vote, so it takes few requests.
+Engines pause for a vote, so it takes little time. An agreement is one counter in the channel's store, which every request
+returns; between processes of one host it is in memory that all map. Reasons of refusals are always in the store.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import TYPE_CHECKING
 
 from dagrl.errors import ChannelError
 from dagrl.runtime.deadline import BackgroundThread, within
+from dagrl.runtime.edges.futex import LONG_SPIN_S, fence
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from dagrl.channels.spec import ChannelSpec
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 _CHECK_S, _LINGER_S = 0.05, 0.5
 _POLL_S_PER_RANK = 1e-5  # the store serves one request at a time
 _AGAINST = -(1 << 32)  # added to the votes: a sum below 0 is a refusal, whatever follows
+AGREEMENTS = 64
+"""Agreements of which shared memory holds the votes."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +44,7 @@ class Agreement:
         self._open_store: Store | None = store
         self._spec = spec
         self._number = 0
+        self._shared: VotesInMemory | None = None
         self._thread = BackgroundThread("dagrl-agreement")  # waits for the store
 
     @property
@@ -46,10 +53,17 @@ class Agreement:
         assert self._open_store is not None, "channels check that they are open first"
         return self._open_store
 
+    def use_memory(self, words: npt.NDArray[np.int64]) -> None:
+        """Votes in these `AGREEMENTS * size` zeros from now on. All ranks map them, and call this after the same vote."""
+        self._shared = VotesInMemory(words.reshape(AGREEMENTS, self._spec.size), self._spec.rank)
+
     def reach(self, check: Callable[[], None], refusal: str = "", *, wait: bool = True) -> None:
         """Implements `Channel.agree`. Calls `check` every 50 ms while waiting; it may raise to give up."""
         try:
-            self._thread.start(lambda: self._reach(check, refusal, wait)).result(self._spec.timeout_s + _LINGER_S)
+            if self._shared is not None and not refusal:
+                self._reach(check, refusal, wait)
+            else:
+                self._thread.start(lambda: self._reach(check, refusal, wait)).result(self._spec.timeout_s + _LINGER_S)
         except TimeoutError as error:
             raise ChannelError(
                 f"{self._spec}: rank 0, which serves the channel's store, did not answer within {self._spec.timeout_s} s; "
@@ -66,9 +80,10 @@ class Agreement:
         if refusal:
             self._refuse(self.store, number, refusal)
             return
-        votes = self.store.add(_votes(number), 1)
+        votes = self._add(self.store, number, 1)
         if votes == self._spec.size:
-            self._thread.start(lambda: self._forget(number - 1))  # runs after this call has returned
+            if self._shared is None or self._shared.add(number - 1, 0) < 0:  # then there is something in the store
+                self._thread.start(lambda: self._forget(number - 1))  # runs after this call has returned
         elif wait:
             self._wait(number, votes, check)
 
@@ -76,7 +91,7 @@ class Agreement:
         start = checked = time.monotonic()
         while votes != self._spec.size:
             if votes < 0:
-                reason = self.store.get(_refusal(number)).decode()
+                reason = within(self._spec.timeout_s, lambda: self.store.get(_refusal(number)).decode(), "dagrl-refusal")
                 raise ChannelError(f"{self._spec}: {reason}; no rank uses the new version, replay the refit")
             now = time.monotonic()
             if now - checked > _CHECK_S:
@@ -87,8 +102,9 @@ class Agreement:
                     f"{self._spec}: only {votes} of {self._spec.size} ranks voted within {self._spec.timeout_s} s; "
                     "look for the first error of the other ranks, then open a new channel"
                 )
-            time.sleep(_POLL_S_PER_RANK * self._spec.size)
-            votes = self.store.add(_votes(number), 0)
+            spins = self._shared is not None and now - start < LONG_SPIN_S
+            time.sleep(0 if spins else _POLL_S_PER_RANK * self._spec.size)
+            votes = self._add(self.store, number, 0)
 
     def abort(self, reason: str) -> None:
         """Tells waiting ranks that this one will not vote. Safe from any thread, and after the store is gone."""
@@ -120,12 +136,36 @@ class Agreement:
 
     def _refuse(self, store: Store, number: int, reason: str) -> None:
         store.set(_refusal(number), f"rank {self._spec.rank} failed: {reason}")
-        store.add(_votes(number), _AGAINST)
+        self._add(store, number, _AGAINST)
+
+    def _add(self, store: Store, number: int, votes: int) -> int:
+        """Adds to the votes of an agreement, and returns their sum."""
+        return store.add(_votes(number), votes) if self._shared is None else self._shared.add(number, votes)
 
     def _forget(self, number: int) -> None:
         """Deletes an agreement that no rank reads any more: all of them have voted in the next."""
         for key in (_votes(number), _refusal(number)):
             self.store.delete_key(key)
+
+
+class VotesInMemory:
+    """Votes of the ranks of one host. In `cells`, [agreements, ranks], each rank writes its own column.
+
+    A cell has the number of an agreement, from 1, negative for a refusal. A rank that is `AGREEMENTS` ahead overwrites its
+    votes; the others then miss them, and fail at the deadline.
+    """
+
+    def __init__(self, cells: npt.NDArray[np.int64], rank: int) -> None:
+        self._cells, self._rank = cells, rank
+
+    def add(self, number: int, votes: int) -> int:
+        """Adds this rank's votes to those of agreement `number`, and returns the sum; below 0 if a rank refused."""
+        row = self._cells[number % AGREEMENTS]
+        if votes:
+            fence()  # the vote vouches for what was written before it
+            row[self._rank] = (number + 1) * (1 if votes > 0 else -1)
+        now = row.tolist()
+        return _AGAINST if -(number + 1) in now else now.count(number + 1)
 
 
 def _votes(number: int) -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from dagrl.channels.agreement import AGREEMENTS
 from dagrl.channels.base import MAILBOX_SLOTS, Channel, PendingMessage, as_bytes, check_message
 from dagrl.channels.ipc_memory import HostSegment, Segment, attach_segment, create_segment
 from dagrl.channels.lent import Borrowed, Loans
@@ -78,13 +79,14 @@ class IpcChannel(Channel):
         """Maps the table, which rank 0 allocates, and opens handles of the other processes."""
         spec, rows = self.spec, self.spec.size**2 + 1
         if spec.rank == 0:
-            self._table_segment = HostSegment(rows * _FIELDS * 8)
+            self._table_segment = HostSegment(8 * (rows * _FIELDS + AGREEMENTS * spec.size))
             self._publish("table", self._table_segment.handle)
         else:
             self._table_segment = HostSegment.attach(self._load("table").partition(":")[2])
         import torch
 
-        self._table: npt.NDArray[np.int64] = self._table_segment.bytes.view(torch.int64).view(rows, _FIELDS).numpy()
+        words: npt.NDArray[np.int64] = self._table_segment.bytes.view(torch.int64).numpy()
+        self._table = words[: rows * _FIELDS].reshape(rows, _FIELDS)
         self._flag, self._loans.table = rows - 1, self._table
         self._publish(f"pid/{spec.rank}", str(os.getpid()))
         pids = [int(self._load(f"pid/{rank}")) for rank in range(spec.size)]
@@ -97,6 +99,7 @@ class IpcChannel(Channel):
                 watched = f"the process of rank {rank}, {pid}, cannot be watched: {error}"
                 raise cannot_join(spec, RuntimeError(watched)) from error
         self._agreement.reach(self._check_usable)  # all have mapped the table
+        self._agreement.use_memory(words[rows * _FIELDS :])
 
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]

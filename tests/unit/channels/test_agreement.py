@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from dagrl.channels import ChannelSpec
-from dagrl.channels.agreement import Agreement
+from dagrl.channels.agreement import AGREEMENTS, Agreement
 from dagrl.errors import ChannelError
 
 
-def ranks(size: int, timeout_s: float = 20.0) -> tuple[HashStore, list[Agreement]]:
-    store = HashStore()
-    return store, [Agreement(store, ChannelSpec("ipc", "127.0.0.1:1", rank, size, timeout_s)) for rank in range(size)]
+def ranks(size: int, timeout_s: float = 20.0, one_host: bool = False) -> tuple[HashStore, list[Agreement]]:
+    store, words = HashStore(), np.zeros(AGREEMENTS * size, np.int64)
+    ends = [Agreement(store, ChannelSpec("ipc", "127.0.0.1:1", rank, size, timeout_s)) for rank in range(size)]
+    for one in ends:
+        if one_host:
+            one.use_memory(words)
+    return store, ends
+
+
+@pytest.fixture(params=[False, True], ids=["store", "memory"])
+def one_host(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
 def nothing() -> None: ...
 
 
-def test_waiting_ranks_return_after_the_last_vote() -> None:
-    _, (first, waits, last) = ranks(3)
+def test_waiting_ranks_return_after_the_last_vote(one_host: bool) -> None:
+    _, (first, waits, last) = ranks(3, one_host=one_host)
     first.reach(nothing, wait=False)  # returns at once
     returned = threading.Event()
     waiting = threading.Thread(target=lambda: (waits.reach(nothing), returned.set()))
@@ -32,8 +42,8 @@ def test_waiting_ranks_return_after_the_last_vote() -> None:
     waiting.join()
 
 
-def test_a_refusal_reaches_all_other_ranks_and_ends_one_agreement_only() -> None:
-    _, (refuses, *others) = ranks(3)
+def test_a_refusal_reaches_all_other_ranks_and_ends_one_agreement_only(one_host: bool) -> None:
+    _, (refuses, *others) = ranks(3, one_host=one_host)
     refuses.reach(nothing, "it holds other weights")
     for one in others:
         with pytest.raises(ChannelError, match="rank 0 failed: it holds other weights; no rank uses"):
@@ -43,8 +53,8 @@ def test_a_refusal_reaches_all_other_ranks_and_ends_one_agreement_only() -> None
     others[1].reach(nothing)
 
 
-def test_an_abort_frees_ranks_that_wait_for_its_vote() -> None:
-    store, (waits, aborts) = ranks(2)
+def test_an_abort_frees_ranks_that_wait_for_its_vote(one_host: bool) -> None:
+    store, (waits, aborts) = ranks(2, one_host=one_host)
     for one in (waits, aborts):
         one.reach(nothing, wait=False)
     aborts.abort("its weights are gone")
@@ -55,14 +65,13 @@ def test_an_abort_frees_ranks_that_wait_for_its_vote() -> None:
     assert b"again" not in store.get("agree/1/refusal")
 
 
-def test_a_wait_calls_its_check_and_ends_at_the_deadline() -> None:
-    store, (votes, waits, _) = ranks(3, timeout_s=0.1)
+def test_a_wait_calls_its_check_and_ends_at_the_deadline(one_host: bool) -> None:
+    _, (votes, waits, _) = ranks(3, timeout_s=0.1, one_host=one_host)
     votes.reach(nothing, wait=False)
     checks: list[None] = []
     with pytest.raises(ChannelError, match=r"only 2 of 3 ranks voted within 0.1 s"):
         waits.reach(lambda: checks.append(None))
     assert 1 <= len(checks) <= 2  # every 0.05 s, as a check asks the system about each process
-    assert store.get("agree/0/votes") == b"2"  # counting the votes is not a vote
 
     def gives_up() -> None:
         raise ChannelError("the process of rank 2 ended")
@@ -71,15 +80,18 @@ def test_a_wait_calls_its_check_and_ends_at_the_deadline() -> None:
         waits.reach(gives_up)
 
 
-def test_finished_agreements_are_deleted_from_the_store() -> None:
-    store, both = ranks(2)
+def test_finished_agreements_are_deleted_from_the_store(one_host: bool) -> None:
+    store, both = ranks(2, one_host=one_host)
+    both[0].reach(nothing, "it holds other weights")
+    both[1].reach(nothing, wait=False)
+    assert store.check(["agree/0/refusal"])
     counts = []
     for _ in range(4):
         for one in both:
             one.reach(nothing, wait=one is both[1])
         both[1]._thread.start(nothing).result(20.0)  # the last to vote deletes after it has returned
         counts.append(store.num_keys())
-    assert counts == counts[:1] * 4
+    assert counts == counts[:1] * 4 and not store.check(["agree/0/refusal"])
 
 
 @pytest.mark.parametrize("answers", [0, 1])

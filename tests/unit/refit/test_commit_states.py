@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.distributed import HashStore
 
-from dagrl.channels.agreement import Agreement
+from dagrl.channels.agreement import AGREEMENTS, Agreement
 from dagrl.channels.spec import ChannelSpec
 from dagrl.errors import ChannelError, RunError
 from dagrl.refit.carry.commit import commit_together
@@ -32,8 +34,12 @@ class Died(BaseException):
 class End:
     """A rank's end of a channel that carries votes alone; a peer's death shows as a broken connection."""
 
-    def __init__(self, store: HashStore, rank: int, size: int, peer_died: threading.Event) -> None:
+    def __init__(
+        self, store: HashStore, words: npt.NDArray[np.int64] | None, rank: int, size: int, peer_died: threading.Event
+    ) -> None:
         self._agreement = Agreement(store, ChannelSpec("gloo", "memory:0", rank, size, timeout_s=20.0))
+        if words is not None:
+            self._agreement.use_memory(words)
         self._peer_died = peer_died
         self.fate: Fate = "completes"
 
@@ -63,9 +69,9 @@ class End:
 class Commits(RuleBasedStateMachine):
     """One rank sends, the others are engines. An engine is open at the version that it may generate from, else None."""
 
-    @initialize(engines=st.integers(1, 3))
-    def begin(self, engines: int) -> None:
-        self.size = SENDERS + engines
+    @initialize(engines=st.integers(1, 3), one_host=st.booleans())
+    def begin(self, engines: int, one_host: bool) -> None:
+        self.size, self.one_host = SENDERS + engines, one_host
         self.version = 0
         self.open: list[int | None] = [None] * engines
         self.whole = {0}  # versions that every rank has sent or holds
@@ -73,7 +79,8 @@ class Commits(RuleBasedStateMachine):
 
     def connect(self) -> None:
         store, died = HashStore(), threading.Event()
-        self.ends = [End(store, rank, self.size, died) for rank in range(self.size)]
+        words = np.zeros(AGREEMENTS * self.size, np.int64) if self.one_host else None
+        self.ends = [End(store, words, rank, self.size, died) for rank in range(self.size)]
         self.usable = True
 
     @precondition(lambda self: self.usable)
