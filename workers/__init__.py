@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         BackgroundSaver,
         GenerationWorker,
         HuggingFaceExporter,
+        MemoryLimiter,
         ModelHooks,
         ReferenceHolder,
         RolloutTrainWorker,
@@ -22,9 +23,16 @@ if TYPE_CHECKING:
     def _megatron_fits(
         worker: MegatronWorker,
     ) -> tuple[
-        RolloutTrainWorker, BackgroundSaver, HuggingFaceExporter, ReferenceHolder, StateOffloader, ModelHooks, WorkerHooks
+        RolloutTrainWorker,
+        BackgroundSaver,
+        HuggingFaceExporter,
+        ReferenceHolder,
+        StateOffloader,
+        MemoryLimiter,
+        ModelHooks,
+        WorkerHooks,
     ]:
-        return worker, worker, worker, worker, worker, worker, worker
+        return worker, worker, worker, worker, worker, worker, worker, worker
 
     def _vllm_fits(worker: VllmWorker) -> tuple[GenerationWorker, SleepingEngine, ModelHooks, WorkerHooks]:
         return worker, worker, worker, worker

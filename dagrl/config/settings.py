@@ -136,6 +136,19 @@ def starts_resident(config: Config) -> bool:
     return not takes_turns(config) or (auto and set(sharing_roles(config)) == {TRAIN, GENERATION})
 
 
+def warms_up_early(config: Config) -> bool:
+    """Whether training is warmed up while generation starts: on other GPUs, or next to it where its state stays.
+
+    If memory may have to be exchanged, a warm-up may run out of it and is then repeated. That needs a single train worker,
+    as no peer may wait for it, and no overlapped reductions, which Megatron cannot begin again.
+    """
+    if not takes_turns(config):
+        return not is_colocated(config) or starts_together(config)
+    megatron = config.policy.megatron_cfg
+    overlaps = megatron.distributed_data_parallel_config.overlap_grad_reduce
+    return starts_resident(config) and megatron.layout.world_size == 1 and not overlaps
+
+
 def device_count(config: Config) -> int:
     """GPUs of a run, or workers if there are no GPUs. Colocated roles share theirs."""
     sizes, sharing = {role: layout.world_size for role, layout in layouts(config).items()}, sharing_roles(config)

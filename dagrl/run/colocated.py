@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dagrl.config.roles import GENERATION, TRAIN
@@ -203,10 +203,16 @@ class SharedDevices:
         caching = {role for role in self._caching if wakes or (GENERATION not in working and role not in working)}
         return {role: parts for role, parts in gone.items() if parts or (role in caching and not self._still)}
 
-    def measure_turns(self) -> None:
-        """Lets roles take turns until `settle`, which needs the memory that is free while each is alone."""
-        if not self._settled:
-            self._residency = self._none
+    def measure_turns(self, *, trained: bool = False) -> bool:
+        """Lets roles take turns until `settle`, which needs the memory that is free while each is alone.
+
+        Returns whether they do. They do not if that is settled, nor with ample room next to all of generation and training,
+        whose phases have all run (`trained`).
+        """
+        if self._settled or (trained and all(one.free >= AMPLE * one.total for one in self._memory(TRAIN))):
+            return False
+        self._residency = self._none
+        return True
 
     def _has_ample_room(self) -> bool:
         """Whether generation, asleep now, surely fits next to the only train state and what its phases have cached."""
@@ -220,15 +226,15 @@ class SharedDevices:
         if self._settled:
             return
         if self._residency.everything:
-            found, asleep = self._memory(TRAIN), max(self._freed_by_sleep)
+            found = self._memory(TRAIN)
             if all(one.free >= MARGIN * one.total for one in found):
                 self._settled = True
-                room, size = min((one.free, one.total) for one in found)
-                logger.info("memory of colocated workers: %s (%s of %s free)", self._residency, _gib(room), _gib(size))
+                for room, size in sorted((one.free, one.total) for one in found)[:1]:  # none without a GPU
+                    logger.info("memory of colocated workers: %s (%s of %s free)", self._residency, _gib(room), _gib(size))
                 return
-            self._free[TRAIN] += [replace(one, free=one.free + asleep) for one in found]
             self.measure_turns()
-            self.give_to((GENERATION,), keep_generation_weights=True)
+            for role in (TRAIN, GENERATION):
+                self.give_to((role,), keep_generation_weights=True)
         self._note()
         self._settled = True
         if not all(self._free.get(role) for role in self._held):  # no GPU: there is nothing to exchange

@@ -39,6 +39,7 @@ from dagrl.config.settings import (
     starts_resident,
     starts_together,
     takes_turns,
+    warms_up_early,
 )
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import gpus_per_worker, ray_cluster
@@ -254,7 +255,8 @@ def start_groups(
     the one before it has moved its train state to the host, unless they start together (`starts_together`). At the end the
     states are on the host, or on the GPUs (`starts_resident`, and if nothing is ever exchanged).
 
-    While generation starts, `meanwhile` is called with the other groups, unless they have to make room on its GPUs.
+    While generation starts, `meanwhile` is called with the other groups, unless they may have to make room on its GPUs
+    (`warms_up_early`).
     """
     resources = shared_resources(config, stack, owner)
     started: list[WorkerGroup] = []
@@ -302,7 +304,7 @@ def start_groups(
                 away = has_state and not starts_resident(config)
                 starting.append(pool.submit(start, role, before if role in shared else None, away))
                 before = starting[-1].result if has_state and turns else before
-        if GENERATION in roles and not (turns or takes_turns(config)):
+        if GENERATION in roles and warms_up_early(config):
             try:
                 meanwhile([future.result() for future in starting[:-1]], check_started)
             except BaseException:

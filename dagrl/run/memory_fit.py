@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from dagrl.config import Config, Json, MegatronConfig, VllmConfig
-from dagrl.config.settings import generation_config, model_roles
+from dagrl.config.settings import generation_config, generation_dtype, model_roles
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus, host_memory
 from dagrl.run.open_keys import ENGINE, MEGATRON, ROLLOUT, Derived
@@ -121,12 +121,19 @@ def start_together(derived: Derived, hf_config: Mapping[str, Json], weight_bytes
     if cache is None or not (ours and weight_bytes and config.policy.precision == "bfloat16"):
         return
     memory = _gpu_bytes()
-    parameters = _parameters(hf_config, weight_bytes)
-    training = _state_bytes(config.policy.megatron_cfg, parameters)
-    generation = 2 * parameters / rollout.vllm_cfg.layout.tp + cache + ENGINE_ROOM
+    training = _state_bytes(config.policy.megatron_cfg, _parameters(hf_config, weight_bytes))
+    generation = engine_bytes(config, hf_config, weight_bytes)
     if training + generation <= START_SHARE * memory:
         reason = f"{training / 2**30:.0f} GiB of training and {generation / 2**30:.0f} GiB of generation fit the GPU"
         derived.set(key, True, reason)
+
+
+def engine_bytes(config: Config, hf_config: Mapping[str, Json], weight_bytes: int) -> float:
+    """Returns the bytes of a GPU that an engine with a given KV cache is planned to take."""
+    engine = generation_config(config).vllm_cfg
+    assert engine.kv_cache_memory_bytes is not None
+    width = 4 if generation_dtype(config) == "float32" else 2
+    return width * _parameters(hf_config, weight_bytes) / engine.layout.tp + engine.kv_cache_memory_bytes + ENGINE_ROOM
 
 
 def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:

@@ -63,7 +63,7 @@ from dagrl.run.model import (
 )
 from dagrl.run.open_keys import Derived
 from dagrl.run.plans import run_plans
-from dagrl.run.worker_protocols import LogprobKeeper, ModelHooks, required_protocols
+from dagrl.run.worker_protocols import LogprobKeeper, MemoryLimiter, ModelHooks, required_protocols
 from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase, Role, group_transports, methods_of
@@ -175,7 +175,7 @@ def worker_classes(config: Config) -> dict[str, type]:
     classes = {role: load_class(path, key) for role, (key, path) in keys.items()}
     required = required_protocols(config)
     for role, worker in classes.items():
-        check_worker_class(worker, required[role], (ModelHooks, LogprobKeeper), keys[role][0])
+        check_worker_class(worker, required[role], (ModelHooks, LogprobKeeper, MemoryLimiter), keys[role][0])
         for package in getattr(worker, "requires", ()):
             require_package(package, keys[role][0])
     return classes

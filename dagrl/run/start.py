@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -52,6 +52,7 @@ from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Session
 from dagrl.run.stop import StopSignal, no_restart_after_stop, stop_on_signals
 from dagrl.run.train_recovery import TrainRecovery
+from dagrl.run.warm_up import EarlyWarmUp, add_phases, log_warm_up
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase
 from dagrl.runtime.schedule import Scheduler
@@ -149,9 +150,8 @@ def open_session(
         workers = (f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in sizes.items())
         progress.stage(f"Starting {' and '.join(workers)}")
         scheduler = stack.enter_context(Scheduler([], scheduler_options(config)))
-        early = partial(_warm_up_early, config, plans, phases, scheduler, inputs.tokenizer, stop)
+        early = EarlyWarmUp(config, inputs, plans, phases, scheduler, stop)
         groups = fleet.groups(config, roles, stop, early)
-        left = [plan for plan in plans if not scheduler.groups.keys() >= set(phases[plan.name].roles)]
         scheduler.join([group for group in groups if group.role.name not in scheduler.groups])
         by_role = {group.role.name: group for group in groups}
         train, generation = by_role["train"], by_role.get("generation")
@@ -182,7 +182,7 @@ def open_session(
         if trace is not None:
             trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])
         with stop.at_once():
-            _compile(session, left, taken)
+            _compile(session, plans, early.done, taken)
             if resumed is not None:
                 progress.stage(f"{'Going on' if taken else 'Resuming'} from step {resumed.state.step}")
                 session.checkpoints.restore(load=taken is None)
@@ -308,37 +308,14 @@ def _replacement(
     return replacement
 
 
-def _warm_up_early(
-    config: Config,
-    plans: Sequence[PhasePlan],
-    phases: Mapping[str, Phase],
-    scheduler: Scheduler,
-    tokenizer: PreTrainedTokenizerFast,
-    stop: StopSignal,
-    groups: Sequence[WorkerGroup],
-    check: Callable[[], None],
-) -> None:
-    """Compiles and warms up the phases of `groups` alone while other groups start. Calls `check` before each of them."""
-    with stop.at_once():
-        scheduler.join(groups)
-        mine = [plan for plan in plans if scheduler.groups.keys() >= set(phases[plan.name].roles)]
-        add_phases(scheduler, phases, mine, tokenizer)
-        scheduler.compile(complete=False)
-        if holds_reference(config):
-            scheduler.groups["train"].call("snapshot_reference")  # for the warm-up only
-        _log_warm_up("warm-up while generation starts", scheduler.warmup(before=lambda phase: check()))
-
-
-def _log_warm_up(name: str, seconds: Mapping[str, float]) -> None:
-    logger.info("%s: %s", name, ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items()))
-
-
-def _compile(session: Session, left: Sequence[PhasePlan], taken: Taken | None) -> None:
-    """Compiles and warms up the phases that are left by `_warm_up_early`."""
+def _compile(session: Session, plans: Sequence[PhasePlan], warm: Collection[str], taken: Taken | None) -> None:
+    """Compiles phases and warms them up, except those that are `warm`, and still are when roles take turns."""
     config, replays, scheduler = session.config, session.replays, session.replays.scheduler
     progress, phases = session.recorder.progress, session.replays.phases
     progress.stage("Compiling phases")
-    needs_reference = holds_reference(config) and taken is None and not scheduler.graphs()
+    compiled = scheduler.graphs()
+    needs_reference = holds_reference(config) and taken is None and not compiled
+    left = [plan for plan in plans if phases[plan.name].name not in compiled]
     add_phases(scheduler, phases, left, session.inputs.tokenizer)
     scheduler.number_from(taken.next_replays if taken else {})
     scheduler.compile()
@@ -350,27 +327,13 @@ def _compile(session: Session, left: Sequence[PhasePlan], taken: Taken | None) -
     if needs_reference:
         session.train.call("snapshot_reference")  # for the warm-up only
     hold = partial(replays.hold, keep_generation_weights=True)  # no refit follows
-    names = [phases[plan.name].name for plan in left]
-    if replays.shared is not None:
-        replays.shared.measure_turns()
-    _log_warm_up("warm-up", scheduler.warmup(before=lambda phase: hold(*phase.roles), only=names))
+    if replays.shared is not None and replays.shared.measure_turns(trained=bool(warm)) and warm:
+        logger.info("training is warmed up again while generation sleeps: there is no ample room for both")
+        warm = ()
+    names = [name for plan in plans if (name := phases[plan.name].name) not in warm]
+    log_warm_up("warm-up", scheduler.warmup(before=lambda phase: hold(*phase.roles), only=names))
     if replays.shared is not None:
         replays.shared.settle()
-
-
-def add_phases(
-    scheduler: Scheduler, phases: Mapping[str, Phase], plans: Sequence[PhasePlan], tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Tells the scheduler the shapes of the planned phases."""
-    for plan in plans:
-        scheduler.add(
-            phases[plan.name],
-            buckets=plan.buckets,
-            scalars={"global_valid_tokens": 1.0, "global_valid_sequences": 1.0, **plan.scalars},
-            token_ids=len(tokenizer),
-            warmup_value=plan.value,
-            result_bytes=plan.result_bytes,
-        )
 
 
 def connect_refit(config: Config, train: WorkerGroup, generation: WorkerGroup, inputs: Inputs) -> None:

@@ -137,6 +137,16 @@ class StateOffloader(Protocol):
         """Returns the memory of its GPU; None without one."""
 
 
+class MemoryLimiter(Protocol):
+    """An optional method of train workers, which are warmed up with it while generation starts on their GPU."""
+
+    def limit_memory(self, share: float | None, /) -> bool:
+        """Limits the worker to a share of its GPU's memory; None: ends that. Returns whether a warm-up has needed more.
+
+        Such a warm-up raises, and the worker can be warmed up again after it. Called with a single worker only.
+        """
+
+
 class GenerationWorker(RefitWorker, Protocol):
     """Every generation worker."""
 

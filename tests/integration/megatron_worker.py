@@ -174,6 +174,24 @@ class TestedWorker(MegatronWorker):
             hook.remove()
         return runs
 
+    def exceed_memory(self, batch: Batch, in_backward: bool) -> None:
+        """Runs a step in which a layer needs more memory than there is, and then `abort()`, as the runtime does."""
+        import torch
+
+        from dagrl.workers.megatron.attention import CausalAttention
+
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        modules = (module for chunk in self._ready().model.chunks for module in chunk.modules())
+        layer = [module for module in modules if isinstance(module, CausalAttention)][1]
+        hook = (layer.register_full_backward_hook if in_backward else layer.register_forward_hook)(fail)
+        try:
+            self.train_step(batch, "likelihood")
+        except torch.OutOfMemoryError:
+            self.abort()
+        hook.remove()
+
     def tokens_of_experts(self, batch: Batch) -> Any:
         """Returns each expert's tokens [layers, experts] in a log-probability pass, on a worker with all experts."""
         import numpy as np

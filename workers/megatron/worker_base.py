@@ -81,6 +81,8 @@ class MegatronWorkerBase:
         self.start_parts = StartParts()
         self._warm_widths: dict[str, set[int]] = {}  # widths of packed microbatches, by phase
         self._stream: torch.cuda.Stream | None = None  # None: the default stream
+        self._limited = False  # by `limit_memory`
+        self._exceeded = False  # the limit; no peer waits for this worker
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
@@ -181,6 +183,8 @@ class MegatronWorkerBase:
             self._channel.abort(f"train worker {self.context.rank} was aborted")
         if self._sending:  # no peer waits in Megatron's groups; training can continue, refits with a new channel
             return
+        if self._exceeded:  # and another warm-up follows
+            return
         self._aborted = True
         if self._trainer is not None:
             self._trainer.forget_recordings()  # NCCL cannot end a communicator that a graph refers to
@@ -229,12 +233,16 @@ class MegatronWorkerBase:
             torch.cuda.set_device(self._device)
             if self.config.policy.megatron_cfg.cuda_graphs and self._stream is None:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            if self._trainer is not None and not training:
-                self._trainer.finish_param_gather()
-            yield
-            if torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                if self._trainer is not None and not training:
+                    self._trainer.finish_param_gather()
+                yield
+                if torch.cuda.is_available():
+                    torch.cuda.current_stream().synchronize()
+        except torch.OutOfMemoryError:
+            self._exceeded = self._limited
+            raise
         self._check_aborted()
         self._sending = False
 

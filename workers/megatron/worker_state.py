@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -64,6 +65,24 @@ class MegatronWorkerState(MegatronWorkerBase):
             offloader = self._ready().offloader
             free, total = torch.cuda.mem_get_info(self._device)
             return DeviceMemory(free, total, {part: offloader.nbytes(part) for part in STATE_PARTS})
+
+    def limit_memory(self, share: float | None) -> bool:
+        """Limits this worker to a share of its GPU's memory; None: ends that. Returns whether a warm-up has needed more.
+
+        After such a warm-up the worker is as before it. Only for the single worker of a group: peers would wait for one that
+        stops. The next warm-up runs at all shapes again.
+        """
+        import torch
+
+        exceeded, self._exceeded, self._limited = self._exceeded, False, share is not None
+        self._warm_widths.clear()
+        if self._device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0 if share is None else share, self._device)
+            if exceeded:
+                gc.collect()  # what a traceback held
+                with self._running():
+                    torch.cuda.empty_cache()
+        return exceeded
 
     def prepare_for_logprobs(self, step: int) -> None:
         """Starts moving the optimizer's state to the host while log-probabilities are computed."""

@@ -148,7 +148,8 @@ def test_auto_keeps_what_fits(total: int, calls: list[str]) -> None:
     assert calls_of_a_step(SimulatedGpu(total), "auto") == calls
 
 
-MEASURED = ["sleep", "offload", "wake_up", "sleep", "reload", "wake_up"]
+ALONE = ["sleep", "offload", "wake_up"]
+MEASURED = [*ALONE, "sleep", "reload", "wake_up"]
 AMPLY = next(total for total in range(EVERYTHING, 2 * EVERYTHING) if total - EVERYTHING >= AMPLE * total)
 
 
@@ -157,7 +158,7 @@ AMPLY = next(total for total in range(EVERYTHING, 2 * EVERYTHING) if total - EVE
     [
         pytest.param(AMPLY, 0, ["sleep", "wake_up"], [], id="ample room"),
         pytest.param(AMPLY, 20, ["sleep", "wake_up"], [], id="ample room that is used later"),
-        pytest.param(AMPLY, 35, ["sleep", "wake_up", "offload"], SLEEP, id="less than the margin is left"),
+        pytest.param(AMPLY, 35, ["sleep", "wake_up", *ALONE], SLEEP, id="less than the margin is left"),
         pytest.param(AMPLY - 1, 0, MEASURED, [], id="everything fits"),
         pytest.param(total_for(BOTH_STATES), 0, MEASURED, SLEEP, id="activations do not fit"),
     ],
@@ -172,6 +173,34 @@ def test_a_start_with_both_roles_moves_nothing_that_fits(
     assert gpu.calls == []
     shared.measure_turns()
     for roles in (("train",), ("generation",), ("train", "generation")):
+        shared.give_to(roles, keep_generation_weights=True)
+        gpu.work(roles)
+        gpu.total -= late * (roles == ("generation",))
+    shared.settle()
+    assert gpu.calls == at_start
+    assert third_step(gpu, shared) == calls
+
+
+@pytest.mark.parametrize(
+    ("total", "late", "at_start", "calls"),
+    [
+        pytest.param(AMPLY, 0, [], [], id="ample room"),
+        pytest.param(AMPLY, 35, ALONE, SLEEP, id="less than the margin is left"),
+        pytest.param(AMPLY - 1, 0, MEASURED, [], id="everything fits"),
+        pytest.param(total_for(EVERYTHING) - 1, 0, MEASURED, SLEEP, id="without a margin"),
+    ],
+)
+def test_training_that_ran_while_generation_started_takes_no_turn_with_ample_room(
+    total: int, late: int, at_start: list[str], calls: list[str]
+) -> None:
+    """Otherwise it runs again, alone, in the warm-up of a run without an early one."""
+    gpu = SimulatedGpu(total)
+    shared = started(gpu, "auto", resident=True)
+    gpu.work(("train",))
+    shared.give_to(("train", "generation"))
+    again = shared.measure_turns(trained=True)
+    assert again == (total < AMPLY)
+    for roles in ((("train",),) if again else ()) + (("generation",), ("train", "generation")):
         shared.give_to(roles, keep_generation_weights=True)
         gpu.work(roles)
         gpu.total -= late * (roles == ("generation",))

@@ -162,11 +162,13 @@ class SlowGeneration:
     [
         (load_config(EXAMPLE), True),
         (colocated("exchange=never"), True),
-        (colocated("start_together=true"), False),
+        (colocated("start_together=true"), True),
+        (colocated("start_together=true").with_keys({"policy.megatron_cfg.data_parallel_size": 2}), False),
+        (colocated("start_together=true", "exchange=always"), False),
         (colocated(), False),
     ],
 )
-def test_training_is_warmed_up_while_generation_starts_where_no_memory_has_to_move(
+def test_training_is_warmed_up_while_generation_starts_where_its_state_stays(
     config: Config, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = SlowGeneration(monkeypatch)
