@@ -50,7 +50,7 @@ from dagrl.run.replays import Replays
 from dagrl.run.resizing import Resizing
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Session
-from dagrl.run.stop import StopSignal, no_restart_after_stop, stop_on_signals
+from dagrl.run.stop import no_restart_after_stop, stop_on_signals
 from dagrl.run.train_recovery import TrainRecovery
 from dagrl.run.warm_up import EarlyWarmUp, add_phases, log_warm_up
 from dagrl.runtime.options import SchedulerOptions

@@ -81,8 +81,8 @@ class EarlyWarmUp:
         except PhaseError as error:
             if error.breaks or not any(train.call(LIMIT, None)):
                 raise
-            text = error.failures[0].message
-            logger.info("training is warmed up again after generation has started, which leaves it too little memory: %s", text)
+            text = "training exceeded its memory while generation starts, and is warmed up again after that: %s"
+            logger.info(text, error.failures[0].message)
         else:
             train.call(LIMIT, None)
 

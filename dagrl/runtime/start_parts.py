@@ -42,7 +42,7 @@ def started_parts(worker: object) -> dict[str, float]:
 def parts_text(total_s: float, ranks: Sequence[Mapping[str, float]]) -> str:
     """Describes a start of `total_s` seconds: each part on its slowest worker, and what no part covers.
 
-    Parts that take longer together than the start have run at the same time; the difference is told as negative.
+    Parts that take longer together than the start have run at the same time. The difference is a negative part, `overlap`.
 
     Example: `parts_text(10.0, [{"imports": 6.0}, {"imports": 7.0}])` is `10.0 s (imports 7.0, other 3.0)`.
     """
@@ -51,5 +51,5 @@ def parts_text(total_s: float, ranks: Sequence[Mapping[str, float]]) -> str:
     if not slowest:
         return f"{total_s:.1f} s"
     left = total_s - sum(slowest.values())
-    slowest |= {"other": max(0.0, left)} if left > -0.05 else {"at the same time": left}
+    slowest |= {"other": max(0.0, left)} if left > -0.05 else {"overlap": left}
     return f"{total_s:.1f} s ({', '.join(f'{name} {seconds:.1f}' for name, seconds in slowest.items())})"

@@ -42,4 +42,4 @@ def test_each_part_is_that_of_its_slowest_rank() -> None:
 
 def test_parts_that_overlap_add_up_to_the_whole() -> None:
     ranks = [{"waiting for training's memory": 8.0, "imports": 7.0, "weights": 1.0}]
-    assert parts_text(10.0, ranks) == "10.0 s (waiting for training's memory 8.0, imports 7.0, weights 1.0, at the same time -6.0)"
+    assert parts_text(10.0, ranks) == "10.0 s (waiting for training's memory 8.0, imports 7.0, weights 1.0, overlap -6.0)"
