@@ -265,8 +265,9 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
     assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"
     # Between prompt chunks a seeded request draws an extra random number, which vLLM's CPU backend cannot take back.
-    whole_prompts = {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
-    return {**whole_prompts, **arguments, **require_generation(config).vllm_kwargs, **_compilation(config)}
+    on_gpu = torch.cuda.is_available()
+    whole_prompts = {} if on_gpu else {"enable_chunked_prefill": False}
+    return {**whole_prompts, **arguments, **require_generation(config).vllm_kwargs, **_compilation(config, on_gpu)}
 
 
 def capture_sizes(most: int) -> list[int]:
@@ -281,17 +282,22 @@ def capture_sizes(most: int) -> list[int]:
     return sorted(size for size in sizes | {most, limit} if size <= limit)
 
 
-def _compilation(config: Config) -> dict[str, Any]:
-    """Returns vLLM's `compilation_config` with the sizes of CUDA graphs, unless the configuration has some."""
+def _compilation(config: Config, on_gpu: bool) -> dict[str, Any]:
+    """Returns vLLM's `compilation_config`: the given one, and where it has none the sizes of CUDA graphs.
+
+    On GPUs independent kernels are combined without first timing whether that pays, which is a sixth of the compilation.
+    """
     generation = require_generation(config)
-    given = generation.vllm_kwargs.get("compilation_config", {})
-    own = isinstance(given, dict) and not {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & given.keys()
-    if generation.vllm_cfg.enforce_eager or not own:
+    vllm, given = generation.vllm_cfg, generation.vllm_kwargs.get("compilation_config", {})
+    if vllm.enforce_eager or not isinstance(given, dict):
         return {}
-    assert isinstance(given, dict)
-    vllm = generation.vllm_cfg
-    tokens = 1 if vllm.speculative.method is None else 1 + vllm.speculative.num_speculative_tokens
-    return {"compilation_config": {"cudagraph_capture_sizes": capture_sizes(tokens * vllm.max_num_seqs), **given}}
+    ours: dict[str, Any] = {}
+    if not {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & given.keys():
+        tokens = 1 if vllm.speculative.method is None else 1 + vllm.speculative.num_speculative_tokens
+        ours["cudagraph_capture_sizes"] = capture_sizes(tokens * vllm.max_num_seqs)
+    if on_gpu:
+        ours["inductor_compile_config"] = {"combo_kernels": True, "benchmark_combo_kernel": False}
+    return {"compilation_config": {**ours, **given}}
 
 
 def _schedules_asynchronously(vllm: VllmSection, ranks: int) -> bool | None:

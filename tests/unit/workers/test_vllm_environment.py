@@ -49,14 +49,18 @@ def test_captured_steps_have_little_padding(most: int) -> None:
 
 
 def test_a_chosen_compilation_keeps_its_sizes() -> None:
-    def compilation(**chosen: Any) -> dict[str, Any]:
+    def compilation(on_gpu: bool = False, **chosen: Any) -> dict[str, Any]:
         generation = {"vllm_cfg": {"enforce_eager": False, "max_num_seqs": 8}, "vllm_kwargs": chosen}
         values = {"name": "x", "algorithm": "grpo", "data": {}, "policy": {"generation": generation}}
-        return _compilation(Config.model_validate(values))
+        return _compilation(Config.model_validate(values), on_gpu)
 
     sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
     assert compilation() == {"compilation_config": sizes}
     assert compilation(compilation_config={"cudagraph_mode": "FULL"}) == {
         "compilation_config": {**sizes, "cudagraph_mode": "FULL"}
     }
-    assert compilation(compilation_config={"max_cudagraph_capture_size": 4}) == {} == compilation(compilation_config=3)
+    chosen = {"max_cudagraph_capture_size": 4, "inductor_compile_config": {"combo_kernels": False}}
+    assert compilation(on_gpu=True, compilation_config=chosen) == {"compilation_config": chosen}
+    untimed = {"combo_kernels": True, "benchmark_combo_kernel": False}
+    assert compilation(on_gpu=True) == {"compilation_config": {**sizes, "inductor_compile_config": untimed}}
+    assert compilation(compilation_config=3) == {}
