@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dagrl.errors import ChannelError
 from dagrl.runtime.deadline import BackgroundThread, within
-from dagrl.runtime.edges.futex import LONG_SPIN_S, fence
+from dagrl.runtime.edges.futex import LONG_SPIN_S, fence, let_others_run
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,8 +102,10 @@ class Agreement:
                     f"{self._spec}: only {votes} of {self._spec.size} ranks voted within {self._spec.timeout_s} s; "
                     "look for the first error of the other ranks, then open a new channel"
                 )
-            spins = self._shared is not None and now - start < LONG_SPIN_S
-            time.sleep(0 if spins else _POLL_S_PER_RANK * self._spec.size)
+            if self._shared is not None and now - start < LONG_SPIN_S:
+                let_others_run()
+            else:
+                time.sleep(_POLL_S_PER_RANK * self._spec.size)
             votes = self._add(self.store, number, 0)
 
     def abort(self, reason: str) -> None:

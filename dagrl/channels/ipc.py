@@ -29,7 +29,7 @@ from dagrl.channels.lent import Borrowed, Loans
 from dagrl.channels.spec import ChannelSpec, cannot_join
 from dagrl.errors import ChannelError
 from dagrl.runtime.deadline import within
-from dagrl.runtime.edges.futex import fence
+from dagrl.runtime.edges.futex import LONG_SPIN_S, fence, let_others_run
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 _WRITTEN, _READ, _MAILBOX, _MAPPED, _FIELDS = 0, 1, 2, 3, 6
 """Columns of the table, a row a pair: messages written and read, newest mailbox, mapped one; two more are of `lent.py`."""
-_SPIN_S, _PAUSE_S, _ALIVE_S = 2e-3, 5e-5, 0.1  # spin, then sleep this long; check this often that the peer is alive
+_SPIN_S = max(2e-3, LONG_SPIN_S)  # longer than a copy, and the peer's wait for it
+_PAUSE_S, _ALIVE_S = 5e-5, 0.1  # then sleep this long; check this often that the peer is alive
 _KEPT_BYTES = 4096  # smaller mailboxes on the host outlive `release`: to make one again takes requests to the store
 _MARGIN_S = 0.5  # lets the store's own deadline pass first: its error says more
 T = TypeVar("T")
@@ -302,7 +303,9 @@ class IpcChannel(Channel):
                 checked = now
                 if peer is not None and not self._lives[peer]:
                     raise self._broken(f"{what} failed: its process ended")
-            if now - start > _SPIN_S:
+            if now - start < _SPIN_S:
+                let_others_run()
+            else:
                 time.sleep(_PAUSE_S)
 
     def _check_peers(self) -> None:
