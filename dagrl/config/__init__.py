@@ -1,30 +1,10 @@
 """The configuration of a run: all of its sections."""
 
-from dagrl.config.algorithm import (
-    ALGORITHMS,
-    AdvantageConfig,
-    GrpoConfig,
-    LossConfig,
-    PpoConfig,
-    PreferenceConfig,
-    RewardShapingConfig,
-    SftConfig,
-)
+from dagrl.config.algorithm import ALGORITHMS, AdvantageConfig, GrpoConfig, LossConfig, RewardShapingConfig
 from dagrl.config.generation import ForcedLengths, GenerationConfig, VllmConfig
-from dagrl.config.megatron import (
-    Fp8Config,
-    MegatronConfig,
-    OptimizerConfig,
-    PeftConfig,
-)
+from dagrl.config.megatron import Fp8Config, MegatronConfig, PeftConfig
 from dagrl.config.models import CriticConfig
-from dagrl.config.policy import (
-    DynamicBatchingConfig,
-    PolicyConfig,
-    RandomInit,
-    SequencePackingConfig,
-    TokenizerConfig,
-)
+from dagrl.config.policy import DynamicBatchingConfig, PolicyConfig, RandomInit, SequencePackingConfig, TokenizerConfig
 from dagrl.config.run import (
     CheckpointConfig,
     ClusterConfig,
@@ -36,13 +16,7 @@ from dagrl.config.run import (
     TimeoutConfig,
 )
 from dagrl.config.section import Json
-from dagrl.config.task import (
-    DataConfig,
-    EnvironmentConfig,
-    FunctionConfig,
-    ProcessConfig,
-    RewardConfig,
-)
+from dagrl.config.task import DataConfig, EnvironmentConfig, FunctionConfig, ProcessConfig, RewardConfig
 
 __all__ = [
     "ALGORITHMS",
@@ -64,18 +38,14 @@ __all__ = [
     "LoggerConfig",
     "LossConfig",
     "MegatronConfig",
-    "OptimizerConfig",
     "PeftConfig",
     "PhasesConfig",
     "PolicyConfig",
-    "PpoConfig",
-    "PreferenceConfig",
     "ProcessConfig",
     "RandomInit",
     "RewardConfig",
     "RewardShapingConfig",
     "SequencePackingConfig",
-    "SftConfig",
     "SparesConfig",
     "TimeoutConfig",
     "TokenizerConfig",

@@ -190,7 +190,6 @@ class GrpoConfig(Section):
     """Exclude completions that were cut off by their length from the loss."""
 
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
-    """Penalty for overlong completions."""
 
     overlap_logprobs: bool = False
     """Compute log-probabilities of finished sequences while the rest of the batch is generated. Needs separate train GPUs.
@@ -201,7 +200,6 @@ class GrpoConfig(Section):
     optimizer step per batch (`train_global_batch_size` = prompts x generations)."""
 
     async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
-    """Asynchronous GRPO."""
 
     val_period: NonNegativeInt = 10
     """Steps between validations. 0: only at the start and the end."""

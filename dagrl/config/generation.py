@@ -73,7 +73,6 @@ class VllmConfig(Section):
     less one after its end. Always 1 with `stop_strings`, an agent or `policy.router_replay`. null: 16 on GPUs, else 1."""
 
     speculative: SpeculativeConfig = SpeculativeConfig()
-    """Speculative decoding."""
 
     enable_prefix_caching: bool = True
     """Share the KV cache of common prefixes, such as the prompt of a GRPO group."""
@@ -176,10 +175,7 @@ class GenerationConfig(Section):
     """Fixed completion lengths, for benchmarks. null: completions end where the model ends them."""
 
     colocated: ColocatedConfig = ColocatedConfig()
-    """Train and generation workers on the same GPUs."""
-
     vllm_cfg: VllmConfig = VllmConfig()
-    """The vLLM engines."""
 
     vllm_kwargs: dict[str, Json] = Field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs`, by name."""

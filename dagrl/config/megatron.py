@@ -186,19 +186,10 @@ class MegatronConfig(Section):
     all experts."""
 
     fp8_cfg: Fp8Config = Fp8Config()
-    """FP8."""
-
     peft: PeftConfig = PeftConfig()
-    """LoRA."""
-
     optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimizer."""
-
     scheduler: SchedulerConfig = SchedulerConfig()
-    """The learning-rate schedule."""
-
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
-    """Megatron's data-parallel wrapper."""
 
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of a GPU, the denominator of the MFU. null: looked up by the GPU's name, for bfloat16."""

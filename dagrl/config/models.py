@@ -31,7 +31,6 @@ class OwnMegatronConfig(MegatronConfig):
     """Recompute activations in the backward pass. Saves memory and runs the recomputed layers twice."""
 
     optimizer: OwnOptimizerConfig = OwnOptimizerConfig()
-    """The optimizer."""
 
 
 class OwnPackingConfig(SequencePackingConfig):
@@ -62,7 +61,6 @@ class OwnModelConfig(Section):
     turns with them and generation. false: on GPUs of its own."""
 
     megatron_cfg: OwnMegatronConfig = OwnMegatronConfig()
-    """Its Megatron workers."""
 
 
 class CriticConfig(OwnModelConfig):

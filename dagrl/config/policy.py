@@ -100,7 +100,6 @@ class PolicyConfig(Section):
     """A randomly initialized model. null: use `model_name`."""
 
     tokenizer: TokenizerConfig = TokenizerConfig()
-    """The tokenizer."""
 
     worker: str = derived(
         "dagrl.workers.megatron:MegatronWorker", "reward models: dagrl.workers.megatron:MegatronValueWorker"
@@ -127,10 +126,7 @@ class PolicyConfig(Section):
     exponentials of a microbatch's logits are kept in half precision for the backward pass."""
 
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
-    """Several sequences per row."""
-
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-    """Microbatches by token count."""
 
     deterministic: bool = False
     """Kernels whose results depend neither on which sequences run together nor on timing: vLLM's batch-invariant ones (on
@@ -159,7 +155,6 @@ class PolicyConfig(Section):
     """Padded widths in tokens that phases are warmed up at. Empty: `max_total_sequence_length` alone."""
 
     megatron_cfg: MegatronConfig = MegatronConfig()
-    """The Megatron train workers."""
 
     generation: GenerationConfig | None = None
     """Generation. null: with algorithm `grpo`, all defaults."""

@@ -208,19 +208,16 @@ class LoggerConfig(Section):
     """Send metrics to Weights & Biases."""
 
     wandb: WandbConfig = WandbConfig()
-    """Weights & Biases."""
 
     mlflow_enabled: bool = False
     """Send metrics to MLflow."""
 
     mlflow: MlflowConfig = MlflowConfig()
-    """MLflow."""
 
     trackio_enabled: bool = False
     """Send metrics to trackio."""
 
     trackio: TrackioConfig = TrackioConfig()
-    """trackio."""
 
     rollouts_enabled: bool = True
     """Keep every sample in `rollouts/`, for `dagrl view`: trained on, validated and dropped."""
@@ -413,61 +410,25 @@ class Config(Section):
     """Maximum number of restarts and replaced engines together."""
 
     spares: SparesConfig = SparesConfig()
-    """Spare processes for lost workers."""
-
     executor_cfg: ExecutorConfig = ExecutorConfig()
-    """How phases are executed."""
-
     policy: PolicyConfig
-    """The model, how it trains and how it generates."""
-
     loss_fn: LossConfig = LossConfig()
-    """The policy loss."""
-
     advantage: AdvantageConfig = AdvantageConfig()
-    """How advantages come from rewards."""
-
     grpo: GrpoConfig = GrpoConfig()
-    """The GRPO loop."""
-
     ppo: PpoConfig = PpoConfig()
-    """Advantages and rewards of algorithm `ppo`."""
-
     critic: CriticConfig = CriticConfig()
-    """The critic of algorithm `ppo`."""
 
     teacher: TeacherConfig | None = None
     """A reference policy on workers of its own. null: on the train workers (`policy.reference_model_name`), if any."""
 
     sft: SftConfig = SftConfig()
-    """Supervised fine-tuning. With algorithm `grpo`: a short SFT first, if `sft.max_num_steps` is not 0."""
-
     preference: PreferenceConfig = PreferenceConfig()
-    """Learning from preferences."""
-
     data: DataConfig
-    """Training and validation examples."""
-
     reward: RewardConfig = RewardConfig()
-    """The reward function."""
-
     environment: EnvironmentConfig = EnvironmentConfig()
-    """The environment of multi-turn rollouts."""
-
     refit: RefitConfig = RefitConfig()
-    """How weights are sent from train to generation workers."""
-
     phases: PhasesConfig = PhasesConfig()
-    """Import paths of the phases."""
-
     checkpointing: CheckpointConfig = CheckpointConfig()
-    """Checkpoints."""
-
     logger: LoggerConfig = LoggerConfig()
-    """Logs and metrics."""
-
     cluster: ClusterConfig = ClusterConfig()
-    """The Ray cluster."""
-
     timeouts: TimeoutConfig = TimeoutConfig()
-    """Deadlines."""

@@ -35,7 +35,8 @@ def derived(default: object, how: str, **bounds: float) -> Any:
 class Section(BaseModel):
     """Base of every section. Unknown keys are errors, and values are frozen.
 
-    The string below a field describes its key. It appears in `dagrl config --schema` and in the configuration reference.
+    The string below a field describes its key; a section without one is described by its class. These strings appear in
+    `dagrl config --schema` and in the configuration reference.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)

@@ -187,7 +187,6 @@ class EnvironmentConfig(ProcessConfig):
     batch, so phases are warmed up at as many times the rows."""
 
     endpoint: EndpointConfig = EndpointConfig()
-    """The endpoint that agents talk to."""
 
     max_turns: PositiveInt = 4
     """Maximum number of policy turns per sequence, or of requests per episode of an agent."""

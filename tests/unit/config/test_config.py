@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dagrl.config import ALGORITHMS
-from dagrl.config.file import all_keys, dump_config, load_config
+from dagrl.config.file import all_keys, dump_config, load_config, section_of
 from dagrl.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -88,4 +88,5 @@ def test_resolved_configuration_reads_back_equal(name: str, tmp_path: Path) -> N
 def test_every_key_has_a_description() -> None:
     keys = dict(all_keys())
     assert len(keys) > 200 and "policy.generation.vllm_cfg.max_num_seqs" in keys
-    assert [key for key, field in keys.items() if not (field.description or "").strip()] == []
+    said = {key: field.description or getattr(section_of(field.annotation), "__doc__", None) for key, field in keys.items()}
+    assert [key for key, text in said.items() if not (text or "").strip()] == []
