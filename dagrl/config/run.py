@@ -325,15 +325,12 @@ class TimeoutConfig(Section):
     @property
     def replay(self) -> Deadline:
         """`replay_s` and its key. Also the deadline of work between two replays."""
-        return self._deadline("replay_s")
+        return Deadline(self.replay_s, "timeouts.replay_s")
 
     @property
     def checkpoint(self) -> Deadline:
         """Twice `checkpoint_s`, and its key: the workers' own deadline comes first, and their error says what is late."""
-        return self._deadline("checkpoint_s").times(2)
-
-    def _deadline(self, name: str) -> Deadline:
-        return Deadline(getattr(self, name), f"timeouts.{name}")
+        return Deadline(self.checkpoint_s, "timeouts.checkpoint_s").times(2)
 
 
 class SparesConfig(Section):

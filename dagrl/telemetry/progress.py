@@ -241,11 +241,8 @@ def _seconds(seconds: float) -> str:
 
 def _time_table(phase_seconds: Mapping[str, float], wall: float) -> Table:
     """Returns a table of phases by cost, the time outside of phases, and the total."""
-    table = Table(title="Where the time went", title_justify="left", title_style="bold")
-    table.add_column("phase")
-    for heading in ("seconds", "share"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+    numbers = [Column(heading, justify="right") for heading in ("seconds", "share")]
+    table = Table("phase", *numbers, "", title="Where the time went", title_justify="left", title_style="bold")
     rows = sorted(phase_seconds.items(), key=lambda item: -item[1])
     if (other := wall - sum(phase_seconds.values())) > 0:
         rows.append(("other", other))

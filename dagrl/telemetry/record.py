@@ -39,7 +39,7 @@ from dagrl.config.settings import algorithm_name, compares, generates
 from dagrl.errors import ConfigError
 from dagrl.files import PART, PRIVATE, free_name, locked, move_aside, naming, write_whole
 from dagrl.imports import require_package
-from dagrl.telemetry.trackers import open_trackers, require_trackers
+from dagrl.telemetry.trackers import TRACKERS, open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +156,10 @@ def check_run_directory(paths: RunPaths) -> None:
 
 def require_extras(config: LoggerConfig) -> None:
     """Raises MissingDependencyError if the configuration needs a package that is not installed."""
-    require_trackers(config)
-    if config.plot_enabled:
-        require_package("matplotlib", "logger.plot_enabled", otherwise=", or set logger.plot_enabled=false")
+    packages = {name: name for name in TRACKERS} | {"plot": "matplotlib"}
+    for name, package in packages.items():
+        if getattr(config, f"{name}_enabled"):
+            require_package(package, f"logger.{name}_enabled", otherwise=f", or set logger.{name}_enabled=false")
 
 
 class RunRecord:

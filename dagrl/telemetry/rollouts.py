@@ -42,50 +42,33 @@ def schema() -> pyarrow.Schema:
     """
     import pyarrow as pa
 
-    floats, numbers = pa.list_(pa.float32()), pa.list_(pa.int32())
-    turn = pa.struct(
-        [
-            ("role", pa.string()),
-            ("text", pa.string()),
-            ("start", pa.int32()),
-            ("end", pa.int32()),
-            ("began_ns", pa.int64()),
-            ("ended_ns", pa.int64()),
-        ]
-    )
-    sequence = [
-        ("prompt", pa.string()),
-        ("turns", pa.list_(turn)),
-        ("finish_reason", pa.string()),
-        ("prompt_tokens", numbers),
-        ("tokens", numbers),
-        ("token_texts", pa.list_(pa.string())),
-        ("sampled", pa.list_(pa.bool_())),
-        ("logprobs", floats),
-        ("train_logprobs", floats),
-        ("reference_logprobs", floats),
-        ("entropy", floats),
-        ("versions", numbers),
-    ]
-    return pa.schema(
-        [
-            ("step", pa.int32()),
-            ("split", pa.string()),
-            ("dropped", pa.string()),
-            ("group", pa.int64()),
-            ("place", pa.int32()),
-            ("source", pa.string()),
-            ("task", pa.string()),
-            ("reference", pa.string()),
-            ("completion", pa.string()),
-            ("reward", pa.float32()),
-            ("reward_parts", pa.map_(pa.string(), pa.float32())),
-            ("advantage", pa.float32()),
-            ("valid", pa.bool_()),
-            *sequence,
-            ("conversations", pa.list_(pa.struct([("trained", pa.bool_()), *sequence]))),
-        ]
-    )
+    text, number, real, truth = pa.string(), pa.int32(), pa.float32(), pa.bool_()
+    numbers, reals = pa.list_(number), pa.list_(real)
+    turn = {"role": text, "text": text, "start": number, "end": number, "began_ns": pa.int64(), "ended_ns": pa.int64()}
+    sequence = {
+        "prompt": text,
+        "turns": pa.list_(pa.struct(turn)),
+        "finish_reason": text,
+        "prompt_tokens": numbers,
+        "tokens": numbers,
+        "token_texts": pa.list_(text),
+        "sampled": pa.list_(truth),
+        **dict.fromkeys(("logprobs", "train_logprobs", "reference_logprobs", "entropy"), reals),
+        "versions": numbers,
+    }
+    sample = {
+        "step": number,
+        "split": text,
+        "dropped": text,
+        "group": pa.int64(),
+        "place": number,
+        **dict.fromkeys(("source", "task", "reference", "completion"), text),
+        "reward": real,
+        "reward_parts": pa.map_(text, real),
+        "advantage": real,
+        "valid": truth,
+    }
+    return pa.schema({**sample, **sequence, "conversations": pa.list_(pa.struct({"trained": truth, **sequence}))})
 
 
 def load_writer() -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from dagrl.telemetry.metrics import TIMING
-from dagrl.telemetry.trace import TraceWriter
+from dagrl.telemetry.trace import TraceEvent, TraceWriter
 
 
 class PhaseClock:
@@ -39,14 +39,15 @@ class PhaseClock:
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Adds the time of the block to `phase`, even if it raises."""
-        start = time.perf_counter()
-        current = threading.current_thread()
-        thread = "main" if current is threading.main_thread() else current.name
+        start, start_ns = time.perf_counter(), time.time_ns()
         try:
-            with self._trace.span(phase, "step", thread) if self._trace else nullcontext():
-                yield
+            yield
         finally:
             seconds = time.perf_counter() - start
+            if self._trace is not None:
+                current = threading.current_thread()
+                thread = "main" if current is threading.main_thread() else current.name
+                self._trace.write([TraceEvent(phase, "step", start_ns, time.time_ns() - start_ns, thread=thread)])
             self.totals[phase] = self.totals.get(phase, 0.0) + seconds
             self._step[phase] = self._step.get(phase, 0.0) + seconds
 

@@ -22,8 +22,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -107,20 +107,6 @@ class TraceWriter:
                 self._recorded += 1
             if len(self._lines) >= buffered or time.monotonic() - self._flushed_at > flush_s:
                 self._flush()
-
-    @contextmanager
-    def span(self, name: str, category: str = "driver", thread: str = "main", **args: Json) -> Iterator[None]:
-        """Records the time of the block on the driver's row, even if it raises."""
-        start = time.time_ns()
-        try:
-            yield
-        finally:
-            self.write([TraceEvent(name, category, start, time.time_ns() - start, DRIVER, thread, args)])
-
-    def flush(self) -> None:
-        """Writes buffered events to the file."""
-        with self._lock:
-            self._flush()
 
     def close(self) -> None:
         """Flushes and closes the file. Later events are an error."""

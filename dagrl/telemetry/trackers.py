@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from dagrl.config import Config, LoggerConfig
+from dagrl.config import Config
 from dagrl.files import naming, write_whole
-from dagrl.imports import require_package
 
 Metrics = Mapping[str, float]
 
@@ -25,14 +24,6 @@ class Tracker(Protocol):
     def log(self, step: int, metrics: Metrics) -> None: ...
 
     def close(self) -> None: ...
-
-
-def require_trackers(config: LoggerConfig) -> None:
-    """Raises MissingDependencyError if the package of an enabled tracker is not installed."""
-    for name in TRACKERS:
-        key = f"logger.{name}_enabled"
-        if getattr(config, f"{name}_enabled"):
-            require_package(name, key, otherwise=f", or set {key}=false")
 
 
 def open_trackers(config: Config, directory: Path, resumed_step: int) -> list[Tracker]:
