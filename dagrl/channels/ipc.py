@@ -6,8 +6,8 @@ a larger one; the receiver maps it once and keeps it until `release`. The owner 
 into a slot and receivers copy out of it. Live tensors are never mapped, so they may move or lose their memory between two
 refits (vLLM's sleep, offloaded weights).
 
-A small table, mapped by all ranks, counts the messages written and read. A waiting rank polls the counters, a flag that an
-abort sets, and whether its peer's process is alive.
+A small table, mapped by all ranks, counts the messages written and read, and has the votes of agreements. A waiting rank
+polls the counters, a flag that an abort sets, and whether its peer's process is alive.
 """
 
 from __future__ import annotations
