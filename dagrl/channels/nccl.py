@@ -22,6 +22,7 @@ from dagrl.channels.base import Channel, PendingMessage, check_message
 from dagrl.channels.spec import ChannelSpec, cannot_join
 from dagrl.errors import ChannelError, MissingDependencyError
 from dagrl.runtime.deadline import within
+from dagrl.runtime.edges.futex import let_others_run
 
 if TYPE_CHECKING:
     import torch
@@ -205,7 +206,10 @@ class NcclChannel(Channel):
             waited = time.monotonic() - start
             if waited > self.spec.timeout_s:
                 raise self._broken(f"messages did not finish within {self.spec.timeout_s} s")
-            time.sleep(0 if waited < _SPIN_S else _POLL_S)
+            if waited < _SPIN_S:
+                let_others_run()
+            else:
+                time.sleep(_POLL_S)
 
     def _check_usable(self) -> None:
         with self._lock:  # an abort frees the communicator
