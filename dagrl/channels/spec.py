@@ -40,16 +40,6 @@ class ChannelSpec:
         return f"{self.kind} channel rank {self.rank} of {self.size} ({self.address})"
 
     @property
-    def host(self) -> str:
-        """Host part of the address."""
-        return self.address.rpartition(":")[0]
-
-    @property
-    def port(self) -> int:
-        """Port part of the address."""
-        return int(self.address.rpartition(":")[2])
-
-    @property
     def timeout(self) -> timedelta:
         """`timeout_s` as torch takes it."""
         return timedelta(seconds=self.timeout_s)
@@ -57,8 +47,9 @@ class ChannelSpec:
 
 def open_store(spec: ChannelSpec) -> Store:
     """Opens the channel's store, which rank 0 serves; returns when all ranks are connected. Raises ChannelError."""
+    host, _, port = spec.address.rpartition(":")
     try:
-        return open_tcp_store(spec.host, spec.port, spec.size, serves=spec.rank == 0, timeout=spec.timeout)
+        return open_tcp_store(host, int(port), spec.size, serves=spec.rank == 0, timeout=spec.timeout)
     except RuntimeError as error:  # torch's DistError is one
         raise cannot_join(spec, error) from error
 

@@ -49,8 +49,8 @@ def check_settings(config: Config) -> None:
     refuse(_microbatch_mistakes(config.policy))
     refuse(_length_mistakes(config))
     refuse(_batch_mistakes(config), LayoutError)
-    _check_functions(config)
     for mistakes in (
+        _function_mistakes,
         _rate_mistakes,
         _truncation_mistakes,
         _async_mistakes,
@@ -140,31 +140,28 @@ def _rate_mistakes(config: Config) -> Mistakes:
     }
 
 
-def _check_functions(config: Config) -> None:
-    reward, tasks = config.reward, ", ".join(config.data.mixture) or "no tasks"
+def _function_mistakes(config: Config) -> Mistakes:
+    reward, tasks = config.reward, config.data.mixture
     nothing = reward.function is None and not reward.functions and not config.environment.enabled
-    refuse({"reward.function is null, and there is no environment to give rewards; set one of them": nothing})
-    refuse(
-        {
-            f"reward.functions.{name}.tasks has {task!r}, which is not in data.mixture; expected: {tasks}": (
-                task not in config.data.mixture
-            )
-            for name, function in reward.functions.items()
-            for task in function.tasks or ()
-        }
-    )
     sections: dict[str, ProcessConfig] = {"reward": reward, "environment": config.environment}
     sections |= {f"reward.functions.{name}": item for name, item in reward.functions.items()}
-    refuse(
-        {
+    return {
+        "reward.function is null, and there is no environment to give rewards; set one of them": nothing,
+        **{
+            f"reward.functions.{name}.tasks has {task!r}, which is not in data.mixture; expected: "
+            f"{', '.join(tasks) or 'no tasks'}": task not in tasks
+            for name, function in reward.functions.items()
+            for task in function.tasks or ()
+        },
+        **{
             f"{name}.call_timeout_s is {section.call_timeout_s:g} s, less than {name}.timeout_s {section.timeout_s:g} s of "
             f"a single answer; set it to a multiple of {section.timeout_s:g}, or leave it out": (
                 section.call_timeout_s < section.timeout_s
             )
             for name, section in sections.items()
             if section.call_timeout_s is not None
-        }
-    )
+        },
+    }
 
 
 def _truncation_mistakes(config: Config) -> Mistakes:

@@ -21,12 +21,10 @@ class Sampler:
     def __init__(self, count: int, seed: int = 0, shuffle: bool = True, digest: str = "") -> None:
         if count < 1:
             raise DataError("no examples to draw from; check data.path or data.task")
-        self._count = count
-        self._seed = seed
-        self._shuffle = shuffle
-        self._digest = digest
-        self._epoch = 0
-        self._position = 0
+        self._count, self._seed, self._shuffle = count, seed, shuffle
+        # Everything that determines the examples of an epoch and their order.
+        self._identity: dict[str, Json] = {"count": count, "seed": seed, "shuffle": shuffle, "digest": digest}
+        self._epoch, self._position = 0, 0
         self._order = self._permutation()
 
     def take(self, number: int) -> list[int]:
@@ -43,11 +41,11 @@ class Sampler:
 
     def state(self) -> dict[str, Json]:
         """Returns the position for `restore`."""
-        return {**self._order_of(), "epoch": self._epoch, "position": self._position}
+        return {**self._identity, "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, Json]) -> None:
         """Continues from a saved position. Raises CheckpointError if its data or order differ."""
-        expected = self._order_of()
+        expected = self._identity
         found = {name: state.get(name) for name in expected}
         if found != expected:
             others = {**found, "digest": expected["digest"]} == expected
@@ -58,10 +56,6 @@ class Sampler:
             )
         self._epoch, self._position = cast(int, state["epoch"]), cast(int, state["position"])
         self._order = self._permutation()
-
-    def _order_of(self) -> dict[str, Json]:
-        """Returns everything that determines the examples of an epoch and their order."""
-        return {"count": self._count, "seed": self._seed, "shuffle": self._shuffle, "digest": self._digest}
 
     def _permutation(self) -> list[int]:
         if not self._shuffle:

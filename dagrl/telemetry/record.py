@@ -98,33 +98,29 @@ ADVICE = "let that run end first, or choose another name, output_dir or checkpoi
 
 
 @contextmanager
-def lock_run(paths: RunPaths) -> Iterator[None]:
+def lock_run(paths: RunPaths, advice: str = ADVICE, *, existing: bool = False) -> Iterator[None]:
     """Locks the run's directory, and that of its checkpoints if it is elsewhere, against other runs during the block.
 
-    The lock file of a directory is next to it, as a run may rename the directory. Raises ConfigError, before anything is
-    changed, if another run holds a lock.
+    The lock file of a directory is next to it, as a run may rename the directory. `existing`: takes only locks whose files
+    exist. Raises ConfigError with the advice, before anything is changed, if another run holds a lock.
     """
-    with ExitStack() as stack:
-        _lock(paths, stack)
-        yield
-
-
-def check_not_running(paths: RunPaths, advice: str = ADVICE) -> None:
-    """Raises ConfigError, with the advice, if another run holds a lock that `lock_run` would take. Makes no file."""
-    with ExitStack() as stack:
-        _lock(paths, stack, advice, existing=True)
-
-
-def _lock(paths: RunPaths, stack: ExitStack, advice: str = ADVICE, *, existing: bool = False) -> None:
     files = {paths.directory: _lock_of(paths.directory)}
     if not paths.checkpoints.is_relative_to(paths.directory):
         files[paths.checkpoints] = paths.checkpoints / ".lock"
         owner = paths.checkpoints.parent
         if (owner / paths.config.name).exists():  # the directory of another run
             files[owner] = _lock_of(owner)
-    for directory, file in files.items():
-        if file.exists() or not existing:
-            stack.enter_context(locked(file, str(directory), advice))
+    with ExitStack() as stack:
+        for directory, file in files.items():
+            if file.exists() or not existing:
+                stack.enter_context(locked(file, str(directory), advice))
+        yield
+
+
+def check_not_running(paths: RunPaths, advice: str = ADVICE) -> None:
+    """Raises ConfigError, with the advice, if another run holds a lock that `lock_run` would take. Makes no file."""
+    with lock_run(paths, advice, existing=True):
+        pass
 
 
 def _lock_of(directory: Path) -> Path:
@@ -142,7 +138,7 @@ def prepare_run_directory(config: Config, derived: Mapping[str, str] | None = No
     if paths.config.exists() and not config.checkpointing.resume:
         logger.info("renamed the directory of the earlier run to %s", move_aside(paths.directory))
     paths.directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    _save_config(dump_config(config, derived or {}), paths.config)
+    _save_config(dump_config(config, derived), paths.config)
     return paths
 
 
