@@ -1,10 +1,10 @@
 """Channels: move tensors between workers outside Ray's object store."""
 
-from dagrl.channels.base import Channel, PendingMessage
+from dagrl.channels.base import Channel
 from dagrl.channels.spec import ChannelSpec
 from dagrl.errors import ChannelError
 
-__all__ = ["Channel", "ChannelSpec", "PendingMessage", "open_channel"]
+__all__ = ["Channel", "ChannelSpec", "open_channel"]
 
 
 def open_channel(spec: ChannelSpec) -> Channel:

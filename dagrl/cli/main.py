@@ -12,6 +12,7 @@ import argparse
 import atexit
 import gc
 import importlib
+import json
 import logging
 import signal
 import sys
@@ -257,12 +258,13 @@ def _attach(options: argparse.Namespace) -> None:
 
 
 def _config(options: argparse.Namespace) -> None:
-    from dagrl.config.file import config_schema, dump_config, load_config
+    from dagrl.config import Config
+    from dagrl.config.file import dump_config, load_config
 
     if options.schema:
         if options.config is not None:
             raise ConfigError(f"--schema takes no configuration; found {options.config}")
-        sys.stdout.write(config_schema())
+        sys.stdout.write(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False) + "\n")
     elif options.config is None:
         raise ConfigError("dagrl config needs a CONFIG, or --schema")
     else:

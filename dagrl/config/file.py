@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,11 +77,6 @@ def value_text(config: Config, key: str) -> str:
     for name in key.split("."):
         value = getattr(value, name)
     return json.dumps(value)
-
-
-def config_schema() -> str:
-    """Returns the configuration's JSON schema as text."""
-    return json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Json], Locations]:
@@ -171,13 +167,8 @@ def _describe(problem: Mapping[str, Any], locations: Locations, file: str) -> st
         return f"unknown key {name}{did_you_mean(near)}{known}"
     if problem["type"] == "missing":
         return f"missing key {name}; it is required"
-    return f"{name}: found {_shown(problem['input'])}; {_expected(problem['msg'])}"
-
-
-def _expected(message: str) -> str:
-    for start in ("Input should be ", "String should have ", "Value error, "):
-        message = message.removeprefix(start)
-    return f"expected: {message}"
+    expected = re.sub("^(Input should be|String should have|Value error,) ", "", problem["msg"])
+    return f"{name}: found {_shown(problem['input'])}; expected: {expected}"
 
 
 def _near_misses(name: str, parent: KeyPath, section: type[BaseModel] | None) -> list[str]:

@@ -1,6 +1,6 @@
 """Data: examples, the order in which a run draws them, and their tokens."""
 
-from dagrl.data.examples import Example, Message, Splits, load_splits, read_examples, read_jsonl
+from dagrl.data.examples import Example, Message, Splits, load_splits, read_jsonl
 from dagrl.data.sampler import MixtureSampler, Sampler, open_sampler
 
 __all__ = [
@@ -11,6 +11,5 @@ __all__ = [
     "Splits",
     "load_splits",
     "open_sampler",
-    "read_examples",
     "read_jsonl",
 ]

@@ -41,7 +41,7 @@ class RunView:
             raise ConfigError(
                 f"{directory} is not the directory of a run: it has no config.yaml; name one, such as runs/my_run"
             )
-        self.directory = directory
+        self.directory, self._rollouts = directory, directory / "rollouts"
         self._summaries: dict[Path, tuple[int, list[Summary]]] = {}
         self._lock = threading.Lock()
 
@@ -103,10 +103,6 @@ class RunView:
         if not found:
             raise KeyError(step)
         return found
-
-    @property
-    def _rollouts(self) -> Path:
-        return self.directory / "rollouts"
 
     def _samples(self, path: Path) -> list[Summary]:
         written = path.stat().st_mtime_ns
