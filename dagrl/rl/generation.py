@@ -116,17 +116,15 @@ class FinishedRequest:
     """A finished request: its sampled tokens, their log-probabilities, and the policy version that sampled each.
 
     Without a finish reason these are the new tokens of a running request that streams. `experts`: with
-    `policy.router_replay`, the record of prompt and completion, of which the last tokens may be missing. `arrays`: the
-    tokens and log-probabilities as arrays, if they came as such.
+    `policy.router_replay`, the record of prompt and completion, of which the last tokens may be missing.
     """
 
     request_id: int
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    versions: Sequence[int]
+    tokens: Sequence[int] | IntArray
+    logprobs: Sequence[float] | FloatArray
+    versions: Sequence[int] | IntArray
     finish_reason: str
     experts: Record | None = None
-    arrays: tuple[IntArray, FloatArray] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -177,19 +175,32 @@ class Generated:
         return len(self.running)
 
     def request(self, row: int) -> FinishedRequest:
-        """Returns row `row` without padding."""
-        length = int(self.lengths[row])
-        # Copies: a view of a result would keep its slot in the channel.
-        tokens, logprobs = self.tokens[row, :length].copy(), self.logprobs[row, :length].copy()
+        """Returns row `row` without padding, as lists."""
+        length, experts = self.lengths[row], self.experts[row] if self.experts else None
         return FinishedRequest(
-            request_id=int(self.request_ids[row]),
-            tokens=tokens.tolist(),
-            logprobs=logprobs.tolist(),
-            versions=self.versions[row, :length].tolist(),
-            finish_reason=self.finish_reasons[row],
-            experts=self.experts[row] if self.experts else None,
-            arrays=(tokens, logprobs),
+            int(self.request_ids[row]),
+            self.tokens[row, :length].tolist(),
+            self.logprobs[row, :length].tolist(),
+            self.versions[row, :length].tolist(),
+            self.finish_reasons[row],
+            experts,
         )
+
+    def requests(self) -> list[FinishedRequest]:
+        """Returns all rows without padding, as arrays."""
+        experts = self.experts or (None,) * len(self)
+        rows = zip(self.request_ids.tolist(), self.lengths.tolist(), self.finish_reasons, experts, strict=True)
+        return [
+            FinishedRequest(  # copies: a view of a result would keep its slot in the channel
+                request,
+                self.tokens[row, :length].copy(),
+                self.logprobs[row, :length].copy(),
+                self.versions[row, :length].copy(),
+                reason,
+                record,
+            )
+            for row, (request, length, reason, record) in enumerate(rows)
+        ]
 
 
 def pack_generated(finished: Iterable[FinishedRequest], running: Iterable[RequestProgress], engine_steps: int) -> Generated:

@@ -152,7 +152,9 @@ def sampled(session: Session) -> list[tuple[list[int], list[int], list[float]]]:
         groups += rollouts.advance()
     rollouts.settle()
     return [
-        (list(episode.prompt.tokens), episode.tokens, episode.logprobs) for group in groups for episode in group.episodes
+        (list(episode.prompt.tokens), episode.tokens.tolist(), episode.logprobs.tolist())
+        for group in groups
+        for episode in group.episodes
     ]
 
 

@@ -57,7 +57,7 @@ def test_tokens_have_the_version_and_logprobs_of_the_weights_that_made_them(engi
     assert engine.group.call_function(vllm_calls.waiting_drafts)[0] > 0
     engine.write(1, 1)
     for row, prompt in zip(engine.run(requests([], [])), PROMPTS, strict=True):
-        old = row.versions.count(0)
+        old = list(row.versions).count(0)
         assert 6 <= old < 6 * (1 + DRAFTS) and row.versions == [0] * old + [1] * (NEW - old)
         tokens, logprobs = list(row.tokens), list(row.logprobs)
         engine.check(0, [FinishedRequest(row.request_id, tokens[:old], logprobs[:old], row.versions[:old], "")], [prompt])

@@ -260,7 +260,7 @@ def test_a_stopped_run_resumes_with_its_unfinished_groups(
     finals = {group.group.number: group.group for batch in trained[seen:] for group in batch}
     for number, rows in kept.items():
         for tokens, episode in zip(rows, finals[number].episodes, strict=True):
-            assert episode.tokens[: len(tokens)] == tokens, "saved tokens are kept, and gone on from"
+            assert episode.tokens[: len(tokens)].tolist() == tokens, "saved tokens are kept, and gone on from"
 
 
 @pytest.mark.slow
@@ -363,4 +363,4 @@ def saved_groups(config: Config) -> dict[int, list[list[int]]]:
     directory = sorted((Path(config.output_dir) / config.name / "checkpoints").iterdir())[-1]
     saved = read_trajectories(directory)
     assert saved is not None
-    return {group.group.number: [episode.tokens for episode in group.group.episodes] for group in saved.groups}
+    return {group.group.number: [episode.tokens.tolist() for episode in group.group.episodes] for group in saved.groups}

@@ -121,7 +121,7 @@ def test_a_stop_saves_the_tokens_of_running_requests(tmp_path: Path, cluster: No
     saved = read_trajectories(checkpoint)
     assert saved is not None
     episodes = [episode for group in saved.groups for episode in group.group.episodes]
-    assert any(episode.tokens and not episode.finish_reason for episode in episodes), "half-made sequences"
+    assert any(len(episode.tokens) and not episode.finish_reason for episode in episodes), "half-made sequences"
 
 
 def test_asynchronous_training_is_an_error(tmp_path: Path) -> None:

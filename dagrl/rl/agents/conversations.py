@@ -9,7 +9,7 @@ several conversations share is in the loss of one of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +83,9 @@ class Row:
     sampled: list[bool] = field(default_factory=list)
     finish_reason: str = ""
 
-    def extend(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], *, sampled: bool) -> None:
+    def extend(
+        self, tokens: Collection[int], logprobs: Collection[float], versions: Iterable[int], *, sampled: bool
+    ) -> None:
         """Appends tokens."""
         self.tokens.extend(tokens)
         self.logprobs.extend(logprobs if sampled else [0.0] * len(tokens))

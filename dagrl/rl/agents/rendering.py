@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
@@ -49,7 +49,7 @@ class Renderer:
         tokens = body.prompt if after is None else body.prompt[len(after.whole()) :]
         return Context(after, tokens, self.text(tokens))
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def text(self, tokens: Iterable[int]) -> str:
         """Returns the text of sampled tokens, without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 

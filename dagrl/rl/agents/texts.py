@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -31,7 +31,7 @@ class TextStream:
         self.tokens: list[int] = []
         self.sent = ""
 
-    def more(self, tokens: Sequence[int]) -> str:
+    def more(self, tokens: Iterable[int]) -> str:
         """Adds tokens; returns the text that is certain now and was not before."""
         self.tokens += tokens
         if self._hold:

@@ -16,7 +16,7 @@ from dagrl.rl.agents.episode import AgentEpisode, Turn
 from dagrl.rl.agents.runner import AgentRunner, agent_rewards
 from dagrl.rl.environments import FAILED, example_of
 from dagrl.rl.generation import FinishedRequest
-from dagrl.rl.rollout.episodes import Episode, RolloutGroup, request_seeds
+from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, RolloutGroup, request_seeds
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,8 @@ class TurnEpisode(Episode):
 
     def _tell(self, parts: Sequence[Episode | FinishedRequest], made: FinishedRequest) -> None:
         assert self.turn is not None
-        tokens = [token for part in parts for token in part.tokens]
-        logprobs = [logprob for part in parts for logprob in part.logprobs]
-        versions = [version for part in parts for version in part.versions]
+        names = ("tokens", "logprobs", "versions")
+        tokens, logprobs, versions = (np.concatenate([getattr(part, name) for part in parts]).tolist() for name in names)
         self.told = len(tokens)
         self.turn.tell(FinishedRequest(made.request_id, tokens, logprobs, versions, made.finish_reason))
 
@@ -159,5 +158,5 @@ def fill(episode: Episode, kept: Kept, rewards: dict[str, float]) -> None:
 def _conversation(example: Prompt, row: Row) -> Episode:
     """A conversation with its own prompt and everything else of its example."""
     prompt = replace(example, text=row.text, tokens=np.array(row.prompt, np.int64), messages=tuple(row.messages))
-    columns = row.tokens, row.logprobs, row.versions, row.sampled
-    return Episode(prompt, 0, 0, *columns, finish_reason=row.finish_reason)
+    columns: dict[str, Any] = {name: getattr(row, name) for name in TOKEN_FIELDS}
+    return Episode(prompt, 0, 0, **columns, finish_reason=row.finish_reason)

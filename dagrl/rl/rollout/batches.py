@@ -88,13 +88,15 @@ def train_batch(
     """
     episodes = [one for sample in samples for one in [*sample.rows, *[NO_ROW] * rows_per_sample][:rows_per_sample]]
     rows = token_rows(episodes)
-    shape = rows["tokens"].shape
+    shape, ends = rows["tokens"].shape, rows["lengths"][:, None]
+    starts = ends - np.array([[len(episode.tokens)] for episode in episodes])
+    places = np.arange(shape[1])
+    made = (places >= starts) & (places < ends)  # [rows, tokens]
     mask, generation_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    for row, (episode, end) in enumerate(zip(episodes, rows["lengths"].tolist(), strict=True)):
-        start = end - len(episode.tokens)
-        generation_logprobs[row, start:end] = episode.arrays()[1]
-        if valid is None or valid[row // rows_per_sample]:
-            mask[row, start:end] = 1.0 if episode.all_sampled else episode.sampled
+    mask[made] = np.concatenate([episode.sampled for episode in episodes])
+    generation_logprobs[made] = np.concatenate([episode.logprobs for episode in episodes])
+    if valid is not None:
+        mask[~np.repeat(valid, rows_per_sample)] = 0.0
     return rows.with_fields(
         loss_mask=mask,
         advantages=mask * np.repeat(advantage, rows_per_sample)[:, None],

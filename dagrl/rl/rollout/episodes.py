@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,7 @@ from dagrl.config import Config, ForcedLengths
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.agents.texts import begun_stop
-from dagrl.rl.generation import AS_CONFIGURED, FinishedRequest, RequestOptions
+from dagrl.rl.generation import AS_CONFIGURED, FinishedRequest, FloatArray, IntArray, RequestOptions
 from dagrl.rl.routed_experts import Record, join_records
 from dagrl.runtime.shapes import Batch
 
@@ -23,9 +22,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-@dataclass
+TOKEN_FIELDS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64, "sampled": np.bool_}
+"""The arrays of an episode [tokens], and their types."""
+
+
+@dataclass(eq=False)
 class Episode:
-    """A sequence in the making: the tokens that follow its prompt.
+    """A sequence in the making: the tokens that follow its prompt. Its arrays are replaced, never written to.
 
     `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `opened` is
     True once the environment's `reset` has given the prompt. `awaiting` is True until it answers that or a turn. `failure`
@@ -42,10 +45,10 @@ class Episode:
     prompt: Prompt
     seed: int
     max_new_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
+    tokens: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    logprobs: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
+    versions: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    sampled: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     finish_reason: str = ""
     turns: int = 0
     turn_start: int = 0
@@ -61,9 +64,10 @@ class Episode:
     untrained: int = 0
     reward_parts: dict[str, float] = field(default_factory=dict)
     times: dict[int, tuple[int, int]] = field(default_factory=dict)
-    _arrays: tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]] | None = field(
-        default=None, init=False, repr=False, compare=False
-    )
+
+    def __post_init__(self) -> None:
+        for name, dtype in TOKEN_FIELDS.items():
+            setattr(self, name, np.asarray(getattr(self, name), dtype))
 
     def __len__(self) -> int:
         return len(self.prompt.tokens) + len(self.tokens)
@@ -73,59 +77,38 @@ class Episode:
         """New tokens that this turn may still make."""
         return self.max_new_tokens - (len(self.tokens) - self.turn_start)
 
-    @property
-    def all_sampled(self) -> bool:
-        """Whether no token is an environment's."""
-        return self.sampled.count(True) == len(self.sampled)
-
     def spans(self) -> list[tuple[int, int]]:
         """Returns where each turn of the policy or the environment starts and ends in `tokens`, in order."""
-        flags = self.sampled
-        if flags and self.all_sampled:
-            return [(0, len(flags))]
-        bounds = [at for at in range(len(flags) + 1) if at in (0, len(flags)) or flags[at] != flags[at - 1]]
-        return list(pairwise(bounds))
-
-    def arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Returns the tokens and their log-probabilities. Keeps those of a finished sequence."""
-        if self._arrays is not None:
-            return self._arrays
-        found = np.array(self.tokens, np.int64), np.array(self.logprobs, np.float32)
-        if self.finish_reason:
-            self._arrays = found
-        return found
-
-    def sampled_versions(self) -> npt.NDArray[np.int64]:
-        """Returns the policy version of each sampled token."""
-        versions = np.array(self.versions, np.int64)
-        return versions if self.all_sampled else versions[np.array(self.sampled, np.bool_)]
+        if not len(self.tokens):
+            return []
+        changes = (np.flatnonzero(np.diff(self.sampled)) + 1).tolist()
+        return list(zip([0, *changes], [*changes, len(self.tokens)], strict=True))
 
     def append(self, made: FinishedRequest) -> None:
         """Appends the tokens of a finished request."""
-        self._arrays = None if self.tokens else made.arrays
-        self.tokens += made.tokens
-        self.logprobs += made.logprobs
-        self.versions += made.versions
-        self.sampled += [True] * len(made.tokens)
+        self._extend(made.tokens, made.logprobs, made.versions, sampled=True)
         self.experts = join_records(self.experts, made.experts)
 
     def take_back(self, count: int) -> None:
         """Removes the last `count` tokens, which will be generated again."""
-        self._arrays = None
-        for column in (self.tokens, self.logprobs, self.versions, self.sampled):
-            del column[len(column) - count :]
+        kept = len(self.tokens) - count
+        for name in TOKEN_FIELDS:
+            setattr(self, name, getattr(self, name)[:kept])
         if self.experts is not None:
             self.experts = self.experts[: len(self)]
 
     def answer(self, tokens: Sequence[int]) -> None:
         """Appends the tokens of the environment and begins a new turn."""
-        version = self.versions[-1] if self.versions else 0
-        self._arrays = None
-        self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
-        self.versions += [version] * len(tokens)
-        self.sampled += [False] * len(tokens)
+        version = self.versions[-1] if len(self.versions) else 0
+        self._extend(tokens, [0.0] * len(tokens), [version] * len(tokens), sampled=False)
         self.turn_start = len(self.tokens)
+
+    def _extend(self, *columns: Sequence[float] | IntArray | FloatArray, sampled: bool) -> None:
+        first = not len(self.tokens)
+        added = *columns, np.full(len(columns[0]), sampled)
+        for (name, dtype), column in zip(TOKEN_FIELDS.items(), added, strict=True):
+            more: npt.NDArray[Any] = np.asarray(column, dtype)
+            setattr(self, name, more if first else np.concatenate([getattr(self, name), more]))
 
 
 @dataclass(frozen=True)
@@ -172,7 +155,7 @@ def new_group(config: Config, number: int, key: int, prompt: Prompt, seeds: Sequ
 def samples_of(tokenizer: PreTrainedTokenizerFast, *groups: RolloutGroup) -> list[Sample]:
     """Returns the sequences of complete groups with their texts, group by group. Decodes all at once, in parallel."""
     episodes = [episode for group in groups for episode in group.episodes]
-    texts = _decoded(tokenizer, [episode.tokens for episode in episodes])
+    texts = _decoded(tokenizer, [episode.tokens.tolist() for episode in episodes])
     return [Sample(episode.prompt, episode, text) for episode, text in zip(episodes, texts, strict=True)]
 
 
@@ -201,7 +184,8 @@ def request_seeds(seed: int, stream: int, count: int) -> list[int]:
 
 def turn_seed(episode: Episode) -> int:
     """Returns the seed of the request that continues the episode. Each request restarts the random stream of its seed."""
-    return request_seeds(episode.seed, len(episode.tokens), 1)[0] if episode.tokens else episode.seed
+    made = len(episode.tokens)
+    return request_seeds(episode.seed, made, 1)[0] if made else episode.seed
 
 
 def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[int], longest: int) -> list[int]:
@@ -217,10 +201,8 @@ def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[i
 
 def token_rows(episodes: Sequence[Episode]) -> Batch:
     """Returns sequences as rows: `tokens` [sequences, longest], prompt and completion so far, and `lengths`."""
-    lengths = [len(episode) for episode in episodes]
-    tokens = np.zeros((len(episodes), max(lengths, default=1)), np.int64)
-    for row, episode, end in zip(tokens, episodes, lengths, strict=True):
-        start = len(episode.prompt.tokens)
-        row[:start] = episode.prompt.tokens
-        row[start:end] = episode.arrays()[0] if episode.finish_reason else episode.tokens
-    return Batch({"tokens": tokens, "lengths": np.array(lengths, np.int64)})
+    lengths = np.array([len(episode) for episode in episodes], np.int64)
+    tokens = np.zeros((len(episodes), lengths.max() if episodes else 1), np.int64)
+    parts = [part for episode in episodes for part in (episode.prompt.tokens, episode.tokens)]
+    tokens[np.arange(tokens.shape[1]) < lengths[:, None]] = np.concatenate(parts) if parts else 0
+    return Batch({"tokens": tokens, "lengths": lengths})

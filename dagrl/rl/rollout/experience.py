@@ -297,7 +297,7 @@ class Experience:
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Returns metrics of a batch: rewards, lengths, ages in the step that trains on it, and dropped groups."""
         samples = samples_in(groups)
-        ages = self.buffer.version - np.concatenate([one.sampled_versions() for each in samples for one in each.rows])
+        ages = self.buffer.version - np.concatenate([one.versions[one.sampled] for each in samples for one in each.rows])
         lengths = [len(sample.completion.tokens) for sample in samples]
         rewards = join_rewards([group.rewards for group in groups])
         return {
@@ -376,16 +376,12 @@ class Experience:
             self.rollouts.start(saved.group)
 
     def _score(self, complete: Sequence[RolloutGroup]) -> None:
-        decoded = samples_of(self._prompts.tokenizer, *complete)
-        left = iter(decoded)
+        left = iter(samples_of(self._prompts.tokenizer, *complete))
         for group in complete:
             samples = list(islice(left, len(group.episodes)))
             scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
             values = partial(reward_values, group, samples, self._prompts.tokenizer)
             scoring.append(_Scoring(group, samples, self._reward.submit(*reward_texts(samples), values)))
-        for sample in decoded:  # while the reward functions run
-            for episode in sample.rows:
-                episode.arrays()
 
     def _take_scores(self) -> None:
         done, self._scoring = split_done(self._scoring, lambda item: item.answers)

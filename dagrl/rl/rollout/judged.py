@@ -29,8 +29,8 @@ def reward_values(
             **sample.prompt.columns,
             "messages": messages_of(sample, tokenizer),
             "prompt_ids": sample.prompt.tokens.tolist(),
-            "completion_ids": list(sample.completion.tokens),
-            "logprobs": list(sample.completion.logprobs),
+            "completion_ids": sample.completion.tokens.tolist(),
+            "logprobs": sample.completion.logprobs.tolist(),
             "columns": dict(sample.prompt.columns),
             "task": sample.prompt.task,
             "metadata": _metadata(group, place, sample),
@@ -44,7 +44,7 @@ def messages_of(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[dict
     prompt, made = sample.prompt, sample.completion
     messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}]
     for start, end in made.spans():
-        text = tokenizer.decode(made.tokens[start:end], skip_special_tokens=True)
+        text = tokenizer.decode(made.tokens[start:end].tolist(), skip_special_tokens=True)
         messages.append({"role": "assistant" if made.sampled[start] else "environment", "content": text})
     return messages
 
@@ -58,7 +58,7 @@ def _metadata(group: RolloutGroup, place: int, sample: Sample) -> Mapping[str, A
         "finish_reason": made.finish_reason,
         "turns": made.turns,
         "turn_rewards": list(made.turn_rewards),
-        "sampled": list(made.sampled),
-        "versions": list(made.versions),
+        "sampled": made.sampled.tolist(),
+        "versions": made.versions.tolist(),
         "validation": group.key < 0,
     }

@@ -82,7 +82,7 @@ def _why_not(group: ScoredGroup, place: int, *, trained: bool) -> str:
     """Returns why a sample of a batch is not trained on; "" if it is."""
     if not group.valid[place]:
         return NO_REWARD if answered(group.samples[place]) else FAILED
-    return OVERLONG if not trained and any(group.samples[place].completion.sampled) else ""
+    return OVERLONG if not trained and group.samples[place].completion.sampled.any() else ""
 
 
 def _reward_parts(group: ScoredGroup, place: int) -> dict[str, float]:
@@ -113,7 +113,7 @@ def _conversations(
 
 
 def _conversation(made: Episode, texts: TokenTexts) -> dict[str, Any]:
-    pieces = texts(made.tokens)
+    pieces = texts(made.tokens.tolist())
     return {
         "prompt": made.prompt.text,
         "turns": _turns(made, pieces),

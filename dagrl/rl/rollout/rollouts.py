@@ -131,7 +131,7 @@ class Rollouts:
             return
         turns = [(group, episode) for group in groups for episode in group.episodes if not episode.finish_reason]
         opens = self._environment is not None and self._environment.opens
-        self._ask([turn for turn in turns if turn[1].awaiting or (opens and not (turn[1].opened or turn[1].tokens))])
+        self._ask([turn for turn in turns if turn[1].awaiting or (opens and not (turn[1].opened or len(turn[1].tokens)))])
         for group, episode in turns:
             if not (episode.finish_reason or episode.awaiting):
                 self._request(group, episode)
@@ -232,14 +232,7 @@ class Rollouts:
         requests = {id(episode): request for request, (_, episode) in self._requests.items()}
         episodes = []
         for episode in group.episodes:
-            copy = replace(
-                episode,
-                tokens=list(episode.tokens),
-                logprobs=list(episode.logprobs),
-                versions=list(episode.versions),
-                sampled=list(episode.sampled),
-                turn_rewards=list(episode.turn_rewards),
-            )
+            copy = replace(episode, turn_rewards=list(episode.turn_rewards))
             if (made := partial.get(requests.get(id(episode), -1))) is not None:
                 copy.append(made)
             episodes.append(copy)
@@ -250,7 +243,7 @@ class Rollouts:
         if stops:
             # Engines search the tokens of one request only: a prefix of a stop string is generated again.
             decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-            episode.take_back(half_stop(episode.tokens[episode.turn_start :], stops, decode))
+            episode.take_back(half_stop(episode.tokens[episode.turn_start :].tolist(), stops, decode))
         now = time.time_ns()
         episode.times.setdefault(episode.turns, (now, now))
         request, self._next_request = self._next_request, self._next_request + 1
@@ -294,7 +287,7 @@ class Rollouts:
         self._take_all(result.generated)
 
     def _take_all(self, generated: Iterable[Generated]) -> None:
-        made = [part.request(row) for part in generated for row in range(len(part))]
+        made = [request for part in generated for request in part.requests()]
         self._ask([turn for request in made if (turn := self._take(request)) is not None])
 
     def _replace(self, error: WorkerError, parts: list[Mapping[int, Generated]]) -> None:
@@ -412,9 +405,9 @@ class Rollouts:
             self._environment.close(_key(group, episode))
 
     def _question(self, group: RolloutGroup, episode: Episode) -> Question:
-        turns = [episode.tokens[start:end] for start, end in episode.spans() if episode.sampled[start]]
+        turns = [episode.tokens[start:end].tolist() for start, end in episode.spans() if episode.sampled[start]]
         texts = [cast("str", self._tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns]
-        closed = episode.tokens[-1:] == [self._tokenizer.eos_token_id]
+        closed = episode.tokens[-1:].tolist() == [self._tokenizer.eos_token_id]
         first = group.episodes[0].seed
         return Question(_key(group, episode), episode.prompt, episode.seed, texts, closed, first)
 

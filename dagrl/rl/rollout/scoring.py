@@ -62,7 +62,7 @@ def scored_group(config: Config, group: RolloutGroup, samples: list[Sample], rew
     """Returns the group with its rewards, shaped as `grpo.reward_shaping` says."""
     values, shaping = rewards.values, config.grpo.reward_shaping
     if shaping.enabled:
-        lengths = [sum(sample.completion.sampled) for sample in samples]  # tokens of the environment do not count
+        lengths = [sample.completion.sampled.sum() for sample in samples]  # tokens of the environment do not count
         values = values + overlong_penalty(lengths, shaping, generation_config(config).max_new_tokens)
     return ScoredGroup(group, samples, rewards, values, valid_samples(rewards, samples))
 

@@ -15,7 +15,7 @@ import numpy as np
 from dagrl.config import Config, Json
 from dagrl.config.settings import bucket_widths
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.rollout.episodes import Episode, RolloutGroup
+from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,6 @@ EXPERTS = "experts"
 KEPT_FIELDS = (
     "seed", "max_new_tokens", "finish_reason", "turns", "turn_start", "opened", "awaiting", "failure", "turn_rewards"
 )  # fmt: skip
-TOKEN_FIELDS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64, "sampled": np.bool_}
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def write_trajectories(directory: Path, groups: Sequence[SavedGroup], state: Map
     """Writes both files into the directory of a checkpoint."""
     episodes = [episode for saved in groups if saved.whole for episode in saved.group.episodes]
     arrays = {
-        name: np.concatenate([np.array(getattr(episode, name), dtype) for episode in episodes] or [np.zeros(0, dtype)])
+        name: np.concatenate([getattr(episode, name) for episode in episodes] or [np.zeros(0, dtype)])
         for name, dtype in TOKEN_FIELDS.items()
     }
     records = [np.zeros((0, 0), np.uint8) if episode.experts is None else episode.experts for episode in episodes]
@@ -73,7 +72,7 @@ def read_trajectories(directory: Path) -> SavedTrajectories | None:
         episodes = []
         for described in item["episodes"]:
             end = start + described.pop("length")
-            made = {name: column[start:end].tolist() for name, column in columns.items()}
+            made = {name: column[start:end] for name, column in columns.items()}
             shape = described.pop(EXPERTS)
             size = shape[0] * shape[1]
             record = recorded[read : read + size].reshape(shape) if size else None
@@ -90,7 +89,7 @@ def can_go_on(config: Config, version: int, prompt: Prompt, group: RolloutGroup,
     `version` is the current policy version. `limits` are the new tokens that a turn of each sequence may have in this run.
     """
     fits = _fits(config, prompt, group, limits) and not _runs_across(config, version, group)
-    lacks_record = any(episode.tokens and episode.experts is None for episode in group.episodes)
+    lacks_record = any(len(episode.tokens) and episode.experts is None for episode in group.episodes)
     return fits and not (config.policy.router_replay and lacks_record)
 
 
@@ -160,5 +159,5 @@ def _runs_across(config: Config, version: int, group: RolloutGroup) -> bool:
     """Whether a sequence of the group has tokens of two versions, or would if continued, although this run allows none."""
     if config.grpo.async_grpo.in_flight_weight_updates:
         return False
-    made = [set(episode.versions) | (set() if episode.finish_reason else {version}) for episode in group.episodes]
+    made = [set(episode.versions.tolist()) | (set() if episode.finish_reason else {version}) for episode in group.episodes]
     return any(len(versions) > 1 for versions in made)

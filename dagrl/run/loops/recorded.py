@@ -23,7 +23,7 @@ from dagrl.errors import ConfigError
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.rewards import Rewards
 from dagrl.rl.rollout.batches import row_ids, row_keys, sample_keys, scored_batch
-from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, request_seeds
+from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, RolloutGroup, Sample, request_seeds
 from dagrl.rl.rollout.record import KEPT, NO_REWARD
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import ScoredGroup, scored_group
@@ -47,9 +47,6 @@ GENERATE, TRAIN_STEP = "generate", "train_step"
 KEEP = "keep_columns"  # method of train workers
 
 TRAINED = "trained_tokens"  # metric
-
-TOKENS = ("tokens", "logprobs", "versions", "sampled")
-"""Columns of a rollout with one value for each token after the prompt, as an episode has them."""
 
 OF_GENERATION = frozenset({GENERATE, "refit"})
 EARLY = "accumulate_gradients"
@@ -176,10 +173,8 @@ def _prompt(row: Row) -> Prompt:
 
 def _episode(row: Row, end: int | None = None) -> Episode:
     """The sequence of a rollout, up to token `end`."""
-    episode = Episode(_prompt(row), 0, len(row["tokens"]), finish_reason=row["finish_reason"])
-    for name in TOKENS:
-        setattr(episode, name, list(row[name][:end]))
-    return episode
+    columns = {name: row[name][:end] for name in TOKEN_FIELDS}
+    return Episode(_prompt(row), 0, len(row["tokens"]), **columns, finish_reason=row["finish_reason"])
 
 
 def kept_batch(config: Config, groups: Sequence[ScoredGroup], rows: Sequence[Row], step: int) -> Batch | None:
@@ -258,8 +253,8 @@ class Regeneration:
         found = dict(row)
         for turn in reversed(turns_of(row)):  # from the end, as lengths may differ
             episode = self._made[place, turn.start]
-            for name in TOKENS:
-                made = getattr(episode, name)[turn.start :]
+            for name in TOKEN_FIELDS:
+                made = getattr(episode, name)[turn.start :].tolist()
                 found[name] = [*found[name][: turn.start], *made, *found[name][turn.known :]]
             if turn.known == turn.end == len(row["tokens"]) and not self._session.config.environment.enabled:
                 found["finish_reason"] = episode.finish_reason

@@ -129,7 +129,8 @@ def test_advantages_of_the_batch_may_be_whitened_over_tokens(baseline: bool) -> 
     values, lengths = np.array([[1.0, 0, 0.5], [5, 4, 9]]), [3, 1, 7, 2, 2, 5]
     groups = []
     for number, row in enumerate(values):
-        made = [Episode(PROMPT, 0, 9, [5] * length, [-1.0] * length) for length in lengths[3 * number : 3 * number + 3]]
+        columns = [([5] * length, [-1.0] * length, [0] * length, [True] * length) for length in lengths[3 * number :][:3]]
+        made = [Episode(PROMPT, 0, 9, *column) for column in columns]
         samples = [Sample(PROMPT, episode, "") for episode in made]
         rewards = Rewards(row, np.ones(3, np.bool_))
         groups.append(ScoredGroup(RolloutGroup(number, number, made), samples, rewards, row, np.ones(3, np.bool_)))

@@ -207,7 +207,7 @@ def test_the_others_of_a_lost_process_start_again(runner: AgentRunner) -> None:
     assert [(one.turns, one.turn_rewards, len(one.more)) for one in waited] == [(1, [1.0], 0)] * 3, "the last start's"
     bench.rollouts.start(RolloutGroup(1, 1, [asked("waits_long", seed=2)]))
     (undisturbed,) = bench.run_all()[0].episodes
-    assert waited[0].tokens == undisturbed.tokens, "seeds do not depend on how often an episode started"
+    assert waited[0].tokens.tolist() == undisturbed.tokens.tolist(), "seeds do not depend on how often an episode started"
 
 
 def test_an_aborted_group_leaves_nothing(runner: AgentRunner) -> None:
@@ -251,14 +251,14 @@ def test_a_request_goes_on_after_its_engine_slept(runner: AgentRunner, task: str
     bench.rollouts.withdraw()
     assert not any(bench.engines.requests)
     ((_, request),) = bench.rollouts._requests.values()
-    before = list(request.tokens)
+    before = request.tokens.tolist()
     assert 0 < len(before) < LIMIT
     (complete,) = bench.run_all()
     (episode,) = complete.episodes
     assert episode.finish_reason == "length" and not episode.failure
     rows = [episode, *episode.more]
     (row,) = [row for row in rows if row.prompt.text == "1+"]
-    assert row.tokens[: len(before)] == before and len(row.tokens) == LIMIT and all(row.sampled)
+    assert row.tokens[: len(before)].tolist() == before and len(row.tokens) == LIMIT and all(row.sampled)
 
 
 def _length(seed: int) -> int:
@@ -278,7 +278,9 @@ def test_unfinished_episodes_start_again_in_a_resumed_run(runner: AgentRunner, m
     first.stop()
     second.experience.restore({}, tmp_path)
     assert {group.number: [one.seed for one in group.episodes] for group in second.experience.rollouts.groups} == seeds
-    assert not any(one.tokens for group in second.experience.rollouts.groups for one in group.episodes) and len(seeds) == 3
+    assert (
+        not any(len(one.tokens) for group in second.experience.rollouts.groups for one in group.episodes) and len(seeds) == 3
+    )
     second.stop()
     assert not runner._server.episodes
 

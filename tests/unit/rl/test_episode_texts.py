@@ -31,9 +31,8 @@ def test_texts_are_those_of_transformers(cleans: bool) -> None:
 
 
 @pytest.mark.parametrize("sampled", [[], [True], [True] * 5, [False, True], [True, False, False, True]])
-def test_spans_and_versions_are_of_turns(sampled: list[bool]) -> None:
+def test_spans_are_of_turns(sampled: list[bool]) -> None:
     versions = list(range(len(sampled)))
     episode = Episode(PROMPT, 0, 8, versions, [0.0] * len(sampled), versions, sampled)
     runs = [list(run) for _, run in groupby(versions, lambda at: sampled[at])]
     assert episode.spans() == [(run[0], run[-1] + 1) for run in runs]
-    assert episode.sampled_versions().tolist() == [version for version in versions if sampled[version]]

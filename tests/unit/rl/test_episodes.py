@@ -9,7 +9,7 @@ import pytest
 
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.generation import FinishedRequest, pack_generated
-from dagrl.rl.rollout.episodes import Episode, half_stop, turn_seed
+from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, half_stop, turn_seed
 
 WORDS = ("a", "b", "\n", "\n\n", "Us", "er", "ser:", "\nU")
 
@@ -44,16 +44,17 @@ def test_take_back_removes_tokens_from_every_column() -> None:
     episode.take_back(0)
     assert len(episode.tokens) == 3
     episode.take_back(2)
-    assert (episode.tokens, episode.logprobs, episode.versions, episode.sampled) == ([1], [-0.1], [4], [False])
+    columns = [column.tolist() for column in (episode.tokens, episode.logprobs, episode.versions, episode.sampled)]
+    assert columns == [[1], [np.float32(-0.1)], [4], [False]]
 
 
-def test_arrays_are_those_of_the_tokens_after_every_change() -> None:
+def test_all_columns_follow_every_change() -> None:
     made = [
         FinishedRequest(0, [5, 6, 7], [-0.1, -0.2, -0.3], [1, 1, 1], "stop"),
-        FinishedRequest(1, [8], [-1.5], [1], "stop"),
+        FinishedRequest(1, [8], [-1.5], [2], "stop"),
     ]
     packed = pack_generated(made, [], 3)
-    first, second = (packed.request(row) for row in range(2))
+    first, second = packed.requests()
     episode = Episode(Prompt("p", np.array([7]), "", ""), 0, 8)
     changes = (
         lambda: episode.append(first),
@@ -63,10 +64,13 @@ def test_arrays_are_those_of_the_tokens_after_every_change() -> None:
     )
     for change, length in zip(changes, (3, 2, 4, 5), strict=True):
         change()
-        tokens, logprobs = episode.arrays()
-        assert tokens.dtype == np.int64 and tokens.tolist() == episode.tokens and len(tokens) == length
-        assert logprobs.dtype == np.float32 and logprobs.tolist() == np.float32(episode.logprobs).tolist()
-    assert first.arrays is not None and not np.shares_memory(first.arrays[0], packed.tokens)
+        whole = [5, 6, 9, 9, 8], [-0.1, -0.2, 0.0, 0.0, -1.5], [1, 1, 1, 1, 2], [True, True, False, False, True]
+        expected = whole if length != 3 else ([5, 6, 7], [-0.1, -0.2, -0.3], [1, 1, 1], [True, True, True])
+        for (name, dtype), column in zip(TOKEN_FIELDS.items(), expected, strict=True):
+            found = getattr(episode, name)
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(found, np.array(column[:length], dtype))
+    assert not np.shares_memory(first.tokens, packed.tokens)
 
 
 def test_every_request_of_a_sequence_has_its_own_seed() -> None:

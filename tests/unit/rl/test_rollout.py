@@ -122,14 +122,14 @@ def test_withdrawn_requests_continue_from_their_tokens(tp: int) -> None:
     complete = bench.rollouts.advance()
     complete += bench.rollouts.withdraw()
     assert not any(bench.engines.requests), "engines hold nothing while they sleep"
-    before = [list(episode.tokens) for episode in episodes]
-    running = [episode for episode in episodes if episode.tokens and not episode.finish_reason]
+    before = [episode.tokens.tolist() for episode in episodes]
+    running = [episode for episode in episodes if len(episode.tokens) and not episode.finish_reason]
     assert running and not all(before), "some were under way, others still waited"
     complete += bench.finish()
     assert sorted(done.number for done in complete) == list(range(6)) and not bench.rollouts.busy
     assert not bench.rollouts.generating, "each is one request again"
     check_whole(episodes)
-    assert [one.tokens[: len(tokens)] for one, tokens in zip(episodes, before, strict=True)] == before
+    assert [one.tokens[: len(tokens)].tolist() for one, tokens in zip(episodes, before, strict=True)] == before
 
 
 def report_by_rank(bench: Bench, tp: int) -> None:
@@ -155,14 +155,17 @@ def test_a_snapshot_has_all_tokens_so_far_and_no_later_ones() -> None:
     under_way = {copy.number for copy in copies}
     assert all(copy.cohort == 3 for copy in copies) and under_way == bench.rollouts.numbers
     by_seed = {copy.seed: copy for found in copies for copy in found.episodes}
-    running = [one for one in by_seed.values() if one.tokens and not one.finish_reason]
+    running = [one for one in by_seed.values() if len(one.tokens) and not one.finish_reason]
     assert sorted(len(one.tokens) for one in running) == sorted(made.values())
-    before = {seed: (list(one.tokens), list(one.versions), list(one.sampled)) for seed, one in by_seed.items()}
+    before = {seed: (one.tokens.tolist(), one.versions.tolist(), one.sampled.tolist()) for seed, one in by_seed.items()}
     bench.engines.version = 1
     bench.finish()
-    assert before == {seed: (one.tokens, one.versions, one.sampled) for seed, one in by_seed.items()}
-    for episode in episodes:
-        assert episode.seed not in by_seed or episode.tokens[: len(before[episode.seed][0])] == before[episode.seed][0]
+    assert before == {
+        seed: (one.tokens.tolist(), one.versions.tolist(), one.sampled.tolist()) for seed, one in by_seed.items()
+    }
+    for episode in [one for one in episodes if one.seed in by_seed]:
+        tokens = before[episode.seed][0]
+        assert episode.tokens[: len(tokens)].tolist() == tokens
     check_whole(episodes)
 
 
@@ -207,7 +210,7 @@ def test_an_awaiting_sequence_is_sent_to_the_environment_and_not_generated() -> 
     assert bench.rollouts.advance() == [] and len(bench.batches) == IN_FLIGHT, "it is in the first quantum after the answer"
     assert bench.batches[0]["lengths"].tolist() == [len(PROMPT) + 2 + 2]
     bench.finish()
-    assert not episode.awaiting and episode.turns == 2 and episode.sampled[:5] == [True, True, False, False, True]
+    assert not episode.awaiting and episode.turns == 2 and episode.sampled[:5].tolist() == [True, True, False, False, True]
 
 
 def test_the_environment_gives_the_prompt_before_the_first_turn() -> None:
@@ -223,7 +226,7 @@ def test_the_environment_gives_the_prompt_before_the_first_turn() -> None:
     assert bench.batches[0]["lengths"].tolist() == [2, 4]
     assert own.opened and own.prompt is PROMPT and longer.prompt is given
     assert too_long.finish_reason == FAILED and f"a prompt of {ROOM} tokens" in too_long.failure
-    assert (failed.finish_reason, failed.failure, failed.tokens) == (FAILED, "it raised", [])
+    assert (failed.finish_reason, failed.failure, failed.tokens.tolist()) == (FAILED, "it raised", [])
     assert environment.closed == ["1/0"]
 
 
@@ -251,7 +254,7 @@ def test_an_awaiting_sequence_ends_if_the_run_has_no_environment() -> None:
     bench, episode = Bench(), begun(2, awaiting=True, turns=1)
     bench.rollouts.start(group(0, episode))
     assert [found.number for found in bench.rollouts.settle()] == [0] and not bench.batches
-    assert (episode.finish_reason, episode.awaiting, episode.tokens) == ("stop", False, [4, 4])
+    assert (episode.finish_reason, episode.awaiting, episode.tokens.tolist()) == ("stop", False, [4, 4])
 
 
 def test_the_overhead_of_quanta_is_recorded() -> None:
@@ -277,7 +280,7 @@ def test_settle_takes_finished_answers() -> None:
     assert bench.rollouts.settle() == []
     assert not any(episode.awaiting for episode in (ends, fails, goes_on)) and not bench.rollouts.pending
     assert (ends.finish_reason, fails.finish_reason, fails.failure) == ("stop", FAILED, "it raised")
-    assert goes_on.tokens == [4] * 3 and goes_on.turn_start == 3 and bench.rollouts.generating
+    assert goes_on.tokens.tolist() == [4] * 3 and goes_on.turn_start == 3 and bench.rollouts.generating
 
 
 def test_an_answer_for_an_aborted_group_changes_nothing() -> None:
@@ -287,7 +290,7 @@ def test_an_answer_for_an_aborted_group_changes_nothing() -> None:
     bench.rollouts.abort([0])
     environment.answer(Reply("00"))
     bench.rollouts.settle()
-    assert episode.tokens == [4] * 2 and episode.finish_reason == ABORTED and not bench.rollouts.generating
+    assert episode.tokens.tolist() == [4] * 2 and episode.finish_reason == ABORTED and not bench.rollouts.generating
 
 
 def test_questions_are_split_over_the_environment_processes() -> None:
@@ -369,4 +372,4 @@ def test_a_prefix_of_a_stop_string_is_generated_again_within_the_turn() -> None:
     own, answered = begun(2), begun(2, turn_start=2)
     own.tokens[-1] = answered.tokens[-1] = seven
     bench.rollouts.start(group(0, own, answered))
-    assert (own.tokens, answered.tokens) == ([4], [4, seven])
+    assert (own.tokens.tolist(), answered.tokens.tolist()) == ([4], [4, seven])

@@ -96,12 +96,13 @@ def check_tokens(trained: Trained, max_age: int, in_flight: bool = True) -> None
         assert len(groups) == PROMPTS and len({group.group.number for group in groups}) == PROMPTS
         for episode in episodes_of(groups):
             assert len(episode.tokens) == len(episode.logprobs) == len(episode.versions) == len(episode.sampled)
-            assert episode.versions == sorted(episode.versions)
-            made = [version for version, sampled in zip(episode.versions, episode.sampled, strict=True) if sampled]
+            versions = episode.versions.tolist()
+            assert versions == sorted(versions)
+            made = [version for version, sampled in zip(versions, episode.sampled, strict=True) if sampled]
             assert made and 0 <= step - 1 - max(made) and step - 1 - min(made) <= max_age
             assert in_flight or len(set(made)) == 1, "running sequences finish before an update"
-            expected = [logprob_of(v) if s else 0.0 for v, s in zip(episode.versions, episode.sampled, strict=True)]
-            assert episode.logprobs == expected
+            expected = [logprob_of(v) if s else 0.0 for v, s in zip(versions, episode.sampled, strict=True)]
+            assert episode.logprobs.tolist() == expected
 
 
 @settings(deadline=None, max_examples=25)
@@ -261,7 +262,11 @@ def test_age_zero_is_the_synchronous_run_at_any_timing(
 
 def described(groups: Sequence[ScoredGroup]) -> list[Any]:
     return [
-        (group.group.number, group.values.tolist(), [(episode.tokens, episode.versions) for episode in group.group.episodes])
+        (
+            group.group.number,
+            group.values.tolist(),
+            [(one.tokens.tolist(), one.versions.tolist()) for one in group.group.episodes],
+        )
         for group in groups
     ]
 
@@ -441,8 +446,8 @@ def test_a_run_stopped_in_the_first_step_after_sft_resumes_with_its_groups(tmp_p
     assert saved is not None and saved.groups
     second = Run(config, 1, resumed=Checkpoint(tmp_path, state))
     assert second.train() is None
-    begun = {one.seed: one.tokens for group in saved.groups for one in group.group.episodes if one.tokens}
-    made = {one.seed: one.tokens for groups in second.trained.values() for one in episodes_of(groups)}
+    begun = {one.seed: one.tokens.tolist() for group in saved.groups for one in group.group.episodes if len(one.tokens)}
+    made = {one.seed: one.tokens.tolist() for groups in second.trained.values() for one in episodes_of(groups)}
     assert begun and all(made[seed][: len(tokens)] == tokens for seed, tokens in begun.items())
 
 

@@ -242,7 +242,9 @@ def test_chunks_begin_before_generation_ends() -> None:
     off, on = runs
     assert len(on.early) >= 2 * 2 * STEPS and min(on.early) >= 3 and not off.early
     assert off.events == STEPS * [*PHASES, "train"] and off.ahead >= STEPS
-    made = [[[e.tokens for g in groups for e in g.group.episodes] for groups in run.trained.values()] for run in runs]
+    made = [
+        [[e.tokens.tolist() for g in groups for e in g.group.episodes] for groups in run.trained.values()] for run in runs
+    ]
     assert made[0] == made[1]
 
 
