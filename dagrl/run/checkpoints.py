@@ -60,10 +60,10 @@ class Checkpoints:
         period = self.config.checkpointing.save_period
         self._overdue = self.state.step // period * period > self.saved_step
 
-    def due(self, state: TrainState) -> bool:
-        """Whether `finish_step` saves this state: every `checkpointing.save_period` steps."""
+    def due(self, step: int) -> bool:
+        """Whether `finish_step` saves this step: every `checkpointing.save_period` steps."""
         config = self.config.checkpointing
-        return config.enabled and (self._overdue or state.step % config.save_period == 0)
+        return config.enabled and (self._overdue or step % config.save_period == 0)
 
     def finish_step(self, state: TrainState) -> None:
         """Takes the state after a finished step, and saves it if it is `due`.
@@ -73,7 +73,7 @@ class Checkpoints:
         self.state = state
         if self._pending is not None and all(all(self._call(group, "checkpoint_written")) for group in self.groups.values()):
             self._finish()
-        if self.due(state):
+        if self.due(state.step):
             self.save()
 
     def drop_pending(self) -> None:

@@ -63,6 +63,11 @@ class Session:
         """Runs a part of a step that updates the weights once, or not at all; see `TrainRecovery.run`."""
         return action() if self.recovery is None else self.recovery.run(action)
 
+    def goes_straight_on(self, step: int) -> bool:
+        """Whether nothing has to happen between `step` and the next one."""
+        last = self.last_step is not None and step == self.last_step.number
+        return not (last or self.stop.requested or self.record_of_driver is not None or self.checkpoints.due(step))
+
     def finish_step(
         self,
         stage: str,
@@ -76,11 +81,9 @@ class Session:
 
         Calls `begin_next` before it records the step, unless something has to happen between this step and the next.
         """
-        last = self.last_step is not None and state.step == self.last_step.number
-        due = self.checkpoints.due(state)
-        if not (last or self.stop.requested or self.record_of_driver is not None or due):
+        if self.goes_straight_on(state.step):
             begin_next()
-        if due and self.recorder.rollouts is not None:
+        if self.checkpoints.due(state.step) and self.recorder.rollouts is not None:
             self.recorder.rollouts.flush()
         self.recorder.step(stage, state.step, position, total, metrics)
         if self.record_of_driver is not None:
@@ -88,8 +91,7 @@ class Session:
         self.recovered(partial(self.checkpoints.finish_step, state))
         self.stop.check()
         self.check()
-        if last:
-            assert self.last_step is not None
+        if self.last_step is not None and state.step == self.last_step.number:
             self.last_step.then(self)
             raise StopRequestedError(f"stopped after step {state.step}")
 

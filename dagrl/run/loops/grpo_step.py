@@ -145,29 +145,40 @@ def _learn(
 
 
 def update(session: Session, experience: Experience, ended: float) -> dict[str, float]:
-    """Sends generation the new weights between two quanta. Returns the time since training `ended`, and the pause."""
+    """Sends generation the new weights between two quanta. Returns the time since training `ended`, and the pause.
+
+    If engines are idle, the requests of the next step are prepared meanwhile, unless something comes before that step.
+    """
     version = session.step + 1
-    metrics = refit(session.replays, experience, version)
+
+    def prepare() -> None:
+        experience.advance(version)
+        experience.fill()
+
+    idle = not experience.rollouts.busy and not _validates(session, version) and session.goes_straight_on(version)
+    metrics = refit(session.replays, experience, version, prepare if idle else experience.rollouts.look_ahead)
     metrics[UPDATE] = time.perf_counter() - ended
     experience.advance(version)
     return metrics
 
 
-def refit(replays: Replays, experience: Experience, version: int) -> dict[str, float]:
+def refit(
+    replays: Replays, experience: Experience, version: int, meanwhile: Callable[[], object] = lambda: None
+) -> dict[str, float]:
     """Sends generation the train workers' weights as `version`. Returns how long generation stood still, and the bytes.
 
-    Submits the next quanta before it waits, so that engines continue at once. Colocated engines have no memory for a quantum
-    until the refit has ended. Engines that fail in it are replaced, and it is replayed again.
+    Calls `meanwhile` while the weights go: it may submit quanta, so that engines continue at once. Colocated engines have no
+    memory for them until the refit has ended. Engines that fail in it are replaced, and it is replayed again.
     """
     experience.connect()
     replay = replays.submit("refit", version)
     if replays.shared is None:
-        experience.rollouts.look_ahead()
+        meanwhile()
     try:
         result = replays.collect("refit", replay, busy_s=mean_pause)[0]
     except WorkerError as error:
         experience.replace(error)
-        return refit(replays, experience, version)
+        return refit(replays, experience, version, meanwhile)
     experience.rollouts.serve()
     received = sum(report.bytes_received for report in _reports(result))
     return {UPDATE_PAUSE: max(_pauses(result)), REFIT_BYTES: float(received)} if received else {}
@@ -199,11 +210,17 @@ def _keep_untrained(session: Session, experience: Experience, step: int) -> None
         log.keep_untrained(untrained, step)
 
 
+def _validates(session: Session, step: int) -> bool:
+    """Whether `step` ends with a validation."""
+    position, config = step - session.config.sft.max_num_steps, session.config.grpo
+    return position == config.max_num_steps or bool(config.val_period and position % config.val_period == 0)
+
+
 def finish_step(session: Session, experience: Experience, metrics: dict[str, float]) -> None:
     """Validates if it is due, and records the step."""
     config, step = session.config, session.step + 1
     position, total = step - config.sft.max_num_steps, config.grpo.max_num_steps
-    if position == total or (config.grpo.val_period and position % config.grpo.val_period == 0):
+    if _validates(session, step):
         session.recorder.progress.status("validating")
         metrics |= experience.validate()
     _keep_untrained(session, experience, step)

@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -159,6 +160,24 @@ def test_a_quantum_is_queued_behind_every_update_in_flight() -> None:
             assert in_flight <= IN_FLIGHT
     assert len(behind) == STEPS + 1 and behind[0] == 0, "no quantum before the first weights"
     assert behind[1:3] == [1, 1], "the groups of all remaining steps are started by the third"
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(0, True)], ids=["sync", "async"])
+def test_idle_engines_have_their_next_requests_prepared_during_a_refit(loop: Mapping[str, Any]) -> None:
+    """Unless a validation comes first. No quantum runs before the refit has succeeded: ages are 0 then."""
+    run, prepared = Run(configuration(loop), seed=0), list[bool]()
+    collect = run.collect
+
+    def watched(name: str, *words: Any) -> Any:
+        prepared.extend([run.experience.rollouts.generating] * (name == "refit"))
+        return collect(name, *words)
+
+    run.collect = watched  # type: ignore[method-assign]
+    assert run.train() is None
+    assert prepared == [False] + [step % 2 == 1 for step in range(1, STEPS + 1)]
+    assert ("generate", True) not in [
+        after for (name, sent), after in pairwise(run.replays) if (name, sent) == ("refit", True)
+    ]
 
 
 @pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
@@ -542,6 +561,6 @@ def test_quanta_are_queued_behind_a_refit_unless_colocated(shared: object) -> No
     replays = SimpleNamespace(shared=shared, submit=lambda *_: asked.append("refit"), collect=collect)
     rollouts = SimpleNamespace(look_ahead=lambda: asked.append("quantum"), serve=lambda: asked.append("serve"))
     experience = SimpleNamespace(rollouts=rollouts, connect=lambda: asked.append("connect"))
-    refit(cast("Any", replays), cast("Any", experience), 1)
+    refit(cast("Any", replays), cast("Any", experience), 1, rollouts.look_ahead)
     between = ["quantum"] if shared is None else []
     assert asked == ["connect", "refit", *between, "read", "serve"]
