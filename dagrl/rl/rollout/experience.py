@@ -106,6 +106,7 @@ class Experience:
         self.sampler = open_sampler(prompts.train, config.data)
         self.buffer = TrajectoryBuffer[ScoredGroup](grpo.num_prompts_per_step, max_age_steps, version=version)
         self.rollouts = Rollouts(config, engines, prompts.tokenizer, environment)
+        self._generated: list[RolloutGroup] = []  # not sent to the reward functions yet
         self._scoring: list[_Scoring] = []
         self._validated: list[_Scoring] = []
         self._dropped_groups: list[ScoredGroup] = []  # by dynamic sampling, since the last batch was taken
@@ -140,12 +141,15 @@ class Experience:
     def work(self, other: Future[Any] | None = None) -> None:
         """Runs one quantum. With nothing to generate, waits for a score, an answer of the environment, or `other`.
 
-        Without `other`, which is the training under way, engines that were replaced or join get their weights first.
+        Without `other`, which is the training under way, engines that were replaced or join get their weights first. Groups
+        are sent to the reward functions at once, except for those that complete the next batch: the next call sends them, so
+        that the caller can start its log-probabilities before that.
         """
+        self._score()
         while other is None and self._unfilled:
             self._refill()
         if self.rollouts.generating:
-            self._score(self.rollouts.advance())
+            self._generated = self.rollouts.advance()
         else:
             awaited: list[Future[Any]] = [*self.rollouts.awaited, *([] if other is None else [other])]
             awaited += [item.answers for item in self._scoring]
@@ -159,7 +163,9 @@ class Experience:
                 wait(awaited, SCORES_S, FIRST_EXCEPTION)  # nothing can begin before all scores are known
             else:
                 wait(awaited, WAIT_S, FIRST_COMPLETED)
-            self._score(self.rollouts.advance())
+            self._generated = self.rollouts.advance()
+        if not self.only_scores_missing or other is not None:
+            self._score()
         self._take_scores()
 
     def take(self) -> list[ScoredGroup] | None:
@@ -180,13 +186,13 @@ class Experience:
     @property
     def only_scores_missing(self) -> bool:
         """Whether the next batch is known and generated. False where other groups may still take the place of its own."""
-        return self._in_turn and bool(self._scoring) and not self.rollouts.busy
+        return self._in_turn and bool(self._generated or self._scoring) and not self.rollouts.busy
 
     def next_batch(self) -> NextBatch:
         """Returns the groups that are certain to be in the next batch unless they are dropped."""
         wanted = self.buffer.next_batch()
         scored = [group.payload for group in self.buffer.finished() if group.number in wanted]
-        others = [*(item.group for item in self._scoring), *self.rollouts.groups]
+        others = [*self._generated, *(item.group for item in self._scoring), *self.rollouts.groups]
         return NextBatch(scored, [group for group in others if group.number in wanted])
 
     def advance(self, version: int) -> None:
@@ -375,7 +381,8 @@ class Experience:
         else:
             self.rollouts.start(saved.group)
 
-    def _score(self, complete: Sequence[RolloutGroup]) -> None:
+    def _score(self, complete: Sequence[RolloutGroup] = ()) -> None:
+        complete, self._generated = [*self._generated, *complete], []
         left = iter(samples_of(self._prompts.tokenizer, *complete))
         for group in complete:
             samples = list(islice(left, len(group.episodes)))

@@ -84,7 +84,7 @@ class Overlapping(Run):
         self.rows = dict.fromkeys(PHASES, 0)  # computed since the last step
         self.dropped = 0  # rows of groups that were dropped before it
         self.early: list[int] = []  # rows of chunks that were started while sequences of their batch grew
-        self.ahead = 0  # replays that were started before their batch was taken
+        self.ahead = 0  # replays that were started before all of their batch was sent to the reward functions
         self.parts: list[Batch] = []  # whose gradients are accumulated for the next step
         self.kept = KeptLogprobs()  # of the train workers
         self._fails, self._read, self._free = fails, 0, 0
@@ -102,7 +102,8 @@ class Overlapping(Run):
         else:
             self.rows[name] += value.rows
             self.early += [value.rows] * self.experience.rollouts.busy
-            self.ahead += not self.experience.buffer.counts().taken
+            groups = sum(len(completions) > 1 for completions in self.reward.asked)  # without validation prompts
+            self.ahead += groups < (len(self.trained) + 1) * self.config.grpo.num_prompts_per_step
         self._free = max(self._free, self.world.now) + self.world.random.randint(0, 4)
         self.under_way.append(Computing(self, name, value, self.weights, self._free))
         self.events.append(name)
@@ -233,8 +234,10 @@ def test_no_batch_is_made_where_no_log_probabilities_are_needed(monkeypatch: pyt
 
 
 def test_chunks_begin_before_generation_ends() -> None:
-    """Only with the option; else the whole batch begins while it waits for its scores. Batches and tokens are equal. A chunk
-    has at least an eighth of the batch."""
+    """Only with the option; else the whole batch begins before its last scores are asked for. Batches and tokens are equal.
+
+    A chunk has at least an eighth of the batch.
+    """
     config = slow(configuration({}, room=80, generations=8))
     runs = [Overlapping(overlapping(config, overlap=overlap), 0) for overlap in (False, True)]
     for run in runs:
