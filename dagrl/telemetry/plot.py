@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,10 +110,10 @@ def _panels(stages: Sequence[Stage]) -> list[Panel]:
         for stage in stages:
             if stage.has(name) or stage.has(_held_out(name)):
                 label = f"{title} ({stage.name.upper()})" if name == "loss" else title
-                panels.append(_curve_panel(stage, name, label))
-    panels += [_agreement_panel(stage) for stage in stages if stage.has("token_mult_prob_error")]
+                panels.append(partial(_draw_curve, stage, name, label))
+    panels += [partial(_draw_agreement, stage) for stage in stages if stage.has("token_mult_prob_error")]
     if any(stage.has(TIMING + "total") for stage in stages):
-        panels.append(lambda axis: _time_panel(axis, stages))
+        panels.append(partial(_draw_times, stages))
     return panels
 
 
@@ -121,44 +122,37 @@ def _held_out(name: str) -> str:
     return VALIDATION + name.removesuffix("/mean")
 
 
-def _curve_panel(stage: Stage, name: str, title: str) -> Panel:
-    def draw(axis: Axes) -> None:
-        axis.set_title(title)
-        if stage.has(name):
-            steps, values = stage.series(name)
-            window = len(values) // 15
-            if window < 3:  # a shorter mean smooths nothing
-                axis.plot(steps, values, color=BLUE, label="train")
-            else:
-                axis.plot(steps, values, color=BLUE, alpha=0.3, linewidth=1)
-                axis.plot(steps, _trailing_mean(values, window), color=BLUE, label=f"train, mean of {window} steps")
-        if stage.has(_held_out(name)):
-            axis.plot(*stage.series(_held_out(name)), color=ORANGE, marker="o", markersize=4, label="held out")
-        if name == REWARD_MEAN:
-            axis.set_ylim(-0.03, max(1.03, axis.get_ylim()[1]))
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend()
-
-    return draw
-
-
-def _agreement_panel(stage: Stage) -> Panel:
-    """Shows how far generation's probabilities are from the train workers', on a logarithmic axis."""
-
-    def draw(axis: Axes) -> None:
-        steps, values = stage.series("token_mult_prob_error")
-        axis.set_title("Generation against train probabilities")
-        axis.plot(steps, np.maximum(values - 1, 1e-9), color=BLUE, label="token_mult_prob_error - 1")
-        if stage.has("max_logprob_difference"):
-            steps, values = stage.series("max_logprob_difference")
-            axis.plot(steps, np.maximum(values, 1e-9), color=ORANGE, label="max_logprob_difference")
-        axis.set_yscale("log")
+def _draw_curve(stage: Stage, name: str, title: str, axis: Axes) -> None:
+    axis.set_title(title)
+    if stage.has(name):
+        steps, values = stage.series(name)
+        window = len(values) // 15
+        if window < 3:  # a shorter mean smooths nothing
+            axis.plot(steps, values, color=BLUE, label="train")
+        else:
+            axis.plot(steps, values, color=BLUE, alpha=0.3, linewidth=1)
+            axis.plot(steps, _trailing_mean(values, window), color=BLUE, label=f"train, mean of {window} steps")
+    if stage.has(_held_out(name)):
+        axis.plot(*stage.series(_held_out(name)), color=ORANGE, marker="o", markersize=4, label="held out")
+    if name == REWARD_MEAN:
+        axis.set_ylim(-0.03, max(1.03, axis.get_ylim()[1]))
+    if axis.get_legend_handles_labels()[0]:
         axis.legend()
 
-    return draw
+
+def _draw_agreement(stage: Stage, axis: Axes) -> None:
+    """Shows how far generation's probabilities are from the train workers', on a logarithmic axis."""
+    steps, values = stage.series("token_mult_prob_error")
+    axis.set_title("Generation against train probabilities")
+    axis.plot(steps, np.maximum(values - 1, 1e-9), color=BLUE, label="token_mult_prob_error - 1")
+    if stage.has("max_logprob_difference"):
+        steps, values = stage.series("max_logprob_difference")
+        axis.plot(steps, np.maximum(values, 1e-9), color=ORANGE, label="max_logprob_difference")
+    axis.set_yscale("log")
+    axis.legend()
 
 
-def _time_panel(axis: Axes, stages: Sequence[Stage]) -> None:
+def _draw_times(stages: Sequence[Stage], axis: Axes) -> None:
     """Stacks the seconds of each step by phase, the costliest at the bottom, time outside of phases on top."""
     steps = np.concatenate([np.array(stage.steps) for stage in stages])
     total = _joined(stages, TIMING + "total")

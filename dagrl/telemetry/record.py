@@ -175,7 +175,10 @@ class RunRecord:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        for tracker in self._trackers:
+            tracker.close()
+        with naming(self.paths.metrics):
+            self._file.close()
 
     def log(self, step: int, stage: str, metrics: Metrics) -> None:
         """Records one step.
@@ -191,13 +194,6 @@ class RunRecord:
         named = {f"{stage}/{name}": value for name, value in metrics.items()}
         for tracker in self._trackers:
             tracker.log(step, named)
-
-    def close(self) -> None:
-        """Closes all files. Call once, at the end."""
-        for tracker in self._trackers:
-            tracker.close()
-        with naming(self.paths.metrics):
-            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, float | str | None]]:
