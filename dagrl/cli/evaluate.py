@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dagrl.config.file import load_config
+from dagrl.data.hugging_face import is_hub_id
 from dagrl.errors import ConfigError
 from dagrl.files import write_whole
 from dagrl.run.evaluate import Evaluation, Report, evaluate
-from dagrl.run.hub import is_hub_id
 
 
 def run_evaluation(options: argparse.Namespace) -> str:

@@ -21,7 +21,12 @@ from dagrl.imports import require_package
 SUFFIXES = (".parquet", ".arrow")
 _ONE_SPLIT = "state.json"  # written by `save_to_disk` for a dataset without splits
 _SAVED = ("dataset_dict.json", _ONE_SPLIT)  # the first for a dataset with splits
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the name is `owner/name`, and not a path that exists."""
+    return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def is_dataset(path: str | Path) -> bool:
@@ -51,9 +56,8 @@ def _without_nulls(value: Json) -> Json:
 
 
 def _is_hub_name(path: str | Path) -> bool:
-    """Whether the path is `owner/name` and not a file. A missing JSONL file is not a dataset either."""
-    missing = not Path(path).exists() and Path(path).suffix not in (".json", ".jsonl", ".txt")
-    return missing and _HUB_NAME.fullmatch(str(path)) is not None
+    """Whether the path is an id on the Hub, and not that of a missing JSONL file."""
+    return is_hub_id(str(path)) and Path(path).suffix not in (".json", ".jsonl", ".txt")
 
 
 def _open(path: Path, split: str, subset: str | None) -> Any:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
 from dagrl.config import Config
 from dagrl.config.settings import TOKENIZER_KEY, model_names
+from dagrl.data.hugging_face import is_hub_id
 from dagrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
@@ -28,11 +26,6 @@ def with_local_models(config: Config) -> tuple[Config, dict[str, str]]:
     directories = {key: str(directory) for key, directory in found.items()}
     origins = {key: f"{names[key]} on the Hugging Face Hub, revision {path.name}" for key, path in found.items()}
     return config.with_keys(directories), origins
-
-
-def is_hub_id(name: str) -> bool:
-    """Whether the name is `owner/name`, and not a path that exists."""
-    return HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def _download(name: str, key: str) -> Path:
