@@ -108,7 +108,7 @@ class IpcChannel(Channel):
         """Posts several messages at once. Those of one peer share a slot of its mailbox, back to back."""
         self._check_usable()
         for tensor, peer in (*sends, *receives):
-            check_message(self.spec, tensor, peer, _device_type(tensor))
+            check_message(self.spec, tensor, peer, "cuda" if tensor.is_cuda else "cpu")
         sent = [self._send(tensors, peer) for peer, tensors in _by_peer(sends).items()]
         return [*sent, *(self._receive(tensors, peer) for peer, tensors in _by_peer(receives).items())]
 
@@ -149,9 +149,8 @@ class IpcChannel(Channel):
 
     def release(self) -> None:
         """Unmaps the peers' mailboxes and frees its own; those still mapped or holding messages are freed later."""
-        if self._closed or self._reason is not None:
-            return
-        self._release_mailboxes()
+        if not self._closed and self._reason is None:
+            self._release_mailboxes()
 
     def synchronize(self) -> None:
         """Waits on the host for the current stream; messages were waited for already."""
@@ -219,7 +218,10 @@ class IpcChannel(Channel):
         self._table[row, _MAILBOX] = count
 
     def _release_mailboxes(self) -> None:
-        self._unmap()
+        for sender in [peer for peer, (_, segment) in self._incoming.items() if self._closed or not _is_kept(segment)]:
+            self._incoming.pop(sender)[1].close()
+            fence()
+            self._table[self._row(sender, self.spec.rank), _MAPPED] = 0
         for peer in [peer for peer, segment in self._outgoing.items() if self._closed or not _is_kept(segment)]:
             self._outgrow(peer)
         self._free_outgrown()
@@ -231,23 +233,14 @@ class IpcChannel(Channel):
 
     def _free_outgrown(self) -> None:
         """Frees the mailboxes that receivers have unmapped: CUDA forbids freeing memory that another process maps."""
-        in_use = [mailbox for mailbox in self._outgrown if self._is_used(mailbox)]
+        in_use = []
         for mailbox in self._outgrown:
-            if mailbox not in in_use:
+            unread = self._table[mailbox.row, _READ] < mailbox.written
+            if unread or self._table[mailbox.row, _MAPPED] == mailbox.number:
+                in_use.append(mailbox)
+            else:
                 mailbox.segment.close()
         self._outgrown = in_use
-
-    def _is_used(self, mailbox: _Outgrown) -> bool:
-        return (
-            int(self._table[mailbox.row, _READ]) < mailbox.written
-            or int(self._table[mailbox.row, _MAPPED]) == mailbox.number
-        )
-
-    def _unmap(self) -> None:
-        for sender in [peer for peer, (_, segment) in self._incoming.items() if self._closed or not _is_kept(segment)]:
-            self._incoming.pop(sender)[1].close()
-            fence()
-            self._table[self._row(sender, self.spec.rank), _MAPPED] = 0
 
     def _take(self, tensors: Sequence[torch.Tensor], peer: int, pending: IpcPending) -> None:
         """Copies the peer's next message out of its mailbox, after the messages that were posted earlier."""
@@ -354,10 +347,6 @@ class _PeerProcess:
 
 def _is_kept(segment: Segment) -> bool:
     return not segment.bytes.is_cuda and len(segment.bytes) <= _KEPT_BYTES
-
-
-def _device_type(tensor: torch.Tensor) -> str:
-    return "cuda" if tensor.is_cuda else "cpu"
 
 
 def _by_peer(messages: Sequence[tuple[torch.Tensor, int]]) -> dict[int, list[torch.Tensor]]:
