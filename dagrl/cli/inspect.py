@@ -28,33 +28,17 @@ from dagrl.run.preflight import check_model, load_phase, trace_phases, worker_cl
 from dagrl.runtime.added_phase import channel_bytes
 from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.garbage import gc_paused
+from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
-
-REFIT = "refit"
 
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """A phase as a run would compile it. `input_bytes` and `result_bytes` are the sizes of channel slots."""
+    """A phase as a run would compile it: its picture, and its buckets and channels in words."""
 
-    plan: PhasePlan
-    path: str
+    name: str
     drawing: Drawing
-    input_bytes: int
-    result_bytes: int
-
-    def __str__(self) -> str:
-        graph = self.drawing.graph
-        workers = ", ".join(f"{width} {role}" for role, width in graph.widths.items())
-        lines = [
-            f"phase {self.drawing.title} ({self.path})",
-            f"  workers of a graph: {workers}; nodes: {len(graph.nodes)}; fingerprint {graph.fingerprint[:16]}",
-        ]
-        if self.plan.buckets:
-            buckets = ", ".join(map(str, self.plan.buckets))
-            lines.append(f"  buckets of a shard (sequences x tokens): {buckets}")
-        lines.append(f"  channels: {size_text(self.input_bytes)} for the input, {size_text(self.result_bytes)} for a result")
-        return "\n".join(lines)
+    text: str
 
 
 def inspect_config(config: Config, phase: str | None = None, output: Path | None = None) -> str:
@@ -69,8 +53,8 @@ def inspect_config(config: Config, phase: str | None = None, output: Path | None
     hf_config = _model(config)
     check_model(config, hf_config, worker_classes(config))
     reports = phase_reports(config, phase)
-    texts = [str(report) for report in reports]
-    if any(report.plan.name == REFIT for report in reports):
+    texts = [report.text for report in reports]
+    if any(report.name == "refit" for report in reports):
         with gc_paused():
             texts.append(_refit_text(config, hf_config))
     picture = draw([report.drawing for report in reports])
@@ -90,7 +74,7 @@ def phase_reports(config: Config, only: str | None = None) -> list[PhaseReport]:
     if only is not None and only not in names:
         near = did_you_mean(difflib.get_close_matches(only, names))
         raise ConfigError(f"--phase {only}: algorithm {config.algorithm!r} replays {', '.join(names)}{near}")
-    return [_report(config, plan, Drawing(graphs[plan.name])) for plan in plans if only in (None, plan.name)]
+    return [_report(config, plan, graphs[plan.name]) for plan in plans if only in (None, plan.name)]
 
 
 def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = None) -> RefitPlan | None:
@@ -158,14 +142,22 @@ def _drawer(output: Path | None) -> Callable[[Sequence[Drawing]], str]:
     raise ConfigError(f"-o {output}: the suffix {suffix!r} is unknown; use .mmd or .md (Mermaid)")
 
 
-def _report(config: Config, plan: PhasePlan, bare: Drawing) -> PhaseReport:
+def _report(config: Config, plan: PhasePlan, graph: PhaseGraph) -> PhaseReport:
     input_bytes = channel_bytes(load_phase(config.phases, plan.name), plan.buckets)
     result_bytes = plan.result_bytes or config.executor_cfg.result_bytes
     buffers: dict[int | None, int] = {None: input_bytes}
-    buffers |= dict.fromkeys(range(len(bare.graph.nodes)), result_bytes)
-    groups = {role: layout for role, layout in layouts(config).items() if role in bare.graph.widths}
-    path = str(getattr(config.phases, plan.name))
-    return PhaseReport(plan, path, Drawing(bare.graph, groups, buffers), input_bytes, result_bytes)
+    buffers |= dict.fromkeys(range(len(graph.nodes)), result_bytes)
+    groups = {role: layout for role, layout in layouts(config).items() if role in graph.widths}
+    drawing = Drawing(graph, groups, buffers)
+    workers = ", ".join(f"{width} {role}" for role, width in graph.widths.items())
+    lines = [
+        f"phase {drawing.title} ({getattr(config.phases, plan.name)})",
+        f"  workers of a graph: {workers}; nodes: {len(graph.nodes)}; fingerprint {graph.fingerprint[:16]}",
+    ]
+    if plan.buckets:
+        lines.append(f"  buckets of a shard (sequences x tokens): {', '.join(map(str, plan.buckets))}")
+    lines.append(f"  channels: {size_text(input_bytes)} for the input, {size_text(result_bytes)} for a result")
+    return PhaseReport(plan.name, drawing, "\n".join(lines))
 
 
 def _refit_text(config: Config, hf_config: Mapping[str, Json]) -> str:

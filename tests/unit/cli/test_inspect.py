@@ -65,7 +65,7 @@ def test_markdown_is_fenced(tmp_path: Path) -> None:
 
 def test_sft_has_no_generation_and_no_refit() -> None:
     reports = phase_reports(load_config(SFT))
-    assert [report.plan.name for report in reports] == ["demonstration_step", "evaluate"]
+    assert [report.name for report in reports] == ["demonstration_step", "evaluate"]
     assert all(set(report.drawing.graph.widths) == {"train"} for report in reports)
 
 
@@ -78,9 +78,9 @@ def test_layouts_that_do_not_fit_the_model_are_errors(size: str) -> None:
 def test_layouts_larger_than_any_machine_are_drawn() -> None:
     sizes = ["data_parallel_size=8", "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"]
     config = load_config(GRPO, [f"policy.megatron_cfg.{size}" for size in sizes] + GENERATION_DP2_TP2)
-    report = next(report for report in phase_reports(config) if report.plan.name == "refit")
+    report = next(report for report in phase_reports(config) if report.name == "refit")
     assert report.drawing.graph.widths == {"train": 16, "generation": 2}
-    assert "one of 2 equal graphs" in str(report)
+    assert "one of 2 equal graphs" in report.text
     assert "from 32 to 4 ranks" in inspect_config(config, "refit")
 
 
