@@ -13,7 +13,6 @@ import inspect
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
@@ -51,7 +50,14 @@ class CallOrder:
     def replay(self, start: Callable[[], Replay]) -> Replay:
         """Starts a replay once earlier plain calls have ended. Raises DeadlineError if they do not."""
         with self._lock:
-            self._wait_for_plain_calls()
+            if self._plain:
+                _, late = ray.wait(self._plain, num_returns=len(self._plain), timeout=self._deadline_s, fetch_local=False)
+                if late:
+                    raise DeadlineError(
+                        f"{len(late)} plain calls before a replay have not ended within deadline_s = {self._deadline_s:g} "
+                        "s; raise it if they are slow"
+                    )
+                self._plain = []
             self._replays = [replay for replay in self._replays if not replay.done]
             replay = start()
             self._replays.append(replay)
@@ -68,27 +74,6 @@ class CallOrder:
             self._plain += [one for one in references(sent) if isinstance(one, ray.ObjectRef)]
         return sent
 
-    def _wait_for_plain_calls(self) -> None:
-        if not self._plain:
-            return
-        _, late = ray.wait(self._plain, num_returns=len(self._plain), timeout=self._deadline_s, fetch_local=False)
-        if late:
-            raise DeadlineError(
-                f"{len(late)} plain calls before a replay have not ended within deadline_s = {self._deadline_s:g} s; "
-                "raise it if they are slow"
-            )
-        self._plain = []
-
-
-@dataclass(frozen=True)
-class FleetLimits:
-    """`deadline_s`: the longest that one call may take. `max_bytes`: the most that one worker takes or returns in a call;
-    memory is taken as it is used.
-    """
-
-    deadline_s: float
-    max_bytes: int
-
 
 class Fleet:
     """The phases of one worker group, and the order of its calls. `close` ends the graphs; the actors live on."""
@@ -99,32 +84,33 @@ class Fleet:
         methods: Sequence[str],
         *,
         role: str,
-        limits: FleetLimits,
+        deadline_s: float,
+        max_bytes: int,
         prepare: Callable[[object], object] | None = None,
     ) -> None:
-        """`prepare(worker)` runs on each worker before its first call.
+        """`deadline_s`: the longest that one call may take. `max_bytes`: the most that one worker takes or returns in a
+        call; memory is taken as it is used. `prepare(worker)` runs on each worker before its first call.
 
         Raises GraphError for a method that the actors lack, WorkerError for an actor that died.
         """
         if not methods:
             raise GraphError("phases is empty; name the methods to run as phases, such as phases=('train', 'get_logprobs')")
-        self.limits = limits
+        self.limits = deadline_s, max_bytes
         self.closed = False
-        self.order = CallOrder(limits.deadline_s)
-        group = WorkerGroup.from_actors(actors, ParallelLayout(dp=len(actors)), role, call_timeout_s=limits.deadline_s)
+        self.order = CallOrder(deadline_s)
+        group = WorkerGroup.from_actors(actors, ParallelLayout(dp=len(actors)), role, call_timeout_s=deadline_s)
         if prepare is not None:
             group.call_function(prepare)
-        options = SchedulerOptions(fallback="error", fuse_shards=True, replay_s=limits.deadline_s)
+        options = SchedulerOptions(fallback="error", fuse_shards=True, replay_s=deadline_s)
         self._scheduler = Scheduler([group], options)
         self._phases = {method: _phase_of(role, method) for method in dict.fromkeys(methods)}
-        nobody, room = [None] * len(actors), limits.max_bytes
         for one in self._phases.values():
             self._scheduler.add(
                 one,
                 codec=PER_WORKER,
-                warmup_value=nobody,
-                input_bytes=room,
-                result_bytes=room,
+                warmup_value=[None] * len(actors),
+                input_bytes=max_bytes,
+                result_bytes=max_bytes,
                 room_key="max_bytes of accelerate()",
             )
         try:

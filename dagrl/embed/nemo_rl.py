@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError
 
-from dagrl.embed.fleet import Call, Fleet, FleetLimits
+from dagrl.embed.fleet import Call, Fleet
 from dagrl.errors import DeadlineError, LayoutError
 from dagrl.runtime.arguments import Arguments
 from dagrl.runtime.executors.references import ValueRef
@@ -49,9 +49,8 @@ def accelerate(
     """
     _check(worker_group)
     role = re.sub(r"\W", "_", getattr(worker_group, "name_prefix", "")) or "workers"
-    return AcceleratedGroup(
-        worker_group, Fleet(worker_group.workers, phases, role=role, limits=FleetLimits(deadline_s, max_bytes))
-    )
+    fleet = Fleet(worker_group.workers, phases, role=role, deadline_s=deadline_s, max_bytes=max_bytes)
+    return AcceleratedGroup(worker_group, fleet)
 
 
 class AcceleratedGroup:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dagrl.embed.fleet import Call, Fleet, FleetLimits
+from dagrl.embed.fleet import Call, Fleet
 from dagrl.embed.verl_data import chunks, register_reducers
 from dagrl.errors import GraphError, MissingDependencyError
 from dagrl.runtime.arguments import Arguments
@@ -56,7 +56,7 @@ def accelerate(
     refused = {name: method for name, method in methods.items() if isinstance(method, str)}
     if phases is not None and refused:
         raise GraphError("; ".join(refused.values()) + ". Leave it out of `phases`: it then runs as verl runs it")
-    fleet = _fleet_of(worker_group.workers, FleetLimits(deadline_s, max_bytes))
+    fleet = _fleet_of(worker_group.workers, deadline_s, max_bytes)
     made = copy.copy(worker_group)
     for name, functor in bound.items():
         method = methods.get(name)
@@ -137,15 +137,17 @@ def _run_method(worker: object, name: str, *args: object, **kwargs: object) -> o
     return getattr(worker, name)(*args, **kwargs)
 
 
-def _fleet_of(actors: Sequence[Any], limits: FleetLimits) -> Fleet:
+def _fleet_of(actors: Sequence[Any], deadline_s: float, max_bytes: int) -> Fleet:
     """Returns the fleet on these actors, with the phase `RUN`: that of another worker group on them, or a new one."""
     key = tuple(actor._actor_id.hex() for actor in actors)
     fleet = _fleets.get(key)
-    if fleet is not None and fleet.limits != limits:
+    if fleet is not None and fleet.limits != (deadline_s, max_bytes):
         fleet.close()
     if fleet is None or fleet.closed:
         register_reducers()
-        fleet = _fleets[key] = Fleet(actors, [RUN], role="verl", limits=limits, prepare=register_reducers)
+        fleet = _fleets[key] = Fleet(
+            actors, [RUN], role="verl", deadline_s=deadline_s, max_bytes=max_bytes, prepare=register_reducers
+        )
     return fleet
 
 
