@@ -94,9 +94,9 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[li
         batches.append(groups)
         return learn(session, groups, step, *early)
 
-    def exported(replays: Replays, experience: Experience, version: int) -> dict[str, float]:
+    def exported(replays: Replays, experience: Experience, version: int, *meanwhile: Any) -> dict[str, float]:
         replays.scheduler.groups["train"].call("export_hf", str(tmp_path / f"version{version}"))
-        return refit(replays, experience, version)
+        return refit(replays, experience, version, *meanwhile)
 
     monkeypatch.setattr(async_grpo, "learn", watched)
     monkeypatch.setattr(grpo_step, "refit", exported)

@@ -109,7 +109,7 @@ def test_an_open_question_in_a_checkpoint_is_asked_again(
     assert open_questions
     for (number, place), asked in open_questions.items():
         final = finals[number].episodes[place]
-        assert final.tokens[: len(asked.tokens)] == asked.tokens
+        assert final.tokens[: len(asked.tokens)].tolist() == asked.tokens.tolist()
         assert not any(final.sampled[len(asked.tokens) : len(asked.tokens) + 2]), "the environment's two nines come next"
     for episode in episodes_of(trained):
         check_answered(episode)
