@@ -18,6 +18,9 @@ OUTPUT_LAYER = "_TokenLogprobs"
 HEAD = (HEAD_PRODUCTS, VOCABULARY_SUMS) = ("output layer", "vocabulary sums")
 """Kinds of kernels that are not the layers'."""
 
+FULL_BUFFER = "Command Buffer Full"
+"""CUPTI's events of a launch that waited for room, which torch gives the kernels of that launch once more."""
+
 KINDS = {
     "attention": r"flash|fmha|sdpa|attention",
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
@@ -57,7 +60,7 @@ def step_parts(events: Iterable[Event]) -> StepParts:
     """Sums the kernels of a step by kind. Products of the output layer are `output layer`."""
     found: dict[str, float] = {}
     for event in events:
-        for kernel in event.kernels:
+        for kernel in event.kernels if event.name != FULL_BUFFER else ():
             kind = kind_of(kernel.name)
             if kind == "products" and _below_output_layer(event):
                 kind = HEAD_PRODUCTS
