@@ -146,7 +146,7 @@ def main() -> None:
         print(json.dumps(steps_of(sizes[0], options.steps)))
         return
     name, _, tree = (options.against or "").partition("=")
-    trees = {**({name: Path(tree).absolute()} if tree else {}), "here": Path(__file__).absolute().parents[1]}
+    trees = {**({name: Path(tree).absolute()} if tree else {}), "here": Path(__file__).resolve().parents[1]}
     report_rows(options, [measure(trees, sizes, options.rounds, options.steps)], lambda rows: print(*rows, sep="\n"))
 
 
