@@ -46,7 +46,7 @@ def in_background(call: Callable[[], T], name: str) -> Future[T]:
 
 
 class BackgroundThread:
-    """A thread that runs one call after the other, until `close`. It takes a call in a third of the time of a new thread.
+    """A thread that runs one call after the other, until `close`. It takes a call in less time than a new thread starts.
 
     It does not keep the process alive.
     """

@@ -285,7 +285,7 @@ def capture_sizes(most: int) -> list[int]:
 def _compilation(config: Config, on_gpu: bool) -> dict[str, Any]:
     """Returns vLLM's `compilation_config`: the given one, and where it has none the sizes of CUDA graphs.
 
-    On GPUs independent kernels are combined without first timing whether that pays, which is a sixth of the compilation.
+    On GPUs independent kernels are combined without first timing whether that pays, which prolongs the compilation.
     """
     generation = require_generation(config)
     vllm, given = generation.vllm_cfg, generation.vllm_kwargs.get("compilation_config", {})

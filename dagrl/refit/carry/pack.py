@@ -360,7 +360,7 @@ class Addresses:
     def _read(self) -> list[int]:
         import torch
 
-        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are of such classes: 1 us each, with it 0.07
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are subclasses, slow with it
             return [pointer() for pointer in self._pointers]
 
 

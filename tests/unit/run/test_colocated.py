@@ -110,6 +110,15 @@ def started(gpu: SimulatedGpu, exchange: Exchange, resident: bool) -> SharedDevi
     return SharedDevices({"train": gpu}, gpu, 2, unmeasured, deadline, exchange, resident)  # type: ignore[arg-type, dict-item]
 
 
+def warm_up(gpu: SimulatedGpu, shared: SharedDevices, late: int, *turns: tuple[str, ...]) -> None:
+    """Runs phases of these roles, then settles. Generation's first phase takes `late` bytes."""
+    for roles in turns:
+        shared.give_to(roles, keep_generation_weights=True)
+        gpu.work(roles)
+        gpu.total -= late * (roles == ("generation",))
+    shared.settle()
+
+
 def third_step(gpu: SimulatedGpu, shared: SharedDevices) -> list[str]:
     for _ in range(3):
         gpu.calls.clear()
@@ -172,11 +181,7 @@ def test_a_start_with_both_roles_moves_nothing_that_fits(
     shared.give_to(("train", "generation"))
     assert gpu.calls == []
     shared.measure_turns()
-    for roles in (("train",), ("generation",), ("train", "generation")):
-        shared.give_to(roles, keep_generation_weights=True)
-        gpu.work(roles)
-        gpu.total -= late * (roles == ("generation",))
-    shared.settle()
+    warm_up(gpu, shared, late, ("train",), ("generation",), ("train", "generation"))
     assert gpu.calls == at_start
     assert third_step(gpu, shared) == calls
 
@@ -200,11 +205,7 @@ def test_training_that_ran_while_generation_started_takes_no_turn_with_ample_roo
     shared.give_to(("train", "generation"))
     again = shared.measure_turns(trained=True)
     assert again == (total < AMPLY)
-    for roles in ((("train",),) if again else ()) + (("generation",), ("train", "generation")):
-        shared.give_to(roles, keep_generation_weights=True)
-        gpu.work(roles)
-        gpu.total -= late * (roles == ("generation",))
-    shared.settle()
+    warm_up(gpu, shared, late, *([("train",)] * again), ("generation",), ("train", "generation"))
     assert gpu.calls == at_start
     assert third_step(gpu, shared) == calls
 
