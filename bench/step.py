@@ -44,7 +44,7 @@ from dagrl.run.loops.grpo import train_grpo
 from dagrl.run.plans import grpo_plans
 from dagrl.run.session import Session
 from dagrl.run.start import open_session
-from dagrl.telemetry.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE, UPDATE_PAUSE
+from dagrl.telemetry.metrics import IDLE, STEP_OVERHEAD, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE, UPDATE_PAUSE
 from dagrl.telemetry.record import read_metrics
 
 CONFIG = Path(__file__).with_name("step.yaml")
@@ -238,8 +238,9 @@ def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]]
     `tokens_per_s` counts trained tokens of prompts and completions; per worker (or GPU) of both roles, low and high are the
     slowest and the fastest round. `phases_s` is the driver's wait per phase (in another thread, if the loop has one).
     `update_s` runs from the end of training until generation has the weights (0 for plain calls, which only refit).
-    `update_pause_s` and `policy_age_max` are maxima over all steps. MFU covers the train GPUs, in the optimizer step and
-    over the whole step (counting the FLOPs of one optimizer step); 0 if the device's peak is unknown.
+    `step_overhead_s` is the part in which no worker computed. `update_pause_s` and `policy_age_max` are maxima over
+    all steps. MFU covers the train GPUs, in the optimizer step and over the whole step (counting the FLOPs of one optimizer
+    step); 0 if the device's peak is unknown.
     """
     steps, devices = [step for part in rounds for step in part], device_count(config)
 
@@ -265,6 +266,7 @@ def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]]
         "idle_generation": of(IDLE + "generation"),
         "update_s": of(UPDATE),
         "update_pause_s": longest_pause_s(steps),
+        "step_overhead_s": of(STEP_OVERHEAD),
         "quantum_overhead": of("perf/quantum_overhead"),
         "policy_age_mean": of("staleness/policy_age_mean"),
         "policy_age_max": max(float(step["staleness/policy_age_max"]) for step in steps),
@@ -289,15 +291,16 @@ def _total(steps: Sequence[Metrics], name: str) -> float:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    numbers = "exposed, idle train, idle gen, update ms, pause ms, quantum +, age, max, MFU train, MFU, KL"
+    numbers = "exposed, idle train, idle gen, update ms, pause ms, overhead ms, quantum +, age, max, MFU train, MFU, KL"
     phases = [phase.replace("_", " ") for phase in PHASES]
     lines = (
         (
             row["variant"], f"{row['tokens_per_s_per_worker']:,.0f}", f"{row['speedup']:.2f}", f"{row['step_s']:.2f}",
             *(f"{row['phases_s'][phase]:.3f}" for phase in PHASES), f"{row['exposed_generation_s']:.2f}",
             f"{row['idle_train']:.0%}", f"{row['idle_generation']:.0%}", f"{row['update_s'] * 1000:.0f}",
-            f"{row['update_pause_s'] * 1000:.0f}", f"{row['quantum_overhead']:.2%}", f"{row['policy_age_mean']:.2f}",
-            f"{row['policy_age_max']:.0f}", *(f"{row[mfu]:.1%}" if row[mfu] else "" for mfu in ("mfu_train_step", "mfu")),
+            f"{row['update_pause_s'] * 1000:.0f}", f"{row['step_overhead_s'] * 1000:.0f}", f"{row['quantum_overhead']:.2%}",
+            f"{row['policy_age_mean']:.2f}", f"{row['policy_age_max']:.0f}",
+            *(f"{row[mfu]:.1%}" if row[mfu] else "" for mfu in ("mfu_train_step", "mfu")),
             f"{row['gen_kl_error']:.1e}",
         )
         for row in rows

@@ -51,8 +51,6 @@ def jobs(gpus: int) -> list[Job]:
     return [
         *_tests(),
         _bench("overhead", *DEADLINE, gpus=0, cores=4),
-        _bench("step_overhead", "--workers", "8", *DEADLINE, gpus=0, cores=4),
-        _bench("step_overhead", "--workers", "64,128", *DEADLINE, gpus=0, cores=32, name="step_overhead-128"),
         _bench("refit", *DEADLINE, gpus=2),
         *(
             _bench("train", "--cases", *cases, *sizes, *DEADLINE, gpus=least, name=name)

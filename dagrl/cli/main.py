@@ -37,7 +37,6 @@ ANSWER_S = 30.0
 
 BENCHES = {
     "overhead": "overhead of a step over 1 to 64 workers: plain calls, Ray graphs, dagrl by shards",
-    "step_overhead": "what a step costs beyond its workers' own time, compiled and eager",
     "refit": "refits from Megatron to vLLM, compared with broadcasts",
     "refit_plan": "time and memory of planning refits of full-size models, without weights",
     "refit_delta": "whole and delta refits over a slow link between network namespaces",

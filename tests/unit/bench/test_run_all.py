@@ -180,8 +180,8 @@ def test_parts_and_jobs_are_chosen_by_name() -> None:
 def test_every_required_layout_has_a_job() -> None:
     gpus = {found.name: found.gpus for found in jobs(8)}
     assert {
-        "step_overhead": 0, "step_overhead-128": 0, "refit": 2, "step-qwen3-0.6b": 2, "compare-qwen3-0.6b": 2,
-        "compare-qwen3-4b": 2, "train-0.6b": 1, "train-0.6b-2": 2, "train-4b-2": 2, "train-30b-2": 2, "train-0.6b-4": 4,
+        "overhead": 0, "refit": 2, "step-qwen3-0.6b": 2, "compare-qwen3-0.6b": 2, "compare-qwen3-4b": 2,
+        "train-0.6b": 1, "train-0.6b-2": 2, "train-4b-2": 2, "train-30b-2": 2, "train-0.6b-4": 4,
         "train-4b-4": 4, "train-30b-4": 4, "train-4b-8": 8, "train-30b-8": 8, "run-colocated": 1, "run-sync": 2,
         "run-async-in-flight": 2, "run-eager": 2, "run-ep2-to-tp2": 4, "run-colocated-tp2pp2-to-tp2dp2": 4,
         "run-colocated-ep4-to-tp4": 4, "run-tp2pp2-to-tp2dp2": 8,
