@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,6 @@ from dagrl.bench.refit_plan import configuration
 from dagrl.bench.refit_rank import Rank, Settings
 from dagrl.bench.refit_resharding import _along
 from dagrl.bench.refit_vllm_engines import Calls, answer_calls
-from dagrl.bench.report import BenchReport
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.errors import RunError
@@ -61,7 +61,7 @@ def test_failed_methods_raise(row: dict[str, object], monkeypatch: pytest.Monkey
     refit.add_arguments(parser)
     with pytest.raises(RunError, match=r"1 methods .* failed, see their rows: 4B TP2->TP2 bf16 dagrl"):
         refit.run(parser.parse_args(["--trial", "--json", str(tmp_path / "refit.json")]))
-    assert list(BenchReport.read(tmp_path / "refit.json").failed) == ["4B TP2->TP2 bf16 dagrl"]
+    assert list(json.loads((tmp_path / "refit.json").read_text())["failed"]) == ["4B TP2->TP2 bf16 dagrl"]
 
 
 def test_a_case_needs_the_gpus_of_both_sides() -> None:
