@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -93,7 +92,9 @@ VARIANTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser, CONFIG)
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override keys of the configuration")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="configuration to measure; default: %(default)s")
+    add_outputs(parser)
     parser.add_argument("--steps", type=int, help="counted steps per variant, rounded up to whole bursts")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--keep-weights", action="store_true", help="a variant begins where the one before ended")
@@ -109,29 +110,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     variants = chosen(options.variants) if options.variants else list(VARIANTS)
     deadline = BenchDeadline(options.deadline)
-    with run_config(options) as config:
-        reloads = not (options.keep_weights or options.at_rest)
-        first_weights = Path(config.output_dir) / "first_weights" if reloads else None
-        config = at_rest(config) if options.at_rest else config
-        measured = measure(config, variants, first_weights, options.rounds, deadline)
-        report_rows(options, (as_rows(config, found) for found in measured), print_table, plot, deadline=deadline)
-
-
-def add_run_arguments(parser: argparse.ArgumentParser, config: Path) -> None:
-    """Adds the options of a benchmark that runs a configuration, by default `config`."""
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override keys of the configuration")
-    parser.add_argument("--config", type=Path, default=config, help="configuration to measure; default: %(default)s")
-    add_outputs(parser)
-
-
-@contextmanager
-def run_config(options: argparse.Namespace, defaults: Sequence[str] = ()) -> Iterator[Config]:
-    """Yields the configuration of the options, with a temporary output directory. `defaults` precede the options."""
     logging.getLogger("dagrl").setLevel("ERROR")  # its warnings concern settings measured on purpose
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
-        config = load_config(options.config, [*defaults, *options.overrides, *steps, f"output_dir={directory}"])
-        yield hurried(config, options.deadline)
+        config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
+        config = hurried(at_rest(config) if options.at_rest else config, options.deadline)
+        first_weights = None if options.keep_weights or options.at_rest else Path(directory) / "first_weights"
+        measured = measure(config, variants, first_weights, options.rounds, deadline)
+        report_rows(options, (as_rows(config, found) for found in measured), print_table, plot, deadline=deadline)
 
 
 def at_rest(config: Config) -> Config:
@@ -143,9 +129,9 @@ def at_rest(config: Config) -> Config:
     return config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
 
 
-def chosen(text: str, among: Sequence[Variant] = (*ON_REQUEST, *VARIANTS)) -> list[Variant]:
+def chosen(text: str) -> list[Variant]:
     """Returns the variants named by `--variants`, in order. Raises ConfigError for an unknown name."""
-    named = {variant.name: variant for variant in among}
+    named = {variant.name: variant for variant in (*ON_REQUEST, *VARIANTS)}
     names = [name.strip() for name in text.split(";")]
     if unknown := [name for name in names if name not in named]:
         raise ConfigError(f"--variants: found {', '.join(unknown)}; choose from {'; '.join(named)}")
@@ -191,25 +177,15 @@ def run_variant(
     config: Config, session: Session, reward: RewardRunner, variant: Variant, first_weights: Path | None
 ) -> Sequence[Metrics]:
     """Returns the metrics of one variant's counted steps. Without `first_weights` it continues from the current weights."""
-    counted, burst = counted_steps(config, variant), variant.age + 1
+    burst = variant.age + 1
+    counted = -(-config.grpo.max_num_steps // burst) * burst  # whole bursts
     session = begin_again(session, config, variant, first_weights, burst + counted + burst)
-    return run_loop(session, reward, variant)[burst : burst + counted]
-
-
-def run_loop(session: Session, reward: RewardRunner, variant: Variant) -> Sequence[Metrics]:
-    """Returns the metrics that the variant's loop adds to the session's."""
-    before = len(read_metrics(session.recorder.paths.metrics))
+    before = len(read_metrics(session.recorder.paths.metrics)) + burst
     session.replays.close_step(tokens=0)
     loop = train_plain if variant.plain else train_async if variant.enabled else train_grpo
     loop(session, reward)
     session.checkpoints.parts.clear()
-    return read_metrics(session.recorder.paths.metrics)[before:]
-
-
-def counted_steps(config: Config, variant: Variant) -> int:
-    """Returns a variant's number of counted steps: `grpo.max_num_steps`, rounded up to whole bursts."""
-    burst = variant.age + 1
-    return -(-config.grpo.max_num_steps // burst) * burst
+    return read_metrics(session.recorder.paths.metrics)[before : before + counted]
 
 
 def begin_again(session: Session, config: Config, variant: Variant, first_weights: Path | None, steps: int) -> Session:

@@ -62,7 +62,6 @@ def jobs(gpus: int) -> list[Job]:
             for comparison, words in SETTINGS.items()
         ),
         _bench("exchange", gpus=1, plot=False),
-        _bench("curves", f"{TRAIN}.data_parallel_size=1", *DEADLINE, gpus=2),
         *_steps(gpus),
         *(
             replace(_bench("peers", "--cases", *cases, *words, *DEADLINE, gpus=1, name=name, plot=False), part="peers")

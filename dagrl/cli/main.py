@@ -48,7 +48,6 @@ BENCHES = {
     "embed": "calls and training steps of verl's worker groups, its own and accelerated ones",
     "step": "GRPO steps: plain Ray calls, synchronous, asynchronous, with in-flight weight updates",
     "settings": "one train worker with and without packing, optimizer offload, reference weights on the GPU",
-    "curves": "reward by step and by minute, synchronous and asynchronous",
     "exchange": "training that leaves its GPU for generation and comes back, as a share of the link",
 }
 """Modules of `dagrl.bench` and what each measures. Each has `add_arguments(parser)` and `run(options)`."""
