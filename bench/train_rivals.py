@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dagrl.bench.train_parts import StepParts
-from dagrl.bench.train_worker import TrainBenchWorker
+from dagrl.bench.train_parts import StepParts, step_parts
 from dagrl.bench.turns import Side
 from dagrl.config import ClusterConfig, Config
 from dagrl.errors import RunError
@@ -26,8 +26,51 @@ from dagrl.runtime.split import split_rows
 from dagrl.runtime.worker import WorkerContext
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.metrics import merge_step_metrics
+from dagrl.workers.megatron import MegatronWorker, cpu
 
 DEADLINE_S = 60.0
+
+
+class TrainBenchWorker(MegatronWorker):
+    """A worker whose process runs one case after another: `become` sets it up in any layout and `leave` releases it."""
+
+    def setup(self, address: str) -> None:
+        """Imports what a worker needs."""
+        cpu.adapt()
+        import dagrl.workers.megatron.trainer
+
+        assert dagrl.workers.megatron.trainer
+
+    def become(self, context: WorkerContext, config: Config, address: str) -> None:
+        """Sets up a worker of `context.layout`. Collective over the layout's workers."""
+        self.__init__(context, config)  # type: ignore[misc]
+        super().setup(address)
+
+    def leave(self) -> None:
+        """Drops the model, leaves its process groups and frees the memory."""
+        import torch
+
+        self.shutdown()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def parts(self, batch: Batch) -> StepParts:
+        """Runs one step under torch's profiler. Returns where the GPU's time went."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            self.train_step(batch, "likelihood")
+            torch.cuda.synchronize()
+        return step_parts(profiler.events())
+
+    def peak_memory(self) -> int:
+        """Returns the peak of allocated GPU memory in bytes."""
+        import torch
+
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 class DagrlSteps:
