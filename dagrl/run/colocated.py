@@ -193,6 +193,11 @@ class SharedDevices:
         return tuple(self._held)
 
     @property
+    def moves(self) -> bool:
+        """Whether anything may have to move before a role works: not all of it stays on the GPUs for good."""
+        return not (self._settled and self._residency.everything)
+
+    @property
     def _everything(self) -> Residency:
         return Residency(tuple(self._states), everything=True)
 

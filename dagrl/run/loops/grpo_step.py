@@ -167,12 +167,12 @@ def refit(
 ) -> dict[str, float]:
     """Sends generation the train workers' weights as `version`. Returns how long generation stood still, and the bytes.
 
-    Calls `meanwhile` while the weights go: it may submit quanta, so that engines continue at once. Colocated engines have no
-    memory for them until the refit has ended. Engines that fail in it are replaced, and it is replayed again.
+    Calls `meanwhile` while the weights go: it may submit quanta, so that engines continue at once. Engines that exchange
+    memory have none for them until the refit has ended. Engines that fail in it are replaced, and it is replayed again.
     """
     experience.connect()
     replay = replays.submit("refit", version)
-    if replays.shared is None:
+    if replays.shared is None or not replays.shared.moves:
         meanwhile()
     try:
         result = replays.collect("refit", replay, busy_s=mean_pause)[0]

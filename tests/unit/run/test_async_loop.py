@@ -550,17 +550,18 @@ def test_environment_tokens_do_not_count_as_overlong() -> None:
         assert penalty == pytest.approx(-min(max(length - 2, 0) / 10, 1), abs=1e-6)
 
 
-@pytest.mark.parametrize("shared", [None, object()], ids=["apart", "colocated"])
-def test_quanta_are_queued_behind_a_refit_unless_colocated(shared: object) -> None:
+@pytest.mark.parametrize("moves", [None, False, True], ids=["apart", "resident", "exchanging"])
+def test_quanta_are_queued_behind_a_refit_unless_memory_moves(moves: bool | None) -> None:
     asked: list[str] = []
 
     def collect(*_: object, **__: object) -> tuple[list[object], None]:
         asked.append("read")
         return [], None
 
+    shared = None if moves is None else SimpleNamespace(moves=moves)
     replays = SimpleNamespace(shared=shared, submit=lambda *_: asked.append("refit"), collect=collect)
     rollouts = SimpleNamespace(look_ahead=lambda: asked.append("quantum"), serve=lambda: asked.append("serve"))
     experience = SimpleNamespace(rollouts=rollouts, connect=lambda: asked.append("connect"))
     refit(cast("Any", replays), cast("Any", experience), 1, rollouts.look_ahead)
-    between = ["quantum"] if shared is None else []
+    between = [] if moves else ["quantum"]
     assert asked == ["connect", "refit", *between, "read", "serve"]

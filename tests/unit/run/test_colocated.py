@@ -125,6 +125,7 @@ def third_step(gpu: SimulatedGpu, shared: SharedDevices) -> list[str]:
         for roles in ROLES:
             shared.give_to(roles)
             gpu.work(roles)
+    assert shared.moves == bool(gpu.calls)
     return gpu.calls
 
 
