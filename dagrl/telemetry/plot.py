@@ -7,6 +7,7 @@ A panel is drawn if the run has its metric. Needs matplotlib (extra `tracking`) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,20 +45,21 @@ STYLE = {
 
 @dataclass
 class Stage:
-    """The steps of one stage (`sft`, `grpo`). Every metric is a column, NaN where a step does not have it."""
+    """The steps of one stage (`sft`, `grpo`), each with the numbers of its line."""
 
     name: str
-    steps: list[float] = field(default_factory=list)
-    columns: dict[str, list[float]] = field(default_factory=dict)
+    lines: list[dict[str, float]] = field(default_factory=list)
 
-    def has(self, name: str) -> bool:
-        return name in self.columns
+    @property
+    def metrics(self) -> set[str]:
+        """The names of all metrics that a step has."""
+        return {name for line in self.lines for name in line}
 
     def series(self, name: str) -> tuple[Column, Column]:
         """Returns steps and values of a metric where it is finite."""
-        steps, values = np.array(self.steps), np.array(self.columns[name])
-        finite = np.isfinite(values)
-        return steps[finite], values[finite]
+        found = [(line["step"], line[name]) for line in self.lines if math.isfinite(line.get(name, math.nan))]
+        steps, values = np.array(found).reshape(-1, 2).T
+        return steps, values
 
 
 def plot_run(metrics: Path, picture: Path, title: str) -> None:
@@ -89,12 +91,7 @@ def _read(path: Path) -> list[Stage]:
     stages: dict[str, Stage] = {}
     for line in read_metrics(path):
         stage = stages.setdefault(str(line["stage"]), Stage(str(line["stage"])))
-        numbers = {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
-        for name in numbers.keys() - stage.columns.keys():
-            stage.columns[name] = [float("nan")] * len(stage.steps)
-        for name, column in stage.columns.items():
-            column.append(numbers.get(name, float("nan")))
-        stage.steps.append(numbers["step"])
+        stage.lines.append({name: float(value) for name, value in line.items() if isinstance(value, int | float)})
     return list(stages.values())
 
 
@@ -108,11 +105,11 @@ def _panels(stages: Sequence[Stage]) -> list[Panel]:
         (KL, "KL to the reference policy"),
     ):
         for stage in stages:
-            if stage.has(name) or stage.has(_held_out(name)):
+            if stage.metrics & {name, _held_out(name)}:
                 label = f"{title} ({stage.name.upper()})" if name == "loss" else title
                 panels.append(partial(_draw_curve, stage, name, label))
-    panels += [partial(_draw_agreement, stage) for stage in stages if stage.has("token_mult_prob_error")]
-    if any(stage.has(TIMING + "total") for stage in stages):
+    panels += [partial(_draw_agreement, stage) for stage in stages if "token_mult_prob_error" in stage.metrics]
+    if any(TIMING + "total" in stage.metrics for stage in stages):
         panels.append(partial(_draw_times, stages))
     return panels
 
@@ -124,7 +121,7 @@ def _held_out(name: str) -> str:
 
 def _draw_curve(stage: Stage, name: str, title: str, axis: Axes) -> None:
     axis.set_title(title)
-    if stage.has(name):
+    if name in stage.metrics:
         steps, values = stage.series(name)
         window = len(values) // 15
         if window < 3:  # a shorter mean smooths nothing
@@ -132,7 +129,7 @@ def _draw_curve(stage: Stage, name: str, title: str, axis: Axes) -> None:
         else:
             axis.plot(steps, values, color=BLUE, alpha=0.3, linewidth=1)
             axis.plot(steps, _trailing_mean(values, window), color=BLUE, label=f"train, mean of {window} steps")
-    if stage.has(_held_out(name)):
+    if _held_out(name) in stage.metrics:
         axis.plot(*stage.series(_held_out(name)), color=ORANGE, marker="o", markersize=4, label="held out")
     if name == REWARD_MEAN:
         axis.set_ylim(-0.03, max(1.03, axis.get_ylim()[1]))
@@ -145,7 +142,7 @@ def _draw_agreement(stage: Stage, axis: Axes) -> None:
     steps, values = stage.series("token_mult_prob_error")
     axis.set_title("Generation against train probabilities")
     axis.plot(steps, np.maximum(values - 1, 1e-9), color=BLUE, label="token_mult_prob_error - 1")
-    if stage.has("max_logprob_difference"):
+    if "max_logprob_difference" in stage.metrics:
         steps, values = stage.series("max_logprob_difference")
         axis.plot(steps, np.maximum(values, 1e-9), color=ORANGE, label="max_logprob_difference")
     axis.set_yscale("log")
@@ -154,9 +151,9 @@ def _draw_agreement(stage: Stage, axis: Axes) -> None:
 
 def _draw_times(stages: Sequence[Stage], axis: Axes) -> None:
     """Stacks the seconds of each step by phase, the costliest at the bottom, time outside of phases on top."""
-    steps = np.concatenate([np.array(stage.steps) for stage in stages])
+    steps = _joined(stages, "step")
     total = _joined(stages, TIMING + "total")
-    names = {name for stage in stages for name in stage.columns if name.startswith(TIMING)} - SPANS
+    names = {name for stage in stages for name in stage.metrics if name.startswith(TIMING)} - SPANS
     phases = sorted(((name, _joined(stages, name)) for name in names), key=lambda phase: (-phase[1].sum(), phase[0]))
     bands = [(name, seconds, color) for (name, seconds), color in zip(phases, PHASE_COLORS, strict=False)]
     other = np.maximum(total - sum((seconds for _, seconds, _ in bands), np.zeros_like(total)), 0)
@@ -173,9 +170,7 @@ def _draw_times(stages: Sequence[Stage], axis: Axes) -> None:
 
 def _joined(stages: Sequence[Stage], name: str) -> Column:
     """Returns a metric over all stages, 0 where a step does not have it."""
-    columns = [np.array(stage.columns.get(name, [0.0] * len(stage.steps))) for stage in stages]
-    joined: Column = np.nan_to_num(np.concatenate(columns))
-    return joined
+    return np.array([line.get(name, 0.0) for stage in stages for line in stage.lines])
 
 
 def _trailing_mean(values: Column, window: int) -> Column:
