@@ -10,14 +10,16 @@ as zeros; they are not in the bytes. The first round, in which host memory is pi
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from dagrl.bench.models import SHAPES, write_model
-from dagrl.bench.report import Row, add_outputs, print_rows
-from dagrl.bench.train_inputs import one_gpu_config, report_measured, single_worker, train_batch
+from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
+from dagrl.bench.train_inputs import one_gpu_config, single_worker, train_batch
+from dagrl.errors import ConfigError
 from dagrl.run.colocated import TRAIN_PARTS
 from dagrl.workers.megatron import MegatronWorker
 
@@ -32,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    report_measured(options, measure, print_table, without_gpu="the benchmark measures copies between a GPU and the host")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("found no GPU; the benchmark measures copies between a GPU and the host")
+    with tempfile.TemporaryDirectory() as directory:
+        report_rows(options, [measure(options, Path(directory))], print_table)
 
 
 def measure(options: argparse.Namespace, directory: Path) -> list[Row]:

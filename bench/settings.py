@@ -21,6 +21,7 @@ training, and an optimizer step.
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,8 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dagrl.bench.models import SHAPES, ModelShape, write_model
-from dagrl.bench.report import Row, print_rows
-from dagrl.bench.train_inputs import add_model_arguments, one_gpu_config, report_measured, single_worker, train_batch
+from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
+from dagrl.bench.train_inputs import one_gpu_config, single_worker, train_batch
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron import MegatronWorker
 
@@ -86,7 +87,10 @@ class Step:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("comparison", choices=COMPARISONS)
-    add_model_arguments(parser, MODELS, "tiny", rows=32, length=512)
+    parser.add_argument("--model", choices=sorted(MODELS), default="tiny")
+    parser.add_argument("--rows", type=int, default=32, help="sequences per step")
+    parser.add_argument("--length", type=int, default=512, help="tokens of the longest sequence")
+    add_outputs(parser, plot=False)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--median", type=float, help="median of log-normal lengths; default: all rows are full")
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
@@ -100,7 +104,8 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     options.precision = options.precision or ("bfloat16" if torch.cuda.is_available() else "float32")
-    report_measured(options, measure, print_table)
+    with tempfile.TemporaryDirectory() as directory:
+        report_rows(options, [measure(options, Path(directory))], print_table)
 
 
 def measure(options: argparse.Namespace, directory: Path) -> list[Row]:

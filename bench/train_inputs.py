@@ -1,20 +1,16 @@
-"""Shared by the training benchmarks: the command's frame, full batches, and a worker in this process without Ray."""
+"""Shared by the training benchmarks: full batches, and a worker in this process without Ray."""
 
 from __future__ import annotations
 
-import argparse
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from dagrl.bench.report import Row, add_outputs, report_rows
 from dagrl.config import Config
-from dagrl.errors import ConfigError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.shapes import Array, Batch
@@ -22,25 +18,6 @@ from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.megatron import MegatronWorker
 
 Worker = TypeVar("Worker", bound=MegatronWorker)
-
-
-def report_measured(
-    options: argparse.Namespace,
-    measure: Callable[[argparse.Namespace, Path], list[Row]],
-    print_table: Callable[[Sequence[Row]], None],
-    *,
-    without_gpu: str | None = None,
-) -> None:
-    """Measures with a temporary directory for checkpoints, prints the table and writes the file of `--json`.
-
-    Raises ConfigError if there is no GPU and `without_gpu` says why the benchmark needs one.
-    """
-    import torch
-
-    if without_gpu is not None and not torch.cuda.is_available():
-        raise ConfigError(f"found no GPU; {without_gpu}")
-    with tempfile.TemporaryDirectory() as directory:
-        report_rows(options, [measure(options, Path(directory))], print_table)
 
 
 def train_batch(rows: int, length: int, vocabulary: int) -> Batch:
@@ -51,16 +28,6 @@ def train_batch(rows: int, length: int, vocabulary: int) -> Batch:
     fields: dict[str, Array] = {"tokens": tokens, "lengths": np.full(rows, length, np.int64), "loss_mask": mask}
     scalars = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float(rows)}
     return Batch(fields, scalars)
-
-
-def add_model_arguments(
-    parser: argparse.ArgumentParser, models: Iterable[str], default: str, rows: int, length: int
-) -> None:
-    """Adds `--model`, `--rows`, `--length` and `--json`."""
-    parser.add_argument("--model", choices=sorted(models), default=default)
-    parser.add_argument("--rows", type=int, default=rows, help="sequences per step")
-    parser.add_argument("--length", type=int, default=length, help="tokens of the longest sequence")
-    add_outputs(parser, plot=False)
 
 
 def one_gpu_config(model: Path, length: int, policy: Mapping[str, object]) -> Config:
