@@ -1,6 +1,7 @@
 """Models with published shapes and random weights, written as Hugging Face checkpoints for benchmarks to train on.
 
     write_model(SHAPES["qwen3-0.6b"], directory)          # config.json and model.safetensors, bfloat16
+    python -m dagrl.bench.models qwen3-4b DIR             # with a tokenizer, as DIR/qwen3-4b, unless it exists
 
 Sizes come from the published `config.json` files. `with_layers` shortens a model to fit a machine and changes its name.
 """
@@ -8,6 +9,7 @@ Sizes come from the published `config.json` files. `with_layers` shortens a mode
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from dagrl.config import Json
 if TYPE_CHECKING:
     import torch
 
+CHARACTERS = "0123456789+="
 _QWEN3: dict[str, Json] = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
@@ -105,9 +108,25 @@ def write_model(shape: ModelShape, directory: Path, dtype: str = "bfloat16") -> 
     return target
 
 
+def write_with_tokenizer(shape: ModelShape, directory: Path, dtype: str = "bfloat16") -> Path:
+    """Writes a model with a tokenizer of digits below `directory`, unless its weights, which are written last, exist."""
+    from dagrl.run.model import character_tokenizer
+
+    target = directory / shape.name
+    if not (target / "model.safetensors").exists():
+        target.mkdir(parents=True, exist_ok=True)
+        character_tokenizer(CHARACTERS).save_pretrained(target)
+        write_model(shape, directory, dtype)
+    return target
+
+
 def _draw(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     import torch
 
     if len(size) == 1:
         return torch.ones(size, dtype=dtype, device=generator.device)
     return (torch.randn(size, generator=generator, device=generator.device) * 0.02).to(dtype)
+
+
+if __name__ == "__main__":
+    write_with_tokenizer(SHAPES[sys.argv[1]], Path(sys.argv[2]))

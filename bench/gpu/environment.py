@@ -1,15 +1,10 @@
-"""Describes the host of a benchmark: GPUs, links, driver, processor and package versions.
-
-python -m dagrl.bench.gpu.environment [--json]        print it
-"""
+"""Describes the host of a benchmark: GPUs, links, driver, processor and package versions."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from dagrl.bench.report import commit, hardware, output_of, versions
 from dagrl.machine import gpus
@@ -69,8 +64,3 @@ def environment() -> Environment:
 
 _KEPT = re.compile(r"(NCCL|CUDA_VISIBLE|CUDA_DEVICE_MAX|VLLM|RAY|TORCH_SYMM|NVSHMEM)_(?!.*(TOKEN|KEY|SECRET|PASSWORD))")
 """Variables to record: those that affect a measurement, never secrets."""
-
-
-if __name__ == "__main__":
-    here = environment()
-    sys.stdout.write(json.dumps(asdict(here), indent=1) + "\n" if "--json" in sys.argv else here.text())

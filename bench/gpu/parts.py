@@ -29,11 +29,8 @@ TESTS_FOR_TWO = (
 
 @dataclass(frozen=True)
 class Job:
-    """One command of a part. In its words `{out}` stands for the results directory, `{models}` for a directory of models
-    that
-    is deleted at the end, and `{seconds}` for the time left to measure.
-
-    `bench` names the `dagrl bench` measurement it needs; without it the job is reported as missing.
+    """One command of a part. In its words `{out}` stands for the directory of results, `{models}` for one of models, which
+    is deleted at the end, and `{seconds}` for the time left to measure. `bench` names its `dagrl bench` measurement.
     """
 
     part: str
@@ -170,7 +167,7 @@ def _sequences(prompts: int) -> tuple[str, ...]:
 def _step(name: str, model: str, words: Sequence[str], gpus: int) -> Job:
     setting = ("--config", "bench/gpu/step.yaml", f"policy.model_name={{models}}/{model}")
     job = _bench("step", *setting, *words, *DEADLINE, gpus=gpus, name=f"{name}-{model}")
-    return replace(job, before=_python("dagrl.bench.gpu.models", model, "{models}"))
+    return replace(job, before=_python("dagrl.bench.models", model, "{models}"))
 
 
 def _faults(gpus: int) -> list[Job]:

@@ -33,14 +33,13 @@ from dagrl.bench.deadline import by_reason
 from dagrl.bench.gpu.environment import Environment, environment
 from dagrl.bench.gpu.outcomes import FAILURES, STOPPED, Outcome, keep, own_directory
 from dagrl.bench.gpu.parts import ROOT, Job, jobs
-from dagrl.bench.gpu.processes import end_session
-from dagrl.cli.main import BENCHES
 
 KEPT_OF_A_RUN = ("config.yaml", "metrics.jsonl", "metrics.png")
 PLOT_AND_END_S = 50.0
 """Part of a job's limit for the work after a benchmark's deadline: stop workers, print, plot."""
 
 SESSION_S = 10.0  # for a job's processes to end by themselves, and again after they are killed
+POLL_S = 0.1
 NO_TESTS = 5  # pytest's exit code if no test ran, e.g. in a module that skips itself
 
 
@@ -134,8 +133,6 @@ def _obstacle(job: Job, here: Environment) -> str:
     """Returns why a job cannot run here; empty if it can."""
     if job.part == "tests" and find_spec("pytest") is None:
         return "missing: pytest is not installed (dagrl[dev])"
-    if job.bench and job.bench not in BENCHES:
-        return f"missing: there is no `dagrl bench {job.bench}`"
     if job.gpus > len(here.gpus):
         return f"left out: needs {job.gpus} GPUs, found {len(here.gpus)}"
     cores = len(os.sched_getaffinity(0))
@@ -212,6 +209,36 @@ def _run(command: Sequence[str], log: TextIO, limit_s: float) -> int | None:
         process.wait()
         if left := end_session(process.pid, SESSION_S, SESSION_S):  # children have process groups of their own
             log.write(f"\nprocesses that did not end: {left}\n")
+
+
+def session_of(leader: int) -> list[int]:
+    """Returns the live processes of the session that `leader` opened, even if it has ended (`/proc/<pid>/stat`, proc(5))."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            continue
+        state, _parent, _group, session = text.rpartition(")")[2].split()[:4]
+        if int(session) == leader and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def end_session(leader: int, grace_s: float, kill_s: float) -> list[int]:
+    """Waits `grace_s` for a session's processes to end, then kills them. Returns those still alive after `kill_s`."""
+    left = _wait(leader, grace_s)
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return _wait(leader, kill_s) if left else []
+
+
+def _wait(leader: int, seconds: float) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := session_of(leader)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return left
 
 
 def _result(job: Job, code: int | None, out: Path) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from statistics import median
 from typing import TypeVar
 
 from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
-from dagrl.bench.gpu.models import write_with_tokenizer
+from dagrl.bench.models import write_with_tokenizer
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
 from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
 from dagrl.bench.turns import Side

@@ -19,10 +19,10 @@ import pytest
 from dagrl.bench import train
 from dagrl.bench.gpu import run_all
 from dagrl.bench.gpu.environment import Environment
-from dagrl.bench.gpu.models import CHARACTERS
 from dagrl.bench.gpu.outcomes import Outcome, keep, kept, own_directory
 from dagrl.bench.gpu.parts import ROOT, Job, jobs
 from dagrl.bench.gpu.run_all import _wanted, run_job, with_what_is_installed
+from dagrl.bench.models import CHARACTERS
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.config.file import load_config
@@ -53,7 +53,6 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path: Path) -> None:
             job("slow", "import time; time.sleep(60)", limit_s=1),
             job("unready", "print('never')", before=(sys.executable, "-c", "raise SystemExit(4)")),
             job("large", "print('never')", gpus=8),
-            job("absent", "print('never')", bench="no-such-bench"),
             job("short", write_report("short", "[{}]")),
             job("late", write_report("late", "[]")),
             job("skipped", "print('3 skipped in 0.01s')", part="tests"),
@@ -68,7 +67,6 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path: Path) -> None:
         "slow": ("TOO LONG", "stopped after 1 s"),
         "unready": ("FAILED", "exit code 4"),
         "large": ("left out", "needs 8 GPUs, found 2"),
-        "absent": ("missing", "there is no `dagrl bench no-such-bench`"),
         "short": ("passed", "left out, the time is up: in flight, sync; left out, needs 4 GPUs: large"),
         "late": ("left out", "left out, the time is up: in flight, sync; left out, needs 4 GPUs: large"),
         "skipped": ("left out", "3 skipped in 0.01s"),
