@@ -204,20 +204,6 @@ def print_replays(rows: Sequence[Row]) -> None:
             )
 
 
-def print_shard_costs(rows: Sequence[Row]) -> None:
-    """Prints what a graph per shard costs over the fused graph, per case and per further shard."""
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        for case, by_variant in _cases([row for row in rows if row["shape"] == shape]).items():
-            own, fused = by_variant.get("dagrl_compiled"), by_variant.get("dagrl_fused")
-            if own is None or fused is None:
-                continue
-            workers, shards, extra = case[0], case[2], own["p50_us"] - fused["p50_us"]
-            print(
-                f"{shape}, {workers} workers, {_size(case[3])}: {shards} graphs cost {extra:+.0f} us over one "
-                f"fused graph, {extra / (shards - 1):+.1f} us per further shard"
-            )
-
-
 def check_plot(path: Path) -> None:
     """Raises ConfigError before the measurement if the plot could not be drawn: no matplotlib, or an unknown file type."""
     require_package("matplotlib", "--plot")

@@ -1,4 +1,4 @@
-"""Reports of benchmarks: their commit and command, tables and plots, and the cost per shard."""
+"""Reports of benchmarks: their commit and command, tables and plots."""
 
 from __future__ import annotations
 
@@ -31,18 +31,6 @@ def test_uncommitted_changes_are_marked(monkeypatch: pytest.MonkeyPatch, status:
     assert commit.__wrapped__() == expected
     monkeypatch.setattr(report, "_git", lambda *words: "")
     assert commit.__wrapped__() == "", "outside a checkout"
-
-
-def test_shard_cost_is_relative_to_the_fused_graph(capsys: pytest.CaptureFixture[str]) -> None:
-    case = {"shape": "reduce", "workers": 8, "shards": 4, "hosts": 1, "payload_bytes": 100, "result_bytes": 100, "arity": 8}
-    rows = [
-        {**case, "variant": variant, "p50_us": us} for variant, us in (("dagrl_compiled", 190.0), ("dagrl_fused", 100.0))
-    ]
-    rows.append({**case, "variant": "dagrl_compiled", "shards": 1, "p50_us": 90.0})
-    report.print_shard_costs(rows)
-    assert capsys.readouterr().out.splitlines() == [
-        "reduce, 8 workers, 100 B: 4 graphs cost +90 us over one fused graph, +30.0 us per further shard"
-    ]
 
 
 def test_a_report_has_what_is_needed_to_repeat_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
