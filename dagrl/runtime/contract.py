@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from dagrl.errors import ConfigError
@@ -78,15 +79,5 @@ def _accepts(signature: inspect.Signature, arguments: int) -> bool:
 
 
 def _plain(signature: inspect.Signature) -> str:
-    """The signature as its author wrote it: no quotes around annotations that are strings."""
-    texts = []
-    for one in signature.parameters.values():
-        prefix = "*" if one.kind is one.VAR_POSITIONAL else "**" if one.kind is one.VAR_KEYWORD else ""
-        kind = "" if one.annotation is one.empty else f": {_text(one.annotation)}"
-        texts.append(f"{prefix}{one.name}{kind}{'' if one.default is one.empty else f' = {one.default!r}'}")
-    returned = "" if signature.return_annotation is signature.empty else f" -> {_text(signature.return_annotation)}"
-    return f"({', '.join(texts)}){returned}"
-
-
-def _text(annotation: object) -> str:
-    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    """The signature without quotes around annotations that are strings, and without the mark of positional arguments."""
+    return re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(signature)).replace(", /", "")

@@ -1,7 +1,6 @@
 """Draws phase graphs as Mermaid flowcharts.
 
-    drawing = Drawing(graph, layouts={"train": layout}, buffers={None: input_bytes, 0: result_bytes})
-    text = mermaid([drawing])
+    text = mermaid([Drawing(graph, layouts={"train": layout}, buffers={None: input_bytes, 0: result_bytes})])
 
 All data-parallel shards have the same graph, so one drawing shows them all.
 """
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dagrl.runtime.graph import SHARED_MEMORY, Node, PhaseGraph, Source, WorkerRef
 from dagrl.runtime.layout import ParallelLayout
@@ -20,17 +19,16 @@ CONSTANT_CHARACTERS = 24
 
 @dataclass(frozen=True)
 class Drawing:
-    """A graph to draw. `layouts` of its roles name its workers; `buffers` are bytes by writing node, None for the input."""
+    """A graph to draw, with the layouts of its roles. `buffers`: bytes by writing node, None for the input."""
 
     graph: PhaseGraph
-    layouts: Mapping[str, ParallelLayout] = field(default_factory=dict)
-    buffers: Mapping[Source, int] = field(default_factory=dict)
+    layouts: Mapping[str, ParallelLayout]
+    buffers: Mapping[Source, int]
 
     @property
     def title(self) -> str:
         """The phase, and how many equal graphs it has."""
-        counts = {layout.dp // self.replicas(role) for role, layout in self.layouts.items() if role in self.graph.widths}
-        graphs = max(counts, default=1)
+        graphs = max(layout.world_size // self.graph.widths[role] for role, layout in self.layouts.items())
         return f"{self.graph.phase}: one of {graphs} equal graphs" if graphs > 1 else self.graph.phase
 
     @property
@@ -43,44 +41,30 @@ class Drawing:
         found += [(number, None) for number in self.graph.outputs]
         return tuple((source, target, self._edge_label(source)) for source, target in dict.fromkeys(found))
 
+    def _edge_label(self, source: Source) -> str:
+        transport = SHARED_MEMORY if source is None else self.graph.nodes[source].transport
+        return f"{transport}, {size_text(self.buffers[source])}"
+
     def workers(self, role: str) -> Iterator[WorkerRef]:
         """The workers of a role, in the order of the graph."""
         return (WorkerRef(role, position) for position in range(self.graph.widths[role]))
 
-    def replicas(self, role: str) -> int:
-        """Data-parallel replicas of a role in the graph; 1 if its layout is unknown."""
-        layout = self.layouts.get(role)
-        return self.graph.widths[role] // layout.shard_size if layout else 1
-
     def role_label(self, role: str) -> str:
         """The role and its layout."""
-        layout = self.layouts.get(role)
-        return f"{role} ({layout.describe()})" if layout and layout.world_size > 1 else role
+        layout = self.layouts[role]
+        return f"{role} ({layout.describe()})" if layout.world_size > 1 else role
 
     def worker_label(self, worker: WorkerRef) -> str:
         """E.g. `train[3] pp 1, tp 1`: its position in the graph, and its coordinates on axes larger than one."""
-        name = f"{worker.role}[{worker.position}]"
-        layout = self.layouts.get(worker.role)
-        if layout is None:
-            return name
+        layout = self.layouts[worker.role]
         at = layout.coordinates(layout.shard(0)[worker.position % layout.shard_size])
         sizes = {"pp": (layout.pp, at.pp), "tp": (layout.tp, at.tp), "cp": (layout.cp, at.cp)}
-        return f"{name} {', '.join(f'{axis} {here}' for axis, (size, here) in sizes.items() if size > 1)}".rstrip()
-
-    def _edge_label(self, source: Source) -> str:
-        """Transport and buffer size."""
-        transport = SHARED_MEMORY if source is None else self.graph.nodes[source].transport
-        nbytes = self.buffers.get(source)
-        return transport if nbytes is None else f"{transport}, {size_text(nbytes)}"
+        axes = ", ".join(f"{axis} {here}" for axis, (size, here) in sizes.items() if size > 1)
+        return f"{worker.role}[{worker.position}] {axes}".rstrip()
 
 
-def node_text(node: Node) -> str:
-    """What a node does: its method, or `join`."""
-    return node.method or "join"
-
-
-def constants_text(node: Node) -> str:
-    """Its constants, e.g. `loss="policy"`, cut if they are long."""
+def _constants_text(node: Node) -> str:
+    """The constants of a node, e.g. `loss="policy"`, cut if they are long."""
     text = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in node.constants)
     return text if len(text) <= CONSTANT_CHARACTERS else f"{text[: CONSTANT_CHARACTERS - 1]}…"
 
@@ -131,14 +115,14 @@ def _worker_lines(prefix: str, drawing: Drawing, worker: WorkerRef) -> Iterator[
         return
     yield f"subgraph {prefix}_{worker.role}_{worker.position}[{_quoted(drawing.worker_label(worker))}]"
     for node in nodes:
-        lines = [text for text in (node_text(node), constants_text(node)) if text]
+        text = "<br/>".join(_escaped(line) for line in (node.method or "join", _constants_text(node)) if line)
         style = "run" if node.kind in ("call", "spread") else node.kind
-        yield f"  {prefix}_n{node.number}[{_quoted('<br/>'.join(map(_escaped, lines)), escape=False)}]:::{style}"
+        yield f'  {prefix}_n{node.number}["{text}"]:::{style}'
     yield "end"
 
 
-def _quoted(text: str, *, escape: bool = True) -> str:
-    return f'"{_escaped(text) if escape else text}"'
+def _quoted(text: str) -> str:
+    return f'"{_escaped(text)}"'
 
 
 def _escaped(text: str) -> str:

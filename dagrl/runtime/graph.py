@@ -92,10 +92,6 @@ class Node:
         """The node with another number. `source` maps each source that it reads to a new one."""
         return dataclasses.replace(self, number=number, args=tuple(_remapped(arg, source) for arg in self.args))
 
-    def with_transport(self, transport: str) -> Node:
-        """The node with another transport for its result."""
-        return dataclasses.replace(self, transport=transport)
-
 
 def _remapped(arg: ArgumentRef, source: Callable[[Source], Source]) -> ArgumentRef:
     if isinstance(arg, Constant):

@@ -10,9 +10,6 @@ from dagrl.runtime.compile import Engine
 from dagrl.runtime.edges.tls import TlsFiles
 from dagrl.runtime.executors.base import GraphLimits
 
-MAX_IN_FLIGHT = 2
-"""Replays of a phase under way at once, if a mapping of `max_in_flight` has neither the phase nor a `default`."""
-
 
 @dataclass(frozen=True)
 class SchedulerOptions:
@@ -20,7 +17,7 @@ class SchedulerOptions:
 
     `engine`: compiled graphs run on dagrl's loop and channels, or on Ray's own. `fuse_shards`: data-parallel shards on the
     same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once; a mapping
-    gives the number by phase name, with `default` for all others. `overlap_communication`: graphs with accelerator edges
+    gives the number by phase name, with `default` (2) for all others. `overlap_communication`: graphs with accelerator edges
     overlap their transfers with computation. `tls`: files with which edges between hosts are encrypted, by this engine.
     """
 
@@ -43,7 +40,7 @@ class SchedulerOptions:
         """Returns how many replays of `phase` may be under way at once."""
         if isinstance(self.max_in_flight, int):
             return self.max_in_flight
-        return self.max_in_flight.get(phase, self.max_in_flight.get("default", MAX_IN_FLIGHT))
+        return self.max_in_flight.get(phase, self.max_in_flight.get("default", 2))
 
     def limits(
         self, phase: str, input_bytes: int, result_bytes: int | None, max_in_flight: int | None, room_key: str

@@ -18,7 +18,7 @@ import inspect
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import overload
 
 from dagrl.errors import GraphError
@@ -303,7 +303,7 @@ class Tracer:
                     f"node {node.label}: transport {transport!r} cannot be used by the {node.worker.role} group; "
                     f"it has {', '.join(sorted(available))}. Use one of these, or run on a machine that has {transport}"
                 )
-            self.nodes[number] = node.with_transport(transport)
+            self.nodes[number] = replace(node, transport=transport)
 
 
 @dataclass(frozen=True)

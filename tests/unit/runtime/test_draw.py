@@ -44,17 +44,16 @@ def outputs(train: Shard, x: Input) -> tuple[Value, ...]:
     return first, train[1].map("backward", first, first), train.reduce("merge_reports", train.map("send_weights", x))
 
 
-def drawing(item: Phase, buffers: bool = True, arity: int = 4, **layouts: ParallelLayout) -> Drawing:
+def drawing(item: Phase, arity: int = 4, **layouts: ParallelLayout) -> Drawing:
     methods = methods_of(Both)
     roles = {name: Role(name, layout, methods, frozenset({"shm", "nccl"})) for name, layout in layouts.items()}
     graph = item.trace(roles, arity)
-    sizes = {None: 70_000, **{node.number: 1 << 20 for node in graph.nodes}} if buffers else {}
-    return Drawing(graph, layouts if buffers else {}, sizes)
+    return Drawing(graph, layouts, {None: 70_000, **{node.number: 1 << 20 for node in graph.nodes}})
 
 
 DRAWINGS = [
     [drawing(train_step, train=ParallelLayout())],
-    [drawing(train_step, buffers=False, train=ParallelLayout(tp=2))],
+    [drawing(train_step, train=ParallelLayout(tp=2))],
     [drawing(train_step, train=ParallelLayout(dp=2, pp=8, tp=8))],
     [drawing(refit, train=ParallelLayout(dp=2, tp=2), generation=ParallelLayout(dp=3, tp=2))],
     [drawing(pipeline, train=ParallelLayout(pp=3))],

@@ -561,7 +561,7 @@ def test_fingerprints_tell_graphs_apart() -> None:
         trace(step, role(tp=4)),
         replace(graph, phase="another"),
         replace(graph, outputs=(1,)),
-        replace(graph, nodes=(graph.nodes[0].with_transport("nccl"), *graph.nodes[1:])),
+        replace(graph, nodes=(replace(graph.nodes[0], transport="nccl"), *graph.nodes[1:])),
         replace(graph, nodes=(replace(graph.nodes[0], constants=(("factor", 3),)), *graph.nodes[1:])),
         replace(graph, nodes=(*graph.nodes[:2], replace(graph.nodes[2], args=(NodeRef(1), NodeRef(0))))),
     ]
@@ -577,11 +577,13 @@ from dagrl.runtime.phase import Role, methods_of
 from dagrl.graphs import generate, logprobs, refit, train
 from tests.unit.runtime.phase_worker import Both
 
-roles = {name: Role(name, ParallelLayout(dp=2, tp=2), methods_of(Both)) for name in ("train", "generation")}
+layout = ParallelLayout(dp=2, tp=2)
+roles = {name: Role(name, layout, methods_of(Both)) for name in ("train", "generation")}
 for item in (train.demonstration_step, train.train_step, logprobs.logprobs, generate.generate, refit.refit):
     graph = item.trace(roles, 2)
     graph.validate()
-    assert mermaid([Drawing(graph)])
+    buffers = dict.fromkeys((None, *range(len(graph.nodes))), 1)
+    assert mermaid([Drawing(graph, dict.fromkeys(graph.widths, layout), buffers)])
     sys.stdout.write(graph.fingerprint + "\\n")
 heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"ray", "torch", "megatron", "vllm", "transformers"})
 sys.stdout.write(f"imported: {heavy}\\n")
