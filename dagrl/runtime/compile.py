@@ -12,7 +12,6 @@ from typing import Any, Literal
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.base import Executable, Executor, GraphLimits, accelerated
@@ -65,10 +64,6 @@ class Compiled:
             raise
         self.under_way -= 1
         return packets
-
-    def failures(self, submitted: Any) -> Sequence[WorkerFailure]:
-        """`Executable.failures`."""
-        return self.executable.failures(submitted)
 
     @property
     def reusable(self) -> bool:

@@ -141,7 +141,7 @@ def _wait_for_next(replay: PendingReplay, until: float) -> None:
 def _arrived_failures(graph: Compiled, submitted: object) -> Sequence[WorkerFailure]:
     """Returns the failures of workers whose outputs have arrived. Others may wait for these in a collective forever."""
     with suppress(RayChannelError):  # the next `fetch` raises it
-        return graph.failures(submitted)
+        return graph.executable.failures(submitted)
     return ()
 
 

@@ -7,9 +7,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dagrl.errors import DeadlineError, PhaseError
@@ -164,60 +164,21 @@ class Replay:
         return found
 
 
-@dataclass(slots=True)
-class Breakage:
-    """The first failure that broke a graph on workers of each role; empty while all graphs of a scheduler are whole.
-
-    Roles that share actors break together, as tickets order all that an actor runs.
-    """
-
-    errors: dict[str, PhaseError] = field(default_factory=dict)
-
-    def add(self, roles: Iterable[str], error: PhaseError) -> None:
-        """Notes an error of a graph on these roles."""
-        for role in roles:
-            self.errors.setdefault(role, error)
-
-    def of(self, roles: Iterable[str]) -> PhaseError | None:
-        """Returns the error that keeps phases of these roles from being replayed."""
-        return next((self.errors[role] for role in roles if role in self.errors), None)
-
-    def mend(self, roles: Iterable[str]) -> None:
-        """Forgets the errors of these roles."""
-        for role in roles:
-            self.errors.pop(role, None)
-
-
 class ReplayQueue:
-    """The replays of one phase that are in flight, oldest first. Their results are read in that order.
+    """The `replays` of one phase that are in flight, oldest first. Their results are read in that order.
 
-    A failure that breaks a graph breaks `roles`.
+    `broken`: the first failure that broke a graph, by role. Those of this phase break together: `roles`.
     """
 
-    def __init__(self, breakage: Breakage, roles: Sequence[str]) -> None:
-        self.roles = tuple(roles)
-        self._replays: deque[Replay] = deque()
+    def __init__(self, broken: dict[str, PhaseError], roles: Sequence[str]) -> None:
+        self.replays: deque[Replay] = deque()
         self._reading = threading.RLock()
-        self._breakage = breakage
+        self._broken, self._roles = broken, roles
 
-    def __len__(self) -> int:
-        return len(self._replays)
-
-    def __iter__(self) -> Iterator[Replay]:
-        return iter(self._replays)
-
-    @property
-    def oldest(self) -> Replay:
-        """The replay whose result is read next."""
-        return self._replays[0]
-
-    def append(self, replay: Replay) -> None:
-        """Adds a replay that was just sent."""
-        self._replays.append(replay)
-
-    def clear(self) -> None:
-        """Drops all replays."""
-        self._replays.clear()
+    def break_roles(self, error: PhaseError) -> None:
+        """Notes that a graph of this phase broke."""
+        for role in self._roles:
+            self._broken.setdefault(role, error)
 
     def finish(self, replay: Replay, until: float = math.inf) -> None:
         """Reads the outcome of `replay`, after those of the replays before it.
@@ -228,8 +189,8 @@ class ReplayQueue:
             if not self._reading.acquire(timeout=max(0.0, until - time.monotonic())):
                 raise DeadlineError(f"phase {replay.phase!r}: another thread waits for its results; ask again")
         try:
-            while not replay.done or (self._replays and self._replays[0] is replay):
-                self._finish_one(self._replays[0], until)
+            while not replay.done or (self.replays and self.replays[0] is replay):
+                self._finish_one(self.replays[0], until)
         finally:
             self._reading.release()
 
@@ -241,7 +202,7 @@ class ReplayQueue:
         except PhaseError as error:
             if not replay.done:  # else a teardown has ended it and closed its graphs
                 if error.breaks:
-                    self._breakage.add(self.roles, error)
+                    self.break_roles(error)
                 replay.fail(error)
-        if self._replays and self._replays[0] is replay:  # a teardown may have removed it meanwhile
-            self._replays.popleft()
+        if self.replays and self.replays[0] is replay:  # a teardown may have removed it meanwhile
+            self.replays.popleft()

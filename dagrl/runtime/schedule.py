@@ -40,7 +40,7 @@ from dagrl.runtime.failures import PendingReplay
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase, replicas_per_graph
-from dagrl.runtime.replay import Breakage, Replay, ReplayQueue
+from dagrl.runtime.replay import Replay, ReplayQueue
 from dagrl.runtime.shapes import Bucket, Scalar
 from dagrl.runtime.tickets import Tickets, ticket_counters
 from dagrl.runtime.worker_group import WorkerGroup
@@ -74,7 +74,7 @@ class Scheduler:
         self.options = options or SchedulerOptions()
         self._entries: dict[str, AddedPhase] = {}
         self._executors: dict[str, Executor] = {}  # those of the live graphs
-        self._breakage = Breakage()
+        self._broken: dict[str, PhaseError] = {}  # by role; those that share actors break together, as tickets order both
         self._lock = threading.RLock()
         self.join(groups)
         _schedulers.add(self)
@@ -134,7 +134,7 @@ class Scheduler:
             max_in_flight,
             room_key,
         )
-        queue = ReplayQueue(self._breakage, self._tickets.together(phase.roles))
+        queue = ReplayQueue(self._broken, self._tickets.together(phase.roles))
         self._entries[phase.name] = AddedPhase(
             phase, graph, tuple(buckets), dict(scalars or {}), token_ids, warmup_value, codec, limits, queue
         )
@@ -271,7 +271,7 @@ class Scheduler:
     @property
     def broken(self) -> tuple[str, ...]:
         """The roles whose phases cannot be replayed before `recover`."""
-        return tuple(self._breakage.errors)
+        return tuple(self._broken)
 
     @contextmanager
     def at_rest(self, timeout_s: float) -> Iterator[None]:
@@ -312,10 +312,11 @@ class Scheduler:
                 self._reset_tickets(roles, absent)
                 made = self._compile_missing(absent)
             except BaseException as error:  # some shards may have no graph
-                text = f"the graphs could not be recovered: {error}"
-                self._breakage.add(roles, PhaseError((), breaks=text))
+                failed = PhaseError((), breaks=f"the graphs could not be recovered: {error}")
+                self._broken |= {role: failed for role in roles if role not in self._broken}
                 raise
-            self._breakage.mend(roles)
+            for role in roles:
+                self._broken.pop(role, None)
         logger.info("compiled again, by phase and shard: %s", made or "nothing")
         return made
 
@@ -427,15 +428,15 @@ class Scheduler:
         """Starts a replay. With `max_in_flight` under way, waits for the oldest first."""
         while True:
             with self._lock:
-                broken = self._breakage.of(entry.phase.roles)
+                broken = next((self._broken[role] for role in entry.phase.roles if role in self._broken), None)
                 if broken is not None:
                     advice = f"{broken.breaks}; call scheduler.recover() after the workers are whole again"
                     raise PhaseError(broken.failures, advice, broken.breaks)
                 if not entry.compiled:  # another thread tore it down
                     raise RunError(f"phase {entry.phase.name!r} is not compiled; call scheduler.compile() first")
-                if len(entry.in_flight) < entry.limits.max_in_flight:
+                if len(entry.in_flight.replays) < entry.limits.max_in_flight:
                     return self._start(entry, value, warmup, deadline_s, rows)
-                oldest = entry.in_flight.oldest
+                oldest = entry.in_flight.replays[0]
             entry.in_flight.finish(oldest)  # without the lock: meanwhile other phases and threads may start replays
 
     def _start(
@@ -454,10 +455,10 @@ class Scheduler:
             pending = PendingReplay(entry.phase.name, number, submitted, entry.groups, deadline, self.options.grace_s)
             replay = Replay(pending, entry.in_flight, [one.shards for one in entry.compiled], join, padding)
             entry.replays += 1
-            entry.in_flight.append(replay)
+            entry.in_flight.replays.append(replay)
         except BaseException as error:  # some workers have their ticket; others would wait for theirs forever
             text = f"replay {number} of phase {entry.phase.name!r} could not be sent to all its workers: {error}"
-            self._breakage.add(entry.in_flight.roles, PhaseError((), breaks=text))
+            entry.in_flight.break_roles(PhaseError((), breaks=text))
             raise
         return replay
 
@@ -476,10 +477,10 @@ class Scheduler:
         with self._lock:
             roles = self.groups if roles is None else roles
             entries = [entry for entry in self._entries.values() if set(entry.phase.roles) & set(roles)]
-            if any(entry.in_flight for entry in entries):  # loops that wait for a ticket would block the teardown
+            if any(entry.in_flight.replays for entry in entries):  # loops that wait for a ticket would block the teardown
                 for role in roles:
                     self.groups[role].pass_tickets(self._tickets.of(role))
-            for replay in [replay for entry in entries for replay in entry.in_flight]:
+            for replay in [replay for entry in entries for replay in entry.in_flight.replays]:
                 text = f"phase {replay.phase!r}, replay {replay.number} was under way when its graphs were torn down"
                 replay.fail(PhaseError((), f"{text}; replay it again"))
             ended = [one for entry in entries for one in entry.compiled if ends(one)]
@@ -487,7 +488,7 @@ class Scheduler:
                 list(threads.map(lambda one: one.executable.teardown(self.options.teardown_s), ended))
             for entry in entries:
                 entry.compiled = [one for one in entry.compiled if one not in ended]
-                entry.in_flight.clear()
+                entry.in_flight.replays.clear()
 
 
 def _check_batch_phase(phase: Phase, shards: Mapping[str, int]) -> None:

@@ -42,6 +42,10 @@ class Shard:
             return [Packet(HEADER, None, failures=(self.outcome,))]
         return [Packet(HEADER, self.outcome)]
 
+    @property
+    def executable(self) -> Shard:
+        return self
+
     def failures(self, submitted: object) -> list[WorkerFailure]:
         return list(self.arrived)
 
