@@ -137,14 +137,14 @@ def test_only_the_shard_of_a_replaced_worker_is_compiled_again(
 def test_compiling_with_a_worker_that_does_not_answer_ends(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops once Ray begins, which would wait for it without end."""
     group = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=1, tp=2), None)
-    call_loops, stopped = ray_dag.call_loops, group.locations[1].pid
+    prepare_workers, stopped = ray_dag.prepare_workers, group.locations[1].pid
 
     def stop_after(*arguments: Any) -> Any:
-        nodes = call_loops(*arguments)
+        nodes = prepare_workers(*arguments)
         os.kill(stopped, signal.SIGSTOP)
         return nodes
 
-    monkeypatch.setattr(ray_dag, "call_loops", stop_after)
+    monkeypatch.setattr(ray_dag, "prepare_workers", stop_after)
     options = SchedulerOptions(executor="compiled", fallback="error", compile_s=5.0, teardown_s=TEARDOWN_S)
     with Scheduler([group], options) as scheduler:
         scheduler.add(misbehave, warmup_value={"rank": -1})

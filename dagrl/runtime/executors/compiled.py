@@ -16,7 +16,6 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import Mapping
 
 import ray
 from ray.actor import ActorHandle
@@ -152,13 +151,14 @@ class CompiledGraph:
 def compile_graph(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> CompiledGraph:
     """Compiles the graph; its actors' loops run from here to its teardown."""
     accelerator = bool(accelerated(graph))
-    hosts = _hosts(actors, _prepare(actors, limits, accelerator))
+    hosts = _hosts(actors, limits, accelerator)
     gathering = Gathering.of(graph, limits.result_bytes, hosts)
     graph = with_relays(gathering.graph, hosts, accelerated(gathering.graph))
     near = _only_driver_reads(graph, hosts)
     mailbox = make_mailbox(len(near), limits.max_in_flight + KEPT) if near else None
     slots = {number: MailboxSlot(mailbox.address, slot) for slot, number in enumerate(near)} if mailbox else {}
-    hints = _edge_types(graph, limits, slots)
+    rooms = result_rooms(graph, limits)
+    hints = [EdgeType(room, limits.max_in_flight, slots.get(number), limits.tls) for number, room in enumerate(rooms)]
     inputs = EdgeType(limits.input_bytes, limits.max_in_flight, tls=limits.tls)
     name = f"{graph.phase}-{uuid.uuid4().hex}"
     with ray_dag.driver_settings(limits), ray_dag.replaced_parts(name, accelerator):
@@ -169,21 +169,11 @@ def compile_graph(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Com
     return CompiledGraph(graph.phase, limits, dag, name, start, outputs, gathering)
 
 
-def _prepare(actors: Actors, limits: GraphLimits, accelerator: bool) -> dict[ActorHandle, str]:
-    """Returns the workers' Ray nodes, from the threads that will run the graph."""
+def _hosts(actors: Actors, limits: GraphLimits, accelerator: bool) -> Hosts:
+    """Prepares the workers, and returns their Ray nodes and this driver's. Ray's channels connect only accelerators."""
     workers = ray_dag.distinct(actors)
-    size = limits.result_bytes if accelerator else None
-    nodes = ray_dag.call_loops(workers, _prepare_worker, [size] * len(workers), limits)
-    return dict(zip(workers, nodes, strict=True))
-
-
-def _edge_types(graph: PhaseGraph, limits: GraphLimits, slots: Mapping[int, MailboxSlot]) -> list[EdgeType]:
-    rooms = result_rooms(graph, limits)
-    return [EdgeType(rooms[node.number], limits.max_in_flight, slots.get(node.number), limits.tls) for node in graph.nodes]
-
-
-def _hosts(actors: Actors, nodes: Mapping[ActorHandle, str]) -> Hosts:
-    """Returns the Ray node of each worker, and this driver's."""
+    sizes = dict.fromkeys(workers, limits.result_bytes if accelerator else None)
+    nodes = dict(zip(workers, ray_dag.prepare_workers(sizes, limits, accelerator), strict=True))
     of = {WorkerRef(role, at): nodes[actor] for role, group in actors.items() for at, actor in enumerate(group)}
     return Hosts(of, ray.get_runtime_context().get_node_id())
 
@@ -193,10 +183,3 @@ def _only_driver_reads(graph: PhaseGraph, hosts: Hosts) -> list[int]:
     read = {number for node in graph.nodes for number in node.upstream}
     mine = [number for number in dict.fromkeys(graph.outputs) if number not in read]
     return [number for number in mine if hosts.of[graph.nodes[number].worker] == hosts.driver]
-
-
-def _prepare_worker(worker: object, channel_bytes: int | None) -> str:
-    """Returns the worker's Ray node. Sizes its Ray channels, which carry packets between accelerators, unless None."""
-    if channel_bytes is not None:
-        ray_dag.set_channel_size(channel_bytes, accelerator=True)
-    return str(ray.get_runtime_context().get_node_id())

@@ -67,36 +67,26 @@ class Outputs:
             with rays_errors:
                 messages = self._mailbox.look(replay.number)
                 bodies += [self._body(writer, message, replay.number, 0.0) for writer, message in messages.items()]
-        return [failure for body in bodies for failure in body[2]]
+        return [failure for body in bodies if not isinstance(body, Exception) for failure in body[2]]
 
     def _read_mailbox(self, mailbox: Mailbox, number: int, deadline: float) -> list[PacketBody]:
         with rays_errors:
             messages: list[Any] = mailbox.collect(number, deadline - time.perf_counter())
             for writer, message in enumerate(messages):
-                if type(message) is tuple:
-                    if len(message) == 4:
-                        messages[writer] = body_from_wire(message)
+                if type(message) is tuple and len(message) == 3:  # a body as it is
                     continue
-                if not isinstance(message, Exception):
-                    message = self._large(writer, message, number, max(0.0, deadline - time.perf_counter()))
-                if isinstance(message, Exception):  # Ray's own, or an UnreadableError; workers' failures are in the bodies
-                    raise self._by(self._posted[writer], message)
-                messages[writer] = message
+                messages[writer] = body = self._body(writer, message, number, max(0.0, deadline - time.perf_counter()))
+                if isinstance(body, Exception):  # Ray's own, or an UnreadableError; workers' failures are in the bodies
+                    raise self._by(self._posted[writer], body)
         self._taken.clear()
         return messages
 
-    def _body(self, writer: int, message: Any, number: int, timeout_s: float) -> PacketBody:
-        """Returns the body that a message of the mailbox holds or announces; an empty one for an error.
-
-        `read` raises that error.
-        """
+    def _body(self, writer: int, message: Any, number: int, timeout_s: float) -> PacketBody | Exception:
+        """Returns the body that a message of the mailbox holds, or announces in the writer's ring; or its error."""
         if type(message) is tuple:
             return body_from_wire(message)
-        found = message if isinstance(message, Exception) else self._large(writer, message, number, timeout_s)
-        return (None, 0.0, ()) if isinstance(found, Exception) else found
-
-    def _large(self, writer: int, message: Any, number: int, timeout_s: float) -> PacketBody | UnreadableError:
-        """Returns the body in the writer's ring that a message of the mailbox announces."""
+        if isinstance(message, Exception):
+            return message
         key = (number, writer)
         if key not in self._taken:
             try:

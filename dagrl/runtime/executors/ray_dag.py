@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,14 +147,15 @@ def distinct(actors: Actors) -> list[ActorHandle]:
     return list({actor._actor_id: actor for group in actors.values() for actor in group}.values())
 
 
-def call_loops(actors: Sequence[ActorHandle], function: Callable[..., Any], args: Sequence[Any], limits: GraphLimits) -> Any:
-    """Calls `function(worker, args[i])` on one of Ray's threads for loops of each actor.
+def prepare_workers(sizes: Mapping[ActorHandle, int | None], limits: GraphLimits, accelerator: bool) -> list[str]:
+    """Returns the Ray nodes of workers. `sizes`: those of Ray's channels that each writes in graphs compiled next, if any.
 
-    Raises TimeoutError for an actor without a free one.
+    Raises TimeoutError for an actor without a free thread for loops.
     """
-    called = [call_loop(actor, function, arg) for actor, arg in zip(actors, args, strict=True)]
+    called = [call_loop(actor, _prepare_worker, size, accelerator) for actor, size in sizes.items()]
     try:
-        return ray.get(called, timeout=limits.compile_s)
+        nodes: list[str] = ray.get(called, timeout=limits.compile_s)
+        return nodes
     except GetTimeoutError as late:
         raise TimeoutError(
             f"a worker had no free thread of Ray's for loops within {limits.compile_s:.0f} s. A compiled graph of Ray's own "
@@ -168,16 +169,15 @@ def call_loop(actor: ActorHandle, function: Callable[..., Any], *args: object) -
     return actor.__ray_call__.options(concurrency_group=LOOPS).remote(function, *args)
 
 
-def set_channel_size(size: int, accelerator: bool) -> None:
-    """Sets the size of the channels that this worker writes in graphs compiled next, and how Ray's loop waits.
-
-    Ray's loop wakes every 0.1 s by default to notice errors of other inputs; ours travel as values.
-    """
-    context = DAGContext.get_current()
-    context.read_iteration_timeout = IDLE_S
-    context.buffer_size_bytes = size
-    if accelerator:
-        importlib.import_module(CHANNELS).ChannelContext.get_current()._torch_available = True
+def _prepare_worker(worker: object, channel_bytes: int | None, accelerator: bool) -> str:
+    """Runs in the worker. Ray's loop wakes every 0.1 s by default to notice errors of other inputs; ours are values."""
+    if channel_bytes is not None:
+        context = DAGContext.get_current()
+        context.read_iteration_timeout = IDLE_S
+        context.buffer_size_bytes = channel_bytes
+        if accelerator:
+            importlib.import_module(CHANNELS).ChannelContext.get_current()._torch_available = True
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def compile_dag(bound: Any, phase: str, limits: GraphLimits, accelerator: bool) -> Dag:

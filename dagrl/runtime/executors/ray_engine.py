@@ -62,8 +62,7 @@ class RayGraph:
         self._places = [list(dict.fromkeys(graph.outputs)).index(number) for number in graph.outputs]
         graph = replace(graph, outputs=tuple(dict.fromkeys(graph.outputs)))  # Ray takes each output once
         self._writers = ray_dag.writers_of(graph, actors)
-        sizes = _channel_sizes(graph, actors, limits)
-        ray_dag.call_loops(self._actors, _prepare_worker, [sizes[actor] for actor in self._actors], limits)
+        ray_dag.prepare_workers(_channel_sizes(graph, actors, limits), limits, accelerator=False)
         on_accelerators = accelerated(graph)
         calls = [PickledCall(call, number not in on_accelerators) for number, call in enumerate(node_calls(graph, limits))]
         with ray_dag.driver_settings(limits):
@@ -124,7 +123,7 @@ class RayGraph:
         """Returns the actors that report a running node of this phase; one that is busy with a plain call does not."""
         reports = {actor.__ray_call__.remote(report): actor for actor in self._actors}
         ready, _ = ray.wait(list(reports), num_returns=len(reports), timeout=timeout_s)
-        return [reports[ref] for ref in ready if _report(ref).phase == self._phase]
+        return [reports[ref] for ref in ready if _runs(ref, self._phase)]
 
 
 def run_pickled(worker: object, pickled: PickledCall, *items: Any) -> Any:
@@ -169,13 +168,9 @@ def _channel_sizes(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> di
     return sizes
 
 
-def _prepare_worker(worker: object, channel_bytes: int) -> None:
-    ray_dag.set_channel_size(channel_bytes, accelerator=False)
-
-
-def _report(ref: Any) -> Report:
+def _runs(ref: Any, phase: str) -> bool:
     try:
         found: Report = ray.get(ref)
     except RayError:  # it died
-        return Report("", 0, "", "")
-    return found
+        return False
+    return found.phase == phase
