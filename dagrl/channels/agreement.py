@@ -44,7 +44,7 @@ class Agreement:
         self._open_store: Store | None = store
         self._spec = spec
         self._number = 0
-        self._shared: VotesInMemory | None = None
+        self._cells: npt.NDArray[np.int64] | None = None  # [agreements, ranks]
         self._thread = BackgroundThread("dagrl-agreement")  # waits for the store
 
     @property
@@ -54,13 +54,16 @@ class Agreement:
         return self._open_store
 
     def use_memory(self, words: npt.NDArray[np.int64]) -> None:
-        """Votes in these `AGREEMENTS * size` zeros from now on. All ranks map them, and call this after the same vote."""
-        self._shared = VotesInMemory(words.reshape(AGREEMENTS, self._spec.size), self._spec.rank)
+        """Votes in these `AGREEMENTS * size` zeros from now on. All ranks map them, and call this after the same vote.
+
+        A rank that is `AGREEMENTS` ahead overwrites its votes; the others then miss them, and fail at the deadline.
+        """
+        self._cells = words.reshape(AGREEMENTS, self._spec.size)
 
     def reach(self, check: Callable[[], None], refusal: str = "", *, wait: bool = True) -> None:
         """Implements `Channel.agree`. Calls `check` every 50 ms while waiting; it may raise to give up."""
         try:
-            if self._shared is not None and not refusal:
+            if self._cells is not None and not refusal:
                 self._reach(check, refusal, wait)
             else:
                 self._thread.start(lambda: self._reach(check, refusal, wait)).result(self._spec.timeout_s + _LINGER_S)
@@ -82,7 +85,7 @@ class Agreement:
             return
         votes = self._add(self.store, number, 1)
         if votes == self._spec.size:
-            if self._shared is None or self._shared.add(number - 1, 0) < 0:  # then there is something in the store
+            if self._cells is None or self._add(self.store, number - 1, 0) < 0:  # then there is something in the store
                 self._thread.start(lambda: self._forget(number - 1))  # runs after this call has returned
         elif wait:
             self._wait(number, votes, check)
@@ -102,7 +105,7 @@ class Agreement:
                     f"{self._spec}: only {votes} of {self._spec.size} ranks voted within {self._spec.timeout_s} s; "
                     "look for the first error of the other ranks, then open a new channel"
                 )
-            if self._shared is not None and now - start < LONG_SPIN_S:
+            if self._cells is not None and now - start < LONG_SPIN_S:
                 let_others_run()
             else:
                 time.sleep(_POLL_S_PER_RANK * self._spec.size)
@@ -141,33 +144,23 @@ class Agreement:
         self._add(store, number, _AGAINST)
 
     def _add(self, store: Store, number: int, votes: int) -> int:
-        """Adds to the votes of an agreement, and returns their sum."""
-        return store.add(_votes(number), votes) if self._shared is None else self._shared.add(number, votes)
+        """Adds to the votes of an agreement, and returns their sum; below 0 if a rank refused.
+
+        In memory, each rank writes its own cell: the number of the agreement, from 1, negative for a refusal.
+        """
+        if self._cells is None:
+            return store.add(_votes(number), votes)
+        row = self._cells[number % AGREEMENTS]
+        if votes:
+            fence()  # the vote vouches for what was written before it
+            row[self._spec.rank] = (number + 1) * (1 if votes > 0 else -1)
+        now = row.tolist()
+        return _AGAINST if -(number + 1) in now else now.count(number + 1)
 
     def _forget(self, number: int) -> None:
         """Deletes an agreement that no rank reads any more: all of them have voted in the next."""
         for key in (_votes(number), _refusal(number)):
             self.store.delete_key(key)
-
-
-class VotesInMemory:
-    """Votes of the ranks of one host. In `cells`, [agreements, ranks], each rank writes its own column.
-
-    A cell has the number of an agreement, from 1, negative for a refusal. A rank that is `AGREEMENTS` ahead overwrites its
-    votes; the others then miss them, and fail at the deadline.
-    """
-
-    def __init__(self, cells: npt.NDArray[np.int64], rank: int) -> None:
-        self._cells, self._rank = cells, rank
-
-    def add(self, number: int, votes: int) -> int:
-        """Adds this rank's votes to those of agreement `number`, and returns the sum; below 0 if a rank refused."""
-        row = self._cells[number % AGREEMENTS]
-        if votes:
-            fence()  # the vote vouches for what was written before it
-            row[self._rank] = (number + 1) * (1 if votes > 0 else -1)
-        now = row.tolist()
-        return _AGAINST if -(number + 1) in now else now.count(number + 1)
 
 
 def _votes(number: int) -> str:

@@ -8,13 +8,14 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from dagrl.errors import DeadlineError
 from dagrl.runtime.deadline import within
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.lease import ask_lease
-from dagrl.runtime.phase import methods_of
+from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.spares import Spares, answer, take_place
 from dagrl.runtime.worker import WorkerContext
 
@@ -59,14 +60,10 @@ class GpuBundles:
 
     def release(self) -> None:
         """Returns the GPUs to Ray."""
-        from ray.util.placement_group import remove_placement_group
-
         while self._groups:
             remove_placement_group(self._groups.pop())
 
     def _reserve(self, count: int, timeout_s: float) -> list[PlacementGroupSchedulingStrategy]:
-        from ray.util.placement_group import placement_group, remove_placement_group
-
         wanted = [{"GPU": 1.0}] * count, "PACK"
         owner = self._owner
         group = placement_group(*wanted) if owner is None else ask_lease(owner.reserve.remote(*wanted), timeout_s)
@@ -91,10 +88,6 @@ class Resources:
     graphs: int = 12
     bundles: GpuBundles | None = None
     owner: ActorHandle | None = None
-
-    def options(self, rank: int) -> dict[str, Any]:
-        """Options for the actor of `rank`."""
-        return {"name": None} if self.bundles is None else {"name": None, "scheduling_strategy": self.bundles.of(rank)}
 
 
 @dataclass(frozen=True)
@@ -134,9 +127,15 @@ class ActorStarter:
         )(cls)
         self.pool = Spares(self._start_spare, self.spares)
 
+    @property
+    def traced(self) -> Role:
+        """The group's role as phases trace it."""
+        return Role(self.role, self.layout, methods_of(self.worker_class), group_transports(self.resources.num_gpus))
+
     def start(self, rank: int) -> ActorHandle:
         """Starts the actor of a rank, which constructs its worker."""
-        return self._create(rank, self.resources.options(rank))
+        bundles = self.resources.bundles
+        return self._create(rank, {} if bundles is None else {"scheduling_strategy": bundles.of(rank)})
 
     def shortage(self) -> str:
         """What to add to the error of a late start: that Ray has no GPU for another worker. Empty if it has one."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.placement_group import placement_group
 
 from dagrl.errors import ConfigError, DeadlineError
 
@@ -65,8 +66,6 @@ class Lease:
 
     def reserve(self, bundles: list[dict[str, float]], strategy: str) -> Any:
         """Creates a placement group, which ends with the lease."""
-        from ray.util.placement_group import placement_group
-
         return placement_group(bundles, strategy=strategy)
 
     def keep(self, groups: Any) -> None:

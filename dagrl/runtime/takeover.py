@@ -18,7 +18,6 @@ from ray.actor import ActorHandle
 from dagrl.runtime.actors import HEALTH, ActorStarter, WorkerLocation
 from dagrl.runtime.executors.loop import end_loops
 from dagrl.runtime.executors.node import report
-from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.worker_group import WorkerGroup
 
 ANSWER_S = 5.0
@@ -62,8 +61,7 @@ def take_over(kept: KeptGroup, rest_s: float) -> tuple[WorkerGroup, list[int]]:
     for rank in lost:
         ray.kill(actors[rank])
         actors[rank] = starter.take_over(rank, kept.locations[rank]) or starter.start(rank)
-    methods, transports = methods_of(starter.worker_class), group_transports(starter.resources.num_gpus)
-    return WorkerGroup.started(Role(starter.role, starter.layout, methods, transports), actors, starter), lost
+    return WorkerGroup.started(starter.traced, actors, starter), lost
 
 
 def _at_rest(actors: Sequence[ActorHandle], rest_s: float) -> set[int]:

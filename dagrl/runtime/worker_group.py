@@ -32,7 +32,7 @@ from dagrl.runtime.executors.node import (
 )
 from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.phase import Role, group_transports, methods_of
+from dagrl.runtime.phase import Role
 from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.worker import WorkerContext
 
@@ -47,22 +47,22 @@ class WorkerGroup:
         role: Role,
         actors: Sequence[ActorHandle],
         *,
-        owned: bool,
         deadline: Deadline,
-        health_group: str | None,
+        starter: ActorStarter | None = None,
+        health_group: str | None = None,
         while_waiting: Callable[[], None] | None = None,
     ) -> None:
         self.role = role
         self.layout = role.layout
         self.actors = tuple(actors)
-        self.owned = owned  # created its workers, and may end them
+        self.owned = starter is not None  # created its workers, and may end them
         self._deadline = deadline
         self._health_group = health_group
         self._while_waiting = while_waiting
-        self._starter: ActorStarter | None = None  # of a group that `create` made
+        self._starter = starter
         self.locations: tuple[WorkerLocation, ...] = ()
         self._late_runs: list[tuple[Any, ...]] = [()] * len(self.actors)
-        self._install(range(len(self.actors)), deadline)
+        self._install(range(len(self.actors)))
 
     @classmethod
     def create(
@@ -91,13 +91,11 @@ class WorkerGroup:
         constructor or `setup` raised, with its rank; DeadlineError after the deadline. Leaves nothing running if it raises.
         """
         check_worker_class(worker_class, protocols)
-        resources = resources or Resources()
         starter = ActorStarter(
-            worker_class, role, layout, config, resources, seed, collective_timeout_s, start_timeout_s, spares
+            worker_class, role, layout, config, resources or Resources(), seed, collective_timeout_s, start_timeout_s, spares
         )
         actors = [starter.start(rank) for rank in range(layout.world_size)]
-        traced = Role(role, layout, methods_of(worker_class), group_transports(resources.num_gpus))
-        return cls._set_up(traced, actors, starter, while_waiting, before_setup)
+        return cls._set_up(starter.traced, actors, starter, while_waiting, before_setup)
 
     @classmethod
     def started(
@@ -110,11 +108,9 @@ class WorkerGroup:
         """A group of actors that `starter` started; it does not set them up."""
         deadline = Deadline(starter.start_timeout_s, "timeouts.start_s")
         try:
-            group = cls(role, actors, owned=True, deadline=deadline, health_group=HEALTH, while_waiting=while_waiting)
+            return cls(role, actors, deadline=deadline, starter=starter, health_group=HEALTH, while_waiting=while_waiting)
         except DeadlineError as late:
             raise DeadlineError(f"{late}{starter.shortage()}") from None
-        group._starter = starter
-        return group
 
     @property
     def starter(self) -> ActorStarter:
@@ -174,12 +170,13 @@ class WorkerGroup:
         for rank, actor in enumerate(handles):
             if (other := rank_of.setdefault(actor._actor_id, rank)) != rank:
                 raise LayoutError(f"ranks {other} and {rank} of role {role!r} are the same actor; give each rank its own")
-        signatures = handles[0]._ray_method_signatures
-        methods = {name: _signature(signature) for name, signature in signatures.items() if not name.startswith("__")}
+        methods = {
+            name: inspect.Signature([parameter for parameter in parameters if parameter.name != "self"])
+            for name, parameters in handles[0]._ray_method_signatures.items()
+            if not name.startswith("__")
+        }
         deadline = Deadline(call_timeout_s, "call_timeout_s")
-        return cls(
-            Role(role, layout, methods, transports), handles, owned=False, deadline=deadline, health_group=health_group
-        )
+        return cls(Role(role, layout, methods, transports), handles, deadline=deadline, health_group=health_group)
 
     def replace_workers(self, ranks: Sequence[int], *, setup: Sequence[int] | None = None) -> int:
         """Kills the workers of `ranks`, fills their places, and sets the workers of `setup` up again (None: all).
@@ -201,7 +198,7 @@ class WorkerGroup:
             used += spare is not None
             self._late_runs[rank] = ()
         self.actors = tuple(actors)
-        self._install(ranks, self._deadline)
+        self._install(ranks)
         self.prepare(ranks)
         self.setup(setup)
         return used
@@ -212,8 +209,7 @@ class WorkerGroup:
         They join with `Scheduler.resize`; until then `end_shards` ends them. For layouts of `dp` and `tp` whose worker
         class has `meets_by_shard`. Raises what `create` raises.
         """
-        starter, size = self._starter, count * self.layout.shard_size
-        assert starter is not None, "a group around existing actors starts none"
+        starter, size = self.starter, count * self.layout.shard_size
         more = replace(starter, layout=replace(self.layout, dp=self.layout.dp + count), spares=0)
         first = len(self.actors)
         if self._bundles is not None:
@@ -235,20 +231,20 @@ class WorkerGroup:
 
         `Scheduler.resize` calls it, once nothing runs on the group.
         """
-        assert self._starter is not None and self.layout.world_size == self.layout.dp * self.layout.tp
+        assert self.layout.world_size == self.layout.dp * self.layout.tp
         ranks = [rank for shard in shards for rank in self.layout.shard(shard)]
         left = [actor for rank, actor in enumerate(self.actors) if rank not in ranks]
         if self._bundles is not None:
             added = [] if joining is None else range(len(self.actors), len(self.actors) + len(joining.actors))
             self._bundles.keep([*ranks, *added])
         layout = replace(self.layout, dp=len(shards) + (0 if joining is None else joining.layout.dp))
-        self.layout = self._starter.layout = layout
+        self.layout = self.starter.layout = layout
         self.role = replace(self.role, layout=layout)
         self.actors = (*[self.actors[rank] for rank in ranks], *(() if joining is None else joining.actors))
         self._late_runs = [self._late_runs[rank] for rank in ranks] + [()] * (len(self.actors) - len(ranks))
-        self._install([rank for rank in range(len(self.actors)) if ranks[rank : rank + 1] != [rank]], self._deadline)
+        self._install([rank for rank in range(len(self.actors)) if ranks[rank : rank + 1] != [rank]])
         numbered = [
-            actor.__ray_call__.remote(take_context, self._starter.context(rank)) for rank, actor in enumerate(self.actors)
+            actor.__ray_call__.remote(take_context, self.starter.context(rank)) for rank, actor in enumerate(self.actors)
         ]
         self.wait(numbered, self._deadline, "take_context")
         return left
@@ -271,7 +267,7 @@ class WorkerGroup:
         if self._starter is not None:
             self._starter.pool.fill(place.node for place in self.locations)
 
-    def _install(self, ranks: Sequence[int], deadline: Deadline) -> None:
+    def _install(self, ranks: Sequence[int]) -> None:
         """Prepares new workers for graphs, and finds out where they run."""
         installs = [
             actor.__ray_call__.remote(install, self.role.name, rank, str(self.layout.coordinates(rank)))
@@ -279,7 +275,7 @@ class WorkerGroup:
             else actor.__ray_call__.remote(where)
             for rank, actor in enumerate(self.actors)
         ]
-        self.wait(installs, deadline, "start")
+        self.wait(installs, self._deadline, "start")
         self.locations = tuple(WorkerLocation(*place) for place in self.call_function(where))
 
     @contextmanager
@@ -396,9 +392,7 @@ class WorkerGroup:
             ray.kill(self.actors[rank])
 
     def shutdown(self, timeout_s: float) -> None:
-        """Ends the workers that this group created: calls their `shutdown()` within the deadline, then kills their
-        processes.
-        """
+        """Calls `shutdown()` of the workers that this group created, within the deadline, then kills their processes."""
         shutdown_groups([self], timeout_s)
 
     def _health(self, actor: ActorHandle, function: Any, *args: object) -> Any:
@@ -406,9 +400,7 @@ class WorkerGroup:
         return (call.options(concurrency_group=self._health_group) if self._health_group else call).remote(function, *args)
 
     def wait(self, refs: Sequence[Any], deadline: Deadline, doing: str) -> list[Any]:
-        """Returns the results of one call per rank. Raises the first error, with its rank, as soon as one fails;
-        DeadlineError if late.
-        """
+        """Returns the results of one call per rank. Raises the first error with its rank, at once; DeadlineError if late."""
         return gather([(self.failure, doing, refs)], deadline, self._while_waiting)[0]
 
 
@@ -451,7 +443,3 @@ def take_context(worker: Any, context: WorkerContext) -> None:
 def free_address(worker: object) -> str:
     """Returns `host:port` on the worker's host, with a port reserved for a rendezvous. Runs in the worker."""
     return f"{ray.util.get_node_ip_address()}:{reserve_port()}"
-
-
-def _signature(flat: Sequence[Any]) -> inspect.Signature:
-    return inspect.Signature([parameter for parameter in flat if parameter.name != "self"])

@@ -85,6 +85,9 @@ class LinkAddress:
     reader_secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     writer_secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
 
 class LinkWriter:
     """The writing end. Up to `in_flight` messages can be unsent. It listens from the start; its reader may connect later."""
@@ -122,7 +125,10 @@ class LinkWriter:
             if self._closed or len(self._unsent) >= self._in_flight:
                 self._wait_for_room(timeout_s)
             if self._socket is not None and not self._unsent:
-                blocks = self._send_at_once(self._socket, blocks)
+                try:
+                    blocks = _send(self._socket, blocks)
+                except OSError as error:
+                    raise self._end(error) from error
             if blocks:
                 self._send_later(blocks)
         count_copied(size)
@@ -141,12 +147,6 @@ class LinkWriter:
             raise EdgeTimeoutError(f"{self._reader} on another host did not receive the earlier messages in time")
         if self._closed:
             raise EdgeClosedError("this edge was closed") if self.lost is None else EdgeLostError(str(self.lost))
-
-    def _send_at_once(self, reader: socket.socket, blocks: list[bytes | memoryview]) -> list[bytes | memoryview]:
-        try:
-            return _send(reader, blocks)
-        except OSError as error:
-            raise self._end(error) from error
 
     def _send_later(self, blocks: Sequence[bytes | memoryview]) -> None:
         self._unsent.append(b"".join(blocks))
@@ -175,7 +175,7 @@ class LinkWriter:
         """Translates a socket error: the link is lost, unless it was closed here."""
         if self._closed:
             return EdgeClosedError("this edge was closed")
-        self.lost = EdgeLostError(f"lost the link to another host, from {_name(self.address)} to {self._reader}: {error}")
+        self.lost = EdgeLostError(f"lost the link to another host, from {self.address} to {self._reader}: {error}")
         self.close()
         return self.lost
 
@@ -281,7 +281,7 @@ class LinkReader:
             return EdgeClosedError("this edge was closed")
         if isinstance(error, ssl.SSLError):
             error = f"TLS: {reason(error)} ({self._address.tls})"
-        self.lost = EdgeLostError(f"lost the link from another host, from {_name(self._address)} to {self._name}: {error}")
+        self.lost = EdgeLostError(f"lost the link from another host, from {self._address} to {self._name}: {error}")
         self.close()
         return self.lost
 
@@ -436,8 +436,7 @@ def _send(reader: socket.socket, blocks: list[bytes | memoryview]) -> list[bytes
         return _send_encrypted(reader, blocks)
     try:
         while blocks:
-            sent = reader.sendmsg(blocks[:_MOST_BLOCKS], (), socket.MSG_DONTWAIT)
-            blocks = _after(blocks, sent)
+            blocks = _after(blocks, reader.sendmsg(blocks[:_MOST_BLOCKS], (), socket.MSG_DONTWAIT))
     except BlockingIOError:  # no room
         pass
     return blocks
@@ -487,13 +486,7 @@ def _keep_alive(end: socket.socket) -> None:
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
 
 
-def _name(address: LinkAddress) -> str:
-    return f"{address.host}:{address.port}"
-
-
 def _shut(end: socket.socket) -> None:
     """Wakes all threads that wait on a socket, here and at its other end. The descriptor closes with its last reference."""
-    try:
+    with suppress(OSError):  # not connected any more
         socket.socket.shutdown(end, socket.SHUT_RDWR)  # SSLSocket's would let a waiting reader read ciphertext
-    except OSError:  # not connected any more
-        pass
