@@ -49,7 +49,6 @@ class Agreement:
 
     @property
     def store(self) -> Store:
-        """The channel's store, until the end is closed."""
         assert self._open_store is not None, "channels check that they are open first"
         return self._open_store
 

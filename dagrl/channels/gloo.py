@@ -36,7 +36,6 @@ class GlooChannel(Channel):
     def exchange(
         self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
     ) -> list[PendingMessage]:
-        """Posts several messages at once."""
         posted = [self._post(tensor, peer, "recv", "from") for tensor, peer in receives]
         return [*posted, *(self._post(tensor, peer, "send", "to") for tensor, peer in sends)]
 
@@ -69,7 +68,6 @@ class GlooChannel(Channel):
         return ChannelError(f"{self.spec}: {what} failed: {reason} (deadline {self.spec.timeout_s} s); open a new channel")
 
     def abort(self, reason: str) -> None:
-        """Breaks the channel, from any thread."""
         with self._lock:
             if self._reason is not None or self._group is None:
                 return

@@ -113,7 +113,6 @@ class Borrowed:
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name."""
         import torch
 
         found = {}
@@ -125,7 +124,6 @@ class Borrowed:
         return found
 
     def close(self) -> None:
-        """Unmaps the memory."""
         for segment in self._segments:
             segment.close()
 

@@ -41,7 +41,6 @@ class ChannelSpec:
 
     @property
     def timeout(self) -> timedelta:
-        """`timeout_s` as torch takes it."""
         return timedelta(seconds=self.timeout_s)
 
 

@@ -43,7 +43,6 @@ class GpuBundles:
         self._places = self._reserve(count, timeout_s)
 
     def of(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """The placement of the worker of `rank`."""
         return self._places[rank]
 
     def add(self, count: int, timeout_s: float) -> None:
@@ -59,7 +58,6 @@ class GpuBundles:
         self._places = [self._places[rank] for rank in ranks]
 
     def release(self) -> None:
-        """Returns the GPUs to Ray."""
         while self._groups:
             remove_placement_group(self._groups.pop())
 
@@ -177,5 +175,4 @@ class ActorStarter:
         return spare, spare.prepare.remote() if prepares else spare.__ray_call__.remote(answer)
 
     def context(self, rank: int) -> WorkerContext:
-        """What the worker of a rank is given."""
         return WorkerContext(self.role, rank, self.layout, self.seed, self.collective_timeout_s)

@@ -37,7 +37,6 @@ class Static:
         return _unpickled(self.pickled)
 
     def digest(self) -> str:
-        """SHA-256 of the pickle."""
         return hashlib.sha256(self.pickled).hexdigest()
 
     def __eq__(self, other: object) -> bool:

@@ -22,11 +22,9 @@ class Deadline:
 
     @property
     def missed(self) -> str:
-        """The message for a missed deadline."""
         return f"no answer within {self.key} = {self.seconds:g} s"
 
     def times(self, factor: int) -> Deadline:
-        """Returns the deadline multiplied by `factor`."""
         return Deadline(factor * self.seconds, f"{factor} * {self.key}")
 
 

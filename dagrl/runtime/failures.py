@@ -59,13 +59,11 @@ class PendingReplay:
 
     @property
     def name(self) -> str:
-        """The replay's name in errors."""
         return f"phase {self.phase!r}, replay {self.number}"
 
     def failure(
         self, role: str, rank: int, kind: str, message: str, node: str = "unknown", stack: str = ""
     ) -> WorkerFailure:
-        """A failure of a worker in this replay."""
         known = self.groups[role].failure(rank, kind, node or "unknown", message, stack)
         return dataclasses.replace(known, phase=self.phase, replay=self.number)
 

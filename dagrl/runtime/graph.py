@@ -120,7 +120,6 @@ class PhaseGraph:
         return self.aliases.get(worker, worker)
 
     def shard(self, worker: WorkerRef) -> int:
-        """The shard of a worker."""
         return worker.position // (self.widths[worker.role] // self.shards)
 
     def label(self, node: Node) -> str:

@@ -180,14 +180,14 @@ def join(*values: Value) -> Value:
 PhaseFunction = Callable[..., Value | tuple[Value, ...]]
 
 
+@dataclass(eq=False)
 class Tracer:
     """Records the nodes of one phase while its function runs."""
 
-    def __init__(self, phase: str, roles: Mapping[str, Role], arity: int) -> None:
-        self.phase = phase
-        self.roles = roles
-        self.arity = arity
-        self.nodes: list[Node] = []
+    phase: str
+    roles: Mapping[str, Role]
+    arity: int
+    nodes: list[Node] = field(default_factory=list)
 
     def error(self, message: str) -> GraphError:
         return GraphError(f"phase {self.phase!r}: {message}")

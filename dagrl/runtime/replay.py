@@ -151,7 +151,6 @@ class Replay:
         self.timing = ReplayTiming(self._started, time.perf_counter(), busy_s, self._padding_share)
 
     def fail(self, error: Exception) -> None:
-        """Sets the error."""
         self._error = error
 
     def _by_shard(self, packets: Mapping[int, Sequence[Packet]]) -> dict[int, Sequence[Packet]]:
@@ -176,7 +175,6 @@ class ReplayQueue:
         self._broken, self._roles = broken, roles
 
     def break_roles(self, error: PhaseError) -> None:
-        """Notes that a graph of this phase broke."""
         for role in self._roles:
             self._broken.setdefault(role, error)
 

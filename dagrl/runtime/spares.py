@@ -75,7 +75,6 @@ class Spares:
 
     @property
     def waiting(self) -> list[tuple[ActorHandle, str]]:
-        """The spares and their nodes."""
         return [(spare.actor, spare.node) for spare in self._waiting]
 
     def adopt(self, spares: Iterable[tuple[ActorHandle, str]]) -> None:
@@ -92,7 +91,6 @@ class Spares:
         return None
 
     def end(self) -> None:
-        """Ends the processes."""
         while self._waiting:
             ray.kill(self._waiting.pop().actor)
 

@@ -40,7 +40,6 @@ class KeptGroup:
 
     @property
     def all_actors(self) -> list[ActorHandle]:
-        """The workers and the spares."""
         return [*self.actors, *(actor for actor, _ in self.spares)]
 
 

@@ -180,7 +180,6 @@ class LinkWriter:
         return self.lost
 
     def _connected(self) -> socket.socket:
-        """Waits for the reader."""
         if self.address.tls is None:
             return self._let_reader_in()
         with self._turn:
@@ -270,7 +269,6 @@ class LinkReader:
         return load(views[0], views[1:])  # from a writer that showed the edge's secret
 
     def close(self) -> None:
-        """Closes the link for both sides."""
         self._closed = True
         if self._socket is not None:
             _shut(self._socket)
@@ -301,7 +299,6 @@ class LinkReader:
         return found
 
     def _receive(self, source: socket.socket, until: float | None) -> Memory:
-        """Returns the bytes of the next message."""
         if not self._trusted:
             self._fill(source, memoryview(self._shown), until)
             if not hmac.compare_digest(self._shown, self._address.writer_secret):

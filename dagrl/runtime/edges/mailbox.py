@@ -51,7 +51,6 @@ class MailboxAddress:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole memory."""
         return self.first_cell + self.slots * self.writers * CELL_BYTES
 
 

@@ -34,7 +34,6 @@ class Header(NamedTuple):
     deadline_s: float  # from its submission; the longest that a worker waits for its turn
 
     def ticket(self, role: str, position: int) -> int:
-        """Returns the ticket of one worker of the graph."""
         tickets = self.tickets[role]
         return tickets if isinstance(tickets, int) else tickets[position]
 
@@ -53,12 +52,10 @@ class Packet(NamedTuple):
 
     @property
     def body(self) -> PacketBody:
-        """Everything but the header."""
         return self.value, self.busy_s, self.failures
 
     @staticmethod
     def from_wire(content: Any) -> Packet:
-        """The packet that `wire` was called on."""
         if len(content) == 4:
             header, value, busy_s, failures = content
             return Packet(Header(*header), value, busy_s, failures)
@@ -78,7 +75,6 @@ def wire_body(packet: Packet) -> tuple[object, ...]:
 
 
 def body_from_wire(content: Any) -> PacketBody:
-    """The body of a packet, from what `wire_body` returned."""
     if len(content) == 4:
         return _batch_from_wire(content[0]), content[1], content[2]
     body: PacketBody = content

@@ -103,14 +103,12 @@ class _PlainUnpickler(pickle.Unpickler):
         return WorkerFailure if known else _StandIn
 
 
+@dataclass(eq=False, slots=True)
 class Encoded:
     """A pickled value with its large buffers apart, which are sent without being copied into the pickle."""
 
-    __slots__ = ("buffers", "pickled")
-
-    def __init__(self, pickled: Bytes, buffers: Sequence[Bytes | bytearray]) -> None:
-        self.pickled = pickled
-        self.buffers = buffers
+    pickled: Bytes
+    buffers: Sequence[Bytes | bytearray]
 
     @staticmethod
     def of(value: object) -> Encoded:
@@ -131,7 +129,6 @@ class Encoded:
         return 256 + len(self.pickled) + sum([256 + len(buffer) for buffer in self.buffers])
 
     def load(self) -> Any:
-        """Returns the value. Raises UnreadableError if this process cannot make it."""
         return load(self.pickled, self.buffers)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -171,7 +171,6 @@ class Ring:
         return load(pickled, buffers)
 
     def skip(self, reader: int, timeout_s: float | None) -> None:
-        """Drops the next message."""
         slot = self._next(timeout_s)
         self._acknowledge(reader, slot, self.messages_read)
 
@@ -229,7 +228,6 @@ class Ring:
 
 
 def _own(view: memoryview) -> bytearray | memoryview:
-    """Returns a copy of a part of a message."""
     if len(view) < PARALLEL_BYTES or not COPIERS:
         return bytearray(view)
     copy = np.empty(len(view), dtype=np.uint8)

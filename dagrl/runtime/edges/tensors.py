@@ -76,7 +76,6 @@ def edge_reducers() -> Mapping[type, Callable[[Any], Any]]:
 
 
 def refuse_reference(reference: object) -> Any:
-    """Raises RunError."""
     raise RunError(
         "an ObjectRef cannot be sent through a phase: the receiver holds no reference and would block forever; "
         "send the value itself, ray.get(ref)"

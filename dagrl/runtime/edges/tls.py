@@ -36,7 +36,6 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 @functools.cache
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """Returns the settings of the connecting side."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, files)
 
 

@@ -16,6 +16,7 @@ import functools
 import threading
 import time
 import uuid
+from dataclasses import dataclass
 
 import ray
 from ray.actor import ActorHandle
@@ -38,46 +39,35 @@ DEATH_S = 10.0
 """How long to wait for Ray to say which worker died, after edges were closed."""
 
 
+@dataclass(eq=False)
 class CompiledGraph:
-    """A live Ray Compiled Graph, run by dagrl's engine. `compile_graph` makes it.
+    """A live Ray Compiled Graph, run by dagrl's engine. `compile_graph` makes it."""
 
-    `name`: that of its loops; `start`: the edge of its input, which the driver writes; `outputs`: the edges that the driver
-    reads.
-    """
+    phase: str
+    limits: GraphLimits
+    dag: ray_dag.Dag
+    name: str  # of its loops
+    start: Edge  # of its input, which the driver writes
+    outputs: Outputs
+    gathering: Gathering
 
-    def __init__(
-        self,
-        phase: str,
-        limits: GraphLimits,
-        dag: ray_dag.Dag,
-        name: str,
-        start: Edge,
-        outputs: Outputs,
-        gathering: Gathering,
-    ) -> None:
-        self._phase = phase
-        self._limits = limits
-        self._dag = dag
-        self._name = name
-        self._actors = tuple(dag.worker_task_refs)
-        self._input = start
-        self._outputs = outputs
-        self._gathering = gathering
+    def __post_init__(self) -> None:
+        self._actors = tuple(self.dag.worker_task_refs)
         self._submitted = 0
         deaths.watch(self, self._actors)
 
     @property
     def reusable(self) -> bool:
         """Whether all of its loops are running."""
-        asked = [ray_dag.call_loop(actor, loop_runs, self._name) for actor in self._actors]
+        asked = [ray_dag.call_loop(actor, loop_runs, self.name) for actor in self._actors]
         try:
-            return all(ray.get(asked, timeout=self._limits.teardown_s))
+            return all(ray.get(asked, timeout=self.limits.teardown_s))
         except RayError:  # a worker died, or does not answer
             return False
 
     def on_death(self) -> None:
         """Tears the graph down after a death, so that no process waits for the dead one."""
-        threading.Thread(target=self._dag.teardown, name=f"dagrl-death-{self._phase}", daemon=True).start()
+        threading.Thread(target=self.dag.teardown, name=f"dagrl-death-{self.phase}", daemon=True).start()
 
     def submit(self, packet: Packet) -> Submitted:
         """Writes the input; the scheduler has checked its size and the replays in flight.
@@ -85,27 +75,26 @@ class CompiledGraph:
         Bypasses Ray's `execute` and `get`: their bookkeeping of references takes 20 us per replay and 10 us per output.
         """
         try:
-            self._input.write(packet, self._limits.replay_s)
+            self.start.write(packet, self.limits.replay_s)
         except RayChannelTimeoutError as late:
-            limit = f"{self._limits.replay_s:.0f} s"
-            raise RunError(f"no room for the input of phase {self._phase!r} in {limit}: {late}") from late
+            limit = f"{self.limits.replay_s:.0f} s"
+            raise RunError(f"no room for the input of phase {self.phase!r} in {limit}: {late}") from late
         self._submitted += 1
         return Submitted(self._submitted, packet.header)
 
     def fetch(self, submitted: Submitted, timeout_s: float) -> list[Packet]:
         """Returns the outputs' packets of a replay; drops those of earlier replays that were not fetched."""
         try:
-            parts = self._outputs.read(submitted, timeout_s)
+            parts = self.outputs.read(submitted, timeout_s)
         except RayChannelTimeoutError as late:
             raise TimeoutError(str(late)) from late
         except RayChannelError:
             self._raise_death()
             raise
-        return self._gathering.put_together(submitted.header, parts)
+        return self.gathering.put_together(submitted.header, parts)
 
     def failures(self, submitted: Submitted) -> list[WorkerFailure]:
-        """Returns the failures in the outputs that have arrived of a replay whose `fetch` timed out."""
-        return self._outputs.failures(submitted)
+        return self.outputs.failures(submitted)
 
     def _raise_death(self) -> None:
         """Raises what ended the first of the workers' loops, after edges were closed.
@@ -126,18 +115,17 @@ class CompiledGraph:
             raise first.cause if isinstance(first.cause, RayChannelError) else first
 
     def teardown(self, timeout_s: float) -> None:
-        """Stops the graph within `timeout_s`; see `teardown_dag`."""
         deaths.unwatch(self)
-        ray_dag.teardown_dag(self._stop, self._phase, self._limits, lambda seconds: self._running(0.0), timeout_s)
+        ray_dag.teardown_dag(self._stop, self.phase, self.limits, lambda seconds: self._running(0.0), timeout_s)
 
     @functools.cached_property
     def _ends(self) -> dict[ActorHandle, ray.ObjectRef]:
         """A reference for each actor, available once its loop has ended. Holds one of Ray's threads for loops until then."""
-        return {actor: ray_dag.call_loop(actor, wait_for_loop, self._name) for actor in self._actors}
+        return {actor: ray_dag.call_loop(actor, wait_for_loop, self.name) for actor in self._actors}
 
     def _stop(self) -> None:
         """Closes the edges and waits for the loops."""
-        self._dag.teardown()
+        self.dag.teardown()
         if ray.is_initialized():  # after `ray.shutdown`, `ray.wait` would start another cluster
             self._running(None)
 

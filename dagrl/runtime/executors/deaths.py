@@ -38,7 +38,6 @@ def watch(graph: Graph, actors: Sequence[ActorHandle]) -> None:
 
 
 def unwatch(graph: Graph) -> None:
-    """Ends `watch`."""
     with _lock:
         _watched.pop(id(graph), None)
 

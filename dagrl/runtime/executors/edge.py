@@ -53,19 +53,14 @@ class MailboxSlot:
     writer: int
 
 
+@dataclass(eq=False)
 class EdgeType(ChannelOutputType):  # type: ignore[misc]  # Ray has no types
-    """The type hint of a node whose result is sent over edges with `in_flight` messages of up to `slot_bytes` bytes.
+    """The type hint of a node whose result is sent over edges with `in_flight` messages of up to `slot_bytes` bytes."""
 
-    Between hosts they are encrypted with the files of `tls`, if there are any.
-    """
-
-    def __init__(
-        self, slot_bytes: int, in_flight: int, mailbox_slot: MailboxSlot | None = None, tls: TlsFiles | None = None
-    ) -> None:
-        self.slot_bytes = slot_bytes
-        self.in_flight = in_flight
-        self.tls = tls
-        self.mailbox_slot = mailbox_slot  # slot in the driver's mailbox, for a node that only the driver reads
+    slot_bytes: int
+    in_flight: int
+    mailbox_slot: MailboxSlot | None = None  # in the driver's mailbox, for a node that only the driver reads
+    tls: TlsFiles | None = None  # files that encrypt messages between hosts
 
     def create_channel(
         self, writer: Any, reader_and_node_list: list[tuple[Any, str]], driver_actor_id: str | None = None
@@ -125,7 +120,6 @@ class Edge(ChannelInterface):  # type: ignore[misc]
 
     @property
     def mailbox_slot(self) -> MailboxSlot | None:
-        """Where its messages are announced; None if they are read only from the edge."""
         return self.description.mailbox_slot
 
     @property
@@ -219,7 +213,6 @@ class Edge(ChannelInterface):  # type: ignore[misc]
         mailbox.post(self.mailbox_slot.writer, self._posted, bytes(parts[0]), timeout_s)
 
     def release_buffer(self, timeout: float | None = None) -> None:
-        """Drops the next value."""
         if self._read_from is None:
             self.ensure_registered_as_reader()
         if self._own is not None and self._read_from is self._own:

@@ -403,7 +403,6 @@ def abort(worker: object) -> None:
 
 
 def reset_tickets(worker: object, ticket: int) -> None:
-    """Makes `ticket` the worker's next one, after a failure."""
     state_of(worker).gate.reset(ticket)
 
 
@@ -428,7 +427,6 @@ DIED = Report("", 0, "died", "")
 
 
 def report(worker: object) -> Report:
-    """Returns what the worker is running."""
     activity = state_of(worker).activity
     if activity is None:
         return IDLE

@@ -61,22 +61,21 @@ def _known_parts() -> dict[str, Callable[[], bool]]:
         "do_exec_tasks(self, tasks, schedule, overlap_gpu_communication)": lambda: (
             _parameters(nodes().do_exec_tasks) == ["self", "tasks", "schedule", "overlap_gpu_communication"]
         ),
-        "CompiledDAG starts do_exec_tasks": lambda: _names("do_exec_tasks", nodes().CompiledDAG._get_or_compile),
+        "CompiledDAG starts do_exec_tasks": lambda: _names(nodes().CompiledDAG._get_or_compile, "do_exec_tasks"),
         "CompiledDAG.DAGDriverProxyActor": lambda: hasattr(nodes().CompiledDAG.DAGDriverProxyActor, "options"),
-        "CompiledDAG.dag_input_channels, dag_output_channels, worker_task_refs": lambda: all(
-            _names(name, nodes().CompiledDAG.__init__)
-            for name in ("dag_input_channels", "dag_output_channels", "worker_task_refs")
+        "CompiledDAG.dag_input_channels, dag_output_channels, worker_task_refs": lambda: _names(
+            nodes().CompiledDAG.__init__, "dag_input_channels", "dag_output_channels", "worker_task_refs"
         ),
         "ActorHandle._get_local_state": lambda: callable(ActorHandle._get_local_state),
-        "ExecutableTask.task_inputs, input_channels, output_channels": lambda: all(
-            _names(name, nodes().ExecutableTask.__init__) for name in ("task_inputs", "input_channels", "output_channels")
+        "ExecutableTask.task_inputs, input_channels, output_channels": lambda: _names(
+            nodes().ExecutableTask.__init__, "task_inputs", "input_channels", "output_channels"
         ),
         "ExecutableTask.prepare(self, overlap_gpu_communication), cancel(self)": lambda: (
             _parameters(nodes().ExecutableTask.prepare) == ["self", "overlap_gpu_communication"]
             and _parameters(nodes().ExecutableTask.cancel) == ["self"]
         ),
         "_ExecutableTaskInput.input_variant, resolve": lambda: (
-            _names("input_variant", nodes()._ExecutableTaskInput.__init__) and callable(nodes()._ExecutableTaskInput.resolve)
+            _names(nodes()._ExecutableTaskInput.__init__, "input_variant") and callable(nodes()._ExecutableTaskInput.resolve)
         ),
         "DAGNode.type_hint": lambda: importlib.import_module("ray.dag").DAGNode.type_hint.fset is not None,
         "ChannelOutputType.create_channel(self, writer, reader_and_node_list, driver_actor_id)": lambda: (
@@ -92,9 +91,9 @@ def _parameters(function: Callable[..., object]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def _names(name: str, function: Any) -> bool:
-    """Whether the code of a function names a global or an attribute."""
-    return name in function.__code__.co_names
+def _names(function: Any, *names: str) -> bool:
+    """Whether the code of a function names these globals or attributes."""
+    return set(names) <= set(function.__code__.co_names)
 
 
 def _holds(known: Callable[[], bool]) -> bool:
@@ -132,7 +131,6 @@ def bind_graph(
 
 
 def actor_of(graph: PhaseGraph, actors: Actors, number: int) -> ActorHandle:
-    """Returns the actor that a node runs on."""
     worker = graph.nodes[number].worker
     return actors[worker.role][worker.position]
 
@@ -143,7 +141,6 @@ def writers_of(graph: PhaseGraph, actors: Actors) -> list[tuple[str, str]]:
 
 
 def distinct(actors: Actors) -> list[ActorHandle]:
-    """Returns every actor once."""
     return list({actor._actor_id: actor for group in actors.values() for actor in group}.values())
 
 
@@ -283,7 +280,6 @@ class DriverId:
 
     @staticmethod
     def remote() -> DriverId:
-        """Returns a new id."""
         return DriverId(uuid.uuid4().bytes)
 
 

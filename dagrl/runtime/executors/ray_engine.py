@@ -102,7 +102,6 @@ class RayGraph:
             del item, outputs  # Ray's references keep the graph alive
 
     def fetch(self, submitted: Executed, timeout_s: float) -> list[Packet]:
-        """Returns the outputs' packets of a replay."""
         try:
             outputs = submitted.outputs.result(timeout_s)
         except RayChannelTimeoutError as late:
@@ -115,7 +114,6 @@ class RayGraph:
         return []
 
     def teardown(self, timeout_s: float) -> None:
-        """Stops the graph within `timeout_s`; see `teardown_dag`."""
         self._unread.put(None)
         ray_dag.teardown_dag(self._dag.teardown, self._phase, self._limits, self._running, timeout_s)
 

@@ -19,7 +19,6 @@ class ValueRef(CompiledDAGRef):  # type: ignore[misc]  # Ray has no types
         self._read = read
 
     def get(self, timeout: float | None = None) -> Any:
-        """Returns the value."""
         return self._read(timeout)
 
     def __str__(self) -> str:
