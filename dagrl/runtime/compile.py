@@ -111,10 +111,7 @@ def compile_phase(
 
 
 def executor_of(name: str, engine: Engine = "dagrl") -> Executor:
-    """Returns the executor of that name. Engine `dagrl` becomes `ray`, with one warning, on a Ray that it does not know.
-
-    Imports Ray's graph modules only where they are used.
-    """
+    """Returns the executor of that name. Engine `dagrl` becomes `ray`, with one warning, on a Ray that it does not know."""
     if name == "eager":
         from dagrl.runtime.executors.eager import EagerGraph, Sender
 

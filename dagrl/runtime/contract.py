@@ -21,8 +21,10 @@ def check_worker_class(
     It must have every method of `protocols`, with a signature that accepts the protocol's arguments. Methods of `hooks`
     and of `WorkerHooks` are optional, but checked if they are there. `where` is the configuration's key, for the error.
     """
+    found = inspect.signature(worker_class)
+    expected = f"{worker_class.__name__}(context, config)"
     mistakes = [
-        *_constructor_mistakes(worker_class),
+        *([] if _accepts(found, 2) else [f"its constructor is {worker_class.__name__}{_plain(found)}; expected {expected}"]),
         *(line for protocol in protocols for line in _mistakes(worker_class, protocol, optional=False)),
         *(line for protocol in (WorkerHooks, *hooks) for line in _mistakes(worker_class, protocol, optional=True)),
     ]
@@ -30,12 +32,6 @@ def check_worker_class(
         name = f"{worker_class.__module__}:{worker_class.__qualname__}"
         lines = "".join(f"\n  {line}" for line in dict.fromkeys(mistakes))
         raise ConfigError(f"{f'{where}: ' if where else ''}the worker class {name} does not fit; change it:{lines}")
-
-
-def _constructor_mistakes(worker_class: type) -> Iterator[str]:
-    found = inspect.signature(worker_class)
-    if not _accepts(found, 2):
-        yield f"its constructor is {worker_class.__name__}{_plain(found)}; expected {worker_class.__name__}(context, config)"
 
 
 def _mistakes(worker_class: type, protocol: type, *, optional: bool) -> Iterator[str]:

@@ -44,10 +44,7 @@ def in_background(call: Callable[[], T], name: str) -> Future[T]:
 
 
 class BackgroundThread:
-    """A thread that runs one call after the other, until `close`. It takes a call in less time than a new thread starts.
-
-    It does not keep the process alive.
-    """
+    """A daemon thread that runs one call after the other, until `close`. It takes a call faster than a new thread starts."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

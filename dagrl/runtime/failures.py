@@ -90,7 +90,7 @@ def collect_outcome(replay: PendingReplay, until: float = math.inf) -> list[list
     if replay.late:
         raise _late_error(replay) from replay.broken
     if replay.broken is not None:
-        raise _broken_error(replay, replay.failures, replay.broken) from replay.broken
+        raise _broken_error(replay, replay.broken) from replay.broken
     if replay.failures:
         raise PhaseError(cause_first(replay.failures))
     return [replay.found[graph] for graph in range(len(replay.found))]
@@ -167,12 +167,11 @@ def _unreadable_result(replay: PendingReplay, error: UnreadableError) -> WorkerF
     return replay.failure(role, rank, "raised", text, node, "".join(traceback.format_exception(error)))
 
 
-def _broken_error(replay: PendingReplay, failures: Sequence[WorkerFailure], error: Exception) -> PhaseError:
+def _broken_error(replay: PendingReplay, error: Exception) -> PhaseError:
     breaks = f"the graph of phase {replay.phase!r} broke"
-    if failures:
-        return PhaseError(cause_first(failures), breaks=breaks)
-    text = f"{replay.name}: its graph broke, although no worker died: "
-    return PhaseError((), f"{text}{error_text(error)}", breaks=breaks)
+    if replay.failures:
+        return PhaseError(cause_first(replay.failures), breaks=breaks)
+    return PhaseError((), f"{replay.name}: its graph broke, although no worker died: {error_text(error)}", breaks=breaks)
 
 
 def _late_error(replay: PendingReplay) -> PhaseError:
@@ -193,7 +192,7 @@ def _late_error(replay: PendingReplay) -> PhaseError:
     if replay.failures:
         return PhaseError(cause_first(replay.failures), breaks=breaks)
     if replay.broken is not None:
-        return _broken_error(replay, (), replay.broken)
+        return _broken_error(replay, replay.broken)
     hung = _kill_stuck(replay, running) or list(running)
     failures = [_hung(replay, worker, running[worker]) for worker in hung]
     advice = "The deadline is timeouts.replay_s (timeouts.warmup_s in a warm-up); raise it if the phase is slow."

@@ -22,15 +22,12 @@ AWAIT_TURN_S = 0.5
 
 @dataclass(frozen=True)
 class ReplayTiming:
-    """When a replay was submitted and its result read (`time.perf_counter`), and the compute on each shard's longest path.
-
-    `padding_share` is None if the input was not a batch.
-    """
+    """When a replay was submitted and its result read (`perf_counter`), and the compute on each shard's longest path."""
 
     started: float
     finished: float
     shards_busy_s: tuple[float, ...]
-    padding_share: float | None
+    padding_share: float | None  # None if the input was not a batch
 
     @property
     def busy_s(self) -> float:
@@ -138,9 +135,7 @@ class Replay:
         return self.result()
 
     def succeed(self, packets: Sequence[Sequence[Packet]]) -> None:
-        """Sets the result from the packets of every graph. Raises PhaseError if the results of the shards do not fit
-        together.
-        """
+        """Sets the result from the packets of every graph. Raises PhaseError if the shards' results do not fit together."""
         try:
             shards = [mine for _, mine in sorted(self._by_shard(dict(enumerate(packets))).items())]
             busy_s = tuple(max(packet.busy_s for packet in outputs) for outputs in shards)
@@ -166,7 +161,8 @@ class Replay:
 class ReplayQueue:
     """The `replays` of one phase that are in flight, oldest first. Their results are read in that order.
 
-    `broken`: the first failure that broke a graph, by role. Those of this phase break together: `roles`.
+    `broken`: the first failure that broke a graph, by role. This phase breaks `roles`: those that share actors, whose
+    tickets order all that an actor runs, break together.
     """
 
     def __init__(self, broken: dict[str, PhaseError], roles: Sequence[str]) -> None:
@@ -179,10 +175,7 @@ class ReplayQueue:
             self._broken.setdefault(role, error)
 
     def finish(self, replay: Replay, until: float = math.inf) -> None:
-        """Reads the outcome of `replay`, after those of the replays before it.
-
-        Raises DeadlineError if it is not there by `until` (`time.monotonic`).
-        """
+        """Reads outcomes up to that of `replay`. Raises DeadlineError if it is not there by `until` (`time.monotonic`)."""
         if not self._reading.acquire(blocking=until == math.inf):
             if not self._reading.acquire(timeout=max(0.0, until - time.monotonic())):
                 raise DeadlineError(f"phase {replay.phase!r}: another thread waits for its results; ask again")

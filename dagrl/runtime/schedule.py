@@ -74,7 +74,7 @@ class Scheduler:
         self.options = options or SchedulerOptions()
         self._entries: dict[str, AddedPhase] = {}
         self._executors: dict[str, Executor] = {}  # those of the live graphs
-        self._broken: dict[str, PhaseError] = {}  # by role; those that share actors break together, as tickets order both
+        self._broken: dict[str, PhaseError] = {}  # by role, the first failure that broke a graph
         self._lock = threading.RLock()
         self.join(groups)
         _schedulers.add(self)

@@ -61,10 +61,7 @@ class Split:
     tokens: int
 
     def share(self, batch: Batch, shards: Sequence[int]) -> Batch:
-        """Returns the rows of some shards of `batch`, one shard after the other, each shard's padded to the bucket.
-
-        Returns views if the batch's rows are in that order already.
-        """
+        """Returns the rows of some shards in turn, each shard's padded to the bucket; views if they are in that order."""
         parts = [self.rows[shard] for shard in shards]
         order = parts[0] if len(parts) == 1 else np.concatenate(parts)
         numbers = order.tolist()

@@ -27,10 +27,7 @@ Counters = Mapping[str, Sequence[int]]
 
 
 def ticket_counters(groups: Iterable[WorkerGroup]) -> Counters:
-    """Returns the ticket counters of these groups' workers, numbered from 0.
-
-    Raises LayoutError for two groups of one role.
-    """
+    """Returns the ticket counters of these groups' workers, from 0 on. Raises LayoutError for two groups of one role."""
     groups = list(groups)
     roles = [group.role.name for group in groups]
     for role in roles:

@@ -324,10 +324,7 @@ class WorkerGroup:
         return self.wait(refs, deadline or self._deadline, function.__name__)
 
     def drain_runs(self, timeout_s: float = 2.0) -> list[list[NodeRun]]:
-        """Returns what each worker ran since the last call, for the trace; nothing for a dead worker.
-
-        The answer of a worker that is late comes with the next call.
-        """
+        """Returns what each worker ran since the last call; nothing for a dead one. Late answers come with the next call."""
         asked = [
             (*late, self._health(actor, drain_runs, self.role.name))
             for late, actor in zip(self._late_runs, self.actors, strict=True)

@@ -123,10 +123,7 @@ SIZED = PLAIN_TYPES | {list, tuple, dict}
 
 
 def payload_bytes(value: object) -> int:
-    """An upper bound for the bytes that a value needs in a channel, without copying its arrays.
-
-    Raises RunError for values that cannot be sent.
-    """
+    """An upper bound for the bytes of a value in a channel; copies no arrays. Raises RunError if it cannot be sent."""
     match value:
         case None | bool() | float():
             return 32

@@ -117,10 +117,7 @@ def result_rooms(graph: PhaseGraph, limits: GraphLimits) -> list[int]:
 
 
 def _places(graph: PhaseGraph) -> tuple[dict[int, int], set[int]]:
-    """Returns each node's place among its worker's nodes, and the last node of each worker.
-
-    Leaves out relays, which pass values on without a turn because other workers wait for them.
-    """
+    """Returns each node's place among its worker's nodes, and each worker's last node. Relays take no turn."""
     of_worker: dict[WorkerRef, list[int]] = {}
     for node in graph.nodes:
         if node.kind != RELAY:

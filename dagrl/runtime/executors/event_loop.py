@@ -9,10 +9,7 @@ from dagrl.errors import RunError
 
 
 def actor_event_loop(label: str) -> asyncio.AbstractEventLoop:
-    """Returns the event loop of this actor's default concurrency group. Ray has no public way to get it.
-
-    Raises RunError, which names the node `label`, in an actor without one.
-    """
+    """Returns the loop of this actor's default concurrency group, which Ray keeps private. Raises RunError without one."""
     core = importlib.import_module("ray._private.worker").global_worker.core_worker
     if not core.current_actor_is_asyncio():
         raise RunError(

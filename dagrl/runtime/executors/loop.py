@@ -56,10 +56,7 @@ _tasks: dict[str, Sequence[Task]] = {}
 
 
 def start_loop(run: Callable[..., None], name: str, worker: object, tasks: Sequence[Task], *rays: object) -> None:
-    """Starts `run(worker, tasks, *rays)`, a loop, on a thread of its own. Runs in the worker.
-
-    `name` is that of its graph; `rays` are the other arguments of Ray's loop.
-    """
+    """Starts the loop `run(worker, tasks, *rays)` of the graph `name` on a thread of its own. Runs in the worker."""
     ended = _loops[name] = Future[None]()
     _tasks[name] = tasks
 

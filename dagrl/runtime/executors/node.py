@@ -372,10 +372,7 @@ def failed_packet(worker: object, call: NodeCall, packet: Packet, error: Excepti
 
 
 def _abort(worker: object) -> None:
-    """Frees peers that wait for this worker in a collective, which a failed worker will not join.
-
-    If that fails too, the driver still gets the first failure.
-    """
+    """Frees peers that wait for this worker in a collective. If that fails too, the driver still gets the first failure."""
     abort = getattr(worker, "abort", None)
     if abort is None:
         return

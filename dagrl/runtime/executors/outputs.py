@@ -57,10 +57,7 @@ class Outputs:
         ]
 
     def failures(self, replay: Submitted) -> list[WorkerFailure]:
-        """Returns the failures in the outputs that have arrived of a replay whose read timed out.
-
-        Raises Ray's channel errors.
-        """
+        """Returns the failures in the outputs that came of a replay whose read timed out. Raises Ray's channel errors."""
         arrived = self._arrived if self._number == replay.number else {}
         bodies = [body for edge, body in arrived.items() if edge is not None] + arrived.get(None, [])
         if self._mailbox is not None and None not in arrived:  # announced results are still in the rings

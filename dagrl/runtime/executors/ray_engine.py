@@ -125,10 +125,7 @@ class RayGraph:
 
 
 def run_pickled(worker: object, pickled: PickledCall, *items: Any) -> Any:
-    """Runs one node on packets that are bytes. Runs in the worker.
-
-    A value that cannot be unpickled, or a result that cannot be pickled, is a failure of this worker.
-    """
+    """Runs one node on packets that are bytes. What this worker cannot pickle or unpickle is its failure."""
     call, packets = pickled.call, list[Packet]()
     for item in items:
         try:

@@ -35,9 +35,7 @@ class Hosts:
 
 
 def with_relays(graph: PhaseGraph, hosts: Hosts, direct: Collection[int] = ()) -> PhaseGraph:
-    """Returns the graph with relays for values that several workers of another host read, except values of nodes in
-    `direct`.
-    """
+    """Adds relays for values that several workers of another host read, except those of the nodes `direct`."""
     if not hosts.several:
         return graph
     readers = _readers(graph)
