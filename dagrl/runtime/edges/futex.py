@@ -51,30 +51,6 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Futexes:
-    """Words of shared memory (`words` has format "I") that processes wait on. All calls release the interpreter lock."""
-
-    def __init__(self, words: memoryview) -> None:
-        machine = platform.machine()
-        if machine not in _NUMBERS:
-            raise RunError(f"compiled graphs need futex(2), whose number on {machine} is unknown; set executor: eager")
-        library = ctypes.CDLL(None, use_errno=True)
-        self._call = library.syscall
-        self._number = ctypes.c_long(_NUMBERS[machine])
-        self._anchor = ctypes.c_uint32.from_buffer(words)
-        self._start = ctypes.addressof(self._anchor)
-
-    def wait(self, index: int, known: int, seconds: float) -> None:
-        """Sleeps until the word is woken. Returns at once if it is not `known`, and early on a signal."""
-        limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-        word = ctypes.c_void_p(self._start + 4 * index)
-        self._call(self._number, word, _WAIT, ctypes.c_uint32(known), ctypes.byref(limit), None, 0)
-
-    def wake(self, index: int) -> None:
-        """Wakes all processes that wait on the word, so that they look at it again."""
-        self._call(self._number, ctypes.c_void_p(self._start + 4 * index), _WAKE, _EVERYONE, None, None, 0)
-
-
 class Patience:
     """How long to spin before sleeping: long if the last message came soon and no other process wants the core.
 
@@ -111,13 +87,25 @@ class Patience:
 
 
 class Watch:
-    """Waits for words of one memory. Its word `closed` is not 0 once the memory is closed."""
+    """Waits for words of one shared memory (`words` has format "I"). Its word `closed` is not 0 once it is closed.
 
-    def __init__(self, words: memoryview, futexes: Futexes, closed: int) -> None:
-        self._words = words
-        self._futexes = futexes
-        self._closed = closed
+    System calls release the interpreter lock.
+    """
+
+    def __init__(self, words: memoryview, closed: int) -> None:
+        machine = platform.machine()
+        if machine not in _NUMBERS:
+            raise RunError(f"compiled graphs need futex(2), whose number on {machine} is unknown; set executor: eager")
+        self._words, self._closed = words, closed
         self._patience = Patience()
+        self._call = ctypes.CDLL(None, use_errno=True).syscall
+        self._number = ctypes.c_long(_NUMBERS[machine])
+        self._anchor = ctypes.c_uint32.from_buffer(words)
+        self._start = ctypes.addressof(self._anchor)
+
+    def wake(self, index: int) -> None:
+        """Wakes all processes that wait on the word, so that they look at it again."""
+        self._call(self._number, ctypes.c_void_p(self._start + 4 * index), _WAKE, _EVERYONE, None, None, 0)
 
     def check_open(self) -> None:
         """Raises EdgeClosedError if the memory is closed."""
@@ -139,12 +127,16 @@ class Watch:
         self._patience.came(started)
 
     def _sleep(self, index: int, known: int, started: float, timeout_s: float | None) -> None:
+        """Sleeps until the word is woken. Returns at once if it is not `known`, and early on a signal."""
         self.check_open()
         left = _LOOK_S if timeout_s is None else started + timeout_s - time.perf_counter()
         if left <= 0:
             self._patience.lose()
             raise EdgeTimeoutError("no message in time")
-        self._futexes.wait(index, known, min(left, _LOOK_S))
+        seconds = min(left, _LOOK_S)
+        limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+        word = ctypes.c_void_p(self._start + 4 * index)
+        self._call(self._number, word, _WAIT, ctypes.c_uint32(known), ctypes.byref(limit), None, 0)
 
 
 def pause_until(look: Callable[[], T | None], timeout_s: float | None, late: str) -> T:

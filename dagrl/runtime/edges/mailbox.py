@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dagrl.errors import RunError
-from dagrl.runtime.edges.futex import Futexes, Watch, fence, pause_until
+from dagrl.runtime.edges.futex import Watch, fence, pause_until
 from dagrl.runtime.edges.memory import LINE, MemoryAddress, aligned, anonymous_memory, count_copied, open_memory
 from dagrl.runtime.edges.pickling import UnreadableError, load
 
@@ -63,8 +63,7 @@ class Mailbox:
         self._bytes = memoryview(memory)
         self._words = self._bytes.cast("I")
         self._written = self._words[_WRITTEN : _WRITTEN + address.writers]
-        self._futexes = Futexes(self._words)
-        self._watch = Watch(self._words, self._futexes, _CLOSED)
+        self._watch = Watch(self._words, _CLOSED)
         self._cells: list[list[memoryview]] = []
         if descriptor is not None:  # the reader keeps it open for the writers
             self._cells = [[self._cell(slot, one) for one in range(address.writers)] for slot in range(address.slots)]
@@ -96,7 +95,7 @@ class Mailbox:
         self._bytes[start : start + size] = message
         fence()
         self._words[_WRITTEN + writer] = number & _MASK
-        self._futexes.wake(_WRITTEN + writer)
+        self._watch.wake(_WRITTEN + writer)
         count_copied(size)
 
     def collect(self, number: int, timeout_s: float) -> list[object]:
@@ -126,7 +125,7 @@ class Mailbox:
         """Closes the mailbox for every process. Calls that wait, and later ones, raise EdgeClosedError."""
         self._words[_CLOSED] = 1
         for writer in range(self.address.writers):
-            self._futexes.wake(_WRITTEN + writer)
+            self._watch.wake(_WRITTEN + writer)
 
     def _wait_for_room(self, number: int, timeout_s: float | None) -> None:
         """Returns once the cell of message `number` is free: at once, unless too many messages are in flight."""

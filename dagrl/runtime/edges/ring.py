@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.runtime.edges.futex import Futexes, Watch, fence, pause_until
+from dagrl.runtime.edges.futex import Watch, fence, pause_until
 from dagrl.runtime.edges.memory import (
     LINE,
     EdgeLostError,
@@ -86,8 +86,7 @@ class Ring:
         self._sizes = self._bytes.cast("Q")
         self._memory = memory
         self._arrays = np.frombuffer(memory, dtype=np.uint8)
-        self._futexes = Futexes(self._words)
-        self._watch = Watch(self._words, self._futexes, _CLOSED)
+        self._watch = Watch(self._words, _CLOSED)
         self.messages_written = 0  # by this process; also the number of the last one
         self._message_of = [0] * address.slots  # the last message in each slot; used by the writer
         self.messages_read = 0  # or skipped, by this process
@@ -130,7 +129,7 @@ class Ring:
         self._words[_SLOTS + sequence % self._slots] = slot
         fence()
         self._words[_SEQUENCE] = sequence & _MASK
-        self._futexes.wake(_SEQUENCE)
+        self._watch.wake(_SEQUENCE)
         count_copied(needed)
 
     def read(self, reader: int, timeout_s: float | None) -> object:
@@ -177,7 +176,7 @@ class Ring:
     def close(self) -> None:
         """Closes the ring for every process. Calls that wait, and later ones, raise EdgeClosedError."""
         self._words[_CLOSED] = 1
-        self._futexes.wake(_SEQUENCE)
+        self._watch.wake(_SEQUENCE)
 
     def _copy(self, part: bytes | memoryview, offset: int, size: int) -> None:
         if size < PARALLEL_BYTES or not COPIERS:
