@@ -17,7 +17,7 @@ from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.base import Executable, Executor, GraphLimits, accelerated
 from dagrl.runtime.graph import PhaseGraph, WorkerRef
 from dagrl.runtime.passes.shards import fuse
-from dagrl.runtime.phase import Phase, replicas_per_graph
+from dagrl.runtime.phase import replicas_per_graph
 from dagrl.runtime.tickets import Counters, GraphWorkers
 from dagrl.runtime.worker_group import Groups
 
@@ -80,7 +80,6 @@ class Compiled:
 
 def compile_phase(
     executor: Executor,
-    phase: Phase,
     graph: PhaseGraph,
     groups: Groups,
     counters: Counters,
@@ -93,13 +92,13 @@ def compile_phase(
 
     `graph` and `limits` are those of one shard. `fuse_shards`: shards on the same hosts share one graph.
     """
-    ranks_of = _ranks_of_shards(phase, groups)
+    ranks_of = _ranks_of_shards(graph, groups)
     shards = [shard for shard, ranks in enumerate(ranks_of) if shard not in without and _is_whole(ranks, absent)]
     fuses = fuse_shards and not accelerated(graph)  # the workers of a graph with accelerator edges form a communicator
     made: list[Compiled] = []
     with ExitStack() as undo:
         for mine in _by_hosts(shards, ranks_of, groups) if fuses else [[shard] for shard in shards]:
-            ranks = {role: [rank for shard in mine for rank in ranks_of[shard][role]] for role in phase.roles}
+            ranks = {role: [rank for shard in mine for rank in ranks_of[shard][role]] for role in graph.widths}
             actors = {role: [groups[role].actors[rank] for rank in some] for role, some in ranks.items()}
             whole = replace(fuse(graph, len(mine)), aliases=_aliases(actors))
             executable = executor(whole, actors, replace(limits, input_bytes=limits.input_bytes * len(mine)))
@@ -176,11 +175,11 @@ def _by_hosts(shards: Sequence[int], ranks_of: Sequence[Ranks], groups: Groups) 
     return list(together.values())
 
 
-def _ranks_of_shards(phase: Phase, groups: Groups) -> list[Ranks]:
-    """Returns, for each shard of a phase (a graph as traced), the ranks of each role in the graph's order."""
-    layouts = {role: groups[role].layout for role in phase.roles}
+def _ranks_of_shards(graph: PhaseGraph, groups: Groups) -> list[Ranks]:
+    """Returns, for each shard of a graph as traced, the ranks of each role in the graph's order."""
+    layouts = {role: groups[role].layout for role in graph.widths}
     replicas = replicas_per_graph({role: layout.dp for role, layout in layouts.items()})
-    role = phase.roles[0]
+    role = next(iter(layouts))
     return [
         {
             role: [rank for dp in range(index * count, (index + 1) * count) for rank in layouts[role].shard(dp)]

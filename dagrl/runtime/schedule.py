@@ -406,7 +406,6 @@ class Scheduler:
         limits = replace(entry.limits, may_kill=all(group.owned for group in entry.groups.values()))
         return compile_phase(
             self._executors[name],
-            entry.phase,
             entry.graph,
             self.groups,
             self._tickets.counters,
