@@ -37,6 +37,7 @@ class SchedulerOptions:
     teardown_s: float = 8.0
 
     def in_flight(self, phase: str) -> int:
+        """Returns how many replays of `phase` may be under way at once."""
         if isinstance(self.max_in_flight, int):
             return self.max_in_flight
         return self.max_in_flight.get(phase, self.max_in_flight.get("default", 2))

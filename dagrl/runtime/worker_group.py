@@ -355,6 +355,7 @@ class WorkerGroup:
             self._health(actor, reset_tickets, ticket)
 
     def reports(self, timeout_s: float) -> dict[int, Report]:
+        """Returns what the worker of each rank runs."""
         refs = {self._health(actor, report): rank for rank, actor in enumerate(self.actors)}
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
         reports = dict.fromkeys(refs.values(), NO_ANSWER)
