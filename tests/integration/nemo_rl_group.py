@@ -6,15 +6,49 @@ Tests run against both: `PYTHONPATH=<a checkout of NVIDIA-NeMo/RL> pytest tests/
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
+import time
 from collections import UserDict
 from typing import Any
 
 import numpy as np
 import ray
-import torch
 
 TRAIN_AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
+
+
+class NotingWorker:
+    """Remembers what was called. Needs no torch, whose import takes longer than a process of Ray."""
+
+    def __init__(self) -> None:
+        self.history: list[str] = []
+
+    def note(self, text: str, seconds: float = 0.0) -> str:
+        time.sleep(seconds)
+        self.history.append(text)
+        return text
+
+    def refuse(self, *, data: Any) -> None:
+        raise ValueError(f"told to refuse {data}")
+
+    def later(self, *, text: str) -> str:
+        return self.note(text, 0.02)
+
+    def done(self) -> list[str]:
+        """What was called since it was last asked."""
+        done, self.history = self.history, []
+        return done
+
+
+class AsyncNotingWorker(NotingWorker):
+    """Ray runs its methods on an event loop."""
+
+    async def prepare_for_generation(self, *, tags: str) -> str:
+        await asyncio.sleep(0.001)
+        self.history.append(tags)
+        return threading.current_thread().name
 
 
 class NamedSharding:
@@ -48,6 +82,8 @@ class BatchedDataDict(UserDict):  # type: ignore[type-arg]
 
     @classmethod
     def from_batches(cls, batches: Any, pad_value_dict: dict[str, float] | None = None) -> BatchedDataDict:
+        import torch
+
         return cls({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
 
 

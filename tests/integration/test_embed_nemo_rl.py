@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +13,7 @@ import torch
 from dagrl.embed.nemo_rl import AcceleratedGroup, accelerate
 from dagrl.errors import GraphError, LayoutError, PhaseError, RunError, WorkerError
 from tests.integration import nemo_rl_group
+from tests.integration.nemo_rl_group import AsyncNotingWorker, NotingWorker
 
 AXES = nemo_rl_group.TRAIN_AXES
 LAYOUT = [[[[0, 1]], [[2, 3]]]]  # dp 2, tp 2
@@ -31,14 +29,14 @@ class Nll:
         return -self.scale * (logprobs * data["mask"]).sum() / data["mask"].sum()
 
 
-class PolicyWorker:
+class PolicyWorker(NotingWorker):
     """A tiny model with the methods, and the keyword arguments, of NeMo-RL's policy workers."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.history: list[str] = []
 
     def train(
         self, data: Any, loss_fn: Any, eval_mode: bool = False, gbs: int | None = None, mbs: int | None = None
@@ -58,34 +56,9 @@ class PolicyWorker:
         with torch.no_grad():
             return type(data)({"logprobs": self._logprobs(data)})
 
-    def note(self, text: str, seconds: float = 0.0) -> str:
-        time.sleep(seconds)
-        self.history.append(text)
-        return text
-
-    def refuse(self, *, data: Any) -> None:
-        raise ValueError(f"told to refuse {data}")
-
-    def later(self, *, text: str) -> str:
-        return self.note(text, 0.02)
-
-    def done(self) -> list[str]:
-        """What was called since it was last asked."""
-        done, self.history = self.history, []
-        return done
-
     def _logprobs(self, data: Any) -> torch.Tensor:
         logits = self.model(data["input_ids"]).log_softmax(-1)
         return logits.gather(-1, data["input_ids"].roll(-1, 1)[..., None])[..., 0]
-
-
-class AsyncPolicyWorker(PolicyWorker):
-    """Ray runs its methods on an event loop."""
-
-    async def prepare_for_generation(self, *, tags: str) -> str:
-        await asyncio.sleep(0.001)
-        self.history.append(tags)
-        return threading.current_thread().name
 
 
 @pytest.fixture(scope="module", params=["signatures", "real"])
@@ -179,17 +152,17 @@ def test_errors_name_the_worker_and_the_group_goes_on(groups: tuple[Any, Acceler
 
 @pytest.mark.parametrize(
     ("worker", "options"),
-    [(PolicyWorker, {}), (PolicyWorker, {"max_concurrency": 4}), (AsyncPolicyWorker, {})],
+    [(NotingWorker, {}), (NotingWorker, {"max_concurrency": 4}), (AsyncNotingWorker, {})],
     ids=["synchronous", "threaded", "async"],
 )
 def test_replays_and_plain_calls_keep_the_order_in_which_they_are_made(
     cluster: None, worker: type, options: dict[str, Any]
 ) -> None:
-    actors = [ray.remote(num_cpus=0)(worker).options(**options).remote(seed=rank) for rank in range(2)]
+    actors = [ray.remote(num_cpus=0)(worker).options(**options).remote() for _ in range(2)]
     sharding = nemo_rl_group.NamedSharding([[[[0]], [[1]]]], AXES)
     mine = accelerate(nemo_rl_group.RayWorkerGroup(actors, sharding), phases=["note"], max_bytes=1 << 16, deadline_s=240.0)
     made: list[Any] = []
-    plain, argument = ("prepare_for_generation", "tags") if worker is AsyncPolicyWorker else ("later", "text")
+    plain, argument = ("prepare_for_generation", "tags") if worker is AsyncNotingWorker else ("later", "text")
     for number in range(4):  # nobody waits for a result before the next call
         made.append(mine.run_all_workers_single_data("note", text=f"replay {number}", seconds=0.02))
         made.append(mine.run_all_workers_single_data(plain, **{argument: f"plain {number}"}))
@@ -201,23 +174,23 @@ def test_replays_and_plain_calls_keep_the_order_in_which_they_are_made(
 
 
 def test_mistakes_are_named_before_anything_is_compiled(cluster: None) -> None:
-    actors = [ray.remote(num_cpus=0)(PolicyWorker).remote(seed=rank) for rank in range(2)]
+    actors = [ray.remote(num_cpus=0)(NotingWorker).remote() for _ in range(2)]
     sharding = nemo_rl_group.NamedSharding([[[[0]], [[1]]]], AXES)
     group = nemo_rl_group.RayWorkerGroup(actors, sharding, "policy")
-    with pytest.raises(GraphError, match=r"the policy worker has no method 'trane'; it has .*train.* Correct the name"):
-        accelerate(group, phases=["trane"])
+    with pytest.raises(GraphError, match=r"the policy worker has no method 'noet'; it has .*note.* Correct the name"):
+        accelerate(group, phases=["noet"])
     with pytest.raises(GraphError, match="phases is empty; name the methods"):
         accelerate(group, phases=[])
     with pytest.raises(LayoutError, match=r"a list has no workers, sharding_annotations, .*RayWorkerGroup of NeMo-RL"):
-        accelerate(actors, phases=["train"])
+        accelerate(actors, phases=["note"])
     with pytest.raises(LayoutError, match="sharding_annotations are None; NeMo-RL's calls need a NamedSharding"):
-        accelerate(nemo_rl_group.RayWorkerGroup(actors, None), phases=["train"])
+        accelerate(nemo_rl_group.RayWorkerGroup(actors, None), phases=["note"])
     with pytest.raises(LayoutError, match="has 4 ranks, but the group has 2 workers; give it a NamedSharding of all"):
-        accelerate(nemo_rl_group.RayWorkerGroup(actors, nemo_rl_group.NamedSharding(LAYOUT, AXES)), phases=["train"])
+        accelerate(nemo_rl_group.RayWorkerGroup(actors, nemo_rl_group.NamedSharding(LAYOUT, AXES)), phases=["note"])
     ray.kill(actors[1])
     with pytest.raises(ray.exceptions.RayActorError):
         for _ in range(600):  # on a busy machine, the process outlives the call by seconds
             ray.get(actors[1].note.remote("?", 0.05))
     with pytest.raises(WorkerError, match=r"policy worker 1 .*died"):
-        accelerate(group, phases=["train"])
+        accelerate(group, phases=["note"])
     ray.kill(actors[0])
