@@ -90,10 +90,16 @@ def test_advantages_and_the_critic_are_those_by_hand(grpo: dict[str, Any], tmp_p
     """Also of a synchronous run whose first step trains the critic alone, and that is stopped and resumed."""
     warmup = 0 if grpo else 1
     config = ppo(tmp_path, "ppo", grpo=grpo, critic={**CRITIC, "warmup_steps": warmup}, **IN_REWARD)
-    train(config)
+    if warmup:
+        with pytest.raises(StopRequestedError):
+            train(config, last_step=LastStep(2))
+        train(config.with_keys({"checkpointing.resume": True}))
+    else:
+        train(config)
     assert len(learned) == 5
     table, distances = np.zeros(SIZE), []
-    truth = [json.loads(line)["logits"] for line in (tmp_path / "ppo" / "truth.jsonl").read_text().splitlines()]
+    lines = (tmp_path / "ppo" / "truth.jsonl").read_text().splitlines()
+    truth = {line["version"]: line["logits"] for line in map(json.loads, lines)}
     for step, (groups, batch, judged) in enumerate(learned):
         rows = train_batch(
             [sample for group in groups for sample in group.samples], np.ones(len(batch["lengths"]), np.float32)
@@ -123,21 +129,8 @@ def test_advantages_and_the_critic_are_those_by_hand(grpo: dict[str, Any], tmp_p
     assert distances[warmup] == pytest.approx(0, abs=1e-6) and abs(distances[-1]) > 1e-4
     if warmup:
         assert truth[0] == truth[1] != truth[2]
-        check_resumed(tmp_path, config)
-
-
-def check_resumed(tmp_path: Path, whole: Config) -> None:
-    """Runs the same in two parts, and compares each step."""
-    parts = whole.model_copy(update={"name": "parts"})
-    with pytest.raises(StopRequestedError):
-        train(parts, last_step=LastStep(2))
-    train(parts.with_keys({"checkpointing.resume": True}))
-    names = ("critic/loss", "critic/value_mean", "loss", "reward/mean")
-    rows = {config.name: read_metrics(tmp_path / config.name / "metrics.jsonl") for config in (whole, parts)}
-    found, expected = ([[step.get(name) for name in names] for step in rows[name]] for name in ("parts", "ppo"))
-    assert found == expected
-    learned = [step for step in rows["ppo"] if "critic/loss" in step]
-    assert ["loss" in step for step in learned] == [False, True, True, True, True]
+        taken = [line for line in read_metrics(tmp_path / "ppo" / "metrics.jsonl") if "critic/loss" in line]
+        assert ["loss" in line for line in taken] == [False, True, True, True, True]
 
 
 @pytest.mark.slow

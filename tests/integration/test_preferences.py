@@ -71,10 +71,13 @@ def encoded(config: Config) -> list[tuple[list[int], list[int]]]:
 
 
 def test_every_step_is_that_of_plain_torch(tmp_path: Path) -> None:
+    """Also of a run that is resumed, which goes on with its reference policy."""
     config = preference_config(tmp_path)
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config))
-    assert main(["train", str(path)]) == 0
+    with pytest.raises(StopRequestedError):
+        train(config, last_step=LastStep(3))
+    assert main(["train", str(path), "checkpointing.resume=true"]) == 0
     steps = steps_of(config)
     losses, _ = plain_losses(encoded(config))
     assert [step["loss"] for step in steps] == pytest.approx(losses, abs=1e-6)
@@ -82,12 +85,3 @@ def test_every_step_is_that_of_plain_torch(tmp_path: Path) -> None:
     assert {step["stage"] for step in steps} == {"dpo"} and steps[-1]["preference/accuracy"] == 1.0
     first = read_metrics(Path(config.output_dir) / config.name / "metrics.jsonl")[0]
     assert first["validation/loss"] == pytest.approx(losses[0]) and steps[-1]["validation/preference/accuracy"] == 1.0
-
-
-def test_a_resumed_run_goes_on_with_its_reference_policy(tmp_path: Path) -> None:
-    with pytest.raises(StopRequestedError):
-        train(preference_config(tmp_path, "parts"), last_step=LastStep(3))
-    checkpointing = {"export_hf": False, "save_period": 2, "resume": True}
-    train(config := preference_config(tmp_path, "parts", checkpointing=checkpointing))
-    losses, _ = plain_losses(encoded(config))
-    assert [step["loss"] for step in steps_of(config)] == pytest.approx(losses, abs=1e-6)
