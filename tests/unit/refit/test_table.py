@@ -115,10 +115,10 @@ def test_parameter_counts_are_the_published_ones() -> None:
 
 
 PROGRAM = """
-import json, resource
+import json, resource, sys
 from dagrl.bench.refit_mappings import LARGEST
 from tests.unit.refit.test_table import hosts_of, plan_of
-row = LARGEST[-1]
+(row,) = (row for row in LARGEST if str(row) == sys.argv[1])
 size = row.train.world_size + row.tp * row.dp
 plan = plan_of(row, row.model, hosts=hosts_of(row))
 text = str(plan.summary())
@@ -128,10 +128,16 @@ print(json.dumps([used / 2**20, plan.summary().received[0], text.splitlines()[0]
 """
 
 
-def test_the_largest_model_is_planned_in_little_memory() -> None:
+def slow_if_largest(rows: list[RefitMapping]) -> list[Any]:
+    """The rows as parameters. The very largest takes as long as all others together."""
+    return [pytest.param(row, marks=[pytest.mark.slow] * (row is LARGEST[-1])) for row in rows]
+
+
+@pytest.mark.parametrize("row", slow_if_largest(LARGEST), ids=str)
+def test_the_largest_models_are_planned_in_little_memory(row: RefitMapping) -> None:
     """With description, hosts, summary and the parts of two ranks, in its own process. `bench refit_plan` measures time."""
-    row = LARGEST[-1]
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-c", PROGRAM, str(row)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     gib, received, title, staging = json.loads(done.stdout)
     assert gib < 4 and staging <= 2 * BUCKET_BYTES[1]
@@ -159,7 +165,7 @@ def reduced(row: RefitMapping) -> dict[str, Any]:
     return model
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if not row.fp8], ids=str)
+@pytest.mark.parametrize("row", slow_if_largest([row for row in TABLE if not row.fp8]), ids=str)
 def test_run_at_reduced_width(row: RefitMapping) -> None:
     """Equals slices of the whole model bit for bit. The largest run with one replica, which has ranks of every kind."""
     model = reduced(row)
