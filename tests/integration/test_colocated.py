@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,8 @@ def exchanges(config: Config) -> list[tuple[str, str, list[str], list[str]]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> dict[str, Config]:
-    """The same run of PPO, with a critic and a teacher, on separate devices and colocated, in turns and all resident."""
+def run(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> Callable[[str], Config]:
+    """Runs of PPO, with a critic and a teacher, on separate devices and colocated, in turns and all resident; once each."""
     output = tmp_path_factory.mktemp("colocated")
     write_teacher(output / "teacher")
     teacher = {**TEACHER, "model_name": str(output / "teacher"), "megatron_cfg": {"data_parallel_size": 1}}
@@ -43,24 +45,34 @@ def runs(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> dict[str, C
         "together": ppo(output, "together", **sections | shared, policy=COLOCATED),
         "resident": ppo(output, "resident", **sections | shared, policy=RESIDENT),
     }
-    with pytest.MonkeyPatch.context() as patch:
-        one_cluster.__wrapped__(cluster, patch)
-        for config in configs.values():
-            train(config)
-    return configs
+
+    @cache
+    def trained(name: str) -> Config:
+        with pytest.MonkeyPatch.context() as patch:
+            one_cluster.__wrapped__(cluster, patch)
+            train(configs[name])
+        return configs[name]
+
+    return trained
 
 
-def test_losses_equal_those_on_separate_devices(runs: dict[str, Config]) -> None:
-    """Each worker also checks that it holds what it computes with."""
+def losses(config: Config) -> list[list[Any]]:
     names = ("step", "loss", "policy/kl", "reward/mean", "completion_tokens", "validation/reward")
     names += ("critic/loss", "critic/explained_variance")
-    apart, *others = ([[line.get(name) for name in names] for line in steps_of(config)] for config in runs.values())
-    assert others == [apart, apart] and len(apart) == 5
-    assert all(line["timing_s/exchange"] > 0 for line in steps_of(runs["together"]))
+    return [[line.get(name) for name in names] for line in steps_of(config)]
 
 
-def test_roles_that_start_together_never_move(runs: dict[str, Config]) -> None:
-    config = runs["resident"]
+def test_losses_equal_those_on_separate_devices(run: Callable[[str], Config]) -> None:
+    """Each worker also checks that it holds what it computes with."""
+    apart, together = run("apart"), run("together")
+    assert losses(together) == losses(apart) and len(losses(apart)) == 5
+    assert all(line["timing_s/exchange"] > 0 for line in steps_of(together))
+
+
+@pytest.mark.slow  # tests/unit/run/test_colocated.py shows on a simulated GPU that nothing moves
+def test_roles_that_start_together_never_move(run: Callable[[str], Config]) -> None:
+    config = run("resident")
+    assert losses(config) == losses(run("apart"))
     assert not (Path(config.output_dir) / config.name / EXCHANGES).exists()
     assert all("timing_s/exchange" not in line for line in steps_of(config))
 
@@ -81,24 +93,24 @@ def test_a_warm_up_that_needs_too_much_memory_is_repeated_once_generation_has_st
     assert [line["step"] for line in steps_of(config) if "loss" in line] == [1]
 
 
-def test_one_role_releases_before_another_acquires_and_a_refit_holds_only_weights(runs: dict[str, Config]) -> None:
+def test_one_role_releases_before_another_acquires_and_a_refit_holds_only_weights(run: Callable[[str], Config]) -> None:
     held: dict[str, set[str]] = {"generation": {"weights", "kv_cache"}}
-    lines = exchanges(runs["together"])
+    lines = exchanges(run("together"))
     assert {(role, what, *now) for role, what, _, now in lines[:3]} == {(role, "offload") for role in STATES}
     for role, _, _, now in lines[3:]:  # before these, each state leaves before the next group starts
         held[role] = set(now)
         assert sum(map(bool, held.values())) <= 1 or set.union(*held.values()) == {"weights"}, lines
 
 
-def test_order_of_a_step(runs: dict[str, Config]) -> None:
+def test_order_of_a_step(run: Callable[[str], Config]) -> None:
     """From generation to the teacher, to training, to the critic, to training, to the refit, to generation. Weights are
     dropped, because the refit sends them."""
-    order = [(role, what) for role, what, _, _ in exchanges(runs["together"])]
+    order = [(role, what) for role, what, _, _ in exchanges(run("together"))]
     states = [turn for role in ("teacher", "train", "critic", "train") for turn in ((role, "reload"), (role, "offload"))]
     step = [("generation", "sleep"), *states, ("generation", "wake_up"), ("train", "offload"), ("generation", "wake_up")]
     places = [start for start in range(len(order)) if order[start : start + len(step)] == step]
     assert len(places) >= 5, order
-    levels = [parts for role, what, parts, _ in exchanges(runs["together"]) if what == "sleep"]
+    levels = [parts for role, what, parts, _ in exchanges(run("together")) if what == "sleep"]
     assert ["2"] in levels and ["1"] in levels, "kept for a checkpoint, dropped before a step"
 
 

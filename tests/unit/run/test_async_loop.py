@@ -230,13 +230,15 @@ def test_drop_reasons_are_counted(generations: int) -> None:
 
 
 @pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
-def test_a_run_that_drops_all_groups_for_failures_ends_with_the_reason(
-    loop: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("second", "equal", "failed"), [(Failed("no words"), "0", r"\1"), (Judged(1.0), r"\1", "0")])
+def test_a_run_that_drops_all_groups_ends_with_the_reason(
+    loop: Mapping[str, Any], second: Judged | Failed, equal: str, failed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two samples in each group has a reward, which `max_failed_share` allows."""
-    monkeypatch.setattr(Reward, "_score_all", lambda *_: [Judged(1.0), Failed("no words")])
+    """One of two samples in each group has a reward, which `max_failed_share` allows; or both have the same one."""
+    monkeypatch.setattr(Reward, "_score_all", lambda *_: [Judged(1.0), second])
     match = (
-        r"(\d+) of \1 groups .*: 0 because their rewards are equal .*, \1 because .* failed for all of their samples but one"
+        rf"(\d+) of \1 groups .*: {equal} because their rewards are equal .*, "
+        rf"{failed} because .* failed for all of their samples but one"
     )
     with pytest.raises(RunError, match=match):
         Run(configuration(loop, dynamic=True), seed=0).train()
