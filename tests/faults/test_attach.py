@@ -113,12 +113,12 @@ def test_sft_goes_on_with_the_workers_of_a_killed_driver(tmp_path: Path) -> None
     """
     pytest.importorskip("megatron.core")
     shard = ("policy.megatron_cfg.data_parallel_size=1", "policy.megatron_cfg.tensor_model_parallel_size=2")
-    overrides = ("sft.max_num_steps=50", "sft.val_period=20", "sft.max_val_samples=16", *shard, *QUIET)
+    overrides = ("sft.max_num_steps=24", "sft.val_period=12", "sft.max_val_samples=16", *shard, *QUIET)
     with (
         running(SFT, tmp_path, "killed", *overrides, WAITING) as killed,
         running(SFT, tmp_path, "undisturbed", *overrides) as undisturbed,
     ):
-        killed.wait_for_step(15)
+        killed.wait_for_step(8)
         workers = kill_driver(killed)
         assert len(workers) == 2
         with attaching(killed.directory) as one, attaching(killed.directory) as other:
