@@ -37,7 +37,7 @@ quickstart: $(SETUP)
 # import our modules, which are compiled first because Python may be told not to write bytecode.
 test: $(TOOLS)
 	$(VENV)/bin/python -m compileall -q -j 0 dagrl graphs workers bench
-	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder --durations=40
 
 # The runtime's tests on other versions, an hour for these: make test-versions VERSIONS="ray==2.59.0 python3.13,torch==2.14.1"
 VERSIONS ?= ray==2.54.0 python3.12 python3.13 python3.13,ray==2.54.0

@@ -21,6 +21,9 @@ POOLED = tuple(
 # Ray runs its workers at niceness 15, where they would wait for whatever the tests of the other process do.
 os.environ["RAY_worker_niceness"] = "0"
 
+# One thread, before torch is imported: with the tensors of tests, more threads mostly wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A call to Ray that no cluster serves is an error; Ray would start one, and end this process a minute after that has ended.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
@@ -28,6 +31,11 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 # pytest-timeout bounds a whole test.
 hypothesis.settings.register_profile("dagrl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("dagrl")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Pooled tests, which take longest, begin first, so that no process waits for them at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(POOLED))
 
 
 @pytest.hookimpl(optionalhook=True)

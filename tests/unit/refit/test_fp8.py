@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,15 +20,6 @@ from tests.unit.refit.weight_reference import Config, Weights, megatron_layouts,
 
 FP8 = torch.float8_e4m3fn
 Slices = list[list[WeightSlice]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Uses one thread: with these tensor sizes torch would use all cores, which mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @settings(max_examples=30, deadline=None)
