@@ -2,10 +2,11 @@
 
     python -m dagrl.bench.endurance --json bench/results/endurance-worn.json
 
-Runs on two workers. The first part replays one phase and reports memory along the way and the Python calls of the driver in
-a replay. It compares durations in turns of a few hundred replays on the worn graph and on a fresh one with new workers, as
-other load on a shared machine changes them by 10 % and more. Both graphs use the same driver;
-`tests/integration/test_replay_growth.py` checks that nothing grows there.
+Runs on two workers. The first part replays one phase and reports, for the first and the last tenth of the replays, the
+median duration in the calmest window of a thousand, the processor time of all processes, and memory along the way. Other
+load on a shared machine changes both times by 10 % and more, so two further numbers do without a clock: the Python calls of
+the driver in a replay, and turns of a few hundred replays on the worn graph and on a fresh one with new workers. Both graphs
+use the same driver; `tests/integration/test_replay_growth.py` checks that nothing grows there.
 The second part compiles a phase with a 64 MB edge between the workers, replays it 50 times at full size and tears it down,
 in cycles. It reports teardown time, memory, and the semaphores and shared memory left over.
 """
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import ray
 
 from dagrl.bench.overhead import bench_cluster
@@ -36,7 +38,7 @@ from dagrl.runtime.phase import Input, Shard, Value, phase
 from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.worker_group import WorkerGroup
 
-WARMUP = 1000
+WINDOW = 1000
 TURNS, TURN = 40, 200  # turns, and replays per turn, of the worn and the fresh graph
 EDGE_BYTES = 64_000_000
 PASSES = 50
@@ -49,29 +51,39 @@ def pass_on(train: Shard, value: Input) -> Value:
 
 
 def replays(group: WorkerGroup, count: int) -> Row:
-    """Measures `count` replays: resident megabytes after each tenth.
+    """Measures `count` replays, at least ten windows of a thousand: microseconds per replay, resident megabytes on the way.
 
-    `*_calls` are the Python and C functions that the driver calls in a replay, at the start and at the end. `worn` is the
-    duration of a replay after `count` replays over that of a fresh graph on new workers, measured side by side.
-    `descriptors` and `threads` are those of the driver and the workers, at the start and at the end.
+    `*_cpu_us` is the processor time of the driver and the workers together, all threads included. `*_calls` are the Python
+    and C functions that the driver calls in a replay. `worn` is the duration of a replay after `count` replays over that of
+    a fresh graph on new workers, measured side by side. `descriptors` and `threads` are those of the driver and the workers,
+    at the start and at the end.
     """
-    resident = []
+    seconds, cpu, resident = np.full(count, np.nan), [], []  # its memory is taken now, and is no growth
     with _ready(group) as scheduler:
-        for _ in range(WARMUP):
+        for _ in range(WINDOW):
             _one(scheduler)
-        first_calls, before = _calls(scheduler), _held(group)
+        calls, held = [_calls(scheduler)], [_held(group)]
         for number in range(count):
-            if number % max(1, count // 10) == 0:
+            if number % WINDOW == 0:
+                cpu.append(_cpu_s(group))
+            seconds[number] = _one(scheduler)
+            if number % max(WINDOW, count // 10) == WINDOW - 1:
                 resident.append(_resident_mb(group))
-            _one(scheduler)
         resident.append(_resident_mb(group))
-        last_calls, after = _calls(scheduler), _held(group)
+        calls.append(_calls(scheduler))
+        held.append(_held(group))
         worn = _against_fresh(scheduler)
-    descriptors, threads = zip(before, after, strict=True)
+    tenth = max(WINDOW, count // 10)
+    first, last = _calmest(seconds[WINDOW : WINDOW + tenth]), _calmest(seconds[-tenth:])
+    taken = np.diff(cpu)[1:] / WINDOW  # per window, without the first
+    first_cpu, last_cpu = taken[: tenth // WINDOW].min(), taken[-(tenth // WINDOW) :].min()
+    times = {"first_us": first, "last_us": last, "first_cpu_us": first_cpu, "last_cpu_us": last_cpu}
+    descriptors, threads = zip(*held, strict=True)
     return {
         "n": count,
-        "first_calls": first_calls,
-        "last_calls": last_calls,
+        **{name: round(float(seconds) * 1e6, 1) for name, seconds in times.items()},
+        "first_calls": calls[0],
+        "last_calls": calls[1],
         "worn": worn,
         "descriptors": descriptors,
         "threads": threads,
@@ -162,6 +174,17 @@ def cycles(group: WorkerGroup, count: int) -> Row:
 
 def _scheduler(group: WorkerGroup, result_bytes: int) -> Scheduler:
     return Scheduler([group], SchedulerOptions(fallback="error", result_bytes=result_bytes, compile_s=120.0))
+
+
+def _calmest(seconds: npt.NDArray[np.float64]) -> float:
+    """Returns the median seconds per replay in the window of a thousand with the least disturbance."""
+    starts = range(0, len(seconds) - WINDOW + 1, WINDOW)
+    return min(float(np.median(seconds[start : start + WINDOW])) for start in starts)
+
+
+def _cpu_s(group: WorkerGroup) -> float:
+    """Returns the processor time of the driver and the workers."""
+    return time.process_time() + float(sum(group.call("cpu_s")))
 
 
 def _resident_mb(group: WorkerGroup) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from dagrl.bench.variants import Step
 class Effort:
     """How long to measure: `rounds` turns, each of at most `samples` steps or `seconds`.
 
-    Each turn starts with `warmup` steps, or a third of `seconds` if that is shorter. The first one begins `settle_s` seconds
-    after the actors have started, whose processes are busy for a while.
+    Each turn starts with `warmup` steps, or a third of `seconds` if that is shorter. Before the first turn the benchmark
+    waits up to `settle_s` seconds for the actors' processes to become idle.
     """
 
     rounds: int = 3
@@ -61,3 +62,25 @@ def _turn(run: Callable[[object], object], argument: object, effort: Effort) -> 
         run(argument)
         taken.append(time.perf_counter() - before)
     return taken
+
+
+QUIET = 0.1
+"""A host counts as quiet when less than this share of all cores' time is in use."""
+
+
+def wait_for_quiet(longest_s: float, window_s: float = 0.5) -> bool:
+    """Waits until the host is quiet for `window_s`, at most `longest_s`. Returns whether it became quiet."""
+    until = time.monotonic() + longest_s
+    while time.monotonic() < until:
+        before = _processor_ticks()
+        time.sleep(window_s)
+        idle, total = (now - then for now, then in zip(_processor_ticks(), before, strict=True))
+        if total and 1 - idle / total < QUIET:
+            return True
+    return False
+
+
+def _processor_ticks() -> tuple[int, int]:
+    """Returns idle ticks and total ticks of all cores since boot."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return ticks[3] + ticks[4], sum(ticks[:8])

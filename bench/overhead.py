@@ -6,15 +6,14 @@
 The variants are described in `dagrl/bench/variants.py`: plain Ray calls, a hand-written Ray compiled graph, and dagrl's
 phases with one graph per data-parallel shard, fused, on Ray's engine, or eager. Each row of the JSON file has the variant,
 the numbers of workers, shards and hosts, and the bytes of one input and of one worker's result. Below the tables the command
-prints first steps after warm-up, and the 99th percentile of many replays with the processor time that waiting for a slow
-worker burns (`dagrl/bench/replays.py`).
+prints what each further shard costs as a graph of its own, compared with the fused form, then first steps after warm-up, and
+the 99th percentile of many replays with the processor time that waiting for a slow worker burns (`dagrl/bench/replays.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -24,7 +23,7 @@ from typing import Any
 import ray
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
-from dagrl.bench.measure import FULL, QUICK, Effort, side_by_side
+from dagrl.bench.measure import FULL, QUICK, Effort, side_by_side, wait_for_quiet
 from dagrl.bench.replays import first_steps, waiting
 from dagrl.bench.report import (
     Row,
@@ -32,6 +31,7 @@ from dagrl.bench.report import (
     check_plot,
     plot,
     print_replays,
+    print_shard_costs,
     print_table,
     report_rows,
     whole_numbers,
@@ -108,6 +108,7 @@ def run(options: argparse.Namespace) -> None:
     def show(rows: Sequence[Row]) -> None:
         for shape in plan.shapes:
             print_table(rows, shape)
+        print_shard_costs(rows)
         print_replays(rows)
 
     report_rows(options, measure(plan, deadline), show, plot, deadline=deadline)
@@ -118,7 +119,7 @@ def measure(plan: Plan, deadline: BenchDeadline) -> Iterator[list[Row]]:
     rows: list[Row] = []
     with bench_cluster(plan.hosts) as host_resources:
         actors = Actors.start(max(plan.workers), host_resources, plan.variants)
-        time.sleep(plan.effort.settle_s)
+        wait_for_quiet(plan.effort.settle_s)
         nearest = min(plan.workers, key=lambda workers: abs(workers - FIRST_STEP_WORKERS))
         for workers in plan.workers:
             for case in deadline.each(_cases(plan, workers), partial(_name_of_case, workers)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +27,6 @@ from dagrl.bench.refit_cases import CASES, TRIALS, RefitCase, largest_that_fit, 
 from dagrl.bench.refit_report import label, plot, print_table
 from dagrl.bench.report import Row, add_outputs, report_rows
 from dagrl.errors import ConfigError, RunError
-from dagrl.runtime.ports import reserve_port
 
 SPARE_S = 1.5  # for processes to exit before they are killed
 OVERTIME_S = 25.0
@@ -111,14 +111,16 @@ def _measure_all(cases: Sequence[RefitCase], options: argparse.Namespace, deadli
 
 def _measure(cases: Sequence[RefitCase], options: argparse.Namespace, until: float) -> Iterator[Row]:
     """Measures cases of the same number of ranks and GPUs, in processes of their own."""
-    from dagrl.bench.refit_rank import Settings, run_rank
+    from dagrl.bench.refit_rank import PORTS_A_CASE, Settings, run_rank
 
     size = cases[0].ranks
+    control, *ports = _free_ports(1 + PORTS_A_CASE * len(cases))
     settings = Settings(
         cases,
         not options.trial,
         options.rounds,
-        reserve_port(),
+        control,
+        ports,
         options.bucket_bytes,
         options.direct_bytes,
         rivals=not (options.no_rivals or options.trial),
@@ -156,3 +158,14 @@ def _listen(connection: Connection, size: int, until: float) -> Iterator[Row]:
             running -= 1
         else:
             yield row
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

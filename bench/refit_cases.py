@@ -40,13 +40,15 @@ class RefitCase:
     tp: int
     fp8: bool = False
     expert_parallel: bool = False
+    to_megatron: bool = False
     colocated: bool = False
 
     @property
     def name(self) -> str:
         """Name in the style of NeMo-RL's tables: `4B TP2PP2->TP4`."""
         to = "EP" if self.expert_parallel else "TP"
-        return f"{self.model} {_sizes(self.train)}->{to}{self.tp}{' colocated' if self.colocated else ''}"
+        where = " Megatron" if self.to_megatron else " colocated" if self.colocated else ""
+        return f"{self.model} {_sizes(self.train)}->{to}{self.tp}{where}"
 
     @property
     def dtype(self) -> str:
@@ -73,6 +75,11 @@ class RefitCase:
         return self.train.world_size if self.colocated else self.ranks
 
     @property
+    def generation(self) -> ParallelLayout:
+        """The generation side's layout, if it is built from Megatron modules."""
+        return ParallelLayout(tp=self.tp)
+
+    @property
     def aliases(self) -> Mapping[str, str] | None:
         """The parameter that feeds a separate head if embeddings are tied."""
         return TIED_HEAD if self.config["tie_word_embeddings"] else None
@@ -83,8 +90,13 @@ class RefitCase:
 
     def destinations(self) -> list[list[WeightSlice]]:
         """Returns the slices of each generation rank."""
-        ranks = (VllmRank(self.tp, rank, expert_parallel=self.expert_parallel, fp8=self.fp8) for rank in range(self.tp))
-        return [vllm_weight_slices(self.config, rank) for rank in ranks]
+        if self.to_megatron:
+            return [megatron_weight_slices(self.config, self.generation, rank) for rank in range(self.tp)]
+        return [vllm_weight_slices(self.config, self.vllm_rank(rank)) for rank in range(self.tp)]
+
+    def vllm_rank(self, rank: int) -> VllmRank:
+        """Returns a generation rank in the terms of the weight layout."""
+        return VllmRank(self.tp, rank, expert_parallel=self.expert_parallel, fp8=self.fp8)
 
 
 def _sizes(layout: ParallelLayout) -> str:
@@ -107,15 +119,19 @@ def _cases() -> Iterator[RefitCase]:
             yield RefitCase("4B", same, 2, colocated=True)
             yield RefitCase("4B", ParallelLayout(pp=2), 2)
             yield RefitCase("4B", ParallelLayout(dp=2), 2)
+            yield RefitCase("4B", ParallelLayout(pp=2), 2, to_megatron=True)
         if half == 4:
             yield RefitCase("4B", ParallelLayout(tp=2, pp=2), 4)
             yield RefitCase("4B", ParallelLayout(tp=2, dp=2), 4)
+            yield RefitCase("4B", ParallelLayout(tp=2, pp=2), 4, to_megatron=True)
+        yield RefitCase("4B", same, half, to_megatron=True)
 
 
 CASES = tuple(_cases())
 TRIALS = (
     RefitCase("trial", ParallelLayout(pp=2), 2),
     RefitCase("trial", ParallelLayout(tp=2), 2, fp8=True),
+    RefitCase("trial", ParallelLayout(tp=2, pp=2), 4, to_megatron=True),
     RefitCase("trial", ParallelLayout(), 1, colocated=True),
 )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,7 @@ from dagrl.bench.refit_rivals import (
     copied_bytes_per_second,
     raw_bytes_per_second,
 )
-from dagrl.bench.refit_sides import Side, megatron_side, vllm_side
+from dagrl.bench.refit_sides import Side, leave_vllm, megatron_model, modules_side, vllm_side
 from dagrl.bench.refit_truth import clear, described, fill, wrong
 from dagrl.bench.refit_vllm_engines import VllmEngine
 from dagrl.bench.report import Row
@@ -44,7 +44,12 @@ from dagrl.refit.connect import device_name
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import move_bytes
 from dagrl.runtime.annotate import disable_ranges, enable_ranges
-from dagrl.runtime.ports import reserve_port
+
+if TYPE_CHECKING:
+    from dagrl.bench.refit_resharding import Resharding
+
+PORTS_A_CASE = 4
+"""Ports for the process groups of the train side, of a Megatron generation side, and of both; and for the channel."""
 
 FIRST_REFITS = 1 + 2 * TRIALS
 """Refits of one end until it has opened its connections and chosen the faster method."""
@@ -54,12 +59,13 @@ SayRow = Callable[[Row], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of all ranks."""
+    """Settings of all ranks; `ports` holds `PORTS_A_CASE` ports per case."""
 
     cases: Sequence[RefitCase]
     on_gpus: bool  # with real modules
     rounds: int
     control_port: int
+    ports: Sequence[int]
     bucket_bytes: int | None = None
     direct_bytes: int | None = None
     timeout_s: float = 20.0
@@ -82,16 +88,18 @@ class Rank:
         if settings.on_gpus:
             torch.cuda.set_device(self.device)
         self.control = Control(settings.control_port, rank, self.size, 4 * settings.timeout_s)
+        self._group_addresses: list[str] = []
+        self._channel_address = ""
         self._say_row = say if rank == 0 else lambda row: None
         self._built: tuple[Any, Side] | None = None
         self._deadline = BenchDeadline(settings.until - time.monotonic())
 
     def run(self) -> None:
         """Runs all cases; a case that fails is reported and skipped."""
-        for case in self.settings.cases:
+        for number, case in enumerate(self.settings.cases):
             self.case, self.is_sender = case, self.rank < case.train.world_size
-            addresses = self.control.gather([f"127.0.0.1:{reserve_port()}" for _ in range(3)])[0]
-            self._train_address, self._vllm_address, self._channel_address = addresses
+            ports = self.settings.ports[PORTS_A_CASE * number :][:PORTS_A_CASE]
+            *self._group_addresses, self._channel_address = (f"127.0.0.1:{port}" for port in ports)
             self._try("all methods", self._run_case)
         self.control.leave()
 
@@ -115,13 +123,39 @@ class Rank:
 
     def _run_case(self) -> None:
         started = time.perf_counter()
+        if self.case.to_megatron:
+            self._run_resharding()
+            return
         self._build_side()
+        self._fill()
+        self._say(note=f"built in {time.perf_counter() - started:.1f} s")
+        kind = (self.case.model, self.case.fp8, False)
+        first = next(one for one in self.settings.cases if (one.model, one.fp8, one.to_megatron) == kind)
+        self._measure(thorough=self.case == first)
+
+    def _fill(self) -> None:
         if self.is_sender:
             fill(self.side.tensors, self.side.slices)
-        self._say(note=f"built in {time.perf_counter() - started:.1f} s")
-        kind = (self.case.model, self.case.fp8)
-        first = next(one for one in self.settings.cases if (one.model, one.fp8) == kind)
-        self._measure(thorough=self.case == first)
+
+    def _run_resharding(self) -> None:
+        from dagrl.bench.refit_resharding import Resharding
+
+        self._let_go()
+        leave_vllm()
+        resharding = Resharding(self.case, self.rank, self._group_addresses, self.device, 4 * self.settings.timeout_s)
+        try:
+            self._built = ("resharding", resharding.side)
+            self._fill()
+            self._measure(thorough=False)
+            self.facts = {}
+            self._try("megatron.core.resharding", partial(self._reshard, resharding))
+        finally:
+            resharding.close()
+            del resharding
+            self._let_go()
+
+    def _reshard(self, resharding: Resharding) -> None:
+        self._time("megatron.core.resharding", resharding.swap())
 
     @property
     def side(self) -> Side:
@@ -135,18 +169,22 @@ class Rank:
         key = (case.model, case.train) if self.is_sender else (case.model, case.tp, case.fp8, case.expert_parallel)
         if self._built is not None and self._built[0] == key:
             return
-        self._built = None
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._let_go()
         if not self.settings.on_gpus:
             slices = (case.sources() + case.destinations())[self.rank]
             side = Side(slices, described(slices, self.device), "tensors of the described shapes")
         elif self.is_sender:
-            side = megatron_side(case, rank, self._train_address, self.device)
+            model = megatron_model(case, case.train, rank, self._group_addresses[0], self.device)
+            side = modules_side(case.sources()[rank], model)
         else:
             side = vllm_side(case, rank, self.device)
         self._built = (key, side)
+
+    def _let_go(self) -> None:
+        self._built = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @contextmanager
     def _channel(self) -> Iterator[Channel]:
@@ -198,7 +236,7 @@ class Rank:
             (" packed", True, False),
             (", weights exported before", False, True),
         ):
-            address, method = self._vllm_address, f"vLLM {backend}{name}"
+            address, method = self._group_addresses[2], f"vLLM {backend}{name}"
             engine = partial(VllmEngine, self.case, self.side, self.control, self.device, backend, address, packed, ready)
             self._try(method, partial(self._time_rival, method, engine))
 
@@ -355,7 +393,8 @@ class Rank:
             **more,
             "wrong_parameters": sum(map(len, self.control.gather(bad))),
         }
-        row["share_of_raw"] = row["gb_per_s"] / row["raw_gb_per_s"]
+        if "raw_gb_per_s" in row:
+            row["share_of_raw"] = row["gb_per_s"] / row["raw_gb_per_s"]
         self._say(**row)
 
 

@@ -55,8 +55,8 @@ def _cells(row: Row) -> list[str]:
         f"{row['median_s'] * 1e3:.2f}",
         f"{row['p90_s'] * 1e3:.2f}",
         f"{row['gb_per_s']:.1f}",
-        f"{row['raw_gb_per_s']:.1f}",
-        f"{row['share_of_raw']:.3f}",
+        f"{row['raw_gb_per_s']:.1f}" if "raw_gb_per_s" in row else "",
+        f"{row['share_of_raw']:.3f}" if "share_of_raw" in row else "",
         f"{row['staging_bytes'] / 1e6:.0f}" if "staging_bytes" in row else "",
         stages,
         f"{row['pause_s'] * 1e3:.2f}" if "pause_s" in row else "",
@@ -78,8 +78,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             colors = ["tab:green" if row["method"].startswith("dagrl") else "tab:gray" for row in some]
             bars = panel.barh([row["method"] for row in some], times, color=colors)
             panel.bar_label(bars, [f"{time:.1f} ms" for time in times], padding=3, fontsize=7)
-            link_ms = some[0]["bytes_into_rank"] / some[0]["raw_gb_per_s"] / 1e6
-            panel.axvline(link_ms, color="black", linewidth=0.8, linestyle=":")
+            raw = next((row for row in some if "raw_gb_per_s" in row), None)
+            if raw is not None:
+                link_ms = raw["bytes_into_rank"] / raw["raw_gb_per_s"] / 1e6
+                panel.axvline(link_ms, color="black", linewidth=0.8, linestyle=":")
             panel.set_xscale("log")
             panel.set_xlim(0.5 * min(every), 2.5 * max(every))
             panel.set_title(f"{name} {dtype}, {some[0]['bytes_into_rank'] / 1e9:.2f} GB per rank", fontsize=8, loc="left")

@@ -20,6 +20,7 @@ from dagrl.bench.refit_truth import described
 from dagrl.bench.vllm_models import as_rank
 from dagrl.config import PolicyConfig
 from dagrl.refit.slices import WeightSlice, expand
+from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.megatron import cpu, groups
 from dagrl.workers.megatron.architecture import read_architecture
@@ -39,20 +40,23 @@ class Side:
     config: Any = None
 
 
-def megatron_side(case: RefitCase, rank: int, address: str, device: torch.device) -> Side:
-    """Returns this train rank's Megatron-Core modules. Collective; the ranks meet at `address` and leave their groups
+def modules_side(slices: Sequence[WeightSlice], model: Any) -> Side:
+    """Returns the parameters of `model`, from `megatron_model`, that `slices` name."""
+    return Side(slices, named_tensors(slices, model.parameters()), "Megatron-Core modules")
+
+
+def megatron_model(case: RefitCase, layout: ParallelLayout, rank: int, address: str, device: torch.device) -> Any:
+    """Builds the model of rank `rank` of `layout`. Collective; the ranks meet at `address` and leave their groups
     afterwards."""
     from dagrl.workers.megatron.model import build_model
 
     cpu.adapt()
     policy = PolicyConfig(model_name=case.model, precision="bfloat16")
-    groups.start_groups(WorkerContext("train", rank, case.train), address, 0)
+    groups.start_groups(WorkerContext("train", rank, layout), address, 0)
     try:
-        model = build_model(read_architecture(case.config), policy, case.train, device)
+        return build_model(read_architecture(case.config), policy, layout, device)
     finally:
         groups.end_groups()
-    slices = case.sources()[rank]
-    return Side(slices, named_tensors(slices, model.parameters()), "Megatron-Core modules")
 
 
 def vllm_side(case: RefitCase, rank: int, device: torch.device) -> Side:
@@ -94,6 +98,15 @@ def _vllm_model(case: RefitCase, rank: int, device: torch.device) -> tuple[Any, 
         config.parallel_config.tensor_parallel_size = case.tp
         with set_default_torch_dtype(torch.bfloat16), device:
             return initialize_model(config), config
+
+
+def leave_vllm() -> None:
+    """Leaves the process group in which vLLM's modules were built, if any."""
+    if torch.distributed.is_initialized():
+        from vllm.distributed import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
 
 
 def _fp8(case: RefitCase) -> dict[str, Any]:

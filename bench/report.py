@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -76,16 +77,39 @@ def output_of(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def write_result(path: Path | None, result: Mapping[str, Any], rows: Sequence[Row] | None = None, key: str = "rows") -> None:
-    """Writes a result, with what is needed to repeat it, if `path` is given; its rows on a line each, under `key`."""
-    if path is None:
-        return
-    head = {"command": command_line(), "hardware": hardware(), "versions": versions(), "commit": commit()}
-    text = json.dumps({**head, **result}, indent=1)
-    if rows is not None:
-        text = text[:-2] + f',\n "{key}": [\n' + ",\n".join("  " + json.dumps(row) for row in rows) + "\n ]\n}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n")
+@dataclass(frozen=True)
+class BenchReport:
+    """Rows and what is needed to repeat them. `left_out` and `failed` map a case's name to the reason."""
+
+    rows: Sequence[Row]
+    command: str
+    hardware: str = field(default_factory=hardware)
+    versions: Mapping[str, str] = field(default_factory=versions)
+    commit: str = field(default_factory=commit)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, path: Path, key: str = "rows") -> None:
+        """Writes the JSON file. `key` is that of the rows in it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        head = {name: value for name, value in vars(self).items() if name != "rows"}
+        lines = ",\n".join("  " + json.dumps(row) for row in self.rows)
+        path.write_text(json.dumps(head, indent=1)[:-2] + f',\n "{key}": [\n' + lines + "\n ]\n}\n")
+
+    @staticmethod
+    def read(path: Path) -> BenchReport:
+        """Reads a report that `write` wrote. Reports from before the commit was recorded have an empty one."""
+        content = json.loads(path.read_text())
+        rows = content.pop("rows") if "rows" in content else content.pop("cases")
+        return BenchReport(**{"commit": "", "rows": rows} | content)
+
+
+def write_result(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Writes a result that has no rows, with hardware, versions, command and commit, if `path` is given."""
+    if path is not None:
+        head = {"hardware": hardware(), "versions": versions(), "command": command_line(), "commit": commit()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**head, **result}, indent=1) + "\n")
 
 
 def report_medians(path: Path | None, facts: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
@@ -129,7 +153,8 @@ def report_rows(
     deadline = deadline or BenchDeadline(None)
 
     def write(rows: Sequence[Row]) -> None:
-        write_result(options.json, {"left_out": deadline.left_out, "failed": failed or {}}, rows, key)
+        if options.json:
+            BenchReport(rows, command_line(), left_out=deadline.left_out, failed=failed or {}).write(options.json, key)
 
     for rows in measured:
         write(rows)
@@ -201,6 +226,20 @@ def print_replays(rows: Sequence[Row]) -> None:
             print(
                 f"{row['n']} replays, {row['workers']} workers: median {row['p50_us']} us, p99 {row['p99_us']} us, ratio "
                 f"{row['ratio']}, processor time {row['cpu_us']} us; waiting burns {row['waiting_cpu_s']} cores"
+            )
+
+
+def print_shard_costs(rows: Sequence[Row]) -> None:
+    """Prints what a graph per shard costs over the fused graph, per case and per further shard."""
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        for case, by_variant in _cases([row for row in rows if row["shape"] == shape]).items():
+            own, fused = by_variant.get("dagrl_compiled"), by_variant.get("dagrl_fused")
+            if own is None or fused is None:
+                continue
+            workers, shards, extra = case[0], case[2], own["p50_us"] - fused["p50_us"]
+            print(
+                f"{shape}, {workers} workers, {_size(case[3])}: {shards} graphs cost {extra:+.0f} us over one "
+                f"fused graph, {extra / (shards - 1):+.1f} us per further shard"
             )
 
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -43,7 +44,7 @@ from dagrl.run.loops.grpo import train_grpo
 from dagrl.run.plans import grpo_plans
 from dagrl.run.session import Session
 from dagrl.run.start import open_session
-from dagrl.telemetry.metrics import IDLE, STEP_OVERHEAD, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE, UPDATE_PAUSE
+from dagrl.telemetry.metrics import IDLE, TIMING, TRAIN_MFU, TRAIN_SECONDS, UPDATE, UPDATE_PAUSE
 from dagrl.telemetry.record import read_metrics
 
 CONFIG = Path(__file__).with_name("step.yaml")
@@ -92,9 +93,7 @@ VARIANTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override keys of the configuration")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="configuration to measure; default: %(default)s")
-    add_outputs(parser)
+    add_run_arguments(parser, CONFIG)
     parser.add_argument("--steps", type=int, help="counted steps per variant, rounded up to whole bursts")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--keep-weights", action="store_true", help="a variant begins where the one before ended")
@@ -110,14 +109,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     variants = chosen(options.variants) if options.variants else list(VARIANTS)
     deadline = BenchDeadline(options.deadline)
+    with run_config(options) as config:
+        reloads = not (options.keep_weights or options.at_rest)
+        first_weights = Path(config.output_dir) / "first_weights" if reloads else None
+        config = at_rest(config) if options.at_rest else config
+        measured = measure(config, variants, first_weights, options.rounds, deadline)
+        report_rows(options, (as_rows(config, found) for found in measured), print_table, plot, deadline=deadline)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, config: Path) -> None:
+    """Adds the options of a benchmark that runs a configuration, by default `config`."""
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override keys of the configuration")
+    parser.add_argument("--config", type=Path, default=config, help="configuration to measure; default: %(default)s")
+    add_outputs(parser)
+
+
+@contextmanager
+def run_config(options: argparse.Namespace, defaults: Sequence[str] = ()) -> Iterator[Config]:
+    """Yields the configuration of the options, with a temporary output directory. `defaults` precede the options."""
     logging.getLogger("dagrl").setLevel("ERROR")  # its warnings concern settings measured on purpose
     with tempfile.TemporaryDirectory() as directory:
         steps = [f"grpo.max_num_steps={options.steps}"] if options.steps else []
-        config = load_config(options.config, [*options.overrides, *steps, f"output_dir={directory}"])
-        config = hurried(at_rest(config) if options.at_rest else config, options.deadline)
-        first_weights = None if options.keep_weights or options.at_rest else Path(directory) / "first_weights"
-        measured = measure(config, variants, first_weights, options.rounds, deadline)
-        report_rows(options, (as_rows(config, found) for found in measured), print_table, plot, deadline=deadline)
+        config = load_config(options.config, [*defaults, *options.overrides, *steps, f"output_dir={directory}"])
+        yield hurried(config, options.deadline)
 
 
 def at_rest(config: Config) -> Config:
@@ -129,9 +143,9 @@ def at_rest(config: Config) -> Config:
     return config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
 
 
-def chosen(text: str) -> list[Variant]:
+def chosen(text: str, among: Sequence[Variant] = (*ON_REQUEST, *VARIANTS)) -> list[Variant]:
     """Returns the variants named by `--variants`, in order. Raises ConfigError for an unknown name."""
-    named = {variant.name: variant for variant in (*ON_REQUEST, *VARIANTS)}
+    named = {variant.name: variant for variant in among}
     names = [name.strip() for name in text.split(";")]
     if unknown := [name for name in names if name not in named]:
         raise ConfigError(f"--variants: found {', '.join(unknown)}; choose from {'; '.join(named)}")
@@ -177,15 +191,25 @@ def run_variant(
     config: Config, session: Session, reward: RewardRunner, variant: Variant, first_weights: Path | None
 ) -> Sequence[Metrics]:
     """Returns the metrics of one variant's counted steps. Without `first_weights` it continues from the current weights."""
-    burst = variant.age + 1
-    counted = -(-config.grpo.max_num_steps // burst) * burst  # whole bursts
+    counted, burst = counted_steps(config, variant), variant.age + 1
     session = begin_again(session, config, variant, first_weights, burst + counted + burst)
-    before = len(read_metrics(session.recorder.paths.metrics)) + burst
+    return run_loop(session, reward, variant)[burst : burst + counted]
+
+
+def run_loop(session: Session, reward: RewardRunner, variant: Variant) -> Sequence[Metrics]:
+    """Returns the metrics that the variant's loop adds to the session's."""
+    before = len(read_metrics(session.recorder.paths.metrics))
     session.replays.close_step(tokens=0)
     loop = train_plain if variant.plain else train_async if variant.enabled else train_grpo
     loop(session, reward)
     session.checkpoints.parts.clear()
-    return read_metrics(session.recorder.paths.metrics)[before : before + counted]
+    return read_metrics(session.recorder.paths.metrics)[before:]
+
+
+def counted_steps(config: Config, variant: Variant) -> int:
+    """Returns a variant's number of counted steps: `grpo.max_num_steps`, rounded up to whole bursts."""
+    burst = variant.age + 1
+    return -(-config.grpo.max_num_steps // burst) * burst
 
 
 def begin_again(session: Session, config: Config, variant: Variant, first_weights: Path | None, steps: int) -> Session:
@@ -214,9 +238,8 @@ def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]]
     `tokens_per_s` counts trained tokens of prompts and completions; per worker (or GPU) of both roles, low and high are the
     slowest and the fastest round. `phases_s` is the driver's wait per phase (in another thread, if the loop has one).
     `update_s` runs from the end of training until generation has the weights (0 for plain calls, which only refit).
-    `step_overhead_s` is the part in which no worker computed. `update_pause_s` and `policy_age_max` are maxima over
-    all steps. MFU covers the train GPUs, in the optimizer step and over the whole step (counting the FLOPs of one optimizer
-    step); 0 if the device's peak is unknown.
+    `update_pause_s` and `policy_age_max` are maxima over all steps. MFU covers the train GPUs, in the optimizer step and
+    over the whole step (counting the FLOPs of one optimizer step); 0 if the device's peak is unknown.
     """
     steps, devices = [step for part in rounds for step in part], device_count(config)
 
@@ -242,7 +265,6 @@ def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]]
         "idle_generation": of(IDLE + "generation"),
         "update_s": of(UPDATE),
         "update_pause_s": longest_pause_s(steps),
-        "step_overhead_s": of(STEP_OVERHEAD),
         "quantum_overhead": of("perf/quantum_overhead"),
         "policy_age_mean": of("staleness/policy_age_mean"),
         "policy_age_max": max(float(step["staleness/policy_age_max"]) for step in steps),
@@ -267,16 +289,15 @@ def _total(steps: Sequence[Metrics], name: str) -> float:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    numbers = "exposed, idle train, idle gen, update ms, pause ms, overhead ms, quantum +, age, max, MFU train, MFU, KL"
+    numbers = "exposed, idle train, idle gen, update ms, pause ms, quantum +, age, max, MFU train, MFU, KL"
     phases = [phase.replace("_", " ") for phase in PHASES]
     lines = (
         (
             row["variant"], f"{row['tokens_per_s_per_worker']:,.0f}", f"{row['speedup']:.2f}", f"{row['step_s']:.2f}",
             *(f"{row['phases_s'][phase]:.3f}" for phase in PHASES), f"{row['exposed_generation_s']:.2f}",
             f"{row['idle_train']:.0%}", f"{row['idle_generation']:.0%}", f"{row['update_s'] * 1000:.0f}",
-            f"{row['update_pause_s'] * 1000:.0f}", f"{row['step_overhead_s'] * 1000:.0f}", f"{row['quantum_overhead']:.2%}",
-            f"{row['policy_age_mean']:.2f}", f"{row['policy_age_max']:.0f}",
-            *(f"{row[mfu]:.1%}" if row[mfu] else "" for mfu in ("mfu_train_step", "mfu")),
+            f"{row['update_pause_s'] * 1000:.0f}", f"{row['quantum_overhead']:.2%}", f"{row['policy_age_mean']:.2f}",
+            f"{row['policy_age_max']:.0f}", *(f"{row[mfu]:.1%}" if row[mfu] else "" for mfu in ("mfu_train_step", "mfu")),
             f"{row['gen_kl_error']:.1e}",
         )
         for row in rows

@@ -48,6 +48,8 @@ def jobs(gpus: int) -> list[Job]:
     return [
         *_tests(),
         _bench("overhead", *DEADLINE, gpus=0, cores=4),
+        _bench("step_overhead", "--workers", "8", *DEADLINE, gpus=0, cores=4),
+        _bench("step_overhead", "--workers", "64,128", *DEADLINE, gpus=0, cores=32, name="step_overhead-128"),
         _bench("refit", *DEADLINE, gpus=2),
         *(
             _bench("train", "--cases", *cases, *sizes, *DEADLINE, gpus=least, name=name)
@@ -59,6 +61,7 @@ def jobs(gpus: int) -> list[Job]:
             for comparison, words in SETTINGS.items()
         ),
         _bench("exchange", gpus=1, plot=False),
+        _bench("curves", f"{TRAIN}.data_parallel_size=1", *DEADLINE, gpus=2),
         *_steps(gpus),
         *(
             replace(_bench("peers", "--cases", *cases, *words, *DEADLINE, gpus=1, name=name, plot=False), part="peers")

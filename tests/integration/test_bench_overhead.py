@@ -1,11 +1,15 @@
-"""`bench overhead` in short: steps, first steps, and many replays with the processor time of waiting."""
+"""`bench overhead` in short: steps, first steps, and many replays with the processor time of waiting; and refits."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dagrl.bench import bench_refit
 from dagrl.bench import replays as module
 from dagrl.bench.replays import first_steps, waiting
 from dagrl.bench.variants import Actors
@@ -32,3 +36,10 @@ def _end(actors: Any) -> None:
 
     for actor in actors.of["dagrl_compiled"]:
         ray.kill(actor)
+
+
+def test_refits_run_under_pytest_benchmark() -> None:
+    options = ["--benchmark-disable", "-q", "-k", "ipc-checksum", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", str(Path(bench_refit.__file__)), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr

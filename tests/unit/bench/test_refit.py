@@ -1,9 +1,8 @@
-"""The refit benchmark: which cases fit, and errors for failed methods and wrong parameters."""
+"""The refit benchmark: which cases fit, the groups of a layout, and errors for failed methods and wrong parameters."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,18 +13,20 @@ import pytest
 
 from dagrl.bench import refit, refit_rank
 from dagrl.bench.deadline import TIME_IS_UP
-from dagrl.bench.refit import sorted_out
+from dagrl.bench.refit import _free_ports, sorted_out
 from dagrl.bench.refit_cases import CASES, TRIALS, largest_that_fit, trials
 from dagrl.bench.refit_control import Control
 from dagrl.bench.refit_mappings import TABLE, RefitMapping
 from dagrl.bench.refit_plan import configuration
 from dagrl.bench.refit_rank import Rank, Settings
+from dagrl.bench.refit_resharding import _along
 from dagrl.bench.refit_vllm_engines import Calls, answer_calls
+from dagrl.bench.report import BenchReport
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.errors import RunError
 from dagrl.run.preflight import check_model, worker_classes
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.layout import ParallelLayout
 
 GOOD = {"name": "4B TP2->TP2", "dtype": "bf16", "method": "dagrl", "median_s": 0.01, "gb_per_s": 1.0, "wrong_parameters": 0}
 
@@ -60,16 +61,17 @@ def test_failed_methods_raise(row: dict[str, object], monkeypatch: pytest.Monkey
     refit.add_arguments(parser)
     with pytest.raises(RunError, match=r"1 methods .* failed, see their rows: 4B TP2->TP2 bf16 dagrl"):
         refit.run(parser.parse_args(["--trial", "--json", str(tmp_path / "refit.json")]))
-    assert list(json.loads((tmp_path / "refit.json").read_text())["failed"]) == ["4B TP2->TP2 bf16 dagrl"]
+    assert list(BenchReport.read(tmp_path / "refit.json").failed) == ["4B TP2->TP2 bf16 dagrl"]
 
 
 def test_a_case_needs_the_gpus_of_both_sides() -> None:
     wanted = "4B TP2PP2->TP4"
     chosen, left_out = largest_that_fit(8, 140 << 30, [wanted])
-    assert [case.name for case in chosen] == [wanted] and not left_out
+    assert [(case.name, case.to_megatron) for case in chosen] == [(wanted, False), (f"{wanted} Megatron", True)]
+    assert not left_out
     chosen, left_out = largest_that_fit(4, 140 << 30, [wanted])
     assert not chosen
-    assert left_out == {f"{wanted} bf16": "needs 8 GPUs, found 4"}
+    assert left_out == dict.fromkeys((f"{wanted} bf16", f"{wanted} Megatron bf16"), "needs 8 GPUs, found 4")
     assert len({(case.name, case.dtype) for case in CASES}) == len(CASES)
     chosen, left_out = largest_that_fit(1, 24 << 30, ["4B TP1->TP1"])
     assert [(case.name, case.dtype, case.ranks) for case in chosen] == [
@@ -77,7 +79,7 @@ def test_a_case_needs_the_gpus_of_both_sides() -> None:
     ]
     assert left_out["4B TP1->TP1 bf16"] == "needs 2 GPUs, found 1"
     assert "needs 20 GB" in largest_that_fit(1, 16 << 30, ["4B TP1->TP1 colocated"])[1]["4B TP1->TP1 colocated bf16"]
-    assert [case.name for case in trials(["trial PP2"])] == ["trial PP2->TP2"]
+    assert [case.name for case in trials(["trial TP2PP2"])] == ["trial TP2PP2->TP4 Megatron"]
 
 
 @pytest.mark.parametrize("mapping", TABLE, ids=str)
@@ -88,6 +90,13 @@ def test_every_mapping_can_be_planned(mapping: RefitMapping) -> None:
     check_model(config, mapping.model, worker_classes(config))
 
 
+def test_groups_are_the_ranks_along_an_axis() -> None:
+    layout = ParallelLayout(tp=2, pp=2, dp=2)
+    assert list(_along(layout, "tp")) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert list(_along(layout, "dp")) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert list(_along(layout, "pp")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
 @pytest.mark.parametrize("others", [True, False])
 def test_methods_without_time_are_left_out_on_all_ranks(monkeypatch: pytest.MonkeyPatch, others: bool) -> None:
     """Even if this rank alone has enough time."""
@@ -95,7 +104,7 @@ def test_methods_without_time_are_left_out_on_all_ranks(monkeypatch: pytest.Monk
     control = SimpleNamespace(gather=lambda mine: [mine, others], leave=lambda: None)
     monkeypatch.setattr(refit_rank, "Control", lambda *given: control)
     until = time.monotonic() + (-1.0 if others else 60.0)
-    settings = Settings(TRIALS[:1], on_gpus=False, rounds=1, control_port=0, until=until)
+    settings = Settings(TRIALS[:1], on_gpus=False, rounds=1, control_port=0, ports=range(9), until=until)
     Rank(settings, 0, said.append).run()
     assert said == [{"name": TRIALS[0].name, "dtype": TRIALS[0].dtype, "method": "all methods", "left_out": TIME_IS_UP}]
 
@@ -119,7 +128,7 @@ class _Engine:
 
 
 def test_calls_of_vllms_trainer_run_on_the_generation_rank() -> None:
-    port = reserve_port()
+    (port,) = _free_ports(1)
     engine = _Engine()
 
     def generation() -> None:

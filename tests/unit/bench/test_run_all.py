@@ -177,8 +177,8 @@ def test_parts_and_jobs_are_chosen_by_name() -> None:
 def test_every_required_layout_has_a_job() -> None:
     gpus = {found.name: found.gpus for found in jobs(8)}
     assert {
-        "overhead": 0, "refit": 2, "step-qwen3-0.6b": 2, "compare-qwen3-0.6b": 2, "compare-qwen3-4b": 2,
-        "train-0.6b": 1, "train-0.6b-2": 2, "train-4b-2": 2, "train-30b-2": 2, "train-0.6b-4": 4,
+        "step_overhead": 0, "step_overhead-128": 0, "refit": 2, "step-qwen3-0.6b": 2, "compare-qwen3-0.6b": 2,
+        "compare-qwen3-4b": 2, "train-0.6b": 1, "train-0.6b-2": 2, "train-4b-2": 2, "train-30b-2": 2, "train-0.6b-4": 4,
         "train-4b-4": 4, "train-30b-4": 4, "train-4b-8": 8, "train-30b-8": 8, "run-colocated": 1, "run-sync": 2,
         "run-async-in-flight": 2, "run-eager": 2, "run-ep2-to-tp2": 4, "run-colocated-tp2pp2-to-tp2dp2": 4,
         "run-colocated-ep4-to-tp4": 4, "run-tp2pp2-to-tp2dp2": 8,
@@ -266,7 +266,7 @@ def test_training_runs_fit_their_gpus(gpus: int) -> None:
 def test_measured_steps_and_faults_pass_the_preflight(tmp_path: Path, gpus: int) -> None:
     """Finds every mistake that is visible before the start; of the weights only the headers exist."""
     for found in jobs(gpus):
-        if found.part not in ("step", "faults") or found.gpus > gpus:
+        if found.part not in ("step", "curves", "faults") or found.gpus > gpus:
             continue
         words = [word.replace("{models}", str(tmp_path)).replace("{seconds}", "500") for word in found.command]
         if found.before:
@@ -276,7 +276,7 @@ def test_measured_steps_and_faults_pass_the_preflight(tmp_path: Path, gpus: int)
         module.add_arguments(parser)
         options = parser.parse_intermixed_args(words[words.index(found.bench or "dagrl.bench.gpu.faults") + 1 :])
         machine = (f"cluster.num_gpus={gpus}", f"output_dir={tmp_path}")
-        assert preflight(load_config(options.config, [*options.overrides, *machine]))
+        assert preflight(load_config(options.config, [*getattr(module, "OVERRIDES", ()), *options.overrides, *machine]))
 
 
 def test_the_directory_is_named_after_the_gpus() -> None:

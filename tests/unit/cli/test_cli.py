@@ -169,8 +169,12 @@ def test_bench_help_describes_each_benchmark(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["overhead", "--json", "/proc/x/y.json"], "--json /proc/x/y.json: cannot write in /proc"),
-        (["overhead", "--plot", "step.png"], "--plot step.png needs the package 'matplotlib'"),
+        (["step_overhead", "--workers", "24"], "--workers 24: train and generation get up to 8 workers each"),
+        (["step_overhead", "--workers", "8,7"], "--workers 7: train and generation"),
+        (["step_overhead", "--workers", "1"], "--workers 1: train and generation"),
+        (["step_overhead", "--workers", "12", "--kind", "sft"], "--workers 12: train get up to 8"),
+        (["step_overhead", "--json", "/proc/x/y.json"], "--json /proc/x/y.json: cannot write in /proc"),
+        (["step_overhead", "--plot", "step.png"], "--plot step.png needs the package 'matplotlib'"),
         (["step", "--variants", "plain Ray; synch"], "--variants: found synch; choose from plain Ray; sync"),
     ],
 )
@@ -192,7 +196,7 @@ def test_benchmark_settings_are_in_the_wheel() -> None:
 
 def test_workers_must_be_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["bench", "overhead", "--payloads", "a"])
+        main(["bench", "step_overhead", "--workers", "a"])
     assert stopped.value.code == 2
     assert "'a': expected numbers separated by commas" in capsys.readouterr().err
 
