@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dagrl.bench.gpu.environment import Environment
+from dagrl.bench.gpu.runs import run_tables
 
 JOBS = "jobs.json"
 STOPPED = "STOPPED"
@@ -75,7 +76,8 @@ def page(outcomes: Sequence[Outcome], here: Environment, out: Path) -> str:
         seconds = f"{row.seconds:.0f}" if row.seconds else ""
         lines.append(f"| {row.job} | {row.result} | {seconds} | {row.note} | {row.commit} | {links} |")
     lines += [f"\n![{path.stem}]({path.name})" for row in outcomes for path in files[row.job] if path.suffix == ".png"]
-    return "\n".join(lines) + "\n"
+    lines += ["", *run_tables(sorted(out.glob("run-*.metrics.jsonl")))]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _files(job: str, directory: Path) -> list[Path]:

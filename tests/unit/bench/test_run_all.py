@@ -22,6 +22,7 @@ from dagrl.bench.gpu.environment import Environment
 from dagrl.bench.gpu.outcomes import Outcome, keep, kept, own_directory
 from dagrl.bench.gpu.parts import ROOT, Job, jobs
 from dagrl.bench.gpu.run_all import _wanted, run_job, with_what_is_installed
+from dagrl.bench.gpu.runs import run_tables
 from dagrl.bench.models import CHARACTERS
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
@@ -345,3 +346,30 @@ def test_gpus_invisible_to_torch_stop_the_run(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(SystemExit, match=r"nvidia-smi shows 2 GPUs, and torch 2.11 .* sees 0"):
         run_all.main()
     assert not (tmp_path / "never").exists()
+
+
+def test_tables_of_runs(tmp_path: Path) -> None:
+    taught = [{"step": step, "stage": "sft", "time": 0.0, "loss": 3.0 - step} for step in (1, 2)]
+    learned = [
+        {
+            "step": step, "stage": "grpo", "time": 0.0, "loss": 0.1 * step, "reward/mean": 0.5, "gen_kl_error": 1e-4 * step,
+            "timing_s/total": 0.5, "timing_s/refit": 0.001 * step, "timing_s/update_pause": 9.0, "replay_overhead_s": 0.002,
+            "perf/train_fp_utilization": 0.31,
+        }
+        for step in (1, 2, 3)
+    ]  # fmt: skip
+    path = tmp_path / "run-sync.metrics.jsonl"
+    path.write_text("".join(json.dumps(step) + "\n" for step in taught + learned))
+    head, _, row, _, times, _, spent = run_tables([path])
+    assert head.startswith("| run | SFT loss: first | last | GRPO steps")
+    assert row == "| sync | 2.0000 | 1.0000 | 3 | 0.1000 | 0.3000 | 0.5000 | 0.5000 | 2.0e-04 | 3.0e-04 |"
+    assert times.endswith("| MFU of train | idle train | idle generation | replay overhead ms | refit ms |")
+    assert spent == "| sync | 0.500 |  | 31% |  |  | 2.0 | 3.0 |"
+    assert run_tables([]) == []
+
+
+def test_tables_of_runs_with_old_metric_names(tmp_path: Path) -> None:
+    old = {"step": 1, "stage": "grpo", "time": 0.0, "loss": 0.1, "reward": 0.5, "gen_kl_error": None, "timing/total": 0.5}
+    (tmp_path / "run-old.metrics.jsonl").write_text(json.dumps(old) + "\n" + '{"step": 2, "torn')
+    row = run_tables([tmp_path / "run-old.metrics.jsonl"])[2]
+    assert row == "| old |  |  | 1 | 0.1000 | 0.1000 | not recorded | not recorded | not recorded | not recorded |"
