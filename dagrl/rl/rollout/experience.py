@@ -61,7 +61,6 @@ VALIDATION_STREAM = 1 << 32
 
 WAIT_S = 1.0  # between two checks of the stop signal while there is nothing to generate
 SCORES_S = 0.01  # between two looks for scores of which all are needed
-DECODED = 8  # groups decoded at once
 
 
 @dataclass(frozen=True)
@@ -384,14 +383,12 @@ class Experience:
 
     def _score(self, complete: Sequence[RolloutGroup] = ()) -> None:
         complete, self._generated = [*self._generated, *complete], []
-        while complete:  # functions judge some groups while others are decoded
-            part, complete = complete[:DECODED], complete[DECODED:]
-            left = iter(samples_of(self._prompts.tokenizer, *part))
-            for group in part:
-                samples = list(islice(left, len(group.episodes)))
-                scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
-                values = partial(reward_values, group, samples, self._prompts.tokenizer)
-                scoring.append(_Scoring(group, samples, self._reward.submit(*reward_texts(samples), values)))
+        left = iter(samples_of(self._prompts.tokenizer, *complete))
+        for group in complete:
+            samples = list(islice(left, len(group.episodes)))
+            scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
+            values = partial(reward_values, group, samples, self._prompts.tokenizer)
+            scoring.append(_Scoring(group, samples, self._reward.submit(*reward_texts(samples), values)))
 
     def _take_scores(self) -> None:
         done, self._scoring = split_done(self._scoring, lambda item: item.answers)
