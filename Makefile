@@ -35,12 +35,11 @@ tools: $(TOOLS)
 quickstart: $(SETUP)
 	$(VENV)/bin/dagrl train examples/grpo_quickstart.yaml
 
-# Three processes for two cores, as tests often wait, take the files in order, except for those that share pools of workers
-# (tests/conftest.py). Hundreds of processes import our modules, which are compiled first because Python may be told not to
-# write bytecode.
+# Two processes take the files in order, except for those that share pools of workers (tests/conftest.py). Hundreds of processes
+# import our modules, which are compiled first because Python may be told not to write bytecode.
 test: $(TOOLS)
 	$(VENV)/bin/python -m compileall -q -j 0 dagrl graphs workers bench
-	$(VENV)/bin/python -m pytest --numprocesses=3 --dist=loadscope --no-loadscope-reorder --durations=40
+	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder --durations=40
 
 # The runtime's tests on other versions, an hour for these: make test-versions VERSIONS="ray==2.59.0 python3.13,torch==2.14.1"
 VERSIONS ?= ray==2.54.0 python3.12 python3.13 python3.13,ray==2.54.0
