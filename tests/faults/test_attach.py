@@ -184,7 +184,7 @@ config = load_config("examples/sft_quickstart.yaml", overrides + ([f"cluster.add
 os.makedirs(f"{output}/run")
 with leased_cluster(config, attach=False) as lease:
     worker = ray.get(lease.owner.create.remote(ray.remote(num_cpus=0)(Worker), {}, ()))
-    print(ray.get(worker.pid.remote()), *descendants_of(os.getpid()), flush=True)
+    print(ray.get(worker.pid.remote()), os.getpid(), *descendants_of(os.getpid()), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -210,7 +210,7 @@ def test_nothing_is_left_of_a_run_that_nobody_takes_over(whose: str, tmp_path: P
         assert pids[0] in processes(), "the worker did not outlive the driver"
         assert (tmp_path / "run" / "lease.json").exists()
         wait_until(lambda: not set(pids) & set(processes()), "processes are left")
-    wait_until(lambda: not left_shared_memory(before), "shared memory is left")
+    wait_until(lambda: not left_shared_memory(before, pids), "shared memory is left")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,8 +182,8 @@ class Run:
         return sorted((self.seen | session) & set(processes().values()), key=lambda process: process.pid)
 
     def left_shared_memory(self) -> list[str]:
-        """Segments and semaphores that came while it ran, less those of other commands that still run."""
-        return left_shared_memory(self._before)
+        """Segments and semaphores that came while it ran, less those of others."""
+        return left_shared_memory(self._before, {process.pid for process in self.seen} | {self.process.pid})
 
     def end(self) -> None:
         """Kill what still runs, after a failed test."""
@@ -282,9 +282,13 @@ def _stat(pid: int) -> list[str] | None:
     return [name, *rest.split()]
 
 
-def left_shared_memory(before: set[str]) -> list[str]:
-    """Segments and semaphores that came after `before`, less those of processes that run."""
-    new = set(os.listdir(SHARED_MEMORY)) - before
+def left_shared_memory(before: set[str], pids: Collection[int]) -> list[str]:
+    """Segments and semaphores that came after `before`, less those of processes that run.
+
+    Of Ray's semaphores only those that `pids` made: where other tests kill workers, theirs stay until their cluster ends.
+    """
+    made = {name: re.match(r"sem\.(?:hdr|obj)(\d+)-", name) for name in set(os.listdir(SHARED_MEMORY)) - before}
+    new = {name for name, maker in made.items() if maker is None or int(maker[1]) in pids}
     return sorted(new - _in_use(new))
 
 
