@@ -26,11 +26,9 @@ KERNELS := .venv-kernels
 KERNELS_SETUP := $(KERNELS)/.setup-$(call content,requirements/kernels.lock pyproject.toml)
 TOOLS := $(VENV)/.tools-$(call content,requirements/*.lock pyproject.toml)
 
-.PHONY: setup tools quickstart test test-versions peers test-peers test-agents test-sglang test-trackers test-kernels chaos lint types docs audit gpu
+.PHONY: setup quickstart test test-versions peers test-peers test-agents test-sglang test-trackers test-kernels chaos lint types docs audit gpu
 
 setup: $(SETUP)
-
-tools: $(TOOLS)
 
 quickstart: $(SETUP)
 	$(VENV)/bin/dagrl train examples/grpo_quickstart.yaml
