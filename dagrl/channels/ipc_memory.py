@@ -111,6 +111,7 @@ class DeviceSegment:
         return segment
 
     def close(self) -> None:
+        """Frees the memory if this process owns it, otherwise unmaps it."""
         import torch
 
         if self._pointer is None:

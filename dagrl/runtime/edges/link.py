@@ -269,6 +269,7 @@ class LinkReader:
         return load(views[0], views[1:])  # from a writer that showed the edge's secret
 
     def close(self) -> None:
+        """Closes the link for both sides."""
         self._closed = True
         if self._socket is not None:
             _shut(self._socket)

@@ -51,6 +51,7 @@ class MailboxAddress:
 
     @property
     def size(self) -> int:
+        """Bytes of the whole memory."""
         return self.first_cell + self.slots * self.writers * CELL_BYTES
 
 

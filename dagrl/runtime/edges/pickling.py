@@ -129,6 +129,7 @@ class Encoded:
         return 256 + len(self.pickled) + sum([256 + len(buffer) for buffer in self.buffers])
 
     def load(self) -> Any:
+        """Returns the value. Raises UnreadableError if this process cannot make it."""
         return load(self.pickled, self.buffers)
 
     def __reduce__(self) -> tuple[Any, ...]:
