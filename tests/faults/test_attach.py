@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -57,6 +57,13 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+def wait_until_empty(left: Callable[[], Collection[object]]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while found := left():
+        assert time.monotonic() < until, f"left: {found}"
+        time.sleep(0.02)
+
+
 def kill_driver(run: Run) -> set[Process]:
     """Kills the driver. Returns its workers."""
     workers = {one for one in descendants(run.process.pid) if one.name.startswith(("ray::Meg", "ray::Vllm"))}
@@ -94,8 +101,8 @@ def taken_over(killed: Run, workers: set[Process], driver: subprocess.Popen[str]
     logged = driver.communicate(timeout=PATIENCE_S)[0]
     assert driver.returncode == 0 and not gone, f"{gone} ended; {logged}"
     assert not {"lease.json", "driver"} & set(os.listdir(killed.directory))
-    wait_until(lambda: not killed.left_processes(), "processes are left")
-    wait_until(lambda: not killed.left_shared_memory(), "shared memory is left")
+    wait_until_empty(killed.left_processes)
+    wait_until_empty(killed.left_shared_memory)
     return logged
 
 
@@ -209,8 +216,8 @@ def test_nothing_is_left_of_a_run_that_nobody_takes_over(whose: str, tmp_path: P
         pids = [int(word) for word in ended.stdout.split()]
         assert pids[0] in processes(), "the worker did not outlive the driver"
         assert (tmp_path / "run" / "lease.json").exists()
-        wait_until(lambda: not set(pids) & set(processes()), "processes are left")
-    wait_until(lambda: not left_shared_memory(before, pids), "shared memory is left")
+        wait_until_empty(lambda: set(pids) & set(processes()))
+    wait_until_empty(lambda: left_shared_memory(before, pids))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,8 @@ class Run:
         self.seen: set[Process] = set()
         self.commands: set[bytes] = set()
         self._before = set(os.listdir(SHARED_MEMORY))
+        self._mapped: set[str] = set()
+        self._looked_at = set(self._before)
         self._terminal, inside = os.openpty()
         termios.tcsetwinsize(inside, (50, 160))
         installed = Path(sys.executable).with_name("dagrl")
@@ -169,21 +171,24 @@ class Run:
         return self.process.returncode
 
     def notice(self) -> None:
-        """Remember the processes that stand now."""
+        """Remember the processes that stand now, and which new segments they have mapped."""
         new = set(descendants(self.process.pid)) - self.seen
         self.seen |= new
         for process in new:
             with suppress(OSError):
                 self.commands.add(Path(f"/proc/{process.pid}/cmdline").read_bytes())
+        names = set(os.listdir(SHARED_MEMORY)) - self._looked_at
+        self._looked_at |= names
+        self._mapped |= _mapped({name for name in names if not _maker(name)}, [process.pid for process in self.seen])
 
     def left_processes(self) -> list[Process]:
         """Processes of this command that are still there."""
-        session = {process for process in processes().values() if _session(process.pid) == self.process.pid}
-        return sorted((self.seen | session) & set(processes().values()), key=lambda process: process.pid)
+        left = of_session(self.process.pid) | self.seen & set(processes().values())
+        return sorted(left, key=lambda process: process.pid)
 
     def left_shared_memory(self) -> list[str]:
-        """Segments and semaphores that came while it ran, less those of others."""
-        return left_shared_memory(self._before, {process.pid for process in self.seen} | {self.process.pid})
+        """Its segments and semaphores that are still there, less those of processes that run."""
+        return left_shared_memory(self._before, {process.pid for process in self.seen} | {self.process.pid}, self._mapped)
 
     def end(self) -> None:
         """Kill what still runs, after a failed test."""
@@ -267,9 +272,9 @@ def descendants(pid: int) -> list[Process]:
     return found
 
 
-def _session(pid: int) -> int:
-    fields = _stat(pid)
-    return int(fields[4]) if fields else -1
+def of_session(leader: int) -> set[Process]:
+    """The processes, but zombies, of the session that `leader` began, and maybe ended before them."""
+    return {process for process in processes().values() if (fields := _stat(process.pid)) and fields[4] == str(leader)}
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -282,25 +287,29 @@ def _stat(pid: int) -> list[str] | None:
     return [name, *rest.split()]
 
 
-def left_shared_memory(before: set[str], pids: Collection[int]) -> list[str]:
-    """Segments and semaphores that came after `before`, less those of processes that run.
+def left_shared_memory(before: set[str], pids: Collection[int], mapped: Collection[str] = ()) -> list[str]:
+    """What came after `before` and is of `pids` or among `mapped`, less what a running process has made or mapped.
 
-    Of Ray's semaphores only those that `pids` made: where other tests kill workers, theirs stay until their cluster ends.
+    Where other tests kill workers or servers, their segments and semaphores stay.
     """
-    made = {name: re.match(r"sem\.(?:hdr|obj)(\d+)-", name) for name in set(os.listdir(SHARED_MEMORY)) - before}
-    new = {name for name, maker in made.items() if maker is None or int(maker[1]) in pids}
-    return sorted(new - _in_use(new))
+    new = set(os.listdir(SHARED_MEMORY)) - before
+    ours = {name for name in new if name in mapped or _maker(name) in pids}
+    return sorted(ours - {name for name in ours if _maker(name) in processes()} - _mapped(ours, processes()))
 
 
-def _in_use(names: set[str]) -> set[str]:
-    """Those that a running process has mapped, or whose name tells a running process as their maker."""
-    used = {name for name in names if any(int(number) in processes() for number in re.findall(r"\d{2,}", name))}
-    for pid in processes():
-        try:
+def _maker(name: str) -> int | None:
+    """The process that made this semaphore of Ray's channels; None for other names, which do not tell."""
+    found = re.match(r"sem\.(?:hdr|obj)(\d+)-", name)
+    return int(found[1]) if found else None
+
+
+def _mapped(names: set[str], pids: Iterable[int]) -> set[str]:
+    """Those of `names` that one of `pids` has mapped."""
+    used: set[str] = set()
+    for pid in pids if names else ():
+        with suppress(OSError):  # it has ended
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-        except OSError:
-            continue
-        used |= {name for name in names if f"{SHARED_MEMORY}/{name}" in maps}
+            used |= {name for name in names if f"{SHARED_MEMORY}/{name}" in maps}
     return used
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from dagrl.runtime.ports import reserve_port
-from tests.integration.main_job import ROOT
+from tests.integration.main_job import ROOT, of_session
 from tests.integration.vllm_models import add_tokenizer, make_checkpoint
 
 EXAMPLE = ROOT / "examples" / "refit_alone.py"
@@ -63,10 +63,13 @@ def server(tmp_path: Path) -> Iterator[tuple[str, str]]:
                     time.sleep(0.2)
             yield model, url
         finally:
-            process.terminate()  # its engine ends too, and frees their shared memory
+            process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(60)
-            with suppress(ProcessLookupError):
+            until = time.monotonic() + 60  # its engine ends, and then the process that frees their shared memory
+            while (left := of_session(process.pid)) and time.monotonic() < until:
+                time.sleep(0.1)
+            if left:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(60)
 
