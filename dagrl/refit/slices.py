@@ -91,6 +91,15 @@ def numbered(name: str, number: int) -> str:
     return name.replace(STACKED, str(number))
 
 
+def stacked_name(name: str) -> tuple[str, int | None]:
+    """Returns the name with `*` in place of its last number, and that number."""
+    parts = name.split(".")
+    for at in reversed(range(len(parts))):
+        if parts[at].isdecimal():
+            return ".".join([*parts[:at], STACKED, *parts[at + 1 :]]), int(parts[at])
+    return name, None
+
+
 def _scales_at(scales: Scales | None, offset: int) -> Scales | None:
     if scales is None:
         return None

@@ -15,7 +15,7 @@ from itertools import groupby, product
 from typing import TYPE_CHECKING
 
 from dagrl.errors import RefitPlanError
-from dagrl.refit.slices import STACKED, Box, Scales, WeightSlice
+from dagrl.refit.slices import Box, Scales, WeightSlice, stacked_name
 
 if TYPE_CHECKING:
     import torch
@@ -147,7 +147,7 @@ def stack_experts(slices: Iterable[WeightSlice]) -> list[WeightSlice]:
     found: list[WeightSlice] = []
     runs: dict[tuple[object, ...], list[tuple[int, WeightSlice]]] = defaultdict(list)
     for one in slices:
-        name, number = _stacked_name(one.name)
+        name, number = stacked_name(one.name)
         lead = len(one.local) - len(one.box)
         if number is None or lead != 1:
             found.append(one)
@@ -226,18 +226,9 @@ def _arranged(tensor: str, dims: int, held: int, ranged: dict[int, int]) -> Arra
     return Arranged(tensor, (*free, *(chosen[dim] for dim in range(dims))))
 
 
-def _stacked_name(name: str) -> tuple[str, int | None]:
-    """Returns the name with `*` in place of its last number, and that number."""
-    parts = name.split(".")
-    for at in reversed(range(len(parts))):
-        if parts[at].isdecimal():
-            return ".".join([*parts[:at], STACKED, *parts[at + 1 :]]), int(parts[at])
-    return name, None
-
-
 def _stack(name: str, run: Sequence[WeightSlice]) -> WeightSlice:
     first, last = run[0], run[-1]
-    numbers = _stacked_name(first.name)[1], _stacked_name(last.name)[1]
+    numbers = stacked_name(first.name)[1], stacked_name(last.name)[1]
     assert numbers[0] is not None and numbers[1] is not None
     box: Box = ((numbers[0], numbers[1] + 1), *first.box)
     scales = None

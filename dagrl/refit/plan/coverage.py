@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit.fp8 import BLOCK
-from dagrl.refit.slices import Box, WeightSlice, intersect, volume
+from dagrl.refit.slices import STACKED, Box, WeightSlice, expand, intersect, stacked_name, volume
 
 SlicesOfRanks = list[tuple[Sequence[WeightSlice], tuple[int, ...]]]
 """Distinct slice lists, each with the ranks that have it."""
@@ -100,6 +100,21 @@ def distinct_lists(ranks: Sequence[Sequence[WeightSlice]]) -> SlicesOfRanks:
     for indices in objects.values():
         members[tuple(one for one in ranks[indices[0]] if volume(one.box))].extend(indices)
     return [(slices, tuple(sorted(indices))) for slices, indices in members.items()]
+
+
+def alike_named(*sides: SlicesOfRanks) -> Iterator[SlicesOfRanks]:
+    """Yields the lists of each side. A parameter that some ranks have in a stack and others do not is in no stack there.
+
+    A rank that holds one expert of a layer describes it without a stack.
+    """
+    names = {one.name for side in sides for slices, _ in side for one in slices}
+    mixed = names & {stacked_name(name)[0] for name in names if STACKED not in name}
+    for side in sides:
+        if not mixed:
+            yield side
+            continue
+        split = [[part for one in slices for part in (expand([one]) if one.name in mixed else [one])] for slices, _ in side]
+        yield [(slices, ranks) for slices, (_, ranks) in zip(split, side, strict=True)]
 
 
 def index_sources(sources: SlicesOfRanks) -> SourceIndex:

@@ -26,6 +26,7 @@ from dagrl.refit.plan.coverage import (
     SlicesOfRanks,
     SourceIndex,
     SourcePart,
+    alike_named,
     check_parameters,
     cover,
     distinct_lists,
@@ -186,7 +187,7 @@ def plan_refit(
         raise RefitPlanError(
             f"got {len(hosts)} hosts for a refit of {len(sources) + len(destinations)} ranks; give one per rank"
         )
-    held, wanted = distinct_lists(sources), distinct_lists(destinations)
+    held, wanted = alike_named(distinct_lists(sources), distinct_lists(destinations))
     index = index_sources(held)
     check_parameters(index, wanted, aliases or {})
     most = max((sum(volume(one.box) for one in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)

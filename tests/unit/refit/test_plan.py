@@ -18,6 +18,7 @@ from dagrl.errors import RefitPlanError
 from dagrl.refit import TIED_HEAD, RefitPlan, Verify, WeightSlice, plan_refit
 from dagrl.refit.plan.coverage import PlacedPart, cover, distinct_lists, index_sources, prove_covered, split, subtract
 from dagrl.refit.slices import Box, Scales, expand, intersect, volume
+from dagrl.refit.strided import stack_experts
 from dagrl.refit.transfers import DIRECT_BYTES, aligned
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family
@@ -444,3 +445,21 @@ def test_split_is_a_partition_of_bounded_parts(first: list[tuple[int, int]], ele
     assert sum(map(volume, parts)) == volume(tuple(first))
     assert all(volume(part) <= elements for part in parts)
     assert all(intersect(a, b) is None for i, a in enumerate(parts) for b in parts[i + 1 :])
+
+
+def test_a_rank_with_one_expert_of_a_layer_describes_it_without_a_stack() -> None:
+    """As a rank of FSDP or of expert parallelism does, if there are as many ranks as experts."""
+    weights, rows = torch.randn(4, 3, 2), ((0, 3), (0, 2))
+
+    def described(experts: list[int]) -> list[WeightSlice]:
+        return stack_experts(
+            WeightSlice(f"layer.experts.{expert}.up.weight", rows, "up", ((at, at + 1), *rows))
+            for at, expert in enumerate(experts)
+        )
+
+    own_tensors = WeightSlice("layer.experts.*.up.weight", ((2, 4), *rows), "up*", ((0, 2), *rows))
+    wanted = [[0, 1, 2, 3], [2], [3, 0, 1]]
+    plan = plan_refit([described([0]), described([1]), [own_tensors]], list(map(described, wanted)), dtype="float32")
+    built = [{"up": torch.zeros(len(experts), 3, 2)} for experts in wanted]
+    run_refit(plan, [{"up": weights[:1]}, {"up": weights[1:2]}, {"up0": weights[2], "up1": weights[3]}, *built])
+    assert all(tensors["up"].equal(weights[experts]) for tensors, experts in zip(built, wanted, strict=True))
