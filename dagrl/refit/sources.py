@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit.fp8 import BLOCK, FP8, SCALE_SUFFIX, with_scales
@@ -180,6 +181,10 @@ class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:  # what it writes holds no parameter any more
+            for changed in tree_leaves((args[:1], (kwargs or {}).get("out"))):
+                if isinstance(changed, torch.Tensor):
+                    self.add(changed, _Memory())
         if func is _CAT:
             self.add(made, _Memory(joined=tuple(args[0]), dim=(args[1] if len(args) > 1 else 0) % made.dim()))
         if func in _COPIES and self.of(args[0]) is not None and self.of(made) is None:
@@ -237,38 +242,44 @@ def _held(name: str, tensor: Tensor) -> Iterator[tuple[Box, Box]]:
         return
     runs = []
     for dim, size in enumerate(tensor.shape):
-        index = torch.arange(size)
+        pieces = [torch.arange(size)]
         for axis, placement in enumerate(tensor.placements):
-            index = _share(name, index, dim, placement, tensor.device_mesh.size(axis), coordinate[axis])
-        runs.append(list(_runs(index.tolist())))
+            pieces = _share(name, pieces, dim, placement, tensor.device_mesh.size(axis), coordinate[axis])
+        runs.append(list(_runs(torch.cat(pieces).tolist())))
     for parts in product(*runs):
         yield tuple(part for part, _ in parts), tuple(at for _, at in parts)
 
 
-def _share(name: str, index: Tensor, dim: int, placement: Any, count: int, at: int) -> Tensor:
-    """Returns the indices of one dimension that rank `at` of `count` holds, of those that are placed together so far."""
+def _share(name: str, pieces: list[Tensor], dim: int, placement: Any, count: int, at: int) -> list[Tensor]:
+    """Returns the indices of one dimension that rank `at` of `count` holds, of those that are placed together so far.
+
+    They are in pieces if a later axis of the mesh shares out the pieces: FSDP shards what each tensor-parallel rank holds.
+    """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     if isinstance(placement, Replicate):
-        return index
+        return pieces
     if not isinstance(placement, Shard | _StridedShard):
         raise RefitPlanError(
             f"parameter {name!r} is placed as {placement}, which holds no part of its value; redistribute it to Shard or "
             "Replicate before a refit"
         )
     if placement.dim != dim:
-        return index
+        return pieces
     if isinstance(placement, _StridedShard):  # each of `split_factor` pieces is shared among the ranks
-        pieces = _chunks(index, int(placement.split_factor))
-        return torch.cat([_chunks(piece, count)[at] for piece in pieces])
-    return _chunks(index, count)[at]
+        return [mine for piece in _cut(pieces, int(placement.split_factor)) for mine in _cut(piece, count)[at]]
+    return _cut(pieces, count)[at]
 
 
-def _chunks(index: Tensor, count: int) -> list[Tensor]:
-    """Returns what `torch.chunk` does, and empty parts if those are fewer than `count`."""
+def _cut(pieces: list[Tensor], count: int) -> list[list[Tensor]]:
+    """Returns `count` parts: of equally many pieces, or as `torch.chunk` cuts, with empty parts if those are too few."""
+    each, rest = divmod(len(pieces), count)
+    if not rest:
+        return [pieces[part * each : (part + 1) * each] for part in range(count)]
+    index = torch.cat(pieces)
     found = list(index.chunk(count)) if index.numel() else []
-    return [*found, *[index[:0]] * (count - len(found))]
+    return [[part] for part in [*found, *[index[:0]] * (count - len(found))]]
 
 
 def _runs(index: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -111,6 +112,28 @@ def test_dtensors_on_real_meshes(tmp_path: Path) -> None:
     mp.start_processes(run_rank, (str(tmp_path / "store"),), RANKS, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
+def test_fsdp_over_rows_that_tensor_parallelism_does_not_divide() -> None:
+    """FSDP2 cuts what each tensor-parallel rank holds: 4 and 3 of 7 rows, for three ranks."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    whole = torch.arange(14.0).view(7, 2)
+    held = torch.zeros(7, 2, dtype=torch.int64)
+    for rank in range(6):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
+        mesh = DeviceMesh("cpu", torch.arange(6).view(3, 2))
+        local = [*whole.chunk(2)[rank % 2].chunk(3), whole[:0]][rank // 2]
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        placed = DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+        module = nn.Module()
+        module.register_buffer("weight", placed)  # as a parameter, torch would give it the mesh of rank 0
+        held += check_held(module, {"weight": whole})["weight"]
+        dist.destroy_process_group()
+    assert (held == 1).all()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3", "mixtral", "nemotron_h"])
 def test_transformers_models_are_described_as_they_are_saved(family: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
@@ -178,6 +201,20 @@ def test_tied_parameters_once_and_other_dtypes_by_name() -> None:
 def test_what_is_no_view_of_a_parameter_is_refused() -> None:
     with pytest.raises(RefitPlanError, match="'sum' of the checkpoint is computed"):
         slices_of(Holder(a=torch.ones(2), b=torch.ones(2)), dtype="float32", to_hf=lambda s: {"sum": s["a"] + s["b"]})
+
+
+@pytest.mark.parametrize("change", [lambda w: w.mul_(2), lambda w: w[:1].zero_(), lambda w: torch.add(w, 1, out=w)])
+@pytest.mark.parametrize("of", [lambda w: w, lambda w: w.clone(), lambda w: torch.cat([w, w]), lambda w: w.T.contiguous()])
+def test_what_a_conversion_changes_in_place_is_refused(
+    change: Callable[[Tensor], Tensor], of: Callable[[Tensor], Tensor]
+) -> None:
+    def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        weight = of(state["a"])
+        change(weight)
+        return {"a": weight}
+
+    with pytest.raises(RefitPlanError, match="'a' of the checkpoint is computed"):
+        slices_of(Holder(a=torch.ones(3, 2)), dtype="float32", to_hf=to_hf)
 
 
 def test_fp8_experts_of_transformers_are_sent_with_their_scales() -> None:
