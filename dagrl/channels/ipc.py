@@ -144,7 +144,7 @@ class IpcChannel(Channel):
 
     def reclaim(self) -> None:
         """See `Loans.reclaim`. Returns at once if the channel is broken or closed."""
-        if not self._closed and self._reason is None:
+        if not self._closed and self._reason is None and not self._table[self._flag, 0]:
             self._loans.reclaim(self._lives, lambda ready: self._wait_until(ready, None, "unmapping of tensors by peers"))
 
     def release(self) -> None:

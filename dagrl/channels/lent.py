@@ -66,8 +66,12 @@ class Loans:
                 self._borrowed.pop(peer).close()
             self._described[peer] = number, description
             if peer not in self._borrowed:
-                self.table[peer * self._spec.size + self._spec.rank, BORROWED] = 1
-                self._borrowed[peer] = Borrowed(description)
+                row = self.table[peer * self._spec.size + self._spec.rank]
+                row[BORROWED] = 1
+                try:
+                    self._borrowed[peer] = Borrowed(description)
+                finally:
+                    row[BORROWED] = peer in self._borrowed
                 if len(self._borrowed) == 1:
                     threading.Thread(target=self._listen, name="dagrl-loans", daemon=True).start()
             return self._borrowed[peer]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
@@ -10,6 +13,8 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from dagrl.channels import ChannelSpec, open_channel
+from dagrl.channels.ipc import IpcChannel
+from dagrl.channels.ipc_memory import HostSegment
 from dagrl.errors import ChannelError
 from tests import channel_cases as cases
 from tests.channel_cases import Kind, run_case
@@ -67,3 +72,41 @@ def test_a_failed_opening_leaves_nothing_open(fails: str, monkeypatch: pytest.Mo
     with pytest.raises((ChannelError, OSError), match="not here"):
         open_channel(ChannelSpec("ipc", "127.0.0.1:1", 0, 2))
     assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.fixture
+def both_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[IpcChannel]]:
+    """Both ranks of a channel in this process."""
+    store = HashStore()
+    monkeypatch.setattr("dagrl.channels.base.open_store", lambda spec: store)
+    with ThreadPoolExecutor(2) as threads:
+        ends = list(threads.map(lambda rank: IpcChannel(ChannelSpec("ipc", "127.0.0.1:1", rank, 2, 2.0)), range(2)))
+    yield ends
+    for one in reversed(ends):  # rank 0 waits for the other
+        one.close()
+
+
+def lend(lender: IpcChannel, handle: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("dagrl.channels.lent._describe", lambda tensors: json.dumps([[handle], {}]))
+    return lender.lend({})
+
+
+def test_a_lender_does_not_wait_for_a_borrower_that_could_not_map_its_memory(
+    both_ends: list[IpcChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender, borrower = both_ends
+    number = lend(lender, f"host:{os.getpid()}:0:0:0", monkeypatch)
+    with pytest.raises(ChannelError, match="shared memory of a peer cannot be opened"):
+        borrower.borrow(0, number)
+    lender.reclaim()
+
+
+def test_a_lender_reclaims_from_a_borrower_that_broke_the_channel(
+    both_ends: list[IpcChannel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender, borrower = both_ends
+    segment = HostSegment(64)
+    borrower.borrow(0, lend(lender, segment.handle, monkeypatch))
+    borrower.abort("its engine failed")
+    lender.reclaim()
+    segment.close()
