@@ -118,7 +118,7 @@ class Watch:
         if words[index] != known and not words[closed]:
             return
         started = now = time.perf_counter()
-        until = started + self._patience.seconds
+        until = started + min(self._patience.seconds, math.inf if timeout_s is None else timeout_s)
         while words[index] == known and not words[closed] and now < until:
             let_others_run()
             now = self._patience.looked(now)

@@ -18,6 +18,7 @@ A link that ends although this process did not close it is *lost*: EdgeLostError
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import select
 import socket
@@ -330,8 +331,9 @@ class LinkReader:
     def _wait(self, until: float | None) -> None:
         """Returns once there is something to receive. Spins if the last message came soon, then sleeps."""
         started = now = time.perf_counter()
+        spin_until = min(started + self._patience.seconds, math.inf if until is None else until)
         while not self._poll.poll(0):
-            if now - started < self._patience.seconds:
+            if now < spin_until:
                 let_others_run()
                 now = self._patience.looked(now)
             else:

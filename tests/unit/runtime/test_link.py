@@ -136,6 +136,16 @@ def test_a_read_that_timed_out_resumes(link: Link) -> None:
     np.testing.assert_array_equal(array, np.arange(1_000_000))  # type: ignore[arg-type]
 
 
+def test_a_read_does_not_spin_past_its_deadline(
+    link: tuple[LinkWriter, LinkReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dagrl.runtime.edges.link.let_others_run", lambda: pytest.fail("it spins"))
+    _, reader = link
+    reader._patience.seconds = float("inf")
+    with pytest.raises(EdgeTimeoutError):
+        reader.read(0.0)
+
+
 def test_two_links_written_before_they_are_read_do_not_deadlock() -> None:
     """All in one thread, so every write comes before every read, as between pipeline stages with two replays in flight."""
     writers = [LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT) for _ in range(2)]
