@@ -100,7 +100,7 @@ class AddedPhase:
                 shards = len(rows)  # those without workers get no rows
             check_rows(self.phase.name, rows, shards, value.rows)
         bucket = choose_bucket(self.buckets, max(map(len, rows)), longest)
-        split = Split(tuple(rows), bucket, value.tokens)
+        split = Split(tuple(rows), bucket, value.tokens or longest)
         return [split.share(value, one.shards) for one in self.compiled], split.join, padding_share(lengths, bucket, shards)
 
 

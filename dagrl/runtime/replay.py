@@ -180,8 +180,8 @@ class ReplayQueue:
             if not self._reading.acquire(timeout=max(0.0, until - time.monotonic())):
                 raise DeadlineError(f"phase {replay.phase!r}: another thread waits for its results; ask again")
         try:
-            while not replay.done or (self.replays and self.replays[0] is replay):
-                self._finish_one(self.replays[0], until)
+            while (oldest := next(iter(self.replays), None)) and (not replay.done or oldest is replay):
+                self._finish_one(oldest, until)
         finally:
             self._reading.release()
 
@@ -195,5 +195,5 @@ class ReplayQueue:
                 if error.breaks:
                     self.break_roles(error)
                 replay.fail(error)
-        if self.replays and self.replays[0] is replay:  # a teardown may have removed it meanwhile
-            self.replays.popleft()
+        with suppress(ValueError):  # a teardown may have removed it meanwhile
+            self.replays.remove(replay)

@@ -433,10 +433,10 @@ class Scheduler:
                     raise PhaseError(broken.failures, advice, broken.breaks)
                 if not entry.compiled:  # another thread tore it down
                     raise RunError(f"phase {entry.phase.name!r} is not compiled; call scheduler.compile() first")
-                if len(entry.in_flight.replays) < entry.limits.max_in_flight:
+                under_way = tuple(entry.in_flight.replays)  # other threads may read their results at any time
+                if len(under_way) < entry.limits.max_in_flight:
                     return self._start(entry, value, warmup, deadline_s, rows)
-                oldest = entry.in_flight.replays[0]
-            entry.in_flight.finish(oldest)  # without the lock: meanwhile other phases and threads may start replays
+            entry.in_flight.finish(under_way[0])  # without the lock: meanwhile other phases and threads may start replays
 
     def _start(
         self, entry: AddedPhase, value: object, warmup: bool, deadline_s: float, rows: Sequence[npt.NDArray[np.intp]] | None

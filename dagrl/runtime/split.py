@@ -54,7 +54,7 @@ def check_rows(phase: str, rows: Sequence[npt.NDArray[np.intp]], shards: int, co
 
 @dataclass(frozen=True)
 class Split:
-    """How the rows of a batch were distributed: the rows of each shard, the bucket, and the width of the batch's tokens."""
+    """How the rows of a batch were distributed: the rows of each shard, the bucket, and the width of joined tokens."""
 
     rows: tuple[npt.NDArray[np.intp], ...]
     bucket: Bucket

@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,11 @@ BATCH = {"x": Field("int64"), "lengths": Field("int64", "row")}
 
 @phase(inputs=BATCH)
 def step(train: Shard, batch):
+    return train.map("forward", batch)
+
+
+@phase(inputs={})
+def scores(train: Shard, batch):
     return train.map("forward", batch)
 
 
@@ -255,6 +261,44 @@ def test_a_replay_that_reached_some_workers_alone_breaks_the_graphs(scheduler: S
     with pytest.raises(PhaseError, match=r"replay 0 of phase 'step' could not be sent to all .*recover") as caught:
         scheduler.replay(other, 1)
     assert caught.value.breaks
+
+
+class Watched(deque[Replay]):
+    """A queue of which another thread takes replays after the `look`-th look at its first one."""
+
+    def __init__(self, replays: deque[Replay], look: int, take: Callable[[], object]) -> None:
+        super().__init__(replays)
+        self.looks, self.take = look, take
+
+    def __getitem__(self, index: Any) -> Any:
+        found, self.looks = super().__getitem__(index), self.looks - 1
+        if not self.looks:
+            self.take()
+        return found
+
+
+def test_a_result_may_be_read_or_torn_down_while_a_thread_looks_for_the_oldest(
+    scheduler: Scheduler, made: list[Graph]
+) -> None:
+    queue = scheduler._entries["other"].in_flight
+    for _ in range(2):
+        first = scheduler.replay(other, 1)
+    made[2].results, made[3].results = [1, 2], [1, 2]
+    queue.replays = Watched(queue.replays, 1, first.result)
+    second = scheduler.replay(other, 1)
+    assert first.result() == (2, 2)
+    queue.replays = Watched(queue.replays, 2, scheduler.close)
+    made[2].results, made[3].results = [3], [3]
+    assert second.result() == (3, 3)
+
+
+def test_tokens_of_a_batch_without_token_fields_are_returned(scheduler: Scheduler, made: list[Graph]) -> None:
+    scheduler.add(scores, buckets=[Bucket(2, 4)])
+    scheduler.compile()
+    replay = scheduler.replay(scores, Batch({"lengths": np.array([2, 3])}))
+    for graph in made[-2:]:
+        graph.results = [Batch({"lengths": np.ones(2), "y": np.ones((2, 4))})]
+    assert replay.result()["y"].shape == (2, 3)
 
 
 def test_two_phases_of_one_name_are_refused(scheduler: Scheduler) -> None:
