@@ -94,7 +94,7 @@ class LossConfig(Section):
     """Upper bound of the importance weights. null: no bounds."""
 
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
-    """Lower bound of the importance weights, for `icepop` and `seq-mask-tis`. null: 0."""
+    """Lower bound of the importance weights, for all types but `tis`. null: 0."""
 
 
 class AdvantageConfig(Section):

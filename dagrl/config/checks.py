@@ -194,10 +194,11 @@ def _on_policy_mistakes(config: Config) -> Mistakes:
     """What keeps `loss_fn.force_on_policy_ratio` from having one optimizer step per batch, so that ratios are 1."""
     if not config.loss_fn.force_on_policy_ratio or not generates(config):
         return {}
+    kind = config.loss_fn.truncated_importance_sampling_type
     return _several_steps(config, "loss_fn.force_on_policy_ratio", "after the first step, ratios are not 1") | {
-        "loss_fn.force_on_policy_ratio is true, but loss_fn.truncated_importance_sampling_type 'seq-mask-tis' needs "
+        f"loss_fn.force_on_policy_ratio is true, but loss_fn.truncated_importance_sampling_type {kind!r} needs "
         "log-probabilities of whole sequences before the step; choose tis or icepop, or set force_on_policy_ratio=false": (
-            config.loss_fn.truncated_importance_sampling_type == "seq-mask-tis"
+            kind.startswith("seq-")
         )
     }
 
@@ -261,6 +262,8 @@ def _model_mistakes(config: Config) -> Mistakes:
         f"ppo.kl_in_reward is true, but algorithm {algorithm} has no critic; set it to false, or algorithm=ppo": (
             kl and not uses_critic(config)
         ),
+        f"ppo.kl_in_reward is true, but algorithm {algorithm} does not read 'reference_logprobs'; set "
+        "loss_fn.reference_policy_kl_penalty above 0, or kl_in_reward=false": kl and not uses_reference(config),
         "ppo.kl_in_reward and loss_fn.force_on_policy_ratio are both true, but the KL of a token needs its log-probability "
         "before the step; set one to false": kl and config.loss_fn.force_on_policy_ratio,
     }

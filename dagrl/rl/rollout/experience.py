@@ -317,8 +317,8 @@ class Experience:
             "completion_tokens": float(np.mean(lengths)),
             "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
             "turns": float(np.mean([sample.completion.turns for sample in samples])),
-            STALENESS + "policy_age_mean": float(ages.mean()),
-            STALENESS + "policy_age_max": float(ages.max()),
+            STALENESS + "policy_age_mean": float(ages.mean()) if len(ages) else 0.0,  # an agent's may all be untrained
+            STALENESS + "policy_age_max": float(ages.max(initial=0)),
             **{DROPPED + reason: float(count) for reason, count in self._dropped().items()},
         }
 

@@ -19,11 +19,13 @@ from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import FAILED
 from dagrl.rl.functions.agent_pool import AgentPool
 from dagrl.rl.functions.answers import Failed
+from dagrl.rl.rewards import Rewards
 from dagrl.rl.rollout.agent_turns import TurnEpisode
 from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, request_seeds, samples_of
 from dagrl.rl.rollout.experience import Experience
+from dagrl.rl.rollout.scoring import scored_group
 from tests.unit.rl.test_rollout import LIMIT, Bench, configured
 from tests.unit.run.simulated_run import Reward, Run, Stop, engines_of
 
@@ -72,6 +74,10 @@ def waits_long(example, endpoint):
 
 def hangs(example, endpoint):
     time.sleep(100)
+
+def samples_otherwise(example, endpoint):
+    post(endpoint, "/completions", prompt="1+", temperature=0.5)
+    return 1.0
 
 def is_silent(example, endpoint):
     return 1.0
@@ -208,6 +214,18 @@ def test_the_others_of_a_lost_process_start_again(runner: AgentRunner) -> None:
     bench.rollouts.start(RolloutGroup(1, 1, [asked("waits_long", seed=2)]))
     (undisturbed,) = bench.run_all()[0].episodes
     assert waited[0].tokens.tolist() == undisturbed.tokens.tolist(), "seeds do not depend on how often an episode started"
+
+
+def test_a_batch_of_untrained_tokens_has_metrics(runner: AgentRunner, module: str) -> None:
+    bench, config = AgentBench(runner), with_agent(module)
+    bench.rollouts.start(group(0, "samples_otherwise", "samples_otherwise"))
+    (complete,) = bench.run_all()
+    samples = samples_of(bench.run.inputs.tokenizer, complete)
+    rewards = Rewards(np.ones(2, np.float32), np.ones(2, np.bool_))
+    metrics = Resumable(runner, config).experience.metrics([scored_group(config, complete, samples, rewards)])
+    made = sum(len(one.tokens) for one in complete.episodes)
+    assert metrics["environment/untrained_tokens"] == made > 0
+    assert metrics["staleness/policy_age_max"] == metrics["staleness/policy_age_mean"] == 0
 
 
 def test_an_aborted_group_leaves_nothing(runner: AgentRunner) -> None:

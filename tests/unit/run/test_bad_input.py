@@ -621,6 +621,11 @@ TABLE = [
         ("algorithm=ppo", "ppo.kl_in_reward=true", "loss_fn.force_on_policy_ratio=true"),
     ),
     Row(
+        "a KL in the reward without a reference policy",
+        ("ppo.kl_in_reward is true, but algorithm ppo does not read 'reference_logprobs'", "_kl_penalty above 0"),
+        ("algorithm=ppo", "ppo.kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0"),
+    ),
+    Row(
         "a critic's batch that its shards cannot divide",
         ("critic.train_global_batch_size 8 is not divisible by data_parallel_size 3",),
         ("algorithm=ppo", "critic.train_global_batch_size=8", "critic.megatron_cfg.data_parallel_size=3"),
@@ -683,6 +688,16 @@ TABLE = [
             "loss_fn.use_importance_sampling_correction=true",
             "loss_fn.truncated_importance_sampling_ratio=2",
             "loss_fn.truncated_importance_sampling_type=seq-mask-tis",
+        ),
+    ),
+    Row(
+        "forced ratio with sequence masks by a product",
+        ("loss_fn.force_on_policy_ratio is true", "'seq-product-mask-tis'", "choose tis or icepop"),
+        (
+            "loss_fn.force_on_policy_ratio=true",
+            "loss_fn.use_importance_sampling_correction=true",
+            "loss_fn.truncated_importance_sampling_ratio=2",
+            "loss_fn.truncated_importance_sampling_type=seq-product-mask-tis",
         ),
     ),
     Row(
