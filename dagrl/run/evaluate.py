@@ -25,11 +25,11 @@ from dagrl.errors import ConfigError
 from dagrl.rl.agents.runner import open_environment
 from dagrl.rl.functions.answers import Answers
 from dagrl.rl.pass_at_k import pass_at_k
-from dagrl.rl.rewards import RewardRunner, Rewards, join_rewards, rewards_of
+from dagrl.rl.rewards import RewardRunner, rewards_of
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
 from dagrl.rl.rollout.judged import reward_texts, reward_values
 from dagrl.rl.rollout.rollouts import Rollouts
-from dagrl.rl.rollout.scoring import with_turn_rewards
+from dagrl.rl.rollout.scoring import ScoredGroup, check_groups, scored_group, with_turn_rewards
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.fleet import single_group
 from dagrl.run.plans import generate_plan
@@ -133,18 +133,23 @@ def _complete(
             scoring.append((group, samples, reward.submit(*reward_texts(samples), row_values)))
             if len(scoring) % max(1, len(prompts) // LOGGED) == 0:
                 logger.info("completed %d of %d prompts", len(scoring), len(prompts))
-    completions: dict[int, list[Completion]] = {}
-    everything: list[Rewards] = []
-    for group, samples, answers in scoring:
-        rewards = with_turn_rewards(config, rewards_of(answers.result()), samples)
-        reward.check(rewards, may_all_fail=True)
-        everything.append(rewards)
-        found = [float(value) if valid else None for value, valid in zip(rewards.values, rewards.answered, strict=True)]
-        completions[group.number] = [
-            Completion(sample, sample.completion.greedy, value) for sample, value in zip(samples, found, strict=True)
+    judged = [
+        scored_group(config, group, samples, with_turn_rewards(config, rewards_of(answers.result()), samples))
+        for group, samples, answers in scoring
+    ]
+    return completions_of(config, judged, reward)
+
+
+def completions_of(config: Config, groups: Sequence[ScoredGroup], reward: RewardRunner) -> list[list[Completion]]:
+    """Returns the completions of each prompt. Raises RunError if too many of all failed."""
+    check_groups(config, reward, groups, may_all_fail=True)
+    return [
+        [
+            Completion(sample, sample.completion.greedy, float(value) if valid else None)
+            for sample, value, valid in zip(group.samples, group.rewards.values, group.valid, strict=True)
         ]
-    reward.check_parts(join_rewards(everything))
-    return [completions[number] for number in range(len(prompts))]
+        for group in sorted(groups, key=lambda group: group.group.number)
+    ]
 
 
 def _report(completions: list[list[Completion]], wanted: Evaluation) -> Report:

@@ -30,7 +30,7 @@ from dagrl.errors import RunError, StopRequestedError, WorkerError
 from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.functions.answers import Answers, split_done
-from dagrl.rl.rewards import RewardRunner, Rewards, check_failures, join_rewards, rewards_of
+from dagrl.rl.rewards import RewardRunner, join_rewards, rewards_of
 from dagrl.rl.rollout.engines import GenerationEngines, PromptData, Stop
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, new_group, request_seeds, samples_of
 from dagrl.rl.rollout.judged import reward_texts, reward_values
@@ -42,6 +42,7 @@ from dagrl.rl.rollout.scoring import (
     ScoredGroup,
     Untrained,
     answered,
+    check_groups,
     drop_reason,
     equal_share,
     mean_reward,
@@ -179,7 +180,7 @@ class Experience:
             self._check_yield()
             return None
         groups = [group.payload for group in taken]
-        self._check_failures([*self._dropped_groups, *groups])
+        check_groups(self._config, self._reward, [*self._dropped_groups, *groups])
         self._dropped_groups = []
         return groups
 
@@ -280,7 +281,7 @@ class Experience:
         scored, self._validated = sorted(self._validated, key=lambda item: item.group.number), []
         judged = [self._scored(item) for item in scored]
         self._untrained += map(Untrained, judged)
-        rewards, samples = self._check_failures(judged, may_all_fail=True)
+        rewards, samples = check_groups(self._config, self._reward, judged, may_all_fail=True)
         return {
             VALIDATION + "reward": mean_reward(rewards, samples),
             VALIDATION + "reward_failures": float(rewards.failed),
@@ -409,17 +410,6 @@ class Experience:
         """Groups dropped since the run began, by reason."""
         return self._dropped_before + Counter(self.buffer.counts().dropped)
 
-    def _check_failures(self, groups: Sequence[ScoredGroup], *, may_all_fail: bool = False) -> tuple[Rewards, list[Sample]]:
-        """Returns the rewards and samples of groups. Raises RunError if too many failed; see `check_failures`."""
-        rewards, samples = join_rewards([group.rewards for group in groups]), samples_in(groups)
-        self._reward.check(rewards, may_all_fail=may_all_fail)
-        failures = [sample.completion.failure for sample in samples if not answered(sample)]
-        limit, message = self._config.environment.max_failed_share, next(iter(failures), "")
-        check_failures("environment", len(failures), len(samples), message, limit, may_all_fail=may_all_fail)
-        if len(failures) < len(samples):  # those that the environment fails for may have no parts
-            self._reward.check_parts(rewards)
-        return rewards, samples
-
     def _environment_failures(self, samples: Sequence[Sample], name: str) -> dict[str, float]:
         """The number of samples that the environment failed for, as a metric; empty without an environment."""
         if not self._config.environment.enabled:
@@ -440,7 +430,7 @@ class Experience:
         config = self._config.grpo
         if len(self._dropped_groups) > config.dynamic_sampling_max_gen_batches * config.num_prompts_per_step:
             scored = [*self._dropped_groups, *(group.payload for group in self.buffer.finished())]
-            self._check_failures(scored)
+            check_groups(self._config, self._reward, scored)
             reasons = Counter(drop_reason(group) for group in self._dropped_groups)
             raise RunError(
                 f"{len(self._dropped_groups)} of {len(scored)} groups generated for one step, of grpo.num_prompts_per_step "

@@ -11,7 +11,16 @@ from dagrl.config import Config
 from dagrl.config.settings import generation_config
 from dagrl.rl.advantages import zero_variance_groups
 from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED
-from dagrl.rl.rewards import ENVIRONMENT, BoolArray, FloatArray, Rewards, overlong_penalty
+from dagrl.rl.rewards import (
+    ENVIRONMENT,
+    BoolArray,
+    FloatArray,
+    RewardRunner,
+    Rewards,
+    check_failures,
+    join_rewards,
+    overlong_penalty,
+)
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample
 
 TRAIN, VALIDATION = "train", "validation"
@@ -65,6 +74,20 @@ def scored_group(config: Config, group: RolloutGroup, samples: list[Sample], rew
         lengths = [sample.completion.sampled.sum() for sample in samples]  # tokens of the environment do not count
         values = values + overlong_penalty(lengths, shaping, generation_config(config).max_new_tokens)
     return ScoredGroup(group, samples, rewards, values, valid_samples(rewards, samples))
+
+
+def check_groups(
+    config: Config, reward: RewardRunner, groups: Sequence[ScoredGroup], *, may_all_fail: bool = False
+) -> tuple[Rewards, list[Sample]]:
+    """Returns the rewards and samples of groups. Raises RunError if too many failed; see `check_failures`."""
+    rewards, samples = join_rewards([group.rewards for group in groups]), samples_in(groups)
+    reward.check(rewards, may_all_fail=may_all_fail)
+    failures = [sample.completion.failure for sample in samples if not answered(sample)]
+    limit, message = config.environment.max_failed_share, next(iter(failures), "")
+    check_failures("environment", len(failures), len(samples), message, limit, may_all_fail=may_all_fail)
+    if len(failures) < len(samples):  # those that the environment fails for may have no parts
+        reward.check_parts(rewards)
+    return rewards, samples
 
 
 def samples_in(groups: Sequence[ScoredGroup]) -> list[Sample]:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dagrl.config import Config
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.rollout.episodes import Episode, Sample
-from dagrl.run.evaluate import Completion, Evaluation, _report
+from dagrl.errors import RunError
+from dagrl.rl.environments import FAILED
+from dagrl.rl.rewards import RewardRunner, Rewards
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
+from dagrl.rl.rollout.scoring import ScoredGroup, scored_group
+from dagrl.run.evaluate import Completion, Evaluation, _report, completions_of
 
 WANTED = Evaluation(samples=3, ks=(1, 2, 3), right_from=0.5)
 
@@ -47,3 +52,24 @@ def test_tasks_have_rows_of_their_own() -> None:
 
 def test_without_tasks_there_is_one_row() -> None:
     assert list(_report([completions("", 1.0, 1.0, 1.0, 1.0)], WANTED).rows) == ["all"]
+
+
+CONFIG = Config.model_validate({"name": "test", "algorithm": "grpo", "data": {}, "policy": {}})
+
+
+def scored(number: int, *, fails: str = "") -> ScoredGroup:
+    """One completion of a prompt, with the reward 1, which the `environment` or the `reward` may fail for."""
+    episode = Episode(Prompt("1+1", np.array([1]), "2", "row 0"), 0, 9, tokens=[5], finish_reason="stop")
+    if fails == "environment":
+        episode.finish_reason, episode.failure = FAILED, "no idea"
+    rewards = Rewards(np.ones(1, np.float32), np.array([fails != "reward"]), "no idea")
+    return scored_group(CONFIG, RolloutGroup(number, number, [episode]), [Sample(episode.prompt, episode, "")], rewards)
+
+
+@pytest.mark.parametrize("fails", ["reward", "environment"])
+def test_failures_are_a_share_of_all_prompts(fails: str) -> None:
+    groups = [scored(2), scored(0, fails=fails), scored(1)]
+    found = completions_of(CONFIG, groups, RewardRunner(CONFIG.reward))
+    assert [[one.reward for one in of_prompt] for of_prompt in found] == [[None], [1.0], [1.0]]
+    with pytest.raises(RunError, match=rf"{fails}.function failed for 2 of 3 samples, more than .*: no idea"):
+        completions_of(CONFIG, [*groups[:2], scored(1, fails=fails)], RewardRunner(CONFIG.reward))
