@@ -52,7 +52,7 @@ def load_class(path: str, key: str) -> type:
     """Returns the class at an import path. Raises ConfigError if it is not a class."""
     found = load_attribute(path, key)
     if not isinstance(found, type):
-        raise ConfigError(f"{key}: {path!r} is a {type(found).__name__}; a class is expected")
+        raise ConfigError(f"{key}: {path!r} is of type {type(found).__name__}; a class is expected")
     return found
 
 
@@ -60,7 +60,7 @@ def load_callable(path: str, key: str) -> Callable[..., Any]:
     """Returns the callable at an import path. Raises ConfigError if it is not callable."""
     found = load_attribute(path, key)
     if not callable(found):
-        raise ConfigError(f"{key}: {path!r} is a {type(found).__name__}; a callable is expected")
+        raise ConfigError(f"{key}: {path!r} is of type {type(found).__name__}; a callable is expected")
     return cast("Callable[..., Any]", found)
 
 

@@ -54,10 +54,15 @@ def ask(model: str | None, data: str | None, reward: str | None) -> Answers:
     return Answers(answers["model"] or DEFAULT_MODEL, answers["data"], reward)
 
 
-def write_config(answers: Answers, path: Path) -> None:
-    """Writes the configuration. Raises ConfigError if the file exists."""
+def check_new(path: Path) -> None:
+    """Raises ConfigError if the file exists."""
     if path.exists():
         raise ConfigError(f"{path} exists already; remove it, or name another file with -o")
+
+
+def write_config(answers: Answers, path: Path) -> None:
+    """Writes the configuration."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, config_text(answers, path.stem))
 
 

@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -105,12 +106,14 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
         from importlib.metadata import version
 
-        sys.stdout.write(f"dagrl {version('dagrl')}\n")
+        _print(f"dagrl {version('dagrl')}\n")
         parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dagrl", description="SFT and GRPO on Ray with statically compiled phase graphs.")
+    parser = argparse.ArgumentParser(
+        prog="dagrl", description="Post-trains language models on Ray with statically compiled phase graphs."
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -136,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("--reward", help="math, exact, or an import path such as my_task:reward; '' for SFT")
     init.add_argument("-o", "--output", metavar="F", type=Path, default=Path("my_run.yaml"), help="default: my_run.yaml")
 
-    train = command("train", _train, "train by SFT or GRPO")
+    train = command("train", _train, "train by SFT, DPO, GRPO, PPO or an algorithm of your own")
     add_config(train)
     train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration and exit")
 
@@ -224,25 +227,31 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _init(options: argparse.Namespace) -> None:
-    from dagrl.cli.init import ask, write_config
+    from dagrl.cli.init import ask, check_new, write_config
 
+    check_new(options.output)
+    _check_outputs(options)
     write_config(ask(options.model, options.data, options.reward), options.output)
-    sys.stdout.write(f"wrote {options.output}; next: dagrl train {options.output} --dry-run\n")
+    _print(f"wrote {options.output}; next: dagrl train {options.output} --dry-run\n")
 
 
 def _train(options: argparse.Namespace) -> None:
     from dagrl.config.file import dump_config, load_config
+    from dagrl.run.checkpoint_store import check_checkpoints
     from dagrl.telemetry.record import RunPaths, check_not_running
 
     config = load_config(options.config, options.overrides)
     _log(options, config.logger.log_level)
+    paths = RunPaths.of(config)
+    if not options.dry_run:
+        check_not_running(paths)
+    check_checkpoints(paths, resume=config.checkpointing.resume)
     if options.dry_run:
         from dagrl.run.preflight import preflight
 
         inputs = preflight(config)
-        sys.stdout.write(dump_config(inputs.config, inputs.derived))
+        _print(dump_config(inputs.config, inputs.derived))
         return
-    check_not_running(RunPaths.of(config))
     from dagrl.run.train import run_with_restarts, train
 
     run_with_restarts(train, config)
@@ -264,23 +273,24 @@ def _config(options: argparse.Namespace) -> None:
     if options.schema:
         if options.config is not None:
             raise ConfigError(f"--schema takes no configuration; found {options.config}")
-        sys.stdout.write(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False) + "\n")
+        _print(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False) + "\n")
     elif options.config is None:
         raise ConfigError("dagrl config needs a CONFIG, or --schema")
     else:
         from dagrl.run.derive import derive_from_machine
 
         derived = derive_from_machine(load_config(options.config, options.overrides))
-        sys.stdout.write(dump_config(derived.config, derived.reasons))
+        _print(dump_config(derived.config, derived.reasons))
 
 
 def _examples(options: argparse.Namespace) -> None:
     from dagrl.cli.examples import copy_example, list_examples
 
     if options.name is None:
-        sys.stdout.write(list_examples())
+        _print(list_examples())
     else:
-        sys.stdout.write("".join(f"{path}\n" for path in copy_example(options.name, options.output)))
+        require_writable(options.output, f"-o {options.output}")
+        _print("".join(f"{path}\n" for path in copy_example(options.name, options.output)))
 
 
 def _inspect(options: argparse.Namespace) -> None:
@@ -289,8 +299,9 @@ def _inspect(options: argparse.Namespace) -> None:
     from dagrl.run.derive import derive_from_machine
 
     _log(options)
+    _check_outputs(options)
     config = derive_from_machine(load_config(options.config, options.overrides)).config
-    sys.stdout.write(inspect_config(config, options.phase, options.output))
+    _print(inspect_config(config, options.phase, options.output))
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -298,14 +309,14 @@ def _evaluate(options: argparse.Namespace) -> None:
 
     _check_outputs(options)
     _log(options, "INFO")
-    sys.stdout.write(run_evaluation(options))
+    _print(run_evaluation(options))
 
 
 def _export(options: argparse.Namespace) -> None:
     from dagrl.run.export import convert
 
     _log(options, "INFO")
-    sys.stdout.write(f"wrote {convert(options.source, options.output, options.overrides)}\n")
+    _print(f"wrote {convert(options.source, options.output, options.overrides)}\n")
 
 
 def _scale(options: argparse.Namespace) -> None:
@@ -317,13 +328,13 @@ def _scale(options: argparse.Namespace) -> None:
     if not 0 < options.timeout < float("inf"):
         raise ConfigError(f"--timeout is {options.timeout:g}; expected a finite number of seconds above 0")
     arguments = {"engines": int(number), "timeout_s": options.timeout}
-    sys.stdout.write(ask(options.run, "scale", arguments, options.timeout + ANSWER_S) + "\n")
+    _print(ask(options.run, "scale", arguments, options.timeout + ANSWER_S) + "\n")
 
 
 def _status(options: argparse.Namespace) -> None:
     from dagrl.run.control import ask
 
-    sys.stdout.write(ask(options.run, "status", {}, ANSWER_S) + "\n")
+    _print(ask(options.run, "status", {}, ANSWER_S) + "\n")
 
 
 def _replay(options: argparse.Namespace) -> None:
@@ -333,7 +344,7 @@ def _replay(options: argparse.Namespace) -> None:
 
     _log(options, "INFO")
     request = Request(options.run, options.step, options.phase, options.cpu, tuple(options.overrides))
-    sys.stdout.write(report(replay_step(request, train)))
+    _print(report(replay_step(request, train)))
 
 
 def _view(options: argparse.Namespace) -> None:
@@ -360,12 +371,12 @@ def _bench(options: argparse.Namespace) -> None:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Raises ConfigError for outputs that cannot be written, before minutes of measuring."""
-    for name in ("json", "plot"):
+    for flag, name in (("--json", "json"), ("--plot", "plot"), ("-o", "output")):
         path = getattr(options, name, None)
         if path is not None:
             if path.is_dir():
-                raise ConfigError(f"--{name} {path} is a directory; expected: a file")
-            require_writable(path.parent, f"--{name} {path}")
+                raise ConfigError(f"{flag} {path} is a directory; expected: a file")
+            require_writable(path.parent, f"{flag} {path}")
     if getattr(options, "plot", None) is not None:
         require_package("matplotlib", f"--plot {options.plot}", otherwise=", or leave --plot out")
 
@@ -385,6 +396,15 @@ def _log(options: argparse.Namespace, level: str = "WARNING") -> None:
     handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="%H:%M:%S")
     logging.basicConfig(level="WARNING", format="%(message)s", handlers=[handler])
     logging.getLogger("dagrl").setLevel("DEBUG" if options.debug else level)
+
+
+def _print(text: str) -> None:
+    """Writes to standard output. Drops what nobody reads any more, as after `| head`."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at its end
 
 
 def _complain(message: str) -> None:

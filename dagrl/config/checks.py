@@ -67,12 +67,17 @@ def check_settings(config: Config) -> None:
         expert_mistakes,
         prefix_mistakes,
         spare_mistakes,
+        _restart_mistakes,
         _orphan_mistakes,
     ):
         refuse(mistakes(config))
     check_shared_gpus(config)
     for role in model_roles(config):
         _check_role(config, role)
+
+
+def warn_of_settings(config: Config) -> None:
+    """Warns of settings that are allowed, and rarely what is wanted."""
     _warn_of_cut_sampling(config)
     _warn_of_old_samples(config)
 
@@ -266,6 +271,15 @@ def _model_mistakes(config: Config) -> Mistakes:
         "loss_fn.reference_policy_kl_penalty above 0, or kl_in_reward=false": kl and not uses_reference(config),
         "ppo.kl_in_reward and loss_fn.force_on_policy_ratio are both true, but the KL of a token needs its log-probability "
         "before the step; set one to false": kl and config.loss_fn.force_on_policy_ratio,
+    }
+
+
+def _restart_mistakes(config: Config) -> Mistakes:
+    restarts = config.on_failure == "restart" and config.max_restarts > 0
+    return {
+        "on_failure is 'restart', but checkpointing.enabled is false: set it to true, or on_failure=stop": (
+            restarts and not config.checkpointing.enabled
+        )
     }
 
 

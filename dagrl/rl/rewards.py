@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, Self
 
 import numpy as np
@@ -25,7 +26,7 @@ from dagrl.config import FunctionConfig, RewardConfig, RewardShapingConfig
 from dagrl.errors import ConfigError, RunError
 from dagrl.imports import load_callable
 from dagrl.rl.functions.answers import Answers, Failed, joined
-from dagrl.rl.functions.keywords import keywords_of
+from dagrl.rl.functions.keywords import keywords_of, takes_texts
 from dagrl.rl.functions.runner import FunctionRunner
 
 logger = logging.getLogger(__name__)
@@ -109,10 +110,17 @@ def reward_functions(config: RewardConfig) -> list[RewardFunction]:
 
 
 def check_keywords(config: RewardConfig, columns: Iterable[str]) -> None:
-    """Raises ConfigError if a function has a parameter that is neither in `GIVEN` nor one of the data's `columns`."""
+    """Raises ConfigError if a function does not take the texts, or has a parameter that is neither in `GIVEN` nor one of the
+    data's `columns`."""
     known = sorted({*GIVEN, *columns})
     for item in reward_functions(config):
-        wanted, _ = keywords_of(load_callable(item.path, f"{item.key}.function"))
+        function = load_callable(item.path, f"{item.key}.function")
+        if not takes_texts(function):
+            raise ConfigError(
+                f"{item.key}.function: {item.path} takes {signature(function)}; expected: prompts, completions and "
+                f"references by position (with {item.key}.batched=false a single one of each)"
+            )
+        wanted, _ = keywords_of(function)
         unknown = [name for name, required in wanted.items() if required and name not in known]
         if unknown:
             raise ConfigError(

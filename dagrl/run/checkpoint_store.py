@@ -35,6 +35,7 @@ from pydantic import TypeAdapter, ValidationError
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
 from dagrl.files import PRIVATE, naming, sync_directory, sync_tree, write_whole
+from dagrl.telemetry.record import RunPaths
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,12 @@ class CheckpointStore:
             elif suffix:
                 logger.info("removing %s, left over from a save that did not finish", path)
                 shutil.rmtree(path)
-        if not resume and (found := self._directories()):
+        if not resume:
+            self.refuse_earlier()
+
+    def refuse_earlier(self) -> None:
+        """Raises CheckpointError if there are checkpoints, which those of a new run would be mixed with."""
+        if found := self._directories():
             raise CheckpointError(
                 f"{self.root} already holds {len(found)} checkpoints of an earlier run, up to {found[-1].name}; a new run "
                 "expects none. Set checkpointing.resume=true, or set checkpointing.checkpoint_dir to another directory"
@@ -212,6 +218,18 @@ class CheckpointStore:
         found = [(path, _NAME.fullmatch(path.name)) for path in self.root.iterdir() if path.is_dir()]
         named = [(path, int(match[1]), match[2] or "") for path, match in found if match]
         return sorted(named, key=lambda entry: entry[1:])
+
+
+def check_checkpoints(paths: RunPaths, *, resume: bool) -> None:
+    """Raises CheckpointError for what `recover` and `latest` of a run's store would reject, and changes nothing.
+
+    A run that does not resume renames its directory, with the checkpoints in it.
+    """
+    store = CheckpointStore(paths.checkpoints)
+    if resume:
+        store.latest()
+    elif not paths.checkpoints.is_relative_to(paths.directory):
+        store.refuse_earlier()
 
 
 def load_checkpoint_directory(directory: Path) -> Checkpoint:

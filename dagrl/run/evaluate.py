@@ -82,7 +82,9 @@ def check_evaluation(config: Config, wanted: Evaluation) -> None:
     """Raises ConfigError for what cannot be evaluated."""
     if not generates(config):
         raise ConfigError("an evaluation generates and rewards completions; add algorithm=grpo and reward.function=...")
-    if wanted.samples < 1 and not wanted.greedy:
+    if wanted.samples < 0:
+        raise ConfigError(f"--samples is {wanted.samples}; expected 0 or more")
+    if not wanted.samples and not wanted.greedy:
         raise ConfigError("nothing to generate: raise --samples, or leave --no-greedy out")
     wrong = [k for k in wanted.ks if not 1 <= k <= wanted.samples]
     if wrong and wanted.samples:

@@ -85,6 +85,11 @@ def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
                 _read_object(directory / file, key)
         reason = _reason(error)
         raise ConfigError(f"{key}: transformers cannot load a tokenizer from {directory}: {reason}") from error
+    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):  # what transformers makes of no files at all
+        raise ConfigError(
+            f"{key}: {directory} has no tokenizer, such as tokenizer.json; save the model's there, or name its directory in "
+            f"{TOKENIZER_KEY}"
+        )
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {directory} has no eos_token; responses could not end")
     return cast("PreTrainedTokenizerFast", tokenizer)
@@ -231,7 +236,7 @@ def _existing_directory(name: str | None, key: str) -> Path:
     path = Path(name or "")
     if name is None or not path.is_dir():
         raise ConfigError(
-            f"{key}: directory {name!r} does not exist (relative to {Path.cwd()}); name a Hugging Face checkpoint, or the "
-            "id of one on the Hub, such as Qwen/Qwen3-0.6B"
+            f"{key}: {name!r} is not a directory (relative to {Path.cwd()}); name a Hugging Face checkpoint, or the id of "
+            "one on the Hub, such as Qwen/Qwen3-0.6B"
         )
     return path

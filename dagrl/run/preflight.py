@@ -12,7 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config, FunctionConfig, Json, PhasesConfig
-from dagrl.config.checks import check_settings
+from dagrl.config.checks import check_settings, warn_of_settings
 from dagrl.config.roles import role_config
 from dagrl.config.settings import (
     bucket_widths,
@@ -137,6 +137,7 @@ def preflight(config: Config) -> Inputs:
     inputs = _read_data(derived, tokenizer, hf_config)
     _check_positions(inputs)
     check_settings(inputs.config)
+    warn_of_settings(inputs.config)
     _check_metric(inputs.config, inputs)
     _warn_of_longer_epochs(inputs.config, inputs)
     return inputs

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from dagrl.config import Config
 from dagrl.config.settings import load_algorithm
-from dagrl.errors import ClusterError, ConfigError, DeadlineError, WorkerError
+from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.fleet import Fleet
 from dagrl.run.loops.grpo import train_samples
 from dagrl.run.loops.preferences import train_preferences
@@ -42,12 +42,9 @@ def run_with_restarts(run: Run, config: Config, *, attach: bool = False) -> None
     """Calls `run`; again from the newest checkpoint if a worker raised, died or hung, or a process of Ray ended, up to
     `max_restarts` times (`on_failure: restart`). `attach`: the first time with the workers of a driver that has died.
 
-    Ray and the workers that can go on stay alive between two calls, unless Ray itself is broken. Raises ConfigError if
-    checkpoints are disabled, else the last failure.
+    Ray and the workers that can go on stay alive between two calls, unless Ray itself is broken. Raises the last failure.
     """
     restarts = config.max_restarts if config.on_failure == "restart" else 0
-    if restarts and not config.checkpointing.enabled:
-        raise ConfigError("on_failure is 'restart', but checkpointing.enabled is false: set it to true, or on_failure=stop")
     with Fleet(restarts, attach=attach) as fleet:
         while True:
             try:

@@ -25,6 +25,17 @@ def _parameters(function: Callable[..., Any]) -> list[Parameter]:
         return []
 
 
+def takes_texts(function: Callable[..., Any]) -> bool:
+    """Whether the function takes the texts by position."""
+    try:
+        inspect.signature(function).bind_partial(*[None] * TEXTS)
+    except TypeError:
+        return False
+    except ValueError:  # some C functions have no signature
+        return True
+    return True
+
+
 def keywords_of(function: Callable[..., Any]) -> tuple[dict[str, bool], bool]:
     """Returns the names of the parameters after the texts, and whether each must be given; and whether it takes any name."""
     parameters = _parameters(function)

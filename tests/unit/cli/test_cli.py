@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import resource
 import subprocess
@@ -135,11 +137,62 @@ def test_exit_codes(
 def test_a_path_that_cannot_be_written_is_one_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def full(*_: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", "drawn.mmd")
+
     monkeypatch.chdir(ROOT)
-    assert main(["inspect", EXAMPLE, "-o", "/proc/x/y.mmd"]) == 2
-    assert capsys.readouterr().err == "dagrl: error: /proc/x: No such file or directory\n"
-    with pytest.raises(FileNotFoundError):
-        main(["inspect", EXAMPLE, "-o", "/proc/x/y.mmd", "--debug"])
+    monkeypatch.setattr("dagrl.cli.inspect.inspect_config", full)
+    assert main(["inspect", EXAMPLE]) == 2
+    assert capsys.readouterr().err == "dagrl: error: drawn.mmd: No space left on device\n"
+    with pytest.raises(OSError, match="No space"):
+        main(["inspect", EXAMPLE, "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect", EXAMPLE, "-o", "/proc/x/y.mmd"], "-o /proc/x/y.mmd: cannot write in /proc"),
+        (["inspect", EXAMPLE, "-o", "docs"], "-o docs is a directory; expected: a file"),
+        (["init", "--model", "m", "--data", "d", "--reward", "", "-o", "/proc/x.yaml"], "-o /proc/x.yaml: cannot write in"),
+        (["examples", "own_loss", "-o", "/proc/x"], "-o /proc/x: cannot write in /proc"),
+        (["examples", "own_loss", "-o", "README.md"], "-o README.md: cannot write in"),
+    ],
+)
+def test_outputs_are_checked_first(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"dagrl: error: {message}")
+
+
+def test_a_reader_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in `dagrl config --schema | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as gone:
+        monkeypatch.setattr("sys.stdout", gone)
+        assert main(["config", "--schema"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_an_unusable_checkpoint_is_found_by_a_dry_run_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "runs" / "sft_quickstart").mkdir(parents=True)
+    (tmp_path / "runs" / "sft_quickstart" / "config.yaml").touch()
+    (tmp_path / "saved" / "step_00000010").mkdir(parents=True)
+    keys = [f"output_dir={tmp_path / 'runs'}", f"checkpointing.checkpoint_dir={tmp_path / 'saved'}"]
+    before = sorted(tmp_path.rglob("*"))
+    for words, message in (
+        (keys, "saved already holds 1 checkpoints of an earlier run"),
+        ([*keys, "checkpointing.resume=true"], "step_00000010 has no manifest.json"),
+    ):
+        for dry_run in (["--dry-run"], []):
+            assert main(["train", EXAMPLE, *words, *dry_run]) == 2
+            assert message in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ ADAPTERS = {
         ("/", "neither a Hugging Face directory"),
         ("run/checkpoints/step_00000001", "does not exist; expected the directory of a checkpoint"),
         ("damaged", "cannot read damaged/adapter_config.json: KeyError('base_model_name_or_path')"),
-        ("nowhere", "policy.model_name: directory '/nowhere/model' does not exist"),
+        ("nowhere", "policy.model_name: '/nowhere/model' is not a directory"),
         ("pattern", "target_modules 'all-linear'; expected"),
     ],
 )

@@ -547,6 +547,16 @@ TABLE = [
         ("recompute_kv_cache_after_weight_updates", "in_flight_weight_updates=true"),
         ("grpo.async_grpo={enabled: true, recompute_kv_cache_after_weight_updates: true}",),
     ),
+    Row(
+        "restarts without checkpoints",
+        ("on_failure is 'restart', but checkpointing.enabled is false",),
+        ("on_failure=restart", "checkpointing.enabled=false"),
+    ),
+    Row(
+        "a reward without parameters",
+        (f"reward.function: {__name__}:half takes (number: ", "; expected: prompts, completions and references by position"),
+        (f"reward.function={__name__}:half",),
+    ),
     Row("spares that replace nothing", ("spares.train is 1", "Set on_failure=restart"), ("spares.train=1",)),
     Row(
         "spares of workers that the algorithm lacks",
@@ -652,7 +662,7 @@ TABLE = [
     ),
     Row(
         "a critic that is not there",
-        ("critic.model_name", "'no/such/critic' does not exist"),
+        ("critic.model_name", "'no/such/critic' is not a directory"),
         ("algorithm=ppo", "critic.model_name=no/such/critic"),
     ),
     Row(
@@ -667,12 +677,12 @@ TABLE = [
     ),
     Row(
         "a teacher on workers of its own that is not there",
-        ("teacher.model_name", "'no/such/teacher' does not exist"),
+        ("teacher.model_name", "'no/such/teacher' is not a directory"),
         ("teacher.model_name=no/such/teacher",),
     ),
     Row(
         "a teacher that is not there",
-        ("policy.reference_model_name", "'no/such/teacher' does not exist"),
+        ("policy.reference_model_name", "'no/such/teacher' is not a directory"),
         ("policy.reference_model_name=no/such/teacher",),
     ),
     Row(
@@ -1128,6 +1138,15 @@ def write_module(line: str, directory: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Writes `user_module.py`, which runs `line` when imported."""
     (directory / "user_module.py").write_text(f"import argparse, sys\n{line}\n")
     monkeypatch.syspath_prepend(directory)
+
+
+def test_a_model_without_tokenizer(run: Run, tmp_path: Path) -> None:
+    init = RandomInit(hf_config=cast("dict[str, Json]", MODEL), tokenizer_characters="01")
+    write_random_model(init, character_tokenizer("01"), tmp_path / "model")
+    for file in (tmp_path / "model").glob("*token*"):
+        file.unlink()
+    code, errors = run("policy.random_init=null", f"policy.model_name={tmp_path / 'model'}")
+    assert code == 2 and "policy.model_name: " in errors and "has no tokenizer, such as tokenizer.json; save" in errors
 
 
 def test_truncated_weights(run: Run, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import ConfigError, DagrlError, DataError, DeadlineError, PhaseError, RunError, WorkerError
+from dagrl.errors import DagrlError, DataError, DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.run.fleet import Fleet
 from dagrl.run.stop import StopSignal, no_restart_after_stop
 from dagrl.run.train import run_with_restarts
@@ -68,10 +68,3 @@ def test_other_failures_end_the_run(keys: dict[str, Any]) -> None:
     with pytest.raises(DagrlError):
         run_with_restarts(run, configuration(**keys))
     assert run.resumed == [False]
-
-
-def test_restarts_need_checkpoints() -> None:
-    run = Run(failures=0)
-    with pytest.raises(ConfigError, match=r"checkpointing\.enabled"):
-        run_with_restarts(run, configuration(checkpointing={"enabled": False}))
-    assert run.resumed == []
