@@ -13,7 +13,8 @@ than the others. `--apart` starts each side for its turn alone, for models of wh
 at most 512 sequences at once.
 
 With `--deadline S`, every comparison gets a share of the time that is left, and at least one round of turns if it ends in
-time. The rows so far are written after every round; at the deadline sides that still work are killed.
+time. The rows so far are written after every round; at the deadline sides that still work are killed. `--more F` adds pairs
+to the rows of another run, if hardware and packages are equal.
 
 `dagrl-fp8` is dagrl with weights in FP8, `dagrl-kv` with a KV cache in FP8, and `dagrl-fp8-kv` with both, to compare with
 bfloat16. The notes of a row have the seconds that each side took to start, next to the others, and for `grpo` of dagrl

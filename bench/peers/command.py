@@ -19,7 +19,7 @@ from typing import TypeVar
 from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
 from dagrl.bench.models import write_with_tokenizer
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
-from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
+from dagrl.bench.report import BenchReport, Row, add_outputs, commit, print_rows, report_rows
 from dagrl.bench.turns import Side
 from dagrl.errors import ConfigError, RunError
 
@@ -116,6 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--apart", action="store_true", help="start each side for its turn alone: both need not fit at once")
     parser.add_argument("--tiny", action="store_true", help="a narrow model in float32, also without a GPU")
     parser.add_argument("--logs", type=Path, help="keep the output of the sides in this directory")
+    parser.add_argument("--more", type=Path, metavar="F", help="add pairs to the rows of this file, of the same hardware")
     add_outputs(parser, plot=False)
     add_deadline(parser)
 
@@ -128,6 +129,7 @@ def run(options: argparse.Namespace) -> None:
     comparisons = comparisons_of(cases, [peer for peer in peers if peer.name not in missing])
     if not comparisons:
         raise ConfigError(f"--cases and --peers leave nothing to compare; found {missing or 'no peer for these kinds'}")
+    earlier = earlier_rows(options.more, cases) if options.more else {}
     deadline = BenchDeadline(options.deadline)
     deadline.left_out |= missing
 
@@ -136,14 +138,47 @@ def run(options: argparse.Namespace) -> None:
             raise RunError(f"no case was measured: {deadline.left_out}")
         print_table(rows)
 
-    report_rows(options, measure(comparisons, options, deadline), show, deadline=deadline)
+    report_rows(options, measure(comparisons, options, deadline, earlier), show, deadline=deadline)
+
+
+def earlier_rows(path: Path, cases: Sequence[PeerCase]) -> dict[tuple[str, str], Row]:
+    """Returns the rows of an earlier run by case and peer.
+
+    Raises ConfigError if it had other hardware, packages or tokens than `cases` have here.
+    """
+    try:
+        report = BenchReport.read(path)
+        rows = {
+            (row["case"], row["peer"]): {"commits": [report.commit], **row, "ratios": row["ratios"]} for row in report.rows
+        }
+        tokens = {row["case"]: row["tokens"] for row in rows.values()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--more {path}: expected rows of `bench peers` with the ratios of their pairs; {error!r}"
+        ) from error
+    here = BenchReport([], "")
+    compared: list[tuple[str, object, object]] = [
+        ("hardware", report.hardware, here.hardware),
+        ("versions", report.versions, here.versions),
+    ]
+    compared += [(f"tokens of {case.name}", tokens[case.name], case.tokens) for case in cases if case.name in tokens]
+    for what, found, expected in compared:
+        if found != expected:
+            raise ConfigError(f"--more {path}: {what}: found {found}, expected {expected} as here; measure without --more")
+    return rows
 
 
 def measure(
-    comparisons: Sequence[Comparison], options: argparse.Namespace, deadline: BenchDeadline
+    comparisons: Sequence[Comparison],
+    options: argparse.Namespace,
+    deadline: BenchDeadline,
+    earlier: Mapping[tuple[str, str], Row],
 ) -> Iterator[Sequence[Row]]:
-    """Yields all rows so far after each pair of turns. Cases without a row are left out by `deadline`, with the reason."""
-    rows: dict[tuple[str, str], Row] = {}
+    """Yields all rows so far after each pair of turns. Cases without a row are left out by `deadline`, with the reason.
+
+    Rows of `earlier` get the pairs that are measured now, or stay.
+    """
+    rows, measured = dict(earlier), set[tuple[str, str]]()
     with tempfile.TemporaryDirectory() as directory:
         for number, comparison in enumerate(comparisons):
             left, later = deadline.left(), sum(WEIGHTS[other.cases[0].kind] for other in comparisons[number:])
@@ -155,14 +190,16 @@ def measure(
                     raise RunError(TIME_IS_UP)
                 ours, contenders = sides_of(comparison, options.logs or Path(directory), Path(directory), now + left)
                 for row in compare(comparison.cases, ours, contenders, options, now + left * share):
-                    rows[row["case"], row["peer"]] = row  # in place of the one with fewer pairs
+                    key = row["case"], row["peer"]
+                    rows[key] = with_earlier(row, earlier.get(key))  # in place of the one with fewer pairs
+                    measured.add(key)
                     yield list(rows.values())
             except RunError as error:  # reported; others may still run
                 failure = str(error)
                 sys.stderr.write(f"{comparison.name}: {failure}\n")
             failures = {contender.peer.name: contender.failure for contender in contenders}
             for case, peer in product(comparison.cases, comparison.peers):
-                if (case.name, peer.label()) not in rows:
+                if (case.name, peer.label()) not in measured:
                     deadline.left_out[f"{case.name} {peer.name}"] = failures.get(peer.name) or failure
 
 
@@ -274,30 +311,40 @@ def as_row(
     ours_notes: Mapping[str, float],
     theirs_notes: Mapping[str, float],
 ) -> Row:
-    """Returns the row of a case from its pairs of turns: the seconds of dagrl's and of the peer's steps.
-
-    Times are medians over steps; `ratio` is the peer's time over dagrl's, by pair of turns.
-    """
+    """Returns the row of a case from its pairs of turns: the seconds of dagrl's and of the peer's steps."""
     ours, theirs = ([second for pair in turns for second in pair[side]] for side in (0, 1))
     ratios = [median(second) / median(first) for first, second in turns]
+    notes = {"ours_notes": dict(ours_notes), "theirs_notes": dict(theirs_notes)}
+    return {"case": case.name, "peer": peer.label(), **summary(ours, theirs, ratios, case.tokens), **notes}
+
+
+def summary(ours: Sequence[float], theirs: Sequence[float], ratios: Sequence[float], tokens: int) -> Row:
+    """Returns what steps and pairs of turns add up to. Times are medians over steps; `ratio` is the median over pairs of the
+    peer's time over dagrl's."""
     return {
-        "case": case.name,
-        "peer": peer.label(),
         "ours_s": round(median(ours), 4),
         "theirs_s": round(median(theirs), 4),
         "ratio": round(median(ratios), 3),
         "low": round(min(ratios), 3),
         "high": round(max(ratios), 3),
-        "pairs": len(turns),
+        "pairs": len(ratios),
         "steps": len(ours),
-        "tokens": case.tokens,
-        "ours_tokens_per_s": round(case.tokens / median(ours), 1),
-        "theirs_tokens_per_s": round(case.tokens / median(theirs), 1),
+        "tokens": tokens,
+        "ours_tokens_per_s": round(tokens / median(ours), 1),
+        "theirs_tokens_per_s": round(tokens / median(theirs), 1),
         "ours_steps_s": [round(second, 4) for second in ours],
         "theirs_steps_s": [round(second, 4) for second in theirs],
-        "ours_notes": dict(ours_notes),
-        "theirs_notes": dict(theirs_notes),
+        "ratios": [round(ratio, 3) for ratio in ratios],
     }
+
+
+def with_earlier(row: Row, earlier: Row | None) -> Row:
+    """Returns a row with the pairs of `earlier`, from another run, in front of its own. `commits` are those of both."""
+    if earlier is None:
+        return row
+    ours, theirs, ratios = (earlier[name] + row[name] for name in ("ours_steps_s", "theirs_steps_s", "ratios"))
+    commits = list(dict.fromkeys([*earlier["commits"], commit()]))
+    return row | summary(ours, theirs, ratios, row["tokens"]) | {"commits": commits}
 
 
 def print_table(rows: Sequence[Row]) -> None:

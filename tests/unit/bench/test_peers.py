@@ -177,6 +177,41 @@ def test_the_others_go_on_without_a_peer_that_fails(
     assert reasons == {**broken, "generate 0.6b 16 tired": "ValueError: out of memory"}
 
 
+def test_pairs_are_added_to_those_of_an_earlier_run(
+    side_module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same hardware, packages and tokens only. Other rows stay; what fails now is told although it has a row."""
+    before, rows = tmp_path / "before.json", tmp_path / "rows.json"
+    cases = ["generate 0.6b 8", "generate 0.6b 16"]
+    report_of(cases, ["double"], ["--pairs", "2"], side_module, tmp_path, monkeypatch)
+    old = json.loads(rows.read_text()) | {"commit": "abc"}
+    for row in old["rows"]:
+        row["ratios"] = [1.5, 3.0]
+    old["rows"][1]["peer"] = "tired"
+    before.write_text(json.dumps(old))
+    more = ["--more", str(before), "--steps", "3"]
+    report = report_of(cases[:1], ["double"], [*more, "--pairs", "1"], side_module, tmp_path, monkeypatch)
+    first, second = report["rows"]
+    assert [first[name] for name in ("ratio", "low", "high", "pairs", "steps", "ratios")] == [
+        1.5,
+        1.0,
+        3.0,
+        3,
+        11,
+        [1.5, 3.0, 1.0],
+    ]
+    assert first["commits"] == ["abc", report["commit"]] and second == old["rows"][1] | {"commits": ["abc"]}
+    report = report_of(cases[1:], ["double", "tired"], [*more, "--pairs", "1"], side_module, tmp_path, monkeypatch)
+    assert report["left_out"].keys() == {"generate 0.6b 16 tired"} and len(report["rows"]) == 3
+    for name, value in {"hardware": "a phone", "versions": {}, "rows": [{}]}.items():
+        before.write_text(json.dumps(old | {name: value}))
+        with pytest.raises(ConfigError, match="--more"):
+            report_of(cases, ["double"], more, side_module, tmp_path, monkeypatch)
+    before.write_text(json.dumps(old))
+    with pytest.raises(ConfigError, match=f"tokens of {cases[0]}: found 2048, expected 1024"):
+        report_of(cases, ["double"], [*more, "--completion", "128"], side_module, tmp_path, monkeypatch)
+
+
 @pytest.mark.slow
 def test_generation_is_compared_with_vllm(tmp_path: Path) -> None:
     rows = tmp_path / "peers.json"
