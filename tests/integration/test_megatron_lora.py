@@ -110,7 +110,8 @@ CASES = [
     pytest.param("qwen3", ParallelLayout(tp=2), ATTENTION, {"sequence_parallel": True}, {}, id="tp2-sp-attention"),
     pytest.param("qwen3_tied", ParallelLayout(pp=2, tp=2), DENSE, {}, {}, id="tp2pp2-tied"),
     pytest.param("llama", ParallelLayout(pp=2, vpp=2), DENSE, RECOMPUTED, {}, id="pp2vpp2-recomputed"),
-    pytest.param("qwen3", ParallelLayout(tp=4), DENSE, {}, {}, id="tp4"),  # a worker holds part of a query group
+    # A worker has rows of queries, another those of keys and values.
+    pytest.param("qwen3", ParallelLayout(tp=4), DENSE, {"sequence_parallel": True}, {}, id="tp4-sp"),
     pytest.param("qwen2", ParallelLayout(cp=2, dp=2), DENSE, {}, PACKED, id="dp2cp2-packed"),
     pytest.param("qwen3", ParallelLayout(tp=2, pp=2), DENSE, RECOMPUTED, DORA, id="tp2pp2-dora-recomputed"),
     pytest.param("llama", ParallelLayout(tp=4), ("q_proj", "o_proj", "up_proj"), {}, DORA, id="tp4-dora"),

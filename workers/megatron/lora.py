@@ -79,11 +79,16 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """One local weight, and its parts from top to bottom. `group`: the ranks over which its rows are split, if any."""
+    """One local weight, and its parts from top to bottom. `group`: the ranks over which its rows are split, if any.
+
+    `adapters` have the same order on all tensor-parallel ranks, which gather products with them. Parts may not: with fewer
+    key-value heads than ranks, one rank has rows of queries, another of keys and values.
+    """
 
     module: torch.nn.Module
     base: torch.nn.Parameter
     parts: tuple[WeightPart, ...]
+    adapters: tuple[Adapter, ...]
     scale: float
     group: dist.ProcessGroup | None
     whole_gradient: bool  # whether the layer computes the gradient of the merged weight
@@ -111,11 +116,11 @@ class AdaptedWeight:
 
     def _sum(self, wide: Tensor, narrow: Tensor) -> Tensor:
         merged = torch.addmm(self.base, wide, narrow, alpha=self.scale)
-        return merged * self._factors(self.norms(merged))[:, None] if len(self._stack.adapters[0]) > 2 else merged
+        return merged * self._factors(self.norms(merged))[:, None] if len(self.adapters[0]) > 2 else merged
 
     @cached_property
     def _stack(self) -> AdapterStack:
-        adapters = list({id(part.adapter): part.adapter for part in self.parts if part.adapter is not None}.values())
+        adapters = self.adapters
         numbers = {id(adapter): number for number, adapter in enumerate(adapters)}
         starts = list(accumulate((len(adapter[1]) for adapter in adapters), initial=0))
         sources, places = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
@@ -248,7 +253,7 @@ def add_adapters(
             layer.get_submodule(ADAPTERS).add(name, adapter)  # type: ignore[operator]
         group = _split_over(pieces, shapes, base)
         whole = settings.use_dora or "local_experts" in match[2] or not is_linear(module)
-        weight = AdaptedWeight(module, base, _parts(pieces, held, shapes), scale, group, whole)
+        weight = AdaptedWeight(module, base, _parts(pieces, held, shapes), tuple(held.values()), scale, group, whole)
         if settings.use_dora:
             _set_magnitudes(weight, held)
         if not whole:
