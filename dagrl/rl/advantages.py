@@ -103,16 +103,24 @@ def group_advantages(
     scale = (others + 1) / others if leave_one_out else 1.0  # r - mean(others) = (r - mean(all)) n / (n - 1)
     found: Floats = centered * scale
     if normalize and leave_one_out and std == "others":
-        # Without r, the squares around the mean of the others shrink by (r - mean(all))^2 n / (n - 1).
-        left = np.maximum(squares - centered**2 * scale, 0.0)
-        deviation = np.sqrt(left / np.maximum(others - 1, 1))
-        deviation[deviation <= 1e-7 * np.sqrt(np.maximum(squares, 1e-300))] = 0.0  # rounding of the difference
+        deviation = _deviation_of_others(table, mask)
         found = np.where(deviation > 0, found / (deviation + epsilon), found)
     elif normalize:
         found = found / (np.sqrt(squares / others) + epsilon)
     found = np.where(mask, found, 0.0)
     found[zero_variance_groups(table, mask)] = 0.0  # the mean of equal floats may differ from them by rounding
     return found
+
+
+def _deviation_of_others(table: Floats, mask: npt.NDArray[np.bool_]) -> Floats:
+    """Returns the sample standard deviation of the other valid rewards of each generation's group; 0 if they are equal."""
+    others = mask[:, None, :] & ~np.eye(table.shape[1], dtype=np.bool_)  # [prompts, generations, generations]
+    count, rewards = others.sum(-1), np.broadcast_to(table[:, None, :], others.shape)
+    mean = np.sum(rewards, -1, where=others) / np.maximum(count, 1)
+    squares = np.sum((rewards - mean[..., None]) ** 2, -1, where=others)
+    low, high = np.min(rewards, -1, where=others, initial=np.inf), np.max(rewards, -1, where=others, initial=-np.inf)
+    equal = high <= low  # then the mean may differ by rounding, which would divide by almost nothing
+    return np.where(equal, 0.0, np.sqrt(squares / np.maximum(count - 1, 1)))
 
 
 def batch_advantages(rewards: npt.ArrayLike, *, baseline: bool, valid: npt.ArrayLike, epsilon: float = 1e-6) -> Floats:
