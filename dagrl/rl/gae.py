@@ -18,6 +18,9 @@ Floats = npt.NDArray[np.float64]
 WHITEN_EPSILON = 1e-8
 """Added to the variance, as in verl's `masked_whiten`."""
 
+ROUNDING = 1e-12
+"""Variance of equal returns, at most, as a share of their mean square: each is a sum in another order."""
+
 
 def rewards_at_end(rewards: npt.ArrayLike, mask: npt.ArrayLike) -> Floats:
     """Returns each row's reward [rows] at its last token in the mask, 0 elsewhere. Rows without a token get none."""
@@ -61,8 +64,9 @@ def whitened(advantages: npt.ArrayLike, mask: npt.ArrayLike) -> Floats:
 
 
 def explained_variance(returns: npt.ArrayLike, values: npt.ArrayLike, mask: npt.ArrayLike) -> float:
-    """Returns the share of the returns' variance that the values explain: 1 if they are equal, 0 for a constant value."""
+    """Returns the share of the returns' variance that values explain: 1 if equal, 0 for constant values or equal returns."""
     inside = np.asarray(mask) > 0
     target, value = np.asarray(returns, np.float64)[inside], np.asarray(values, np.float64)[inside]
-    spread = float(target.var()) if len(target) else 0.0
-    return 1.0 - float((target - value).var()) / spread if spread > 0 else 0.0
+    if not len(target) or target.var() <= ROUNDING * np.square(target).mean():
+        return 0.0
+    return float(1.0 - (target - value).var() / target.var())
