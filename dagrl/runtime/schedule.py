@@ -354,7 +354,9 @@ class Scheduler:
 
             self._teardown(lambda one: not stays(one), [role])
             left = group.resize(shards, joining)
-            self._tickets.resize(role, ranks, self.groups.values())
+            moved = self._tickets.resize(role, ranks, self.groups.values())
+            for one in (one for entry in self._entries.values() for one in entry.compiled):
+                one.workers = tuple(workers.moved(moved) for workers in one.workers)
             for name, graph in graphs.items():
                 self._entries[name].graph = graph
             self.recover([role])

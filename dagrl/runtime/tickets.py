@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dagrl.errors import LayoutError
 from dagrl.runtime.worker_group import WorkerGroup
@@ -20,6 +20,12 @@ class GraphWorkers:
     ranks: tuple[int, ...]
     counters: tuple[int, ...]
     used: tuple[int, ...]
+
+    def moved(self, counters: Mapping[int, int]) -> GraphWorkers:
+        """The same workers, whose counters have these new numbers."""
+        return replace(
+            self, counters=tuple(counters[one] for one in self.counters), used=tuple(counters[one] for one in self.used)
+        )
 
 
 Counters = Mapping[str, Sequence[int]]
@@ -62,18 +68,20 @@ class Tickets:
         self.counters = counters
         self._next += [0] * len({counter for mine in joining.values() for counter in mine})
 
-    def resize(self, role: str, ranks: Sequence[int], groups: Iterable[WorkerGroup]) -> None:
+    def resize(self, role: str, ranks: Sequence[int], groups: Iterable[WorkerGroup]) -> Mapping[int, int]:
         """Follows `groups`, in which the group of `role` has other workers: its former `ranks`, and then new ones.
 
-        No other role may use its actors.
+        No other role may use its actors. Returns the new counter of each former one that is left.
         """
-        before = {name: self.of(name) for name in self.counters}
-        before[role] = [before[role][rank] for rank in ranks]
+        before = {**self.counters, role: [self.counters[role][rank] for rank in ranks]}
         self.counters = ticket_counters(groups)
-        known: dict[int, int] = {}
+        moved: dict[int, int] = {}
         for name, mine in self.counters.items():
-            known |= zip(mine, before[name], strict=False)  # new workers have none
-        self._next = [known.get(counter, 0) for counter in range(1 + max(map(max, self.counters.values())))]
+            moved |= zip(before[name], mine, strict=False)  # new workers had none
+        former, self._next = self._next, [0] * (1 + max(map(max, self.counters.values())))
+        for counter, new in moved.items():
+            self._next[new] = former[counter]
+        return moved
 
     def of(self, role: str) -> list[int]:
         """Returns the next ticket of each rank."""
