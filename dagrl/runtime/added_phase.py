@@ -91,17 +91,18 @@ class AddedPhase:
             return (*share_out(self.phase.name, self.codec, value, graphs), None)
         value = check_batch(self.phase.name, value, self.fields)
         longest = longest_row(self.phase.name, value)
-        lengths, shards = value["lengths"].astype("int64"), self.shards
+        lengths = value["lengths"].astype("int64")
+        places = {shard: place for place, shard in enumerate(sorted(shard for one in self.compiled for shard in one.shards))}
         if rows is None:
-            rows = split_rows(lengths, shards)
+            rows = split_rows(lengths, len(places))
         else:
-            here = {shard for one in self.compiled for shard in one.shards}
-            if len(rows) > shards and not any(len(mine) for shard, mine in enumerate(rows) if shard not in here):
-                shards = len(rows)  # those without workers get no rows
-            check_rows(self.phase.name, rows, shards, value.rows)
+            if len(rows) > max(places) and not any(len(mine) for shard, mine in enumerate(rows) if shard not in places):
+                rows = [rows[shard] for shard in places]  # those without workers get no rows
+            check_rows(self.phase.name, rows, len(places), value.rows)
         bucket = choose_bucket(self.buckets, max(map(len, rows)), longest)
         split = Split(tuple(rows), bucket, value.tokens or longest)
-        return [split.share(value, one.shards) for one in self.compiled], split.join, padding_share(lengths, bucket, shards)
+        shares = [split.share(value, [places[shard] for shard in one.shards]) for one in self.compiled]
+        return shares, split.join, padding_share(lengths, bucket, len(places))
 
 
 def channel_bytes(

@@ -299,8 +299,8 @@ class Scheduler:
         A graph is kept if its workers are the same actors, their loops are running, and all replays sent to it have ended.
         Every other graph is torn down, and the replays under way fail. `roles`: those that failed (None: all); phases of
         others, and replays of these under way, are left alone. `absent`: ranks by role that are not there yet. Shards with
-        one of them get no graph, and phases run on their other shards, until a later call without it. Such a phase takes its
-        batches with `rows`. Returns the shards that were compiled again, by phase. Warm up before the next replay.
+        one of them get no graph and no rows of a batch, and phases run on their other shards, until a later call without it.
+        Returns the shards that were compiled again, by phase. Warm up before the next replay.
         """
         with self._lock:
             roles = self._tickets.together(self.groups if roles is None else {*roles, *self.broken})

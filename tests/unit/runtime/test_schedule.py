@@ -976,6 +976,20 @@ def send(train: Shard, generation: Shard, value):
     return join(train.map("forward", value), generation.map("forward", value))
 
 
+@pytest.mark.parametrize("rows", [None, [np.array([], np.intp), np.array([1, 0])]])
+def test_batches_without_the_first_shard_come_back_in_input_order(
+    scheduler: Scheduler, made: list[Graph], rows: list[np.ndarray] | None
+) -> None:
+    made[0].stays = False
+    scheduler.recover(["train"], {"train": {0}})
+    replay = scheduler.replay(step, batch(2), rows=rows)
+    taken = made[1].taken[-1].value
+    made[1].results = [taken]
+    found = replay.result()
+    assert replay.shards == [1] and taken["x"].shape == (4, 4)
+    assert found["x"].tolist() == batch(2)["x"].tolist()
+
+
 def test_a_failure_on_one_role_leaves_others_alone_and_its_other_shards_go_on(made: list[Graph]) -> None:
     train, generation = Group(1), Group(2, "generation")
     with Scheduler([train, generation]) as scheduler:  # type: ignore[list-item]
