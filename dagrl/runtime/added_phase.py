@@ -86,13 +86,13 @@ class AddedPhase:
         self, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
     ) -> tuple[list[object], Join, float | None]:
         """Returns the input of each graph, how results of shards are joined, and the share of padding."""
+        places = {shard: place for place, shard in enumerate(sorted(shard for one in self.compiled for shard in one.shards))}
+        graphs = [[places[shard] for shard in one.shards] for one in self.compiled]
         if self.fields is None:
-            graphs = [one.shards for one in self.compiled]
             return (*share_out(self.phase.name, self.codec, value, graphs), None)
         value = check_batch(self.phase.name, value, self.fields)
         longest = longest_row(self.phase.name, value)
         lengths = value["lengths"].astype("int64")
-        places = {shard: place for place, shard in enumerate(sorted(shard for one in self.compiled for shard in one.shards))}
         if rows is None:
             rows = split_rows(lengths, len(places))
         else:
@@ -101,8 +101,7 @@ class AddedPhase:
             check_rows(self.phase.name, rows, len(places), value.rows)
         bucket = choose_bucket(self.buckets, max(map(len, rows)), longest)
         split = Split(tuple(rows), bucket, value.tokens or longest)
-        shares = [split.share(value, [places[shard] for shard in one.shards]) for one in self.compiled]
-        return shares, split.join, padding_share(lengths, bucket, len(places))
+        return [split.share(value, mine) for mine in graphs], split.join, padding_share(lengths, bucket, len(places))
 
 
 def channel_bytes(

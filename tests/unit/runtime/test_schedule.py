@@ -19,6 +19,7 @@ from ray import ObjectRef
 from ray.exceptions import RayChannelError
 
 from dagrl.errors import DataError, DeadlineError, GraphError, LayoutError, PhaseError, RunError
+from dagrl.runtime.codec import Codec
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.executors.base import Actors, GraphLimits
@@ -38,6 +39,11 @@ BATCH = {"x": Field("int64"), "lengths": Field("int64", "row")}
 @phase(inputs=BATCH)
 def step(train: Shard, batch):
     return train.map("forward", batch)
+
+
+@phase
+def coded(train: Shard, value):
+    return train.map("forward", value)
 
 
 @phase(inputs={})
@@ -974,6 +980,16 @@ def produce(generation: Shard, batch):
 @phase
 def send(train: Shard, generation: Shard, value):
     return join(train.map("forward", value), generation.map("forward", value))
+
+
+def test_a_codec_splits_over_the_shards_that_have_workers(scheduler: Scheduler, made: list[Graph]) -> None:
+    scheduler.add(coded, warmup_value="ab", codec=Codec(lambda text, count: [text] * count, list))
+    scheduler.compile()
+    made[-2].stays = False
+    scheduler.recover(["train"], {"train": {0}})
+    replay = scheduler.replay(coded, "ab")
+    made[-1].results = ["c"]
+    assert replay.result() == ["c"] and made[-1].taken[-1].value.load() == "ab"
 
 
 @pytest.mark.parametrize("rows", [None, [np.array([], np.intp), np.array([1, 0])]])
