@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     )
     from dagrl.refit import Refit
     from dagrl.rl.algorithm import Algorithm
+    from dagrl.rl.functions.agents import Endpoint
+    from dagrl.rl.functions.episodes import Step
+    from dagrl.rl.preferences import Pairs, PreferenceAlgorithm
     from dagrl.rl.token_losses import TokenBatch
     from dagrl.run.worker_protocols import GenerationWorker, RolloutTrainWorker, TrainWorker
     from dagrl.runtime.actors import Resources
@@ -61,15 +64,18 @@ __all__ = [
     "DagrlError",
     "DataError",
     "DeadlineError",
+    "Endpoint",
     "Field",
     "GenerationWorker",
     "GraphError",
     "Input",
     "LayoutError",
     "MissingDependencyError",
+    "Pairs",
     "ParallelLayout",
     "Phase",
     "PhaseError",
+    "PreferenceAlgorithm",
     "Refit",
     "RefitPlanError",
     "Replay",
@@ -80,6 +86,7 @@ __all__ = [
     "SchedulerOptions",
     "Shard",
     "Static",
+    "Step",
     "TokenBatch",
     "TrainWorker",
     "UserError",
@@ -98,6 +105,9 @@ __all__ = [
 _MODULES = {
     "dagrl.refit": ("Refit",),
     "dagrl.rl.algorithm": ("Algorithm",),
+    "dagrl.rl.functions.agents": ("Endpoint",),
+    "dagrl.rl.functions.episodes": ("Step",),
+    "dagrl.rl.preferences": ("Pairs", "PreferenceAlgorithm"),
     "dagrl.rl.token_losses": ("TokenBatch",),
     "dagrl.run.worker_protocols": ("GenerationWorker", "RolloutTrainWorker", "TrainWorker"),
     "dagrl.runtime.codec": ("Codec", "register_codec"),

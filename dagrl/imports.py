@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -74,21 +74,21 @@ def load_named(name: str, known: Collection[str], key: str) -> Callable[..., Any
 
 
 def check_arguments(
-    function: Callable[..., Any], arguments: Mapping[str, Any], path: str, key: str, positional: int = 0
+    function: Callable[..., Any], arguments: Mapping[str, Any], path: str, key: str, positional: Sequence[str] = ()
 ) -> None:
     """Raises ConfigError, naming the configuration's `key`, if the callable at `path` does not take these arguments.
 
-    They come after `positional` others.
+    They come after the `positional` ones.
     """
     try:
         signature = inspect.signature(function)
     except ValueError:  # some C functions have no signature
         return
     try:
-        signature.bind(*[None] * positional, **arguments)
+        signature.bind(*positional, **arguments)
     except TypeError as error:
-        accepted = ", ".join(signature.parameters) or "no arguments"
-        raise ConfigError(f"{key}: {error}; {path} takes {accepted}") from error
+        accepted, given = (", ".join(names) or "no arguments" for names in (signature.parameters, [*positional, *arguments]))
+        raise ConfigError(f"{key}: {error}; {path} takes {accepted}, and is given {given}") from error
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from dagrl.rl.agents import Endpoint
+from dagrl import Endpoint
 
 CLIENT = AsyncOpenAI(base_url="http://of.the.episode", api_key="of the episode")  # a new one for each takes 30 ms
 

@@ -39,10 +39,10 @@ class DataSourceConfig(Section):
     """Keyword arguments of `task`."""
 
     prompt_key: str = "prompt"
-    """Column of the prompt."""
+    """Column of the prompt: text, or messages."""
 
-    response_key: str = "response"
-    """Column of the response, the reference of GRPO."""
+    response_key: str | None = "response"
+    """Column of the response, the reference of GRPO. null: rows are prompts alone, for rewards that need no reference."""
 
     chosen_key: str = "chosen"
     """Column of the better answer of a preference: text, or messages."""

@@ -1,8 +1,8 @@
 """Reads and splits examples from JSONL files, Hugging Face datasets or a task.
 
-A line of a file is `{"prompt": ..., "response": ...}` (keys: `data.prompt_key`, `data.response_key`) or `{"messages":
-[{"role": ..., "content": ...}, ...]}` with optional `tools`; for preferences it is `{"prompt": ..., "chosen": ...,
-"rejected": ...}`, with text or messages (`preference_of`). Rows of a dataset (`dagrl.data.hugging_face`) have the same
+A line of a file is `{"prompt": ..., "response": ...}` (keys: `data.prompt_key`, `data.response_key`), with text or messages,
+or `{"messages": [{"role": ..., "content": ...}, ...]}`, both with optional `tools`; for preferences it is `{"prompt": ...,
+"chosen": ..., "rejected": ...}` (`preference_of`). Rows of a dataset (`dagrl.data.hugging_face`) have the same
 columns. Further keys of a message (`tool_calls`, `reasoning_content`) are passed to the chat template. An assistant turn
 with `weight` 0 is not learned. Errors name the file and the line or row.
 """
@@ -243,14 +243,18 @@ def _example(line: bytes, source: str, config: DataConfig, parse: Parse) -> Exam
 
 
 def demonstration_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
-    """Returns the example of a row with a prompt and a response, or with messages."""
-    if config.messages_key in content:
-        tools = _tools(content.get("tools"), source)
-        conversation = _conversation(content[config.messages_key], source, config.messages_key)
-        return replace(conversation, tools=tools, columns=content)
-    prompt = _text(content, config.prompt_key, "data.prompt_key", source)
-    response = _text(content, config.response_key, "data.response_key", source)
-    return Example(prompt, response, source=source, columns=content)
+    """Returns the example of a row with a prompt and a response, or with messages.
+
+    The prompt and the response may be messages, too; then SFT learns the response alone. Without `data.response_key` the
+    response is empty.
+    """
+    if config.response_key is None:
+        example = _prompt_alone(content, source, config)
+    elif config.messages_key in content:
+        example = _conversation(content[config.messages_key], source, config.messages_key)
+    else:
+        example = _answer_of(content, config.response_key, "data.response_key", source, config)
+    return replace(example, tools=_tools(content.get("tools"), source), columns=content)
 
 
 def preference_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
@@ -266,12 +270,28 @@ def preference_of(content: Mapping[str, Json], source: str, config: DataConfig) 
     return replace(answers[0], tools=tools, columns=content, rejected=replace(answers[1], tools=tools))
 
 
+def _prompt_alone(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
+    key = config.messages_key if config.messages_key in content else config.prompt_key
+    turns = content.get(key)
+    if not isinstance(turns, list):
+        return Example(_text(content, key, "data.prompt_key", source), "", source=source)
+    messages = _messages(turns, source, key)
+    if messages[-1].role == "assistant":
+        raise DataError(
+            f"{source}: {key!r} ends with an assistant turn, but data.response_key is null; expected: a prompt. Remove the "
+            "turn, or data.response_key"
+        )
+    return Example("", "", (*messages, Message("assistant", "")), source)
+
+
 def _answer_of(content: Mapping[str, Json], key: str, option: str, source: str, config: DataConfig) -> Example:
     prompt, answer = content.get(config.prompt_key), content.get(key)
     if not isinstance(answer, list):
-        text = _text(content, key, option, source)
         if not isinstance(prompt, list):
-            return Example(_text(content, config.prompt_key, "data.prompt_key", source), text, source=source)
+            prompt = _text(content, config.prompt_key, "data.prompt_key", source)
+        text = _text(content, key, option, source)
+        if isinstance(prompt, str):
+            return Example(prompt, text, source=source)
         answer = [{"role": "assistant", "content": text}]
     first = answer[0] if answer else None
     whole = not isinstance(first, dict) or first.get("role") != "assistant"
@@ -280,13 +300,16 @@ def _answer_of(content: Mapping[str, Json], key: str, option: str, source: str, 
 
 
 def _prompt_messages(prompt: Json, what: str) -> list[Json]:
-    return prompt if isinstance(prompt, list) else [{"role": "user", "content": _require_text(prompt, what)}]
+    if not isinstance(prompt, list):
+        return [{"role": "user", "content": _require_text(prompt, what)}]
+    return [{**turn, "weight": 0} if isinstance(turn, dict) and turn.get("role") == "assistant" else turn for turn in prompt]
 
 
 def _text(content: Mapping[str, Json], key: str, option: str, source: str) -> str:
     if key not in content:
         found = ", ".join(map(repr, content)) or "nothing"
-        raise DataError(f"{source}: no key {key!r}; found {found}. Set {option} to the key of the file")
+        alone = ", or to null if no reward needs a reference" if option == "data.response_key" else ""
+        raise DataError(f"{source}: no key {key!r}; found {found}. Set {option} to the key of the file{alone}")
     text = _require_text(content[key], f"{source}: {key!r}")
     if not text.strip():
         raise DataError(f"{source}: {key!r} is empty; expected: text")
@@ -309,15 +332,19 @@ def _require_text(text: object, what: str) -> str:
 
 
 def _conversation(turns: Json, source: str, key: str) -> Example:
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"{source}: {key!r} is {turns!r:.60}; expected: a list of messages with 'role' and 'content'")
-    messages = tuple(_message(turn, f"{source}: message {number} of {key!r}") for number, turn in enumerate(turns, start=1))
+    messages = _messages(turns, source, key)
     if messages[-1].role != "assistant" or len(messages) < 2:
         roles = ", ".join(message.role for message in messages)
         raise DataError(
             f"{source}: {key!r} has the roles {roles}; expected: a conversation that ends with an assistant turn"
         )
     return Example("", messages[-1].content or "", messages, source)
+
+
+def _messages(turns: Json, source: str, key: str) -> tuple[Message, ...]:
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{source}: {key!r} is {turns!r:.60}; expected: a list of messages with 'role' and 'content'")
+    return tuple(_message(turn, f"{source}: message {number} of {key!r}") for number, turn in enumerate(turns, start=1))
 
 
 def _message(turn: Json, source: str) -> Message:

@@ -10,6 +10,7 @@ REINFORCE++'s (Hu et al. 2025, arXiv:2501.03262, section 3).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Literal
 
@@ -23,13 +24,18 @@ from dagrl.imports import check_arguments, load_named, running
 Floats = npt.NDArray[np.float64]
 
 AdvantageFunction = Callable[..., npt.ArrayLike]
-"""`function(rewards [prompts, generations], valid [prompts, generations], **args)` returns advantages of the same shape."""
+"""`function(rewards [prompts, generations], valid [prompts, generations], **args)` returns advantages of the same shape.
+
+With a parameter `lengths` it also gets the number of tokens that the policy sampled, [prompts, generations].
+"""
 
 GROUP, BATCH = "group", "batch"
 KEY = "advantage.name"
 
 
-def configured_advantages(config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
+def configured_advantages(
+    config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike, lengths: npt.ArrayLike | None = None
+) -> Floats:
     """Returns the advantages that `advantage.name` computes: `[prompts, generations]` float64, 0 where not `valid`.
 
     Raises ConfigError if a user's function fails, or returns another shape or values that are not finite.
@@ -48,7 +54,7 @@ def configured_advantages(config: Config, rewards: npt.ArrayLike, valid: npt.Arr
         return batch_advantages(table, baseline=chosen.group_baseline, valid=mask, epsilon=chosen.std_epsilon)
     function = advantage_function(chosen)
     with running(chosen.name, KEY):
-        found = function(np.where(mask, table, 0.0), mask, **chosen.args)
+        found = function(np.where(mask, table, 0.0), mask, **chosen.args, **asked_lengths(function, lengths))
     return checked_advantages(found, mask, f"{KEY}: {chosen.name}")
 
 
@@ -66,8 +72,14 @@ def checked_advantages(found: npt.ArrayLike, valid: npt.NDArray[np.bool_], what:
 def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
     """Returns the user's function. Raises ConfigError if there is none, or if it does not take `advantage.args`."""
     function = load_named(config.name, (GROUP, BATCH), KEY)
-    check_arguments(function, config.args, config.name, "advantage.args", positional=2)
+    given = {**config.args, **asked_lengths(function, None)}
+    check_arguments(function, given, config.name, "advantage.args", positional=["rewards", "valid"])
     return function
+
+
+def asked_lengths(function: AdvantageFunction, lengths: npt.ArrayLike | None) -> dict[str, npt.ArrayLike | None]:
+    """Returns the argument `lengths`, if the function has such a parameter."""
+    return {"lengths": lengths} if "lengths" in inspect.signature(function).parameters else {}
 
 
 def group_advantages(

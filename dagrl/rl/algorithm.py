@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,14 @@ from dagrl.config import ALGORITHMS, Config
 from dagrl.config.settings import LearnsFrom, load_algorithm
 from dagrl.errors import ConfigError
 from dagrl.imports import load_class, running
-from dagrl.rl.advantages import GROUP, Floats, checked_advantages, checked_rewards, configured_advantages
+from dagrl.rl.advantages import (
+    GROUP,
+    Floats,
+    asked_lengths,
+    checked_advantages,
+    checked_rewards,
+    configured_advantages,
+)
 
 if TYPE_CHECKING:
     from dagrl.rl.token_losses import TokenBatch, TokenResult
@@ -53,7 +60,7 @@ class Algorithm:
 
     learns_from: ClassVar[LearnsFrom] = "samples"
     """`samples`: completions that the policy generates and a reward function scores. `demonstrations`: the data.
-    `preferences`: pairs of answers; derive from `dagrl.rl.preferences.PreferenceAlgorithm`."""
+    `preferences`: pairs of answers; derive from `dagrl.PreferenceAlgorithm`."""
 
     critic: ClassVar[bool] = False
     """Whether a critic (`critic`) learns next to the policy. `token_advantages` then gets its values."""
@@ -90,7 +97,8 @@ class Algorithm:
     def advantages(self, rewards: Floats, valid: npt.NDArray[np.bool_]) -> npt.ArrayLike:
         """Returns the advantage of each completion, from rewards and validity: arrays [prompts, completions].
 
-        By default as `advantage.name` says. Gets all groups of a batch, except where `grpo.overlap_training` is on.
+        By default as `advantage.name` says. Gets all groups of a batch, except where `grpo.overlap_training` is on. An
+        override with a parameter `lengths` also gets the number of tokens that the policy sampled for each completion.
         """
         return configured_advantages(self.config, rewards, valid)
 
@@ -125,15 +133,38 @@ def algorithm_for(loss: str, config: Config) -> Algorithm:
     return cast(Algorithm, load_class(_SHARED[loss], KEY)(config))
 
 
-def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.ArrayLike) -> Floats:
+def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.ArrayLike, lengths: npt.ArrayLike) -> Floats:
     """Returns the algorithm's advantages: `[prompts, completions]` float64, 0 where not `valid`.
 
     Raises ConfigError if a user's method fails, or returns another shape or values that are not finite.
     """
     table, mask = checked_rewards(rewards, 1 if algorithm.critic else 2), np.asarray(valid, np.bool_)
     with running(algorithm.config.algorithm, KEY):
-        found = algorithm.advantages(np.where(mask, table, 0.0), mask)
+        if type(algorithm).advantages is Algorithm.advantages:
+            return configured_advantages(algorithm.config, table, mask, lengths)
+        found = algorithm.advantages(np.where(mask, table, 0.0), mask, **asked_lengths(algorithm.advantages, lengths))
     return checked_advantages(found, mask, f"{KEY}: {algorithm.config.algorithm}")
+
+
+def token_advantages_of(
+    algorithm: Algorithm, rewards: Floats, values: npt.NDArray[Any], mask: npt.NDArray[Any]
+) -> tuple[Floats, Floats]:
+    """Returns the algorithm's advantages and returns [rows, tokens], 0 outside the mask.
+
+    Raises ConfigError if a user's method fails, or returns other shapes or values that are not finite.
+    """
+    name = algorithm.config.algorithm
+    with running(name, KEY):
+        found = algorithm.token_advantages(rewards, values.astype(np.float64), mask.astype(np.float64))
+        tables = [np.asarray(table, np.float64) for table in found]
+    if [table.shape for table in tables] != [mask.shape] * 2 or not all(np.isfinite(table).all() for table in tables):
+        shapes, finite = [list(table.shape) for table in tables], [bool(np.isfinite(table).all()) for table in tables]
+        raise ConfigError(
+            f"{KEY}: token_advantages of {name} returned tables of shapes {shapes}, finite: {finite}; expected: finite "
+            f"advantages and returns, each {list(mask.shape)}"
+        )
+    advantages, returns = (np.where(mask > 0, table, 0.0) for table in tables)
+    return advantages, returns
 
 
 def column_phases(algorithm: Algorithm) -> tuple[str, ...]:

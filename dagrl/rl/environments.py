@@ -72,6 +72,9 @@ def check_environment(config: EnvironmentConfig) -> None:
     if missing:
         raise ConfigError(f"{key}: {config.function} has no method {' or '.join(missing)}; docs/rewards.md has an example")
     check_arguments(found, config.args, config.function, "environment.args")
+    for name, given in (("reset", "example"), ("step", "completion")):
+        if inspect.isfunction(method := inspect.getattr_static(found, name, None)):
+            check_arguments(method, {}, f"{config.function}.{name}", key, positional=["self", given])
 
 
 def _check_agent(config: EnvironmentConfig) -> None:
@@ -84,15 +87,7 @@ def _check_agent(config: EnvironmentConfig) -> None:
     found = load_callable(config.agent, "environment.agent")
     for package in ("starlette", "uvicorn", *getattr(found, "requires", ())):
         require_package(package, "environment.agent")
-    try:
-        inspect.signature(found).bind({}, None)
-    except ValueError:  # some C functions have no signature
-        return
-    except TypeError as error:
-        raise ConfigError(
-            f"environment.agent: {config.agent} cannot be called as agent(example, endpoint): {error}; docs/agents.md has "
-            "an example"
-        ) from error
+    check_arguments(found, {}, config.agent, "environment.agent", positional=["example", "endpoint"])
 
 
 def _check_tools(config: EnvironmentConfig) -> None:

@@ -278,14 +278,14 @@ def check_failures(section: str, failed: int, total: int, message: str, limit: f
     broken and there is nothing to learn. A validation may have a single sample, and the run can continue without it.
     """
     if failed and failed == total and not may_all_fail:
-        raise RunError(f"{section}.function failed for all {total} samples: {message}")
+        raise RunError(f"{section} failed for all {total} samples: {message}")
     if failed > limit * total:
         raise RunError(
-            f"{section}.function failed for {failed} of {total} samples, more than {section}.max_failed_share = {limit:g}: "
+            f"{section} failed for {failed} of {total} samples, more than {section}.max_failed_share = {limit:g}: "
             f"{message}"
         )
     if failed:
-        logger.warning("%s.function failed for %d of %d samples: %s", section, failed, total, message)
+        logger.warning("%s failed for %d of %d samples: %s", section, failed, total, message)
 
 
 def overlong_penalty(lengths: npt.ArrayLike, config: RewardShapingConfig, max_new_tokens: int) -> FloatArray:

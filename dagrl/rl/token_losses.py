@@ -50,16 +50,18 @@ class Sequences:
     count: int
     group: Any = None
 
-    def mean(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Returns for each token the mean of `values` over the tokens of its sequence in `mask`, without gradient [b, t]."""
+    def sums(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Returns for each token the sum of `values`, and the number of tokens, of its sequence in `mask` [2, b, t].
+
+        Without gradient.
+        """
         with torch.no_grad():
             inside = mask > 0
             parts = torch.stack([torch.where(inside, values, 0.0), inside.to(values.dtype)]).flatten(1)
             totals = parts.new_zeros(2, self.count).index_add_(1, self.ids.flatten(), parts)
             if self.group is not None:
                 torch.distributed.all_reduce(totals, group=self.group)
-            means: Tensor = (totals[0] / totals[1].clamp(min=1))[self.ids]
-            return means
+            return totals[:, self.ids]
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,12 @@ class TokenBatch:
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Returns for each token the mean of `values` over its sequence, without gradient [b, t]."""
-        return self.sequences.mean(values, self.mask)
+        totals = self.sequences.sums(values, self.mask)
+        return totals[0] / totals[1].clamp(min=1)
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """Returns for each token the sum of `values` over its sequence, without gradient [b, t]; of ones, its length."""
+        return self.sequences.sums(values, self.mask)[0]
 
 
 TokenResult = Tensor | tuple[Tensor, Mapping[str, Tensor]]
@@ -197,7 +204,7 @@ def token_loss(config: LossConfig) -> TokenLossFunction:
     Raises ConfigError if there is none, or if it does not take these arguments.
     """
     function = TOKEN_LOSSES.get(config.name) or load_named(config.name, TOKEN_LOSSES, KEY)
-    check_arguments(function, config.args, config.name, "loss_fn.args", positional=1)
+    check_arguments(function, config.args, config.name, "loss_fn.args", positional=["batch"])
     return partial(function, **config.args) if config.args else function
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -128,6 +129,8 @@ class CallParser:
         """See `call_parser`."""
         from vllm.tool_parsers import ToolParserManager
 
+        # A policy that learns makes calls that cannot be parsed, and vLLM's parsers log a traceback of each.
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._schemas, self._name = schemas, name
         self._request = self._asked("auto")
         self._parser = ToolParserManager.get_tool_parser(name)(tokenizer, self._request.tools)

@@ -9,7 +9,8 @@ from dagrl.config import ALGORITHMS, Config
 from dagrl.errors import ConfigError
 from dagrl.imports import running
 from dagrl.rl import advantages
-from dagrl.rl.algorithm import KEY, Algorithm, advantages_of, algorithm_of, column_phases
+from dagrl.rl.algorithm import KEY, Algorithm, advantages_of, algorithm_of, column_phases, token_advantages_of
+from dagrl.rl.gae import rewards_at_end
 from dagrl.rl.losses import Denominators, batch_loss, row_sums
 from dagrl.rl.preferences import PreferenceAlgorithm, pair_losses
 from dagrl.rl.token_losses import KEY as LOSS_KEY
@@ -52,8 +53,7 @@ def try_pair_loss(algorithm: Algorithm) -> None:
     """Runs the loss on random pairs. Raises ConfigError if it fails, or if its values or gradients are not finite."""
     if not isinstance(algorithm, PreferenceAlgorithm):
         raise ConfigError(
-            f"{KEY}: {algorithm.config.algorithm} learns from preferences; derive the class from "
-            "dagrl.rl.preferences.PreferenceAlgorithm"
+            f"{KEY}: {algorithm.config.algorithm} learns from preferences; derive the class from dagrl.PreferenceAlgorithm"
         )
     generator = np.random.default_rng(0)
     reference = -generator.random(2 * ROWS) - 1 if "reference_logprobs" in algorithm.columns else None
@@ -68,7 +68,10 @@ def try_advantages(algorithm: Algorithm) -> None:
     """Computes advantages of random rewards. Raises ConfigError if that fails, or needs a batch that is not complete."""
     config = algorithm.config
     rewards = np.random.default_rng(0).random((2, max(config.grpo.num_generations_per_prompt, 2)))
-    advantages_of(algorithm, rewards, np.ones_like(rewards, np.bool_))
+    advantages_of(algorithm, rewards, np.ones_like(rewards, np.bool_), np.full_like(rewards, TOKENS))
+    if algorithm.critic:
+        mask = np.ones((ROWS, TOKENS), np.float32)
+        token_advantages_of(algorithm, rewards_at_end(rewards[:, 0], mask), mask, mask)
     if config.grpo.overlap_training and not algorithm.independent_groups:
         raise ConfigError(
             f"grpo.overlap_training trains on groups before the batch is complete, but {advantages.KEY} "

@@ -312,6 +312,7 @@ def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: 
     rolls_out = generates(config)
     learns = not rolls_out or config.sft.max_num_steps > 0
     turns = config.data.assistant_turns
+    _check_responses(config, learns)
     demonstrations, train, held = (
         [with_chat(example, config.data) for example in part]
         for part in (splits.demonstrations, splits.train, splits.validation)
@@ -338,6 +339,21 @@ def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: 
     return Inputs(
         derived.config, derived.reasons, tokenizer, hf_config, to_learn, held_demonstrations, to_train, held_prompts
     )
+
+
+def _check_responses(config: Config, learns: bool) -> None:
+    """Raises ConfigError if the examples are prompts alone, but SFT or a reward of ours needs responses."""
+    sources = {"data": config.data, **{f"data.mixture.{name}": source for name, source in config.data.mixture.items()}}
+    without = [f"{key}.response_key" for key, source in sources.items() if source.response_key is None]
+    if without and learns:
+        alone = ", or set sft.max_num_steps=0" if generates(config) else ""
+        raise ConfigError(f"{without[0]} is null, but SFT learns responses; name their key{alone}")
+    for item in reward_functions(config.reward):
+        if without and item.tasks is None and item.path.startswith("dagrl.rl.rewards:"):
+            raise ConfigError(
+                f"{without[0]} is null, but {item.key}.function {item.path} compares with a reference; name their key, or "
+                "another function"
+            )
 
 
 def _read_preferences(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:

@@ -195,7 +195,7 @@ def check_baselines(batch: Batch, rewards: npt.NDArray[np.float64], good: npt.ND
 
 @pytest.mark.slow
 def test_an_environment_that_fails_too_often_ends_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"environment\.function failed for .*\.max_failed_share = 0\.01: .*no zeros"):
+    with pytest.raises(RunError, match=r"environment failed for .*\.max_failed_share = 0\.01: .*no zeros"):
         train(failing(tmp_path, share=0.01))
 
 

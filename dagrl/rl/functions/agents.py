@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dagrl.errors import error_text
-from dagrl.rl.functions.answers import Failed, is_coroutine
+from dagrl.rl.functions.answers import Failed, is_coroutine, raised
 from dagrl.runtime.deadline import Deadline
 
 THREADS = 256
@@ -90,4 +90,4 @@ class _Agents:
                     return await self._function(*arguments)
                 return await asyncio.get_running_loop().run_in_executor(self._threads, self._function, *arguments)
         except Exception as error:
-            return Failed(self._deadline.missed if limit.expired() else error_text(error))
+            return Failed(self._deadline.missed if limit.expired() else raised(error))

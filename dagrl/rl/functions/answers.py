@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
+
+from dagrl.errors import error_text
+
+ROOT = Path(__file__).parents[2]
 
 Item = TypeVar("Item")
 
@@ -17,6 +24,16 @@ class Failed:
     """The answer to a row for which the function has none, and why."""
 
     message: str
+
+
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
+def raised(error: BaseException) -> str:
+    """What a user's function raised, and the line that it came from: the deepest one of no installed package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_INSTALLED, str(ROOT), "<"))] or frames
+    return error_text(error) + (f" ({own[-1].filename}, line {own[-1].lineno})" if own else "")
 
 
 Answers = list[Any]

@@ -28,7 +28,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Self, TypeVar
@@ -36,7 +36,7 @@ from typing import Any, Self, TypeVar
 from dagrl.errors import UserError, error_text
 from dagrl.imports import load_callable
 from dagrl.rl.functions.agents import serve_agents
-from dagrl.rl.functions.answers import Failed, is_coroutine
+from dagrl.rl.functions.answers import Failed, is_coroutine, raised
 from dagrl.rl.functions.episodes import EpisodeHost
 from dagrl.rl.functions.keywords import with_keywords
 from dagrl.runtime.deadline import Deadline
@@ -110,9 +110,15 @@ def _pickled(answers: list[Any] | str) -> bytes:
 def answer_batch(runner: Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:
     """Calls the function with all rows. Returns its answers, or what it raised."""
     try:
-        return list(_result(runner, function, columns))
+        answers = _result(runner, function, columns)
     except Exception as error:
-        return error_text(error)
+        return raised(error)
+    if not isinstance(answers, Iterable):
+        return (
+            f"it returned a {type(answers).__name__}; expected: a list of {len(columns[0])} answers. A function of one "
+            "sample needs batched=false"
+        )
+    return list(answers)
 
 
 def answer_row(runner: Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:
@@ -121,7 +127,7 @@ def answer_row(runner: Runner, function: Callable[..., Any], columns: Sequence[l
     try:
         return [_result(runner, function, row)]
     except Exception as error:
-        return error_text(error)
+        return raised(error)
 
 
 def _result(runner: Runner, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -176,7 +182,7 @@ async def _one(function: Callable[..., Any], row: tuple[Any, ...], deadline: Dea
             result = function(*row)
             return await result if inspect.isawaitable(result) else result
     except Exception as error:
-        return Failed(deadline.missed if limit.expired() else error_text(error))
+        return Failed(deadline.missed if limit.expired() else raised(error))
 
 
 async def _awaited(result: Any) -> Any:

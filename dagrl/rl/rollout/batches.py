@@ -70,8 +70,9 @@ def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.
     values, valid = (np.concatenate([getattr(group, name) for group in groups]) for name in ("values", "valid"))
     if config.reward.shuffle:
         values[valid] = shuffled(values[valid], config.seed, step)
-    tables = (column.reshape(len(groups), -1) for column in (values, valid))
-    table = advantages_of(algorithm_of(config), *tables)
+    lengths = np.array([sum(int(row.sampled.sum()) for row in sample.rows) for sample in samples_in(groups)], np.float64)
+    rewards, answered, sampled = (column.reshape(len(groups), -1) for column in (values, valid, lengths))
+    table = advantages_of(algorithm_of(config), rewards, answered, sampled)
     return table.reshape(-1).astype(np.float32)
 
 

@@ -13,12 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.config import Config
 from dagrl.config.roles import CRITIC, role_config
-from dagrl.errors import ConfigError
-from dagrl.imports import running
 from dagrl.rl.advantages import Floats
-from dagrl.rl.algorithm import KEY, algorithm_of
+from dagrl.rl.algorithm import algorithm_of, token_advantages_of
 from dagrl.rl.gae import explained_variance, rewards_at_end
 from dagrl.run.loops.optimizer_step import collect_batch, submit_batch
 from dagrl.run.rollout_log import kept_columns
@@ -46,7 +43,7 @@ class CriticStep:
         config, batch = self._session.config, self._batch
         values = self._session.replays.collect(VALUES, self._values)[0]["values"] * batch["loss_mask"]
         rewards = self._token_rewards()
-        advantages, returns = token_advantages(config, rewards, values, batch["loss_mask"])
+        advantages, returns = token_advantages_of(algorithm_of(config), rewards, values, batch["loss_mask"])
         inside = batch["loss_mask"] > 0
         self._metrics[PREFIX + "explained_variance"] = explained_variance(returns, values, inside)
         self._metrics[PREFIX + "return_mean"] = float(returns[inside].mean()) if inside.any() else 0.0
@@ -102,23 +99,3 @@ class CriticStep:
         sequences = rows_as_sequences(mask)
         tokens = TokenBatch(columns["prev_logprobs"], mask, columns, sequences, self._session.config.loss_fn)
         return kl_penalty(tokens).numpy()
-
-
-def token_advantages(
-    config: Config, rewards: Floats, values: npt.NDArray[Any], mask: npt.NDArray[Any]
-) -> tuple[Floats, Floats]:
-    """Returns the algorithm's advantages and returns [rows, tokens], 0 outside the mask.
-
-    Raises ConfigError if a user's method fails, or returns other shapes or values that are not finite.
-    """
-    with running(config.algorithm, KEY):
-        found = algorithm_of(config).token_advantages(rewards, values.astype(np.float64), mask.astype(np.float64))
-    tables = [np.asarray(table, np.float64) for table in found]
-    if [table.shape for table in tables] != [mask.shape] * 2 or not all(np.isfinite(table).all() for table in tables):
-        shapes, finite = [list(table.shape) for table in tables], [bool(np.isfinite(table).all()) for table in tables]
-        raise ConfigError(
-            f"{KEY}: token_advantages of {config.algorithm} returned tables of shapes {shapes}, finite: {finite}; expected: "
-            f"finite advantages and returns, each {list(mask.shape)}"
-        )
-    advantages, returns = (np.where(mask > 0, table, 0.0) for table in tables)
-    return advantages, returns

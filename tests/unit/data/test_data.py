@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dagrl.config import DataConfig
 from dagrl.data import Example, Message, Sampler, load_splits, read_jsonl
+from dagrl.data.examples import with_chat
 from dagrl.data.hugging_face import has_splits
 from dagrl.data.tokenization import (
     Demonstration,
@@ -114,6 +115,39 @@ def test_conversation(tmp_path: Path) -> None:
     (prompt,) = encode_prompts([example], tokenizer)
     assert tokenizer.decode(prompt.tokens) == whole.removesuffix("ciao<eos>")
     assert prompt.reference == "ciao"
+
+
+def test_a_prompt_of_messages(tmp_path: Path) -> None:
+    """As TRL's and verl's rows: SFT learns the response alone, which may be messages, too."""
+    turns = [("system", "be brief"), ("user", "hi"), ("assistant", "yo"), ("user", "bye")]
+    prompt = [{"role": role, "content": text} for role, text in turns]
+    answer = {"role": "assistant", "content": "ciao"}
+    rows = [{"prompt": prompt, "response": "ciao"}, {"prompt": prompt, "response": [answer]}]
+    path = write(tmp_path / "a.jsonl", [*rows, {"messages": [*prompt, answer]}])
+    *examples, whole = read_jsonl(path, DataConfig(path=path))
+    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    for example in examples:
+        (row,), (same,) = encode_demonstrations([example], tokenizer), encode_demonstrations([whole], tokenizer)
+        assert row.tokens.tolist() == same.tokens.tolist() and learned(row) == ["ciao<eos>"]
+        (made,), (expected,) = encode_prompts([example], tokenizer), encode_prompts([whole], tokenizer)
+        assert (made.tokens.tolist(), made.reference) == (expected.tokens.tolist(), "ciao")
+
+
+def test_prompts_alone(tmp_path: Path) -> None:
+    """Without `data.response_key`: the prompt of a conversation is all of its messages."""
+    messages = [{"role": "user", "content": "hi"}]
+    path = write(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": messages}, {"messages": messages, "tools": TOOLS}])
+    config = DataConfig(path=path, response_key=None, apply_chat_template=True)
+    prompts = encode_prompts(
+        [with_chat(example, config) for example in read_jsonl(path, config)], character_tokenizer(CHARACTERS, TEMPLATE)
+    )
+    assert [(prompt.text, prompt.reference) for prompt in prompts] == [("[user]hi[assistant]", "")] * 3
+    assert [list(prompt.tools) for prompt in prompts] == [[], [], TOOLS]
+    answered = write(tmp_path / "b.jsonl", [{"messages": [*messages, {"role": "assistant", "content": "yo"}]}])
+    with pytest.raises(DataError, match=r"line 1: 'messages' ends with an assistant turn, but data\.response_key is"):
+        read_jsonl(answered, config)
+    with pytest.raises(DataError, match=r"no key 'response'; found 'prompt'\. Set data\.response_key .*, or to null if"):
+        read_jsonl(path, DataConfig(path=path))
 
 
 def test_loss_mask_equals_the_mask_of_generation_tags() -> None:

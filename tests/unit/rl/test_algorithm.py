@@ -80,6 +80,16 @@ class WithBadAdvantages(Algorithm):
         return -batch.logprobs
 
 
+class WithOneTable(Algorithm):
+    critic = True
+
+    def token_advantages(self, rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:  # type: ignore[override]
+        return rewards - values
+
+    def loss(self, batch: TokenBatch) -> Tensor:
+        return -batch.advantages * batch.logprobs
+
+
 class Unbuildable(Algorithm):
     def __init__(self, config: Config) -> None:
         raise KeyError("beta")
@@ -100,6 +110,7 @@ class Unbuildable(Algorithm):
         ),
         (NotFinite, "NotFinite gives costs or gradients that are not finite"),
         (WithBadAdvantages, r"WithBadAdvantages returned advantages of shape \[2\].*expected: a finite advantage for each"),
+        (WithOneTable, r"token_advantages of .*WithOneTable returned .* \[\[5\], \[5\]\].*expected: finite advantages"),
         (Unbuildable, "Unbuildable raised KeyError: 'beta'"),
         (Algorithm, "raised NotImplementedError"),
         (Path, "pathlib:Path is not an algorithm; derive the class from dagrl.Algorithm"),

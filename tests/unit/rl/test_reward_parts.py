@@ -137,7 +137,7 @@ def test_several_functions_are_summed_and_one_failure_costs_only_its_sample(func
     )
     found = rewarded(config, ["1", "2", "3"])
     assert found.values.tolist() == [10.0 + 1.0 + 1.0, 1.0, 0.0]
-    assert (found.failed, found.excluded, found.message) == (1, 0, "ValueError: no threes")
+    assert (found.failed, found.excluded) == (1, 0) and found.message.startswith("ValueError: no threes (")
     assert found.means(found.answered) == {"odd": 1.0, "fine": 1.0, "form/right": 0.5, "form/short": -1.0}
 
 

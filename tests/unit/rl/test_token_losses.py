@@ -174,14 +174,16 @@ def test_clip_metrics_count_tokens_whose_cost_the_clip_changed() -> None:
     assert float(output.sums["policy/clip_ratio"]) == pytest.approx(expected) and 0.1 < expected < 0.9
 
 
-def test_a_sequence_mean_does_not_depend_on_how_sequences_are_packed() -> None:
+def test_sequence_sums_do_not_depend_on_how_sequences_are_packed() -> None:
     values, mask = torch.randn(2, 6), torch.tensor([[1.0, 1, 0, 1, 1, 1], [1, 1, 1, 0, 0, 1]])
     ids = torch.tensor([[4, 4, 4, 1, 1, 1], [0, 0, 2, 2, 2, 2]])
-    found = Sequences(ids, 5).mean(values, mask)
+    batch = TokenBatch(values, mask, {}, Sequences(ids, 5), LossConfig())
+    means, sums = batch.sequence_mean(values), batch.sequence_sum(values)
     for sequence in (0, 1, 2, 4):
         inside = ids == sequence
-        expected = values[inside & (mask > 0)].mean()
-        torch.testing.assert_close(found[inside], expected.expand(int(inside.sum())))
+        within = values[inside & (mask > 0)]
+        torch.testing.assert_close(means[inside], within.mean().expand(int(inside.sum())))
+        torch.testing.assert_close(sums[inside], within.sum().expand(int(inside.sum())))
 
 
 def test_log_ratios_are_clamped_so_that_one_token_cannot_overflow() -> None:

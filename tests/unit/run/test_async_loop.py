@@ -247,7 +247,7 @@ def test_a_run_that_drops_all_groups_ends_with_the_reason(
 def test_a_run_whose_samples_all_fail_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with dynamic sampling, which drops every group."""
     monkeypatch.setattr(Reward, "_score_all", lambda *_: [Failed("no words")] * GENERATIONS)
-    with pytest.raises(RunError, match=r"reward\.function failed for all \d+ samples: no words"):
+    with pytest.raises(RunError, match=r"reward failed for all \d+ samples: no words"):
         Run(configuration({}, dynamic=True), seed=0).train()
 
 

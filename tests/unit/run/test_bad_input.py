@@ -470,6 +470,16 @@ TABLE = [
         ("reward.function is null, and there is no environment", "set one of them"),
         ("reward.function=null",),
     ),
+    Row(
+        "prompts alone, and SFT",
+        ("data.response_key is null, but SFT learns responses", "sft.max_num_steps=0"),
+        ("data.response_key=null", "sft.max_num_steps=1"),
+    ),
+    Row(
+        "prompts alone, and a reward that compares",
+        ("data.response_key is null, but reward.function dagrl.rl.rewards:exact_match compares with a reference",),
+        ("data.response_key=null", "sft.max_num_steps=0"),
+    ),
     Row("missing reward", ("reward.function: there is no module",), ("reward.function=my_rewards:score",)),
     Row(
         "missing phase",
@@ -901,7 +911,7 @@ TABLE = [
     Row("agent that is missing", ("environment.agent: there is no module",), ("environment.agent=my_agent:solve",)),
     Row(
         "agent with other arguments",
-        ("environment.agent: tests.unit.run.test_bad_input:half cannot be called as agent(example, endpoint)",),
+        ("environment.agent: too many positional", "half takes number, and is given example, endpoint"),
         ("environment.agent=tests.unit.run.test_bad_input:half",),
     ),
     Row(
