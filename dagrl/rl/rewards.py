@@ -281,8 +281,7 @@ def check_failures(section: str, failed: int, total: int, message: str, limit: f
         raise RunError(f"{section} failed for all {total} samples: {message}")
     if failed > limit * total:
         raise RunError(
-            f"{section} failed for {failed} of {total} samples, more than {section}.max_failed_share = {limit:g}: "
-            f"{message}"
+            f"{section} failed for {failed} of {total} samples, more than {section}.max_failed_share = {limit:g}: {message}"
         )
     if failed:
         logger.warning("%s failed for %d of %d samples: %s", section, failed, total, message)

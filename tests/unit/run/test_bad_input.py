@@ -67,6 +67,14 @@ def asks_for_more(prompts: list[str], completions: list[str], references: list[s
     return [float(value) for value in level]
 
 
+class Gym:
+    """An environment as those of gymnasium."""
+
+    def reset(self, *, seed: int | None = None) -> str: ...
+
+    def step(self, action: str) -> tuple[str, float, bool]: ...
+
+
 def half(number: int) -> int:
     """Halves a number.
 
@@ -890,6 +898,11 @@ TABLE = [
         "environment without methods",
         ("environment.function: dagrl.data:Example has no method reset or step", "docs/rewards.md"),
         ("environment.function=dagrl.data:Example",),
+    ),
+    Row(
+        "environment with methods of a gym",
+        ("environment.function: too many positional", "Gym.reset takes self, seed, and is given self, example"),
+        ("environment.function=tests.unit.run.test_bad_input:Gym",),
     ),
     Row(
         "environment with other arguments",
