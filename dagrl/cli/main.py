@@ -350,6 +350,7 @@ def _replay(options: argparse.Namespace) -> None:
 def _view(options: argparse.Namespace) -> None:
     from dagrl.cli.view import export, serve
 
+    _check_outputs(options)
     _log(options, "INFO")
     if options.export is not None:
         export(options.runs, options.export, options.samples)
@@ -371,7 +372,7 @@ def _bench(options: argparse.Namespace) -> None:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Raises ConfigError for outputs that cannot be written, before minutes of measuring."""
-    for flag, name in (("--json", "json"), ("--plot", "plot"), ("-o", "output")):
+    for flag, name in (("--json", "json"), ("--plot", "plot"), ("--export", "export"), ("-o", "output")):
         path = getattr(options, name, None)
         if path is not None:
             if path.is_dir():
