@@ -55,6 +55,9 @@ BENCHES = {
 }
 """Modules of `dagrl.bench` and what each measures. Each has `add_arguments(parser)` and `run(options)`."""
 
+COUNTS = ("rounds", "steps", "turns", "pairs", "rows", "length", "micro", "messages")
+"""Options of benchmarks that are 1 or more."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. Errors become one message on standard error.
@@ -367,6 +370,10 @@ def _bench(options: argparse.Namespace) -> None:
     _log(options)
     chosen = parser.parse_intermixed_args(options.arguments)
     _check_outputs(chosen)
+    for name in COUNTS:
+        number = getattr(chosen, name, None)
+        if isinstance(number, int) and number < 1:
+            raise ConfigError(f"--{name} is {number}; expected 1 or more")
     module.run(chosen)
 
 

@@ -230,6 +230,8 @@ def test_bench_help_describes_each_benchmark(capsys: pytest.CaptureFixture[str])
         (["step_overhead", "--workers", "12", "--kind", "sft"], "--workers 12: train get up to 8"),
         (["step_overhead", "--json", "/proc/x/y.json"], "--json /proc/x/y.json: cannot write in /proc"),
         (["step_overhead", "--plot", "step.png"], "--plot step.png needs the package 'matplotlib'"),
+        (["links", "--rounds", "0"], "--rounds is 0; expected 1 or more"),
+        (["train", "--micro", "-1"], "--micro is -1; expected 1 or more"),
         (["step", "--variants", "plain Ray; synch"], "--variants: found synch; choose from plain Ray; sync"),
     ],
 )
