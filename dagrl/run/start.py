@@ -58,7 +58,7 @@ from dagrl.runtime.phase import Phase
 from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.progress import Progress
-from dagrl.telemetry.record import RunPaths, RunRecord, lock_run, prepare_run_directory
+from dagrl.telemetry.record import RunPaths, RunRecord, lock_run, prepare_run_directory, put_back_config
 from dagrl.telemetry.rollouts import RolloutFiles
 from dagrl.telemetry.timing import PhaseClock
 from dagrl.telemetry.trace import DRIVER, TraceWriter
@@ -130,6 +130,9 @@ def open_session(
         config = config if fleet.engines is None else with_engines(config, fleet.engines)
         plans = plan(config)
         progress.stage("Preparing the run")
+        earlier = RunPaths.of(config).config
+        resumes = config.checkpointing.resume and earlier.exists()
+        put_back = stack.enter_context(put_back_config(earlier)) if resumes else ExitStack()
         paths = prepare_run_directory(config, inputs.derived)
         if taken is None:
             record_of_driver.clear()
@@ -186,6 +189,7 @@ def open_session(
             if resumed is not None:
                 progress.stage(f"{'Going on' if taken else 'Resuming'} from step {resumed.state.step}")
                 session.checkpoints.restore(load=taken is None)
+        put_back.pop_all()  # until here, a run that cannot resume leaves the configuration of its checkpoints
         fleet.settle()
         gc.freeze()  # full collections between steps skip what the imports and the start made: up to 0.3 s each
         stack.callback(gc.unfreeze)

@@ -142,6 +142,14 @@ def prepare_run_directory(config: Config, derived: Mapping[str, str] | None = No
     return paths
 
 
+@contextmanager
+def put_back_config(path: Path) -> Iterator[ExitStack]:
+    """After the block, a run's saved configuration is as before it, unless what it yields has been cleared (`pop_all`)."""
+    with ExitStack() as undo:
+        undo.callback(write_whole, path, path.read_text(encoding="utf-8"))
+        yield undo
+
+
 def check_run_directory(paths: RunPaths) -> None:
     """Raises ConfigError if the directory is neither a run's nor left by a start that was killed."""
     if not paths.directory.exists() or paths.config.exists():

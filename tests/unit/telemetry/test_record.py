@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from dagrl.config import CheckpointConfig, Config
-from dagrl.errors import ConfigError, MissingDependencyError
-from dagrl.telemetry.record import RunPaths, RunRecord, check_not_running, lock_run, prepare_run_directory, read_metrics
+from dagrl.errors import CheckpointError, ConfigError, MissingDependencyError
+from dagrl.telemetry.record import (
+    RunPaths,
+    RunRecord,
+    check_not_running,
+    lock_run,
+    prepare_run_directory,
+    put_back_config,
+    read_metrics,
+)
 from tests.unit.run.full_disk import full_disk
 
 
@@ -131,6 +140,17 @@ def test_a_resume_with_another_configuration_keeps_both(tmp_path: Path) -> None:
     paths = prepare_run_directory(config(tmp_path, resume=True))
     resumes = [yaml.safe_load(path.read_text())["checkpointing"]["resume"] for path in sorted(paths.directory.iterdir())]
     assert resumes == [False, True]  # config.1.yaml, config.yaml
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_resume_that_cannot_start_leaves_the_earlier_configuration(started: bool, tmp_path: Path) -> None:
+    saved = prepare_run_directory(config(tmp_path)).config
+    with suppress(CheckpointError), put_back_config(saved) as put_back:
+        prepare_run_directory(config(tmp_path, resume=True))
+        if started:
+            put_back.pop_all()
+        raise CheckpointError("of another model")
+    assert yaml.safe_load(saved.read_text())["checkpointing"]["resume"] == started
 
 
 @pytest.mark.parametrize("resume", [False, True])
