@@ -31,6 +31,9 @@ MISSING = 255
 Record = npt.NDArray[np.uint8]
 """The bytes of a sequence's first tokens, [tokens, bytes of a token]."""
 
+NOTHING: Record = np.zeros((0, 0), np.uint8)
+"""The record of a sequence that generation has not seen."""
+
 
 @dataclass(frozen=True)
 class RoutedLayers:
@@ -78,10 +81,10 @@ def field_of(records: Sequence[Record | None], width: int) -> Array:
             f"{len(records) - len(held)} of {len(records)} sequences came without a record of their experts; the generation "
             "worker must return `FinishedRequest.experts` with policy.router_replay=true"
         )
-    size = held[0].shape[1]
+    size = max(record.shape[1] for record in held)
     table = np.full((len(held), width, size), MISSING, np.uint8)
     for row, record in zip(table, held, strict=True):
-        row[: len(record)] = record[:width]
+        row[: len(record)] = record[:width] if len(record) else MISSING
     return table.reshape(len(held), width * size).view(f"S{size}")
 
 

@@ -16,7 +16,7 @@ from dagrl.rl.gae import whitened
 from dagrl.rl.rewards import shuffled
 from dagrl.rl.rollout.episodes import Episode, Sample, token_rows
 from dagrl.rl.rollout.scoring import ScoredGroup, samples_in
-from dagrl.rl.routed_experts import ROUTED_EXPERTS, field_of
+from dagrl.rl.routed_experts import NOTHING, ROUTED_EXPERTS, field_of
 from dagrl.runtime.shapes import Batch
 
 Key = tuple[int, int]
@@ -42,10 +42,14 @@ def scored_batch(config: Config, groups: Sequence[ScoredGroup], step: int) -> Ba
 
 
 def with_experts(config: Config, batch: Batch, episodes: Sequence[Episode]) -> Batch:
-    """Adds the recorded experts of the episodes, one per row, if `policy.router_replay` is on."""
+    """Adds the recorded experts of the episodes, one per row, if `policy.router_replay` is on.
+
+    Those that the environment failed for before their first turn have none.
+    """
     if not config.policy.router_replay:
         return batch
-    return batch.with_fields(**{ROUTED_EXPERTS: field_of([episode.experts for episode in episodes], batch.tokens)})
+    records = [episode.experts if len(episode.tokens) else NOTHING for episode in episodes]
+    return batch.with_fields(**{ROUTED_EXPERTS: field_of(records, batch.tokens)})
 
 
 def sample_keys(groups: Sequence[ScoredGroup]) -> list[Key]:

@@ -179,4 +179,5 @@ class EarlyWork:
 
 
 def _finished(batch: NextBatch) -> dict[Key, Episode]:
-    return {key: episode for key, episode in batch.episodes().items() if episode.finish_reason}
+    """The finished sequences with tokens, by sample."""
+    return {key: one for key, one in batch.episodes().items() if one.finish_reason and len(one.tokens)}

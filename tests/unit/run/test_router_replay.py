@@ -72,6 +72,13 @@ def test_records_reach_the_phases_that_use_them() -> None:
         assert (found[row, len(one.experts) :] == MISSING).all()
 
 
+def test_a_sequence_that_the_environment_failed_for_at_its_start_has_no_record() -> None:
+    episodes = [episode(), episode(made(0, [7, 8], 0))]
+    found = field_bytes(with_experts(CONFIG, token_rows(episodes), episodes)[ROUTED_EXPERTS])
+    assert (found[0] == MISSING).all()
+    np.testing.assert_array_equal(found[1, :3], episodes[1].experts)
+
+
 def test_a_sequence_of_two_requests_has_the_record_of_both() -> None:
     """The second request read the tokens of the first, and those of the environment between them, again."""
     one = episode(made(0, [7, 8], 0))
