@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from dagrl.errors import error_text
 
-ROOT = Path(__file__).parents[2]
-
 Item = TypeVar("Item")
+
+_INSTALLED = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[2]), "<")
+"""Beginnings of the files that are not the user's: of Python, of installed packages, of dagrl, and what is no file."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,10 @@ class Failed:
     message: str
 
 
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-
-
 def raised(error: BaseException) -> str:
     """What a user's function raised, and the line that it came from: the deepest one of no installed package."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_INSTALLED, str(ROOT), "<"))] or frames
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)] or frames
     return error_text(error) + (f" ({own[-1].filename}, line {own[-1].lineno})" if own else "")
 
 

@@ -111,14 +111,14 @@ def answer_batch(runner: Runner, function: Callable[..., Any], columns: Sequence
     """Calls the function with all rows. Returns its answers, or what it raised."""
     try:
         answers = _result(runner, function, columns)
+        if isinstance(answers, Iterable):
+            return list(answers)
     except Exception as error:
         return raised(error)
-    if not isinstance(answers, Iterable):
-        return (
-            f"it returned a {type(answers).__name__}; expected: a list of {len(columns[0])} answers. A function of one "
-            "sample needs batched=false"
-        )
-    return list(answers)
+    return (
+        f"it returned a {type(answers).__name__}; expected: a list of {len(columns[0])} answers. A function of one sample "
+        "needs batched=false"
+    )
 
 
 def answer_row(runner: Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:

@@ -55,6 +55,10 @@ def picky(prompts, completions, references):
             os._exit(3)
     return length(prompts, completions, references)
 
+def one_by_one(prompts, completions, references):
+    for completion in completions:
+        yield from picky([""], [completion], [""])
+
 def pid(prompts, completions, references):
     return [float(os.getpid())] * len(prompts)
 
@@ -199,8 +203,9 @@ def test_rewards_of_a_list(functions: str) -> None:
     assert run(f"{functions}:length", ["a", "", "abc"]) == ([1.0, 0.0, 3.0], 0, "")
 
 
-def test_sample_that_raises_costs_only_itself(functions: str, caplog: pytest.LogCaptureFixture) -> None:
-    values, failed, message = run(f"{functions}:picky", ["ab", "raise", "abc"])
+@pytest.mark.parametrize("name", ["picky", "one_by_one"])
+def test_sample_that_raises_costs_only_itself(name: str, functions: str, caplog: pytest.LogCaptureFixture) -> None:
+    values, failed, message = run(f"{functions}:{name}", ["ab", "raise", "abc"])
     assert (values, failed) == ([2.0, 0.0, 3.0], 1)
     assert "for a batch" not in caplog.text, "the failed sample is counted instead"
     assert re.fullmatch(r"ValueError: no such answer \(.*/rewards_\w+\.py, line 14\)", message), "of the function's own file"
