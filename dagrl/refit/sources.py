@@ -143,7 +143,7 @@ def _names_of_wrapped(module: torch.nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Memory:
-    """What a storage is: the parameter `name`, a dense copy of `original`, arranged as `copied`, or the tensors `joined`."""
+    """What a storage is: the parameter `name`, a dense copy of `original` or the tensors `joined`, arranged as `copied`."""
 
     name: str = ""
     copied: Strided | None = None
@@ -171,7 +171,7 @@ class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def pieces(self, tensor: Tensor, place: Strided) -> Iterator[tuple[Tensor, Strided]]:
         """Yields the tensors that were joined to `tensor`, each with its part of `place`; the tensor itself if none were."""
         memory = self.of(tensor)
-        if memory is None or not memory.joined or Strided.of(tensor) != Strided.whole(tensor.shape):
+        if memory is None or not memory.joined or Strided.of(tensor) != memory.copied:
             yield tensor, place
             return
         offset = place.offset
@@ -186,7 +186,8 @@ class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(changed, torch.Tensor):
                     self.add(changed, _Memory())
         if func is _CAT:
-            self.add(made, _Memory(joined=tuple(args[0]), dim=(args[1] if len(args) > 1 else 0) % made.dim()))
+            dim = (args[1] if len(args) > 1 else 0) % made.dim()
+            self.add(made, _Memory(joined=tuple(args[0]), dim=dim, copied=Strided.of(made)))
         if func in _COPIES and self.of(args[0]) is not None and self.of(made) is None:
             self.add(made, _Memory(copied=Strided.of(made), original=args[0]))
         return made

@@ -186,8 +186,9 @@ def test_joined_parameters_are_sent_from_where_they_are() -> None:
 
     expected = {name: tensor.detach() for name, tensor in to_hf(dict(whole.named_parameters())).items()}
     assert all((times == 1).all() for times in check_held(whole, expected, to_hf=to_hf).values())
-    with pytest.raises(RefitPlanError, match="'part' of the checkpoint is computed"):
-        slices_of(whole, dtype="float32", to_hf=lambda state: {"part": torch.cat([state["query"], state["key"]])[3:]})
+    for part in (lambda joined: joined[3:], lambda joined: joined.view(4, 8), lambda joined: joined.flatten()):
+        with pytest.raises(RefitPlanError, match="'part' of the checkpoint is computed"):
+            slices_of(whole, dtype="float32", to_hf=lambda s: {"part": part(torch.cat([s["query"], s["key"]]))})  # noqa: B023
 
 
 def test_tied_parameters_once_and_other_dtypes_by_name() -> None:
