@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import pytest
+import torch  # noqa: F401  # its logger keeps the standard error of its import, which a test would close
 import yaml
 
 from dagrl.cli.main import main
