@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from subprocess import Popen
 from typing import Any
 
 from dagrl.config import ClusterConfig
-from dagrl.errors import RunError
+from dagrl.errors import ConfigError, RunError
 from dagrl.machine import DEV_SHM, gpu_count
 from dagrl.run.local_cluster import children_apart, cluster_processes, ended_with_this_process, kill_with_children, lean_node
 from dagrl.run.stop import ignoring_signals, keep_handlers
@@ -43,6 +44,12 @@ keeps the last 100,000 reports, and grows by 7 KB in a GRPO step.
 
 PRIORITY = {"RAY_worker_niceness": "0"}
 """Ray runs workers at niceness 15. With GPUs they launch kernels, which other processes of the host would delay."""
+
+LOCAL = ("localhost", "127.0.0.1", "[::1]")
+"""Names of this host, for which Ray takes its address in the network."""
+
+CONNECT_S = 10.0
+"""How long a cluster may take to accept a connection. Ray itself would try for minutes."""
 
 POLL_S = 0.01
 """How often the handlers of signals are set again while Ray ends."""
@@ -70,8 +77,11 @@ def ray_cluster(
     """Joins the cluster at `config.address`, or starts one on this machine that ends with the block.
 
     `environment` is set in every worker process. At the end, semaphores that killed workers left behind are removed, and a
-    local cluster that has not ended within `teardown_s` is killed.
+    local cluster that has not ended within `teardown_s` is killed. Raises ConfigError if nothing listens at the address,
+    RunError if Ray fails to join or to start.
     """
+    if config.address:
+        _require_listener(config.address)
     os.environ.update(QUIET | ({} if config.address else LEAN) | (PRIORITY if gpus_per_worker(config) else {}))
     before = semaphores()
     if not logger.isEnabledFor(logging.DEBUG):
@@ -96,6 +106,25 @@ def ray_cluster(
     finally:
         if not config.address:
             remove_orphaned_semaphores(semaphores() - before)
+
+
+def _require_listener(address: str) -> None:
+    """Raises ConfigError if nothing listens at a `host:port`; others, such as `auto`, are Ray's to look up."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return
+    import ray
+
+    reasons = []
+    for reached in (host.strip("[]"), *([ray.util.get_node_ip_address()] if host in LOCAL else [])):
+        try:
+            socket.create_connection((reached, int(port)), CONNECT_S).close()
+            return
+        except (OSError, OverflowError) as error:
+            reasons.append(error)
+    raise ConfigError(
+        f"no Ray cluster answers at {address} ({reasons[0]}); start one there (ray start --head), or correct cluster.address"
+    )
 
 
 def _start(config: ClusterConfig, environment: Mapping[str, str], teardown_s: float) -> None:

@@ -1,14 +1,15 @@
-"""Joining and starting a Ray cluster: the error for one that cannot be reached."""
+"""Joining and starting a Ray cluster: the errors for one that cannot be reached."""
 
 from __future__ import annotations
 
+import socket
 from typing import NoReturn
 
 import pytest
 import ray
 
 from dagrl.config import ClusterConfig
-from dagrl.errors import RunError
+from dagrl.errors import ConfigError, RunError
 from dagrl.run.cluster import AUTH_MODE, ray_cluster
 
 
@@ -23,7 +24,20 @@ def test_a_cluster_that_cannot_be_joined_may_ask_for_a_token(mode: str | None, m
     if mode is not None:
         monkeypatch.setenv(AUTH_MODE, mode)
     monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(RunError, match=r"Ray could not join the cluster at host:6379.*: Failed to connect") as raised:
-        with ray_cluster(ClusterConfig(address="host:6379")):
-            pass
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(RunError, match=rf"Ray could not join the cluster at {address}.*: Failed to connect") as raised:
+            with ray_cluster(ClusterConfig(address=address)):
+                pass
     assert ("set RAY_AUTH_MODE=token" in str(raised.value)) == (mode is None)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:", "127.0.0.2:", "[::1]:", "127.0.0.1:9"])
+def test_an_address_at_which_nothing_listens(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "init", refuse)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = f"{host}{silent.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"no Ray cluster answers at .*; start one there"):
+            with ray_cluster(ClusterConfig(address=address)):
+                pass
