@@ -25,7 +25,7 @@ from dagrl.workers.megatron.architecture import MODEL_TYPES
 
 SHARDS = 2
 
-Part = tuple[list[WeightSlice], dict[str, torch.Tensor]]
+Part = tuple[list[WeightSlice], Mapping[str, torch.Tensor]]
 """What one rank of the source holds."""
 
 
@@ -58,7 +58,7 @@ def _write_fsdp_shard(name: str, directory: Path, path: Path, rank: int) -> None
     _join_world(rank)
     model = tiny_model(name, seed=1)
     fully_shard(model, mesh=init_device_mesh("cpu", (SHARDS,)))
-    torch.save((slices_of(model, dtype="bfloat16"), tensors_of(model, dtype="bfloat16")), path)
+    torch.save((slices_of(model, dtype="bfloat16"), dict(tensors_of(model, dtype="bfloat16"))), path)
 
 
 def _write_megatron_shard(name: str, directory: Path, path: Path, rank: int) -> None:

@@ -14,20 +14,22 @@ import logging
 from dataclasses import dataclass
 
 import numpy as np
+import ray
 import torch
 from torch import Tensor, nn
 
-from dagrl.config import ClusterConfig
+from dagrl import (
+    Batch,
+    Bucket,
+    ParallelLayout,
+    Resources,
+    Scheduler,
+    SchedulerOptions,
+    WorkerContext,
+    WorkerGroup,
+    in_warmup,
+)
 from dagrl.graphs.pipeline import pipeline_phase, split_microbatches
-from dagrl.run.cluster import ray_cluster
-from dagrl.runtime.actors import Resources
-from dagrl.runtime.graph import SHARED_MEMORY
-from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
-from dagrl.runtime.schedule import Scheduler
-from dagrl.runtime.shapes import Batch, Bucket
-from dagrl.runtime.worker import WorkerContext, in_warmup
-from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 
 
@@ -144,19 +146,18 @@ def main() -> None:
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = ModelConfig(device="cuda" if given.gpus else "cpu")
-    step = pipeline_phase(microbatches=4, transport="nccl" if given.gpus else SHARED_MEMORY)
-    options = SchedulerOptions(fallback="error", overlap_communication=given.overlap)
-    with ray_cluster(ClusterConfig(num_cpus=2)):
-        resources = Resources(num_gpus=int(given.gpus))
-        group = WorkerGroup.create("train", TorchStage, ParallelLayout(dp=1, pp=2), config, resources=resources)
-        with Scheduler([group], options) as scheduler:
-            scheduler.add(step, buckets=[Bucket(8, 16)], scalars={"global_valid_tokens": 120.0})
-            scheduler.compile()
-            scheduler.warmup()
-            for number in range(20):
-                (metrics,) = scheduler.replay(step, count_up(8, 16, config.vocabulary, number)).result()
-                logging.info("step %2d  %s", number, metrics.flat())
-        group.shutdown(5.0)
+    step = pipeline_phase(microbatches=4, transport="nccl" if given.gpus else "shm")
+    ray.init("local", num_cpus=2)
+    resources = Resources(num_gpus=int(given.gpus))
+    group = WorkerGroup.create("train", TorchStage, ParallelLayout(dp=1, pp=2), config, resources=resources)
+    with Scheduler([group], SchedulerOptions(fallback="error", overlap_communication=given.overlap)) as scheduler:
+        scheduler.add(step, buckets=[Bucket(8, 16)], scalars={"global_valid_tokens": 120.0})
+        scheduler.compile()
+        scheduler.warmup()
+        for number in range(20):
+            (metrics,) = scheduler.replay(step, count_up(8, 16, config.vocabulary, number)).result()
+            logging.info("step %2d  %s", number, metrics.flat())
+    group.shutdown(5.0)
 
 
 if __name__ == "__main__":

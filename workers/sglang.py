@@ -61,10 +61,12 @@ class SglangTrainer:
         calls = [lambda: update([("dagrl", message)], load_format=RECEIVE)] if update is not None else []
         while_called(self._send, calls)
 
-    def _send(self) -> None:
+    def _send(self, check: Callable[[], None]) -> None:
         if self._end is None:
             device = next((tensor.device for tensor in self._tensors.values()), None)
-            plan, spec = meet(self._meeting, self._slices, device=device, dtype=self._dtype, verify=self._verify)
+            plan, spec = meet(
+                self._meeting, self._slices, device=device, dtype=self._dtype, verify=self._verify, while_waiting=check
+            )
             channel = open_channel(spec)
             self._end = channel, RefitSender(plan, self._tensors, channel)
         channel, sender = self._end

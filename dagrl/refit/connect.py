@@ -88,6 +88,8 @@ class Refit:
         from dagrl.runtime.worker_group import call_together, free_address  # imports Ray
 
         deadline = Deadline(connect_timeout_s, "timeouts.start_s")
+        _check_methods(train)
+        _check_methods(generation)
         _check_same_model(train, generation)
         hosts = _hosts(train, generation)
         devices = [*train.call_function(device_of), *generation.call_function(device_of)]
@@ -221,6 +223,14 @@ def check_configs(train: Sequence[Mapping[str, Any]], generation: Sequence[Mappi
                 f"the models of train worker 0 and {role} worker {rank} differ: {found}{more}; give both the same "
                 "model directory"
             )
+
+
+def _check_methods(group: WorkerGroup) -> None:
+    if missing := [method for method in ("weight_slices", "prepare_refit") if method not in group.role.methods]:
+        raise RefitPlanError(
+            f"the {group.role.name} worker has no {' and no '.join(missing)}, which a refit calls; add the methods in the "
+            "table of docs/refit.md"
+        )
 
 
 def _check_same_model(train: WorkerGroup, generation: WorkerGroup) -> None:

@@ -10,6 +10,7 @@ Train rank 0 serves the address, plans the refit and tells every rank its part. 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 Side = Literal["train", "generation"]
 T = TypeVar("T")
+
+POLL_S = 0.05
+"""How often train rank 0 looks for the others."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +68,31 @@ def meet(
     tied_embeddings: bool = False,
     verify: Verify = "off",
     delta: DeltaMode = "off",
+    while_waiting: Callable[[], object] = bool,
 ) -> tuple[RankPlan, ChannelSpec]:
     """Returns this rank's plan and its end of the channel. Call it in all processes of both sides at once.
 
     `slices` are what the rank holds, `device` where (None: the CPU). The other arguments are those of train rank 0; see
-    `Refit.connect`. Raises ChannelError if a process does not come in time, RefitPlanError on all ranks if no plan exists.
+    `Refit.connect`. `while_waiting` is called repeatedly while ranks of the engine are missing, and may raise to give up on
+    all train ranks. Raises ChannelError if a process does not come in time or two come as one rank, RefitPlanError on all
+    ranks if no plan exists.
     """
     store = _open(meeting)
     try:
+        if store.add(f"taken/{meeting.side}/{meeting.rank}", 1) > 1:
+            raise ChannelError(
+                f"another process met at {meeting.address} as {meeting.side} rank {meeting.rank} of {meeting.size}; give "
+                "each process a rank of its own. Engines that know nothing of each other need an address and a trainer each"
+            )
         here = (tuple(slices), socket.gethostname(), device_name(device))
-        store.set(f"{meeting.side}/{meeting.rank}", write_told(here))  # type: ignore[arg-type]
         store.set(f"{meeting.side}/size", str(meeting.size))
+        store.set(f"{meeting.side}/{meeting.rank}", write_told(here))  # type: ignore[arg-type]
         if meeting.leads:
-            _plan(meeting, store, dtype, target_dtype, tied_embeddings, verify, delta)
+            _plan(meeting, store, dtype, target_dtype, tied_embeddings, verify, delta, while_waiting)
         told = read_told(store.get(f"plan/{meeting.side}/{meeting.rank}"), "train rank 0")
         store.set(f"read/{meeting.side}/{meeting.rank}", "")
-        if meeting.leads:
-            _wait_for_readers(store, meeting)
+        if meeting.leads:  # the store ends with this process's object
+            store.wait([f"read/{side}/{rank}" for side, rank in _ranks(store, meeting) if store.check([f"{side}/{rank}"])])
     except (RuntimeError, TimeoutError) as error:
         raise ChannelError(
             f"{meeting.side} rank {meeting.rank} of {meeting.size} did not meet the others at {meeting.address} within "
@@ -113,12 +125,12 @@ def _plan(
     tied_embeddings: bool,
     verify: Verify,
     delta: DeltaMode,
+    while_waiting: Callable[[], object],
 ) -> None:
     """Plans with what all ranks hold, and tells each its part, or all the error."""
-    sizes = {"train": meeting.size, "generation": int(store.get("generation/size"))}
-    ranks = [(side, rank) for side in sizes for rank in range(sizes[side])]
     told: list[object]
     try:
+        ranks = _wait_for_all(store, meeting, while_waiting)
         here = [read_told(store.get(f"{side}/{rank}"), f"{side} rank {rank}") for side, rank in ranks]
         hosts = [list(dict.fromkeys(host for _, host, _ in here)).index(host) for _, host, _ in here]
         devices = [device for _, _, device in here]
@@ -140,22 +152,47 @@ def _plan(
         specs = [ChannelSpec(kind, address, rank, plan.size, meeting.timeout_s) for rank in range(plan.size)]
         told = [(plan.for_rank(rank, verify, delta=delta), specs[rank]) for rank in range(plan.size)]
     except Exception as error:
+        ranks = _ranks(store, meeting)
         told = [error.with_traceback(None)] * len(ranks)
     for (side, rank), part in zip(ranks, told, strict=True):
         store.set(f"plan/{side}/{rank}", write_told(part))  # type: ignore[arg-type]
 
 
-def _wait_for_readers(store: TCPStore, meeting: Meeting) -> None:
-    """Waits until all ranks have read their plan: the store ends with this process's object."""
-    sizes = {"train": meeting.size, "generation": int(store.get("generation/size"))}
-    store.wait([f"read/{side}/{rank}" for side, size in sizes.items() for rank in range(size)])
+def _ranks(store: TCPStore, meeting: Meeting) -> list[tuple[str, int]]:
+    """All ranks; one of generation while none has come."""
+    size = int(store.get("generation/size")) if store.check(["generation/size"]) else 1
+    return [*(("train", rank) for rank in range(meeting.size)), *(("generation", rank) for rank in range(size))]
 
 
-def while_called(work: Callable[[], T], calls: Sequence[Callable[[], object]]) -> T:
-    """Returns what `work` returns, while another thread makes the calls. Raises the error of either."""
+def _wait_for_all(store: TCPStore, meeting: Meeting, while_waiting: Callable[[], object]) -> list[tuple[str, int]]:
+    """Returns all ranks when they have come. Raises ChannelError with those that have not by the deadline."""
+    until = time.monotonic() + meeting.timeout_s
+    while missing := [(side, rank) for side, rank in _ranks(store, meeting) if not store.check([f"{side}/{rank}"])]:
+        if missing[0][0] == "generation":  # all train ranks are here, and are told if this raises
+            while_waiting()
+        if time.monotonic() > until:
+            raise ChannelError(
+                f"{', '.join(f'{side} rank {rank}' for side, rank in missing)} did not meet train rank 0 at "
+                f"{meeting.address} within {meeting.timeout_s:g} s; start all train and generation ranks, with this address"
+            )
+        time.sleep(POLL_S)
+    return _ranks(store, meeting)
+
+
+def while_called(work: Callable[[Callable[[], None]], T], calls: Sequence[Callable[[], object]]) -> T:
+    """Returns what `work` returns, while another thread makes the calls. Raises the error of either.
+
+    `work` gets a function that raises the error of a call that has failed.
+    """
     with ThreadPoolExecutor(1) as pool:
         pending = [pool.submit(call) for call in calls]
-        result = work()
+
+        def check() -> None:
+            for one in pending:
+                if one.done():
+                    one.result()
+
+        result = work(check)
         for one in pending:
             one.result()
     return result

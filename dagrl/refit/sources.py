@@ -51,28 +51,51 @@ def slices_of(module: torch.nn.Module, *, dtype: str, to_hf: ToHf | None = None)
     return _described(module, dtype, to_hf)[0]
 
 
-def tensors_of(module: torch.nn.Module, *, dtype: str, to_hf: ToHf | None = None) -> dict[str, Tensor]:
-    """Returns the local tensors by the names in `slices_of` with the same arguments."""
+def tensors_of(module: torch.nn.Module, *, dtype: str, to_hf: ToHf | None = None) -> Mapping[str, Tensor]:
+    """Returns the local tensors by the names in `slices_of` with the same arguments, each where its parameter has it now.
+
+    They follow `module.to(...)` and `parameter.data = ...`. If the module gets other parameters, as by `assign` of
+    `load_state_dict`, call this again.
+    """
     return _described(module, dtype, to_hf)[1]
 
 
-def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple[list[WeightSlice], dict[str, Tensor]]:
+class _Live(Mapping[str, "Tensor"]):
+    """The local tensors of parameters, looked up at each access."""
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, tuple[Tensor, Arranged | None]] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        parameter, arranged = self.parameters[name]
+        with torch.no_grad():
+            local = _local(parameter).detach()
+            return local if arranged is None else arranged.of(local)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+
+def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple[list[WeightSlice], Mapping[str, Tensor]]:
     state = _distinct(module.state_dict(keep_vars=True))
     found: list[WeightSlice] = []
-    tensors: dict[str, Tensor] = {}
+    tensors = _Live()
     for name, tensor in state.items():
         check_plain(name, _local(tensor))
     parts = {name: list(_held(name, tensor)) for name, tensor in state.items()}
     for whole, arranged in _converted(state, to_hf or _transformers_conversion(module)):
         name = arranged.tensor if arranged else whole.tensor
-        tensor, local = state[name], _local(state[name])
+        tensor = state[name]
         kind = str(tensor.dtype).removeprefix("torch.")
         place = arranged or Arranged(name, tuple(range(tensor.dim())))
         for held, at in parts[name]:
             part = _within(whole, _ordered(held, place), _ordered(at, place), "" if kind == dtype else kind)
             if part is not None:
                 found.append(part)
-                tensors[part.tensor] = place.of(local.detach())
+                tensors.parameters[part.tensor] = tensor, arranged
     return stack_experts(_quantized(found, tensors)), tensors
 
 

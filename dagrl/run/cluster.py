@@ -32,9 +32,6 @@ _SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-")
 """The semaphores in `/dev/shm` that compiled graphs create for each channel buffer, with the process id of their creator. A
 killed process leaves them."""
 
-CHATTY = "ray.dag"
-"""Ray's logger that prints the traceback of a graph whose worker died. Our own error reports the failure."""
-
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
 LEAN = {"RAY_prestart_worker_first_driver": "0", "RAY_task_events_report_interval_ms": "0"}
@@ -84,8 +81,6 @@ def ray_cluster(
         _require_listener(config.address)
     os.environ.update(QUIET | ({} if config.address else LEAN) | (PRIORITY if gpus_per_worker(config) else {}))
     before = semaphores()
-    if not logger.isEnabledFor(logging.DEBUG):
-        logging.getLogger(CHATTY).setLevel(logging.CRITICAL)
     try:
         _start(config, environment or {}, teardown_s)
     except SystemExit as ended:  # Ray's own handler turns SIGTERM into this during start

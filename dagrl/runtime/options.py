@@ -46,7 +46,8 @@ class SchedulerOptions:
         self, phase: str, input_bytes: int, result_bytes: int | None, max_in_flight: int | None, room_key: str
     ) -> GraphLimits:
         """Returns the limits of a phase's graphs; `room_key` says how the caller's own users set both sizes."""
-        result_key = f"result_bytes of Scheduler.add({phase})" if result_bytes else GraphLimits.result_key
+        own_key = f"result_bytes of Scheduler.add({phase})"
+        result_key = own_key if result_bytes else f"{GraphLimits.result_key}, or {own_key},"
         return GraphLimits(
             input_bytes=input_bytes,
             result_bytes=result_bytes or self.result_bytes,

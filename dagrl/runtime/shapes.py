@@ -159,9 +159,10 @@ def check_batch(phase: str, value: object, expected: FieldTypes) -> Batch:
     if found != expected:
         missing = {name: item for name, item in expected.items() if found.get(name) != item}
         others = {name: item for name, item in found.items() if expected.get(name) != item}
+        lacks, has = f"lacks {_types_text(missing)}", f"has {_types_text(others)}, not among its `inputs`"
         raise DataError(
-            f"phase {phase!r} was given a batch without {_types_text(missing)} and with {_types_text(others)}. Convert, add "
-            "or remove these arrays, or correct the phase's `inputs`"
+            f"the batch of phase {phase!r} {' and '.join([lacks] * bool(missing) + [has] * bool(others))}. Convert, add or "
+            "remove these arrays, or correct the `inputs`"
         )
     return value
 
@@ -182,8 +183,7 @@ def longest_row(phase: str, batch: Batch) -> int:
 
 
 def _types_text(types: FieldTypes) -> str:
-    texts = [f"{name} {dtype} [rows{', tokens' * (dimensions - 1)}]" for name, (dtype, dimensions) in types.items()]
-    return ", ".join(texts) or "any other"
+    return ", ".join(f"{name} {dtype} [rows{', tokens' * (dimensions - 1)}]" for name, (dtype, dimensions) in types.items())
 
 
 def empty_batch(

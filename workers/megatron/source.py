@@ -52,7 +52,7 @@ def megatron_source(
         biases = [(name, one) for name, one in model.named_buffers() if name.endswith("expert_bias")]
         for name, tensor in (*model.named_parameters(), *biases):
             check_plain(name, tensor)
-            tensors[f"{prefix}{name}"] = tensor.data
+            tensors[f"{prefix}{name}"] = tensor  # not its data, which an offload may replace
     layout, rank = _layout(models)
     slices = megatron_weight_slices(hf_config, layout, rank, _modules(tensors))
     return MegatronSource([_typed(one, tensors, dtype) for one in _checked(slices, tensors)], tensors)

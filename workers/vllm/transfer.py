@@ -13,6 +13,7 @@ Trainer ranks send their own shards to the engine's ranks, by a plan made in `tr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -29,7 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from dagrl.channels import open_channel
-from dagrl.errors import ConfigError, RunError
+from dagrl.errors import ChannelError, ConfigError, RunError, error_text
 from dagrl.refit.carry.commit import commit_together
 from dagrl.refit.carry.endpoint import RefitReceiver, RefitSender
 from dagrl.refit.meet import Meeting, meet, while_called
@@ -158,7 +159,16 @@ class DagrlTrainer(TrainerWeightTransferEngine[DagrlTrainerInitInfo]):  # type: 
         init = {"address": init_info.address, "timeout_s": init_info.timeout_s}
         meeting = Meeting(init_info.address, "train", init_info.rank, init_info.world_size, init_info.timeout_s)
 
-        def connect() -> tuple[Channel, RefitSender]:
+        def invite() -> None:
+            try:
+                client.init_weight_transfer_engine(init)
+            except Exception as error:
+                raise ChannelError(
+                    f"the engine does not take part ({error_text(error)}); start it with the weight_transfer_config "
+                    '{"backend": "dagrl"}, and a server with VLLM_SERVER_DEV_MODE=1 too'
+                ) from error
+
+        def connect(check: Callable[[], None]) -> tuple[Channel, RefitSender]:
             plan, spec = meet(
                 meeting,
                 source.slices,
@@ -168,12 +178,12 @@ class DagrlTrainer(TrainerWeightTransferEngine[DagrlTrainerInitInfo]):  # type: 
                 tied_embeddings=init_info.tied_embeddings,
                 verify=init_info.verify,
                 delta=init_info.delta,
+                while_waiting=check,
             )
             channel = open_channel(spec)
             return channel, RefitSender(plan, source.tensors, channel)
 
-        calls = [lambda: client.init_weight_transfer_engine(init)] if init_info.is_sender else []
-        channel, sender = while_called(connect, calls)
+        channel, sender = while_called(connect, [invite] if init_info.is_sender else [])
         return cls(client, source, init_info.is_sender, channel, sender)
 
     def send_weights(self) -> None:
@@ -186,7 +196,7 @@ class DagrlTrainer(TrainerWeightTransferEngine[DagrlTrainerInitInfo]):  # type: 
         if self.is_sender:
             self.client.finish_weight_update()
 
-    def _send(self) -> None:
+    def _send(self, check: Callable[[], None]) -> None:
         with commit_together(self._channel, wait=False):
             self._sender.send(self._version)
 

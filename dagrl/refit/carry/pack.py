@@ -345,7 +345,7 @@ class Addresses:
     """Where the tensors `names` are."""
 
     def __init__(self, tensors: Tensors, names: Iterable[str]) -> None:
-        self._pointers = [tensors[name].data_ptr for name in dict.fromkeys(names)]
+        self._tensors, self._names = tensors, list(dict.fromkeys(names))
         self._known: list[int] | None = self._read()
 
     def forget(self) -> None:
@@ -361,7 +361,7 @@ class Addresses:
         import torch
 
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are subclasses, slow with it
-            return [pointer() for pointer in self._pointers]
+            return [self._tensors[name].data_ptr() for name in self._names]
 
 
 def moved_tensors(buckets: Sequence[TransferBucket], side: MoveSide) -> Iterator[str]:

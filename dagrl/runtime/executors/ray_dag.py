@@ -46,6 +46,9 @@ PATIENCE = 0.8
 
 CHANNELS = "ray.experimental.channel"
 
+CHATTY = "ray.dag"
+"""Ray's logger that prints each step of a teardown, and the traceback of each dead worker, which our own error reports."""
+
 
 @functools.cache
 def unknown_parts() -> tuple[str, ...]:
@@ -179,6 +182,8 @@ def _prepare_worker(worker: object, channel_bytes: int | None, accelerator: bool
 
 def compile_dag(bound: Any, phase: str, limits: GraphLimits, accelerator: bool) -> Dag:
     """Compiles a bound graph within `limits.compile_s`, on a thread: Ray waits for workers and communicators forever."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        logging.getLogger(CHATTY).setLevel(logging.CRITICAL)
     most = limits.max_in_flight
     options: dict[str, Any] = {"_max_inflight_executions": most, "_max_buffered_results": most}
     if limits.overlap_communication and accelerator:

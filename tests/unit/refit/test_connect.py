@@ -12,7 +12,7 @@ import torch
 from dagrl.channels.spec import ChannelKind
 from dagrl.config import Config
 from dagrl.errors import RefitPlanError
-from dagrl.refit import TIED_HEAD, plan_refit
+from dagrl.refit import TIED_HEAD, Refit, plan_refit
 from dagrl.refit.connect import check_devices, choose_kind, device_of, distinct_slices
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.executors.node import install
@@ -47,6 +47,12 @@ class Group:
         results = [function(worker, *args) for worker in self.workers]
         self.returned += sum(len(result) for result in results if isinstance(result, list))
         return results
+
+
+def test_workers_without_the_methods_of_a_refit_are_refused() -> None:
+    group = SimpleNamespace(role=SimpleNamespace(name="generation", methods={"weight_slices": None}))
+    with pytest.raises(RefitPlanError, match="the generation worker has no prepare_refit, which a refit calls"):
+        Refit.connect(cast(WorkerGroup, group), cast(WorkerGroup, group), dtype="float32")
 
 
 def test_replicas_send_their_slices_once() -> None:

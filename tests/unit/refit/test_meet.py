@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from dagrl.channels import open_channel
-from dagrl.errors import ChannelError, RefitPlanError
+from dagrl.errors import ChannelError, RefitPlanError, RunError
 from dagrl.refit import RefitReceiver, RefitSender, WeightSlice, commit_together
-from dagrl.refit.meet import Meeting, meet
+from dagrl.refit.meet import Meeting, meet, while_called
 from dagrl.runtime.ports import reserve_port
 
 WEIGHT = torch.arange(24.0).view(6, 4)
@@ -57,5 +58,45 @@ def test_all_ranks_get_the_planners_error() -> None:
 
 def test_a_side_that_does_not_come_is_named() -> None:
     address = f"127.0.0.1:{reserve_port()}"
-    with pytest.raises(ChannelError, match="train rank 0 of 1 did not meet the others"):
+    with pytest.raises(ChannelError, match="generation rank 0 did not meet train rank 0"):
         meet(Meeting(address, "train", 0, 1, 0.5), rows(0, 3), dtype="float32")
+
+
+def test_a_train_rank_that_does_not_come_is_named_to_all() -> None:
+    address = f"127.0.0.1:{reserve_port()}"
+    with ThreadPoolExecutor(2) as pool:
+        trainer = pool.submit(meet, Meeting(address, "train", 0, 2, 1), rows(0, 3), dtype="float32")
+        engine = pool.submit(meet, Meeting(address, "generation", 0, 1, 30), rows(0, 6))
+        for one in (trainer, engine):
+            with pytest.raises(ChannelError, match="train rank 1 did not meet train rank 0"):
+                one.result(60)
+
+
+def test_a_call_that_fails_ends_the_meeting_of_all_ranks_at_once() -> None:
+    """As that of a server without the routes for weights."""
+    address = f"127.0.0.1:{reserve_port()}"
+
+    def fail() -> None:
+        raise ValueError("404 Not Found")
+
+    def lead(check: Callable[[], None]) -> object:
+        return meet(Meeting(address, "train", 0, 2, 600), rows(0, 3), dtype="float32", while_waiting=check)
+
+    with ThreadPoolExecutor(2) as pool:
+        leads = pool.submit(while_called, lead, [fail])
+        other = pool.submit(meet, Meeting(address, "train", 1, 2, 600), rows(3, 6))
+        for one in (leads, other):
+            with pytest.raises(RunError, match="404 Not Found"):
+                one.result(60)
+
+
+def test_two_processes_cannot_meet_as_one_rank() -> None:
+    """As two engines do that one client calls: each is rank 0 of 1."""
+    address = f"127.0.0.1:{reserve_port()}"
+    with ThreadPoolExecutor(3) as pool:
+        engines = [pool.submit(meet, Meeting(address, "generation", 0, 1, 30), rows(0, 6)) for _ in range(2)]
+        trainer = pool.submit(meet, Meeting(address, "train", 0, 1, 30), rows(0, 6), dtype="float32")
+        failed = [one.exception(60) for one in (*engines, trainer)]
+    refused = [error for error in failed if error is not None]
+    assert len(refused) == 1 and isinstance(refused[0], ChannelError)
+    assert "another process met at" in str(refused[0]) and "generation rank 0 of 1" in str(refused[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit import plan_refit
+from dagrl.refit.carry.pack import Addresses
 from dagrl.refit.fp8 import quantize_blocks
 from dagrl.refit.slices import Scales, WeightSlice, expand, volume
 from dagrl.refit.sources import slices_of, tensors_of
@@ -32,7 +33,7 @@ class Holder(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
-def part_of(tensors: dict[str, Tensor], one: WeightSlice) -> Tensor:
+def part_of(tensors: Mapping[str, Tensor], one: WeightSlice) -> Tensor:
     return tensors[one.tensor][tuple(slice(*extent) for extent in one.local)]
 
 
@@ -238,6 +239,17 @@ def test_fp8_experts_of_transformers_are_sent_with_their_scales() -> None:
         assert one.scales is not None and one.scales.local == ((expert, expert + 1), blocks, (0, 2))
         assert tensors[one.tensor].data_ptr() == experts.gate_up_proj.data_ptr()
         assert tensors[one.scales.tensor].data_ptr() == experts.gate_up_proj_scale_inv.data_ptr()
+
+
+def test_tensors_follow_parameters_to_new_memory() -> None:
+    """Offloading gives a parameter other data; a sender that kept the old memory would send old weights."""
+    module = nn.Sequential(nn.Linear(3, 2))
+    tensors = tensors_of(module, dtype="float32", to_hf=lambda state: {"w": state["0.weight"].T, "b": state["0.bias"]})
+    known = Addresses(tensors, tensors)
+    module[0].weight.data = torch.ones(2, 3)
+    assert known.moved and sorted(map(len, tensors.values())) == [2, 3]
+    module.double()
+    assert all(torch.equal(one, module[0].weight.T if one.dim() == 2 else module[0].bias) for one in tensors.values())
 
 
 def test_scales_in_another_form_are_refused() -> None:

@@ -189,11 +189,14 @@ X, LENGTHS = np.zeros((2, 4), np.int64), np.full(2, 4)
     [
         (None, r"'step' takes a batch of lengths int64 \[rows\], x int64 \[rows, tokens\]; it was given a NoneType"),
         ({"x": X, "lengths": LENGTHS}, "it was given a dict"),
-        (Batch({"lengths": LENGTHS}), r"a batch without x int64 \[rows, tokens\] and with any other\. Convert, add"),
-        (Batch({"x": X, "lengths": LENGTHS, "y": X}), r"without any other and with y int64 \[rows, tokens\]"),
-        (Batch({"x": X.astype("float32"), "lengths": LENGTHS}), r"without x int64 .* and with x float32 \[rows, tokens\]"),
-        (Batch({"x": X, "lengths": LENGTHS.astype("int32")}), r"without lengths int64 \[rows\] and with lengths int32"),
-        (Batch({"x": X[:, 0], "lengths": LENGTHS}), r"without x int64 \[rows, tokens\] and with x int64 \[rows\]"),
+        (Batch({"lengths": LENGTHS}), r"batch of phase 'step' lacks x int64 \[rows, tokens\]\. Convert, add"),
+        (
+            Batch({"x": X, "lengths": LENGTHS, "y": X}),
+            r"'step' has y int64 \[rows, tokens\], not among its `inputs`",
+        ),
+        (Batch({"x": X.astype("float32"), "lengths": LENGTHS}), r"lacks x int64 .* and has x float32 \[rows, tokens\]"),
+        (Batch({"x": X, "lengths": LENGTHS.astype("int32")}), r"lacks lengths int64 \[rows\] and has lengths int32"),
+        (Batch({"x": X[:, 0], "lengths": LENGTHS}), r"lacks x int64 \[rows, tokens\] and has x int64 \[rows\]"),
         (
             Batch({"x": X[:, :3], "lengths": LENGTHS}),
             r"`lengths` from 4 to 4, but its fields hold .*: \{'x': 3\}",
@@ -793,7 +796,8 @@ def test_what_sets_the_room_for_results_is_named(scheduler: Scheduler, made: lis
     scheduler.add(namesake, warmup_value=0, result_bytes=1 << 20)
     scheduler.compile()
     keys = {graph.phase: graph.limits.result_key for graph in made}
-    assert (keys["other"], keys["own"]) == ("executor_cfg.result_bytes", "result_bytes of Scheduler.add(own)")
+    assert keys["own"] == "result_bytes of Scheduler.add(own)"
+    assert keys["other"] == "executor_cfg.result_bytes, or result_bytes of Scheduler.add(other),"
 
 
 def test_workers_of_somebody_else_are_not_killed_by_a_teardown(made: list[Graph]) -> None:
