@@ -70,8 +70,9 @@ class Refit:
         """Plans the refit and prepares every worker of both groups for it.
 
         Workers need `weight_slices()` and `prepare_refit(plan, channel)`; train workers also `send_weights(version)`,
-        generation workers `receive_weights(version)`. If all of them have `weight_config()`, the model configurations that
-        it returns must be equal. Channel ranks are the train ranks, then the generation ranks.
+        generation workers `receive_weights(version)`; on GPUs both need `weight_tensors()`. If all of them have
+        `weight_config()`, the model configurations that it returns must be equal. Channel ranks are the train ranks, then
+        the generation ranks.
 
         - `dtype`: of the train weights, such as `bfloat16`. `target_dtype`: of the generation weights that are not FP8, if
           it differs.
