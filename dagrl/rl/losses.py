@@ -110,7 +110,7 @@ def batch_loss(
     `max_probs_ratio`.
     """
     mask = data["loss_mask"].to(logprobs.dtype)
-    batch = TokenBatch(logprobs, mask, data, sequences or rows_as_sequences(mask), algorithm.config.loss_fn)
+    batch = TokenBatch(logprobs, mask, data, algorithm.config.loss_fn, sequences)
     costs, means = evaluate(algorithm.loss, batch, algorithm.config.algorithm)
     weights = _token_weights(mask, data, algorithm, denominators)
     loss, each = _masked_sum(costs, weights), mask / denominators.tokens
@@ -123,11 +123,6 @@ def batch_loss(
     agreement, maxima = logprob_difference(known.columns, mask, denominators)
     ratio = torch.exp(known.log_ratio.detach()) * (mask > 0)
     return LossOutput(loss, {**sums, **agreement}, {**maxima, "max_probs_ratio": ratio.amax()})
-
-
-def rows_as_sequences(mask: Tensor) -> Sequences:
-    """Returns the sequences of a batch [b, t] in which every row is one."""
-    return Sequences(torch.arange(len(mask), device=mask.device)[:, None].expand(mask.shape), len(mask))
 
 
 def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: LossConfig) -> Tensor:

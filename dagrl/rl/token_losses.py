@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -69,14 +69,14 @@ class TokenBatch:
     """What a loss reads; all tensors [b, t]. Only `logprobs` has a gradient.
 
     `columns` are the fields of the batch, and what phases computed for it. Values outside `mask` are arbitrary, and ignored
-    in the result.
+    in the result. Without `sequences` every row is one.
     """
 
     logprobs: Tensor
     mask: Tensor
     columns: Mapping[str, Tensor]
-    sequences: Sequences
-    config: LossConfig
+    config: LossConfig = field(default_factory=LossConfig)
+    sequences: Sequences | None = None
 
     def column(self, name: str) -> Tensor:
         """Returns a column. Raises ConfigError if the batch has none of this name."""
@@ -124,12 +124,19 @@ class TokenBatch:
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Returns for each token the mean of `values` over its sequence, without gradient [b, t]."""
-        totals = self.sequences.sums(values, self.mask)
+        totals = self._sequence_sums(values)
         return totals[0] / totals[1].clamp(min=1)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Returns for each token the sum of `values` over its sequence, without gradient [b, t]; of ones, its length."""
-        return self.sequences.sums(values, self.mask)[0]
+        return self._sequence_sums(values)[0]
+
+    def _sequence_sums(self, values: Tensor) -> Tensor:
+        sequences = self.sequences
+        if sequences is None:
+            rows = torch.arange(len(self.mask), device=self.mask.device)
+            sequences = Sequences(rows[:, None].expand(self.mask.shape), len(rows))
+        return sequences.sums(values, self.mask)
 
 
 TokenResult = Tensor | tuple[Tensor, Mapping[str, Tensor]]

@@ -83,7 +83,7 @@ class CriticStep:
         """The KL estimate of each token, from the log-probabilities that the train workers keep."""
         import torch
 
-        from dagrl.rl.losses import kl_penalty, rows_as_sequences
+        from dagrl.rl.losses import kl_penalty
         from dagrl.rl.token_losses import TokenBatch
 
         kept = kept_columns(self._session.train, self._session.config.timeouts.replay)
@@ -96,6 +96,5 @@ class CriticStep:
                 table[row, :length] = kept[name][row_id][:length]
         columns = {name: torch.from_numpy(table) for name, table in tables.items()}
         mask = torch.from_numpy(self._batch["loss_mask"])
-        sequences = rows_as_sequences(mask)
-        tokens = TokenBatch(columns["prev_logprobs"], mask, columns, sequences, self._session.config.loss_fn)
+        tokens = TokenBatch(columns["prev_logprobs"], mask, columns, self._session.config.loss_fn)
         return kl_penalty(tokens).numpy()

@@ -146,10 +146,9 @@ def test_distillation_has_the_gradient_of_the_reverse_kl() -> None:
     logits, teacher = torch.randn(2, 7, generator=draw).double()
     logits.requires_grad_()
     policy, target = logits.log_softmax(0), teacher.log_softmax(0)
-    mask, ids = torch.ones(1, 7).double(), torch.zeros(1, 7, dtype=torch.int64)
-    old = policy.detach()[None]
+    mask, old = torch.ones(1, 7).double(), policy.detach()[None]
     columns = {"prev_logprobs": old, "reference_logprobs": target[None]}
-    batch = TokenBatch(policy[None], mask, columns, Sequences(ids, 1), LossConfig())
+    batch = TokenBatch(policy[None], mask, columns)
     cost, means = evaluate(token_loss(LossConfig(name="distill")), batch, "distill")
     (found,) = torch.autograd.grad((cost * old.exp()).sum(), logits, retain_graph=True)
     divergence = (policy.exp() * (policy - target)).sum()
@@ -177,13 +176,15 @@ def test_clip_metrics_count_tokens_whose_cost_the_clip_changed() -> None:
 def test_sequence_sums_do_not_depend_on_how_sequences_are_packed() -> None:
     values, mask = torch.randn(2, 6), torch.tensor([[1.0, 1, 0, 1, 1, 1], [1, 1, 1, 0, 0, 1]])
     ids = torch.tensor([[4, 4, 4, 1, 1, 1], [0, 0, 2, 2, 2, 2]])
-    batch = TokenBatch(values, mask, {}, Sequences(ids, 5), LossConfig())
+    batch = TokenBatch(values, mask, {}, sequences=Sequences(ids, 5))
     means, sums = batch.sequence_mean(values), batch.sequence_sum(values)
     for sequence in (0, 1, 2, 4):
         inside = ids == sequence
         within = values[inside & (mask > 0)]
         torch.testing.assert_close(means[inside], within.mean().expand(int(inside.sum())))
         torch.testing.assert_close(sums[inside], within.sum().expand(int(inside.sum())))
+    rows = TokenBatch(values, mask, {}).sequence_sum(torch.ones_like(values))
+    torch.testing.assert_close(rows, mask.sum(1, keepdim=True).expand(2, 6))
 
 
 def test_log_ratios_are_clamped_so_that_one_token_cannot_overflow() -> None:
