@@ -68,7 +68,7 @@ class MixtureSampler:
     """An endless order over several sources, each in its own order, in the shares of their weights.
 
     `sources` has the indices of each source's examples. Every draw takes the next example of the source that is furthest
-    behind its share, so that any stretch of draws has the shares to within one example of each source.
+    behind its share, so that any stretch of draws has the shares to within a few examples.
     """
 
     def __init__(
