@@ -16,8 +16,11 @@ from dagrl.errors import error_text
 
 Item = TypeVar("Item")
 
-_INSTALLED = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[2]), "<")
-"""Beginnings of the files that are not the user's: of Python, of installed packages, of dagrl, and what is no file."""
+_OTHERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]), "<")
+"""Beginnings of the files that are not the user's: of Python, of dagrl, and what is no file."""
+
+_PACKAGES = ("site-packages", "dist-packages")
+"""Directories of installed packages, also of an environment that this one is made over."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,11 @@ class Failed:
 def raised(error: BaseException) -> str:
     """What a user's function raised, and the line that it came from: the deepest one of no installed package."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)] or frames
+    own = [
+        frame
+        for frame in frames
+        if not (frame.filename.startswith(_OTHERS) or any(name in frame.filename for name in _PACKAGES))
+    ] or frames
     return error_text(error) + (f" ({own[-1].filename}, line {own[-1].lineno})" if own else "")
 
 

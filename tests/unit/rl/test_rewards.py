@@ -18,7 +18,7 @@ import pytest
 
 from dagrl.config import RewardConfig, RewardShapingConfig
 from dagrl.errors import ConfigError, RunError
-from dagrl.rl.functions.answers import Failed, is_coroutine
+from dagrl.rl.functions.answers import Failed, is_coroutine, raised
 from dagrl.rl.functions.runner import FunctionRunner
 from dagrl.rl.rewards import (
     Judged,
@@ -209,6 +209,13 @@ def test_sample_that_raises_costs_only_itself(name: str, functions: str, caplog:
     assert (values, failed) == ([2.0, 0.0, 3.0], 1)
     assert "for a batch" not in caplog.text, "the failed sample is counted instead"
     assert re.fullmatch(r"ValueError: no such answer \(.*/rewards_\w+\.py, line 14\)", message), "of the function's own file"
+
+
+def test_an_error_of_a_package_names_the_users_line() -> None:
+    with pytest.raises(np.linalg.LinAlgError) as caught:
+        np.linalg.cholesky(np.ones(3))
+    message = raised(caught.value)
+    assert message.startswith("LinAlgError: ") and message.endswith(f"({__file__}, line {caught.traceback[0].lineno + 1})")
 
 
 def test_sample_that_hangs_or_kills_the_process_costs_only_itself(functions: str) -> None:
