@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Self, get_args, get_origin
@@ -14,14 +15,14 @@ Json = TypeAliasType("Json", "str | int | float | bool | list[Json] | dict[str, 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # the range that numpy, torch and vLLM all accept
 
 
-def _without_nul(path: str) -> str:
+def _path(path: str) -> str:
     if "\0" in path:
         raise ValueError("a path without null bytes")
-    return path
+    return os.path.expanduser(path)  # shells leave the ~ of `data.path=~/train.jsonl` as it is
 
 
-PathText = Annotated[str, AfterValidator(_without_nul)]
-"""The path of a file or a directory."""
+PathText = Annotated[str, AfterValidator(_path)]
+"""The path of a file or a directory; `~` is the user's home."""
 
 
 def derived(default: object, how: str, **bounds: float) -> Any:

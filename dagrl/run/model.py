@@ -77,6 +77,7 @@ def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
         _read_description(directory, key)  # transformers reads it too
     from transformers import AutoTokenizer
 
+    advice = f"save the model's tokenizer there, or name its directory in {TOKENIZER_KEY}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers raises anything for malformed files
@@ -84,12 +85,9 @@ def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
             if (directory / file).exists():
                 _read_object(directory / file, key)
         reason = _reason(error)
-        raise ConfigError(f"{key}: transformers cannot load a tokenizer from {directory}: {reason}") from error
+        raise ConfigError(f"{key}: transformers cannot load a tokenizer from {directory}: {reason}; {advice}") from error
     if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):  # what transformers makes of no files at all
-        raise ConfigError(
-            f"{key}: {directory} has no tokenizer, such as tokenizer.json; save the model's there, or name its directory in "
-            f"{TOKENIZER_KEY}"
-        )
+        raise ConfigError(f"{key}: {directory} has no tokenizer, such as tokenizer.json; {advice}")
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {directory} has no eos_token; responses could not end")
     return cast("PreTrainedTokenizerFast", tokenizer)

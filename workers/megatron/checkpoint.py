@@ -99,7 +99,7 @@ class CheckpointSave:
                 "Raise timeouts.checkpoint_s if it is slow"
             )
         if self._error is not None:
-            raise CheckpointError(f"cannot write {self._partial}: {self._error}") from self._error
+            raise CheckpointError(f"cannot write {self._partial}: {disk_error(self._error)}") from self._error
 
     def _write(self) -> None:
         try:
@@ -235,6 +235,14 @@ def _live_storages(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> 
     """Returns storages that further training changes. Megatron's plan holds views of them, and own copies."""
     tensors = [*trainer.weight_tensors(), *trainer.optimizer_tensors(), *(reference or {}).values()]
     return {storage._cdata for storage in unique_storages(tensors)}
+
+
+def disk_error(error: BaseException) -> BaseException:
+    """The OSError during which `error` was raised, if any: torch's writer raises one of its own over a full disk's."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
 
 
 def _write_buckets(request: Any, buckets: list[FileContents]) -> None:

@@ -54,6 +54,11 @@ def test_overrides_in_order(small: Path) -> None:
     assert (config.data.path, config.data.val_path, config.seed) == ("a=b.jsonl", None, 2)
 
 
+def test_a_tilde_is_the_home(small: Path) -> None:
+    config = load_config(small, ["data.path=~/train.jsonl", "output_dir=~/runs"])
+    assert (config.data.path, config.output_dir) == (str(Path.home() / "train.jsonl"), str(Path.home() / "runs"))
+
+
 def test_every_error_is_listed_with_its_location(small: Path) -> None:
     small.write_text(SMALLEST.replace("model_name", "modelname") + "sft:\n  lr: -1\n")
     with pytest.raises(ConfigError) as caught:

@@ -15,6 +15,7 @@ import torch
 from dagrl.errors import CheckpointError
 from dagrl.workers.megatron import cpu
 from dagrl.workers.megatron.manifest import fingerprint
+from tests.unit.run.full_disk import full_disk
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
 
@@ -109,3 +110,11 @@ def test_every_file_is_verified_by_one_rank(
         (refusal,) = refusals()
         assert f"{name} has" in refusal and "damaged" in refusal
         (tmp_path / name).write_bytes(whole)
+
+
+def test_a_full_disk_is_the_reason_of_the_error_that_torch_raises_over_it(checkpoint: Any, tmp_path: Path) -> None:
+    file = (tmp_path / "part").open("wb", buffering=0)
+    with file, full_disk(600), pytest.raises(RuntimeError, match="unexpected pos") as raised:
+        torch.save(torch.zeros(100_000), file)
+    assert "File too large" in str(checkpoint.disk_error(raised.value))
+    assert str(checkpoint.disk_error(ValueError("mine"))) == "mine"
