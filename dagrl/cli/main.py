@@ -24,6 +24,8 @@ from dagrl.errors import ConfigError, DagrlError, StopRequestedError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import require_package
 
+logger = logging.getLogger(__name__)
+
 OVERRIDES = "keys that override the file's; values are YAML"
 RUNNING = "the directory of a running job, on the host of its driver"
 
@@ -303,8 +305,14 @@ def _inspect(options: argparse.Namespace) -> None:
 
     _log(options)
     _check_outputs(options)
-    config = derive_from_machine(load_config(options.config, options.overrides)).config
-    _print(inspect_config(config, options.phase, options.output))
+    derived = derive_from_machine(load_config(options.config, options.overrides))
+    policy = derived.config.policy
+    if derived.open("policy.max_total_sequence_length") and not policy.sequence_buckets:
+        logger.warning(
+            "policy.max_total_sequence_length is not set: buckets are shown with %d tokens; a run derives it from its data",
+            policy.max_total_sequence_length,
+        )
+    _print(inspect_config(derived.config, options.phase, options.output))
 
 
 def _evaluate(options: argparse.Namespace) -> None:

@@ -44,6 +44,16 @@ def test_the_report_is_mermaid_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "refit of 0.600 MB from 2 to 1 ranks" in comments
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_lengths_that_a_run_derives_from_its_data_are_said_to_be_assumed(
+    given: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [line for line in Path(SFT).read_text().splitlines() if given or "max_total_sequence_length: " not in line]
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
+    assert main(["inspect", str(tmp_path / "run.yaml")]) == 0
+    assert ("buckets are shown with 2048 tokens; a run derives it from its data" in caplog.text) == (not given)
+
+
 def test_one_phase_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "pictures" / "step.mmd"
     assert main(["inspect", GRPO, "--phase", "train_step", "-o", str(picture), "executor_cfg.result_bytes=65536"]) == 0
