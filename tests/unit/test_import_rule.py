@@ -39,9 +39,9 @@ def users_of(*modules: str) -> set[str]:
 def test_internals_of_ray_are_imported_where_they_are_listed() -> None:
     """`local_cluster.py` asks for the processes of the cluster that it started, `event_loop.py` for an actor's loop.
 
-    `cluster.py` names Ray's logger. `references.py` derives a reference whose value `ray.get` asks for.
+    `references.py` derives a reference whose value `ray.get` asks for.
     """
-    assert users_of("ray.dag") == {"dagrl/runtime/executors/ray_dag.py", "dagrl/run/cluster.py"}
+    assert users_of("ray.dag") == {"dagrl/runtime/executors/ray_dag.py"}
     assert users_of("ray.experimental") == {
         "dagrl/runtime/executors/ray_dag.py",
         "dagrl/runtime/executors/edge.py",
