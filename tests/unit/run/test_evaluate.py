@@ -71,5 +71,5 @@ def test_failures_are_a_share_of_all_prompts(fails: str) -> None:
     groups = [scored(2), scored(0, fails=fails), scored(1)]
     found = completions_of(CONFIG, groups, RewardRunner(CONFIG.reward))
     assert [[one.reward for one in of_prompt] for of_prompt in found] == [[None], [1.0], [1.0]]
-    with pytest.raises(RunError, match=rf"{fails}.function failed for 2 of 3 samples, more than .*: no idea"):
+    with pytest.raises(RunError, match=rf"{fails} failed for 2 of 3 samples, more than .*: no idea"):
         completions_of(CONFIG, [*groups[:2], scored(1, fails=fails)], RewardRunner(CONFIG.reward))
