@@ -144,17 +144,30 @@ def _use_all_gpus(derived: Derived) -> None:
     config, rolls_out = derived.config, generates(derived.config)
     if config.cluster.address is not None or config.cluster.gpus_per_worker is not None or not derived.open(*LAYOUT):
         return
-    count = gpus_here(config.cluster)
+    here = gpus_here(config.cluster)
     if not derived.open("policy.worker", f"{ROLLOUT}.worker") or (rolls_out and not _may_share(config)):
         return
-    where = f"{count} GPU{'s' if count > 1 else ''} on this machine"
-    if count > 1 and (derived.open("policy.train_global_batch_size") or config.policy.train_global_batch_size % count == 0):
+    count = _replicas(derived, here)
+    where = f"{here} GPU{'s' if here > 1 else ''} on this machine" + ("" if count == here else ", and the size of a batch")
+    if count > 1:
         derived.set(f"{MEGATRON}.data_parallel_size", count, where)
         derived.set(f"{MEGATRON}.optimizer.use_distributed_optimizer", True, "several data-parallel ranks")
         if rolls_out:
             derived.set(f"{ENGINE}.data_parallel_size", count, where)
-    if rolls_out and (count == 1 or f"{ENGINE}.data_parallel_size" in derived.reasons):
+    if rolls_out and (count > 1 or here == 1):
         derived.set(f"{ROLLOUT}.colocated.enabled", True, where)
+
+
+def _replicas(derived: Derived, most: int) -> int:
+    """The most replicas, up to `most`, that divide a batch of the optimizer."""
+    config = derived.config
+    if not derived.open("policy.train_global_batch_size"):
+        size = config.policy.train_global_batch_size
+    elif generates(config):
+        size = samples_per_step(config)
+    else:
+        return most  # the size follows from the replicas
+    return max(count for count in range(1, most + 1) if size % count == 0)
 
 
 def _may_share(config: Config) -> bool:

@@ -104,8 +104,8 @@ def fit_shared_cache(derived: Derived, hf_config: Mapping[str, Json], weight_byt
     engine = generation_config(derived.config).vllm_cfg
     memory = _gpu_bytes()
     most = engine.gpu_memory_utilization * memory - weight_bytes / engine.layout.tp - ENGINE_ROOM
-    if wanted / engine.layout.tp <= most:
-        derived.set(key, max(LEAST_CACHE, wanted // engine.layout.tp), "GPUs: all sequences at once")
+    if wanted <= most:
+        derived.set(key, max(LEAST_CACHE, wanted), "GPUs: all sequences at once")
 
 
 def start_together(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
@@ -137,12 +137,16 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Json], weight_bytes: in
 
 
 def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:
-    """Bytes of an engine's KV cache for all its sequences at their greatest length; 0 if unknown."""
+    """Bytes of a rank's KV cache for all sequences of its engine at their greatest length; 0 if unknown.
+
+    Ranks that are more than the KV heads hold one each.
+    """
     engine, heads = generation_config(config).vllm_cfg, number(hf_config, "num_attention_heads", 0)
     if not heads:
         return 0
     head_dim = number(hf_config, "head_dim", number(hf_config, "hidden_size", 0) // heads)
-    cached = number(hf_config, "num_hidden_layers", 0) * number(hf_config, "num_key_value_heads", heads) * head_dim
+    kv_heads = max(1, number(hf_config, "num_key_value_heads", heads) // engine.layout.tp)
+    cached = number(hf_config, "num_hidden_layers", 0) * kv_heads * head_dim
     size = 1 if engine.kv_cache_dtype == "fp8" else 4 if config.policy.precision == "float32" else 2
     blocks = -(-config.policy.max_total_sequence_length // CACHE_BLOCK) + 1
     return engine.max_num_seqs * blocks * CACHE_BLOCK * 2 * cached * size

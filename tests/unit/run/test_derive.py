@@ -149,6 +149,32 @@ def test_gpus_without_a_layout_each_get_a_replica(machine: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpus", "samples", "replicas"), [(8, (3, 5), 5), (6, (32, 8), 4), (7, (1, 8), 4), (3, (5, 5), 1), (2, (1, 2), 2)]
+)
+def test_replicas_divide_a_batch(machine: Any, gpus: int, samples: tuple[int, int], replicas: int) -> None:
+    machine(gpus)
+    grpo = dict(zip(("num_prompts_per_step", "num_generations_per_prompt"), samples, strict=True))
+    policy = resolve(minimal(grpo=grpo)).config.policy
+    assert policy.generation is not None and policy.generation.colocated.enabled == (replicas > 1)
+    assert (policy.megatron_cfg.layout.dp, policy.generation.vllm_cfg.layout.dp) == (replicas, replicas)
+    chosen = {"train_global_batch_size": samples[0] * samples[1]}
+    assert resolve(minimal("sft", policy=chosen), demonstrations=9).config.policy.megatron_cfg.layout.dp == replicas
+    assert resolve(minimal("sft"), demonstrations=9).config.policy.megatron_cfg.layout.dp == gpus
+
+
+def test_a_rank_of_an_engine_holds_at_least_one_kv_head(machine: Any) -> None:
+    machine(16)
+    sizes = {}
+    for ranks in (1, 2, 8, 16):  # of a model with 8 KV heads
+        engine = {"tensor_parallel_size": ranks, "max_num_seqs": 64}
+        policy = {"generation": {"vllm_cfg": engine, "colocated": {"enabled": True}}}
+        policy |= {"megatron_cfg": {"data_parallel_size": ranks}}
+        sizes[ranks] = generation_config(resolve(minimal(policy=policy)).config).vllm_cfg.kv_cache_memory_bytes
+    head = 64 * (1280 + 16) * 2 * 28 * 128 * 2  # keys and values of 28 layers in bfloat16, with a spare block a sequence
+    assert sizes == {ranks: max(1 << 30, head * max(1, 8 // ranks)) for ranks in sizes}
+
+
+@pytest.mark.parametrize(
     "chosen",
     [
         {"policy": {"megatron_cfg": {"tensor_model_parallel_size": 2}}},
