@@ -96,7 +96,7 @@ class EngineReplacement:
         self._started()
         scheduler, refit = self.replays.scheduler, self.replays.phases["refit"]
         with scheduler.at_rest(self.config.timeouts.replay_s):
-            if self.resizing.begun:
+            if self.resizing.due:
                 self.resizing.resize()
             else:
                 scheduler.recover([GENERATION])

@@ -105,8 +105,13 @@ class Resizing:
 
     @property
     def begun(self) -> bool:
-        """Whether a change was taken and is not made yet."""
+        """Whether a change was taken, and its engines are not connected yet."""
         return self._asked is not None and self._asked.begun and not self._asked.done.done()
+
+    @property
+    def due(self) -> bool:
+        """Whether a change was taken, and its engines have not joined or left yet."""
+        return self._asked is not None and self._asked.begun and not self._asked.joined
 
     def take_change(self) -> Change | None:
         """Begins the change that is ready, if there is one. It can no longer be withdrawn."""

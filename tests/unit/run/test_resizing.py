@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,9 +13,10 @@ import pytest
 import ray
 
 from dagrl.config.file import load_config
-from dagrl.errors import DagrlError, DeadlineError, LayoutError, RunError
+from dagrl.errors import DagrlError, DeadlineError, LayoutError, RunError, WorkerError
 from dagrl.rl.rollout.engines import Change
 from dagrl.run import resizing
+from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.run.resizing import Resizing
 from dagrl.runtime.layout import ParallelLayout
@@ -115,6 +117,35 @@ def test_one_request_at_a_time_ends_with_its_session_a_lost_engine_or_a_refit(wh
     else:
         assert isinstance(found, RunError) and group.ended == 1
         assert asked.take_change() == (None if what == "end" else Change((1,), 1))
+
+
+def test_engines_join_once_if_the_refit_fails_that_connects_them() -> None:
+    asked, joined = resizing_of(FakeGroup()), list[object]()
+    warm_ups = iter([WorkerError((), "an engine died"), None])
+
+    def warmup(only: object) -> None:
+        if (error := next(warm_ups)) is not None:
+            raise error
+
+    def resize(role: str, kept: object, joining: object) -> list[Any]:
+        joined.append(joining)
+        return []
+
+    scheduler = asked._replays.scheduler
+    vars(scheduler).update(resize=resize, warmup=warmup, recover=lambda roles: None, at_rest=lambda seconds: nullcontext())
+    vars(asked._replays).update(phases={"refit": SimpleNamespace(name="refit")})
+    replacement = EngineReplacement(asked._config, asked._fleet, asked._group, asked._replays, lambda: None, asked)
+    thread = threading.Thread(target=asked.scale, args=(3, 30.0))
+    thread.start()
+    while not asked.ready:
+        thread.join(0.01)
+    asked.take_change()
+    with pytest.raises(WorkerError, match="an engine died"):
+        replacement.connect()
+    assert replacement.unconnected
+    replacement.connect()
+    thread.join(10.0)
+    assert joined == ["1 engines"] and not replacement.unconnected
 
 
 def test_places_on_lost_hosts_need_free_gpus() -> None:
