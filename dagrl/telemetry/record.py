@@ -183,8 +183,12 @@ class RunRecord:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+        with ExitStack() as stack:  # closes each, whatever another one raises
+            stack.callback(self._close_file)
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+
+    def _close_file(self) -> None:
         with naming(self.paths.metrics):
             self._file.close()
 

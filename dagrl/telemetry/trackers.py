@@ -39,8 +39,8 @@ class TensorBoardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         self._directory = directory / "tensorboard"
-        with naming(self._directory):  # purge_step hides steps after the one resumed from
-            self._writer = SummaryWriter(str(self._directory), purge_step=resumed_step + 1 if resumed_step else None)
+        with naming(self._directory):  # purge_step hides the steps that are repeated
+            self._writer = SummaryWriter(str(self._directory), purge_step=resumed_step + 1)
 
     def log(self, step: int, metrics: Metrics) -> None:
         with naming(self._directory):

@@ -197,6 +197,33 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("grpo/loss")] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
 
 
+def test_tensorboard_shows_steps_once_after_a_restart_without_a_checkpoint(tmp_path: Path) -> None:
+    log_steps(config(tmp_path, tensorboard_enabled=True), 1, 2)
+    paths = log_steps(config(tmp_path, resume=True, tensorboard_enabled=True), 1, 3)
+    events = EventAccumulator(str(paths.tensorboard))
+    events.Reload()
+    assert [event.step for event in events.Scalars("grpo/loss")] == [1, 2, 3]
+
+
+def test_a_tracker_that_fails_to_close_leaves_no_other_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    class Closed:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def close(self) -> None:
+            closed.append(self.number)
+            raise ConnectionError(f"tracker {self.number}")
+
+    monkeypatch.setattr("dagrl.telemetry.record.open_trackers", lambda *_: [Closed(1), Closed(2)])
+    run = config(tmp_path)
+    prepare_run_directory(run)
+    with pytest.raises(ConnectionError), RunRecord(run) as record:
+        pass
+    assert sorted(closed) == [1, 2] and record._file.closed
+
+
 @pytest.mark.parametrize(
     ("package", "key"),
     [
