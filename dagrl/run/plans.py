@@ -101,7 +101,7 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
     if uses_critic(config):
         plans += critic_plans(config)
     if has_fp8_kv_cache(config):
-        plans.append(PhasePlan("calibrate_kv_scales", train_buckets(config, samples)))
+        plans.append(PhasePlan("calibrate_kv_scales", train_buckets(config, samples * rows_per_sample(config))))
     return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+from dagrl.config.file import load_config
+from dagrl.config.settings import samples_per_step
 from dagrl.errors import PhaseError, WorkerFailure
 from dagrl.machine import DeviceMemory
 from dagrl.run.memory_fit import ENGINE_ROOM
+from dagrl.run.plans import grpo_plans
 from dagrl.run.warm_up import EarlyWarmUp
 from tests.unit.run.test_fleet import colocated
 
+ROOT = Path(__file__).parents[3]
 GIB = 1 << 30
 CACHE, WEIGHTS = 5 * GIB, 4 * GIB
 TOO_LARGE = WorkerFailure("train", 0, "dp 0", "here", 1, "train_step", 0, "train_step", "raised", "CUDA out of memory", "")
@@ -91,3 +96,12 @@ def test_a_run_that_exchanges_nothing_sets_no_limit(early: EarlyWarmUp) -> None:
     early = EarlyWarmUp(config, early.inputs, [], {}, early.scheduler, early.stop)
     run(early, group := TrainGroup())
     assert early.done == {"train_step"} and not group.limits
+
+
+def test_scales_are_calibrated_at_the_shapes_of_whole_batches() -> None:
+    agent = ["environment.agent=agents:play", "environment.max_conversations=3"]
+    cache = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
+    config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*agent, cache])
+    config = config.with_keys({"policy.train_global_batch_size": samples_per_step(config)})
+    plans = {plan.name: plan for plan in grpo_plans(config)}
+    assert plans["calibrate_kv_scales"].buckets == plans["train_step"].buckets
