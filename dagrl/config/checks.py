@@ -124,9 +124,12 @@ def _microbatch_mistakes(policy: PolicyConfig) -> Mistakes:
 def _batch_mistakes(config: Config) -> Mistakes:
     dp, size = layouts(config)["train"].dp, config.policy.train_global_batch_size
     grpo, samples = config.grpo, samples_per_step(config)
+    near = sorted({size // dp * dp or dp, -(-size // dp) * dp})
+    fitting = " or ".join(str(one) for one in near if not generates(config) or samples % one == 0)
     return {
         f"policy.train_global_batch_size {size} is not divisible by data_parallel_size {dp}; "
-        f"set it to {size // dp * dp or dp} or {-(-size // dp) * dp}, or change data_parallel_size": size % dp != 0,
+        + (f"set it to {fitting}" if fitting else "change grpo.num_prompts_per_step")
+        + ", or change data_parallel_size": size % dp != 0,
         f"grpo.num_prompts_per_step {grpo.num_prompts_per_step} x num_generations_per_prompt "
         f"{grpo.num_generations_per_prompt} = {samples} samples, not a multiple of policy.train_global_batch_size {size}; "
         f"set that to a divisor of {samples}": generates(config) and samples % size != 0,

@@ -169,7 +169,7 @@ def test_mistakes() -> None:
         inspect_config(config, None, Path("picture.png"))
     with pytest.raises(ConfigError, match=r"policy\.model_name and policy\.random_init: found neither"):
         inspect_config(load_config(SFT, ["policy.random_init=null"]))
-    with pytest.raises(LayoutError, match=r"train_global_batch_size 63 is not divisible by data_parallel_size 2"):
+    with pytest.raises(LayoutError, match=r"batch_size 63 is not divisible by data_parallel_size 2; set it to 62 or 64, or"):
         inspect_config(load_config(SFT, ["policy.train_global_batch_size=63", "policy.megatron_cfg.data_parallel_size=2"]))
     with pytest.raises(LayoutError, match=r"policy\.megatron_cfg: vpp is 2 but pp is 1"):
         inspect_config(load_config(SFT, ["policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"]))

@@ -285,7 +285,7 @@ TABLE = [
     Row("layers", ("2 layers are not divisible by pp 4",), (f"{MEGATRON}.pipeline_model_parallel_size=4",)),
     Row(
         "batch not divisible by dp",
-        ("train_global_batch_size 16", "data_parallel_size 3", "15 or 18"),
+        ("train_global_batch_size 16", "data_parallel_size 3", "change grpo.num_prompts_per_step, or change"),
         (f"{MEGATRON}.data_parallel_size=3",),
     ),
     Row("samples not divisible by batch", ("= 12 samples", "train_global_batch_size 16"), ("grpo.num_prompts_per_step=3",)),
