@@ -44,7 +44,7 @@ class VllmConfig(Section):
     expert_parallel_size: PositiveInt = 1
     """1, or `tensor_parallel_size`: then each rank of an engine holds whole experts."""
 
-    data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine if no layout is set, else 1")
+    data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine that divide a batch, if no layout is set, else 1")
     """Number of engines."""
 
     max_model_len: PositiveInt | None = None

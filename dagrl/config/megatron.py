@@ -118,7 +118,7 @@ class Fp8Config(Section):
 class MegatronConfig(Section):
     """Megatron train workers: parallel layout, recomputation, optimizer."""
 
-    data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine if no layout is set, else 1")
+    data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine that divide a batch, if no layout is set, else 1")
     """Replicas of the model, each trained on its share of the batch."""
 
     tensor_model_parallel_size: PositiveInt = 1

@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from dagrl.embed.fleet import Call, Fleet
-from dagrl.errors import DeadlineError, LayoutError
+from dagrl.errors import DeadlineError, GraphError, LayoutError
 from dagrl.runtime.arguments import Arguments
 from dagrl.runtime.executors.references import ValueRef
 from dagrl.runtime.replay import Replay
@@ -45,7 +45,7 @@ def accelerate(
 
     Leave out methods that return generators, and methods that wait for a call of another group that comes later.
     Raises LayoutError for an object that is no such group, or whose sharding does not have its workers; GraphError for a
-    method that the workers lack; WorkerError for an actor that died.
+    method that the workers lack, or a group that is accelerated already; WorkerError for an actor that died.
     """
     _check(worker_group)
     role = re.sub(r"\W", "_", getattr(worker_group, "name_prefix", "")) or "workers"
@@ -141,6 +141,8 @@ def _references(returned: Any) -> Sequence[Any]:
 
 
 def _check(worker_group: Any) -> None:
+    if isinstance(worker_group, AcceleratedGroup):
+        raise GraphError("this worker group is accelerated already; call accelerate() once, with all phases")
     missing = [name for name in ("workers", "sharding_annotations", *DISPATCHERS) if not hasattr(worker_group, name)]
     if missing:
         raise LayoutError(

@@ -48,7 +48,8 @@ def accelerate(
     most that one worker takes or returns in a call; memory is taken as it is used. Groups on the same actors share one
     graph. `close()` of the returned group ends it; the actors live on.
 
-    Raises GraphError for a method that the group lacks or that cannot run so; WorkerError if an actor has died;
+    Raises GraphError for a method that the group lacks or that cannot run so, or for other limits than those of another
+    accelerated group on the actors; WorkerError if an actor has died;
     MissingDependencyError without verl.
     """
     bound = _bound_methods(worker_group)
@@ -141,8 +142,11 @@ def _fleet_of(actors: Sequence[Any], deadline_s: float, max_bytes: int) -> Fleet
     """Returns the fleet on these actors, with the phase `RUN`: that of another worker group on them, or a new one."""
     key = tuple(actor._actor_id.hex() for actor in actors)
     fleet = _fleets.get(key)
-    if fleet is not None and fleet.limits != (deadline_s, max_bytes):
-        fleet.close()
+    if fleet is not None and not fleet.closed and fleet.limits != (deadline_s, max_bytes):
+        raise GraphError(
+            "another accelerated group on these actors has deadline_s={:g} and max_bytes={}; give the same, or close() that "
+            "group first".format(*fleet.limits)
+        )
     if fleet is None or fleet.closed:
         register_reducers()
         fleet = _fleets[key] = Fleet(
