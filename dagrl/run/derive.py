@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sized
 
 from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, VllmConfig
 from dagrl.config.settings import (
+    bucket_widths,
     compares,
     generates,
     generation_config,
@@ -19,6 +20,7 @@ from dagrl.config.settings import (
     samples_per_step,
     sends_adapters,
     uses_reference,
+    width_key,
 )
 from dagrl.config.worker_checks import no_place
 from dagrl.errors import ConfigError
@@ -229,8 +231,8 @@ def _set_lengths(derived: Derived) -> None:
         derived.set("policy.max_total_sequence_length", max(policy.sequence_buckets), "the largest bucket")
     bounded = derived.config.is_set("policy.max_total_sequence_length")
     if rolls_out and bounded:
-        half = max(1, derived.config.policy.max_total_sequence_length // 2)
-        derived.set(f"{ROLLOUT}.max_new_tokens", half, "half of policy.max_total_sequence_length")
+        half = max(1, bucket_widths(derived.config.policy)[-1] // 2)
+        derived.set(f"{ROLLOUT}.max_new_tokens", half, f"half of {width_key(policy)}")
     elif rolls_out:
         derived.set(f"{ROLLOUT}.max_new_tokens", NEW_TOKENS, "enough for short reasoning")
     if not bounded:

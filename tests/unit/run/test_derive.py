@@ -74,6 +74,13 @@ def test_completions_fit_a_model_with_a_short_context(machine: Any) -> None:
     assert derived.config.policy.max_total_sequence_length == 64
 
 
+def test_completions_fit_buckets_below_the_longest_sequence(machine: Any) -> None:
+    machine(0)
+    policy = {"max_total_sequence_length": 1000, "sequence_buckets": [100, 300]}
+    generation = resolve(minimal(policy=policy)).config.policy.generation
+    assert generation is not None and generation.max_new_tokens == 150
+
+
 def test_a_minimal_dpo_run_takes_pairs_at_a_low_rate(machine: Any) -> None:
     machine(1)
     config = resolve(minimal("dpo"), demonstrations=9).config
