@@ -250,6 +250,7 @@ def _open_checkpoints(config: Config, paths: RunPaths, taken: Taken | None) -> t
     resumed = taken.record if taken else store.latest() if section.resume else None
     if resumed is not None:
         check_reference(config, resumed)
+        check_stage(config, resumed)
     return store, resumed
 
 
@@ -280,6 +281,16 @@ def check_reference(config: Config, resumed: Checkpoint) -> None:
             f"algorithm {config.algorithm} needs a reference policy (loss_fn.reference_policy_kl_penalty is "
             f"{config.loss_fn.reference_policy_kl_penalty:g}), but {resumed.directory} has none, because it was not needed "
             "when it was saved; resume without it, or start a new run, whose first policy is the reference"
+        )
+
+
+def check_stage(config: Config, resumed: Checkpoint) -> None:
+    """Raises ConfigError if SFT steps would follow those on samples: they would start the data and the optimizer again."""
+    steps, step = config.sft.max_num_steps, resumed.state.step
+    if "grpo_sampler" in resumed.state.counters and generates(config) and step < steps:
+        raise ConfigError(
+            f"sft.max_num_steps is {steps}, but {resumed.directory} is of step {step}, after {config.algorithm} had begun; "
+            "set it to what it was when the run began"
         )
 
 

@@ -29,7 +29,14 @@ from dagrl.run.recorder import Recorder
 from dagrl.run.replay_times import CountedReplay
 from dagrl.run.replays import Replays
 from dagrl.run.session import Session
-from dagrl.run.start import REFERENCE, check_reference, run_session, with_absolute_paths, with_end_of_sequence
+from dagrl.run.start import (
+    REFERENCE,
+    check_reference,
+    check_stage,
+    run_session,
+    with_absolute_paths,
+    with_end_of_sequence,
+)
 from dagrl.runtime.replay import Replay, ReplayTiming
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
@@ -227,6 +234,15 @@ def test_resuming_without_the_needed_reference_policy_is_an_error() -> None:
     check_reference(configuration(), Checkpoint(Path("step_00000001"), TrainState(1, counters={"sft_sampler": {}})))
     with pytest.raises(ConfigError, match=r"penalty is 0\.01\), but step_00000003 has none"):
         check_reference(configuration(), without)
+
+
+def test_resuming_with_sft_steps_after_those_of_grpo_is_an_error() -> None:
+    saved = Checkpoint(Path("step_00000003"), TrainState(3, counters={"grpo_sampler": {}}))
+    config = configuration().with_keys({"sft.max_num_steps": 4})
+    check_stage(config.with_keys({"sft.max_num_steps": 3}), saved)
+    check_stage(config, Checkpoint(Path("step_00000003"), TrainState(3, counters={"sft_sampler": {}})))
+    with pytest.raises(ConfigError, match=r"max_num_steps is 4, but step_00000003 is of step 3, after grpo had begun"):
+        check_stage(config, saved)
 
 
 def test_workers_get_absolute_paths_of_model_and_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
