@@ -44,6 +44,12 @@ class RunView:
         self.directory, self._rollouts = directory, directory / "rollouts"
         self._summaries: dict[Path, tuple[int, list[Summary]]] = {}
         self._lock = threading.Lock()
+        try:
+            self.about()
+        except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{directory / 'config.yaml'} is not what a run saves ({error!r}); put it back, or name another run"
+            ) from error
 
     def about(self) -> Summary:
         """Returns the run's name, algorithm, model and number of steps."""

@@ -101,6 +101,8 @@ def test_other_sites_that_resolve_to_this_machine_get_nothing(tmp_path: Path) ->
     "arguments, message",
     [
         (["nowhere"], "nowhere is not the directory of a run"),
+        (["broken"], "broken/config.yaml is not what a run saves"),
+        (["other"], "other/config.yaml is not what a run saves (KeyError('algorithm'))"),
         (["a", "b", "c"], "at most 2 runs; found 3"),
         (["run", "--host", "192.0.2.1"], "cannot serve at 192.0.2.1"),
         (["run", "--port", "99999"], "port 99999"),
@@ -110,6 +112,9 @@ def test_bad_arguments_are_one_error(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path, "run")
+    for name, text in (("broken", "name: [run"), ("other", "name: run")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     assert main(["view", *arguments]) == 2
     assert message in capsys.readouterr().err
