@@ -68,7 +68,7 @@ def meet(
     tied_embeddings: bool = False,
     verify: Verify = "off",
     delta: DeltaMode = "off",
-    while_waiting: Callable[[], object] = bool,
+    while_waiting: Callable[[], object] = lambda: None,
 ) -> tuple[RankPlan, ChannelSpec]:
     """Returns this rank's plan and its end of the channel. Call it in all processes of both sides at once.
 

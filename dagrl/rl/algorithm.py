@@ -29,6 +29,7 @@ from dagrl.imports import load_class, running
 from dagrl.rl.advantages import (
     GROUP,
     Floats,
+    Lengths,
     asked_lengths,
     checked_advantages,
     checked_rewards,
@@ -133,7 +134,7 @@ def algorithm_for(loss: str, config: Config) -> Algorithm:
     return cast(Algorithm, load_class(_SHARED[loss], KEY)(config))
 
 
-def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.ArrayLike, lengths: npt.ArrayLike) -> Floats:
+def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.ArrayLike, lengths: Lengths) -> Floats:
     """Returns the algorithm's advantages: `[prompts, completions]` float64, 0 where not `valid`.
 
     Raises ConfigError if a user's method fails, or returns another shape or values that are not finite.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -86,22 +87,31 @@ class AddedPhase:
         self, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
     ) -> tuple[list[object], Join, float | None]:
         """Returns the input of each graph, how results of shards are joined, and the share of padding."""
-        places = {shard: place for place, shard in enumerate(sorted(shard for one in self.compiled for shard in one.shards))}
-        graphs = [[places[shard] for shard in one.shards] for one in self.compiled]
+        here, graphs = self._places()
         if self.fields is None:
             return (*share_out(self.phase.name, self.codec, value, graphs), None)
         value = check_batch(self.phase.name, value, self.fields)
         longest = longest_row(self.phase.name, value)
         lengths = value["lengths"].astype("int64")
         if rows is None:
-            rows = split_rows(lengths, len(places))
+            rows = split_rows(lengths, len(here))
         else:
-            if len(rows) > max(places) and not any(len(mine) for shard, mine in enumerate(rows) if shard not in places):
-                rows = [rows[shard] for shard in places]  # those without workers get no rows
-            check_rows(self.phase.name, rows, len(places), value.rows)
+            named = len(rows) > max(len(here), here[-1])  # also those without workers, which get no rows
+            if named and not any(len(mine) for shard, mine in enumerate(rows) if shard not in here):
+                rows = [rows[shard] for shard in here]
+            check_rows(self.phase.name, rows, len(here), value.rows)
         bucket = choose_bucket(self.buckets, max(map(len, rows)), longest)
         split = Split(tuple(rows), bucket, value.tokens or longest)
-        return [split.share(value, mine) for mine in graphs], split.join, padding_share(lengths, bucket, len(places))
+        return [split.share(value, mine) for mine in graphs], split.join, padding_share(lengths, bucket, len(here))
+
+    def _places(self) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
+        """Returns the shards that have workers, and for each graph where its own are among them."""
+        graphs: list[Sequence[int]] = [one.shards for one in self.compiled]
+        here: Sequence[int] = range(sum(map(len, graphs)))
+        if max(map(max, graphs)) in here:  # none is missing
+            return here, graphs
+        here = sorted(chain.from_iterable(graphs))
+        return here, [[here.index(shard) for shard in mine] for mine in graphs]
 
 
 def channel_bytes(

@@ -74,9 +74,13 @@ def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.
     values, valid = (np.concatenate([getattr(group, name) for group in groups]) for name in ("values", "valid"))
     if config.reward.shuffle:
         values[valid] = shuffled(values[valid], config.seed, step)
-    lengths = np.array([sum(int(row.sampled.sum()) for row in sample.rows) for sample in samples_in(groups)], np.float64)
-    rewards, answered, sampled = (column.reshape(len(groups), -1) for column in (values, valid, lengths))
-    table = advantages_of(algorithm_of(config), rewards, answered, sampled)
+    rewards, answered = (column.reshape(len(groups), -1) for column in (values, valid))
+
+    def lengths() -> npt.NDArray[np.float64]:
+        counts = [sum(int(row.sampled.sum()) for row in sample.rows) for sample in samples_in(groups)]
+        return np.array(counts, np.float64).reshape(len(groups), -1)
+
+    table = advantages_of(algorithm_of(config), rewards, answered, lengths)
     return table.reshape(-1).astype(np.float32)
 
 
