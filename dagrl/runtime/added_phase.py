@@ -108,7 +108,7 @@ class AddedPhase:
         """Returns the shards that have workers, and for each graph where its own are among them."""
         graphs: list[Sequence[int]] = [one.shards for one in self.compiled]
         here: Sequence[int] = range(sum(map(len, graphs)))
-        if max(map(max, graphs)) in here:  # none is missing
+        if max(chain.from_iterable(graphs)) in here:  # none is missing
             return here, graphs
         here = sorted(chain.from_iterable(graphs))
         return here, [[here.index(shard) for shard in mine] for mine in graphs]
