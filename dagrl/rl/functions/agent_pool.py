@@ -136,13 +136,30 @@ class _AgentProcess:
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
             try:
-                connection = self._connect()
-                if self._begins(*message):
-                    connection.send(message)
+                self._deliver(*message)
             except RunError as error:
-                self._end_all(Failed(str(error)) if self._process.imported else error, message[0])
-            except (EOFError, OSError):
-                self._end_all(Failed(ENDED), message[0])
+                self._end_unsent(Failed(str(error)) if self._process.imported else error, message[0])
+            except (EOFError, OSError):  # closed
+                self._end_unsent(Failed(ENDED), message[0])
+
+    def _deliver(self, key: str, request: Any) -> None:
+        """Sends a message, unless its episode was cancelled. The deadline of an episode begins now."""
+        while True:
+            connection = self._connect()
+            with self._lock:
+                if connection is self._connection:  # else it is lost already, without this message's episode
+                    episode = self._running.get(key)
+                    if episode is not None:
+                        episode.until = time.monotonic() + self._deadline.seconds + GRACE_S
+                    break
+        if episode is None and (request is not None or not key):
+            return
+        if episode is not None and episode.lost:
+            episode.again()  # its old process is gone, and its new one waits for this
+        try:
+            connection.send((key, request))
+        except OSError:
+            self._lose(connection, ENDED)
 
     def _connect(self) -> Connection:
         """Returns the connection to a process that has imported the agent, and reads from it if it is a new one."""
@@ -151,22 +168,14 @@ class _AgentProcess:
                 connection = self._process.connection()
                 break
             except (EOFError, OSError):  # a RunError after several processes in a row
+                self._process.close()
                 if self._closed:
                     raise
-        if connection is not self._connection:
-            self._connection = connection
+        with self._lock:
+            new, self._connection = connection is not self._connection, connection
+        if new:
             threading.Thread(target=self._read, args=(connection,), name=KEY, daemon=True).start()
         return connection
-
-    def _begins(self, key: str, request: Any) -> bool:
-        """Whether to send a message; False for an episode that was cancelled. Its deadline begins now."""
-        with self._lock:
-            episode = self._running.get(key)
-            if episode is not None:
-                episode.until = time.monotonic() + self._deadline.seconds + GRACE_S
-        if episode is not None and episode.lost:
-            episode.again()  # its old process is gone, and its new one waits for this
-        return episode is not None or (request is None and bool(key))
 
     def _try_again(self, lost: Sequence[_Episode]) -> list[_Episode]:
         """Lets episodes that a process lost wait before all others; returns those that have exceeded their deadline."""
@@ -190,9 +199,7 @@ class _AgentProcess:
                     break
         except (EOFError, OSError):
             pass
-        if connection is self._connection:
-            self._process.close()
-            self._end_all(Failed(failure))
+        self._lose(connection, failure)
 
     def _overdue(self) -> bool:
         with self._lock:
@@ -205,22 +212,34 @@ class _AgentProcess:
         if episode is not None:
             episode.answer.set_result(answer)
 
-    def _end_all(self, outcome: Failed | RunError, key: str = "") -> None:
-        """Ends the episodes that the lost process had begun and that of `key`, or with a RunError all.
+    def _lose(self, connection: Connection, failure: str) -> None:
+        """Gives up a process, once: the thread that reads and the one that writes may both find that it has ended.
 
-        Those that may not be why it was lost are tried again.
+        Its episodes have failed; if they are several, those that may not be why it was lost are tried again.
         """
-        fatal = isinstance(outcome, RunError)
         with self._lock:
-            ended = [one for one in self._running.values() if fatal or one.until < math.inf or one.key == key]
-            for episode in ended:
+            if connection is not self._connection:
+                return
+            self._process.close()
+            self._connection = None
+            lost = [one for one in self._running.values() if one.until < math.inf]
+            for episode in lost:
                 del self._running[episode.key]
-            if fatal:
-                ended += self._waiting.values()
-                self._waiting.clear()
-            elif len(ended) > 1:
-                ended = self._try_again(ended)
+            failed = self._try_again(lost) if len(lost) > 1 else lost
             self._send_next()
+        for episode in failed:
+            episode.answer.set_result(Failed(failure))
+
+    def _end_unsent(self, outcome: Failed | RunError, key: str) -> None:
+        """Ends the episode `key`, for which there is no process, or with a RunError all."""
+        with self._lock:
+            if isinstance(outcome, RunError):
+                ended = [*self._running.values(), *self._waiting.values()]
+                self._running.clear()
+                self._waiting.clear()
+            else:
+                ended = [self._running.pop(key)] if key in self._running else []
+                self._send_next()
         for episode in ended:
             if isinstance(outcome, RunError):
                 episode.answer.set_exception(outcome)
