@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from dagrl.errors import error_text
-from dagrl.rl.functions.answers import Failed, is_coroutine, raised
+from dagrl.rl.functions.answers import Failed, is_coroutine, raised, without_exit
 from dagrl.runtime.deadline import Deadline
 
 THREADS = 256
@@ -86,8 +86,9 @@ class _Agents:
         try:
             async with limit:
                 arguments = request["example"], Endpoint(**request["endpoint"])
-                if is_coroutine(self._function):
-                    return await self._function(*arguments)
-                return await asyncio.get_running_loop().run_in_executor(self._threads, self._function, *arguments)
+                with without_exit():
+                    if is_coroutine(self._function):
+                        return await self._function(*arguments)
+                    return await asyncio.get_running_loop().run_in_executor(self._threads, self._function, *arguments)
         except Exception as error:
             return Failed(self._deadline.missed if limit.expired() else raised(error))

@@ -6,8 +6,9 @@ import inspect
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,16 @@ def raised(error: BaseException) -> str:
         if not (frame.filename.startswith(_OTHERS) or any(name in frame.filename for name in _PACKAGES))
     ] or frames
     return error_text(error) + (f" ({own[-1].filename}, line {own[-1].lineno})" if own else "")
+
+
+@contextmanager
+def without_exit() -> Iterator[None]:
+    """For a user's code: turns `sys.exit`, which programs that a model wrote call, into an error of its row, as it would end
+    the process."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({error.code!r})").with_traceback(error.__traceback__) from None
 
 
 Answers = list[Any]

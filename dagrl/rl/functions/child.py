@@ -36,7 +36,7 @@ from typing import Any, Self, TypeVar
 from dagrl.errors import UserError, error_text
 from dagrl.imports import load_callable
 from dagrl.rl.functions.agents import serve_agents
-from dagrl.rl.functions.answers import Failed, is_coroutine, raised
+from dagrl.rl.functions.answers import Failed, is_coroutine, raised, without_exit
 from dagrl.rl.functions.episodes import EpisodeHost
 from dagrl.rl.functions.keywords import with_keywords
 from dagrl.runtime.deadline import Deadline
@@ -110,9 +110,10 @@ def _pickled(answers: list[Any] | str) -> bytes:
 def answer_batch(runner: Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:
     """Calls the function with all rows. Returns its answers, or what it raised."""
     try:
-        answers = _result(runner, function, columns)
-        if isinstance(answers, Iterable):
-            return list(answers)
+        with without_exit():
+            answers = _result(runner, function, columns)
+            if isinstance(answers, Iterable):
+                return list(answers)
     except Exception as error:
         return raised(error)
     return (
@@ -125,7 +126,8 @@ def answer_row(runner: Runner, function: Callable[..., Any], columns: Sequence[l
     """Calls a plain function, which may run its own event loop, with the only row. Returns its answer, or what it raised."""
     (row,) = zip(*columns, strict=True)
     try:
-        return [_result(runner, function, row)]
+        with without_exit():
+            return [_result(runner, function, row)]
     except Exception as error:
         return raised(error)
 
@@ -179,14 +181,16 @@ async def _one(function: Callable[..., Any], row: tuple[Any, ...], deadline: Dea
     limit = asyncio.timeout(deadline.seconds)
     try:
         async with limit:
-            result = function(*row)
-            return await result if inspect.isawaitable(result) else result
+            with without_exit():
+                result = function(*row)
+                return await result if inspect.isawaitable(result) else result
     except Exception as error:
         return Failed(deadline.missed if limit.expired() else raised(error))
 
 
 async def _awaited(result: Any) -> Any:
-    return await result
+    with without_exit():
+        return await result
 
 
 if __name__ == "__main__":

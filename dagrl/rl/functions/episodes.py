@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dagrl.errors import error_text
+from dagrl.rl.functions.answers import without_exit
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class EpisodeHost:
 
     async def _call(self, method: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Awaits a coroutine method, or calls a plain one in a thread, so that the other episodes continue."""
-        if inspect.iscoroutinefunction(method):
-            return await method(*arguments, **keywords)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: method(*arguments, **keywords))
+        with without_exit():
+            if inspect.iscoroutinefunction(method):
+                return await method(*arguments, **keywords)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, lambda: method(*arguments, **keywords))
