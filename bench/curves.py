@@ -20,7 +20,7 @@ from statistics import mean
 import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
-from dagrl.bench.report import Row, drawing, print_rows, report_rows
+from dagrl.bench.report import Row, count, drawing, print_rows, report_rows
 from dagrl.bench.step import VARIANTS, Variant, add_run_arguments, begin_again, chosen, run_config, run_loop
 from dagrl.config import Config
 from dagrl.rl.rewards import RewardRunner
@@ -46,8 +46,8 @@ OVERRIDES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, CONFIG)
-    parser.add_argument("--steps", type=int, default=40, help="GRPO steps per run")
-    parser.add_argument("--seeds", type=int, default=3, help="runs per variant")
+    parser.add_argument("--steps", type=count, default=40, help="GRPO steps per run")
+    parser.add_argument("--seeds", type=count, default=3, help="runs per variant")
     names = "; ".join(variant.name for variant in VARIANTS)
     parser.add_argument("--variants", default=DEFAULT, help=f"separated by semicolons, any of: {names}; default: {DEFAULT}")
     add_deadline(parser)

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from dagrl.bench.report import add_outputs, report_medians
+from dagrl.bench.report import add_outputs, count, report_medians
 from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.run.reexecute import Request, replay_step
@@ -38,8 +38,8 @@ TIMES = ("total", "generate", "logprobs", "train_step", "refit")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="F", type=Path, default=CONFIG, help="default: the GRPO quickstart")
-    parser.add_argument("--steps", type=int, default=12, help="GRPO steps of a run (default: 12)")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each kind, in turns (default: 2)")
+    parser.add_argument("--steps", type=count, default=12, help="GRPO steps of a run (default: 12)")
+    parser.add_argument("--rounds", type=count, default=2, help="runs of each kind, in turns (default: 2)")
     add_outputs(parser, plot=False)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys that override the file's")
 

@@ -26,7 +26,7 @@ import ray
 
 from dagrl.bench import verl_steps
 from dagrl.bench.embed_worker import echo_class
-from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
+from dagrl.bench.report import Row, add_outputs, count, print_rows, report_rows
 from dagrl.config import ClusterConfig
 from dagrl.errors import MissingDependencyError
 from dagrl.run.cluster import ray_cluster
@@ -36,10 +36,10 @@ WARMUP = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser, plot=False)
-    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4, 8], help="numbers of workers")
+    parser.add_argument("--workers", type=count, nargs="*", default=[1, 2, 4, 8], help="numbers of workers")
     parser.add_argument("--bytes", type=int, nargs="*", default=[100, 1 << 20, 16 << 20], help="sizes of a whole batch")
-    parser.add_argument("--rounds", type=int, default=30, help="calls of each group per case")
-    parser.add_argument("--step-workers", type=int, nargs="*", default=[2], help="numbers of workers of training steps")
+    parser.add_argument("--rounds", type=count, default=30, help="calls of each group per case")
+    parser.add_argument("--step-workers", type=count, nargs="*", default=[2], help="numbers of workers of training steps")
 
 
 def run(options: argparse.Namespace) -> None:

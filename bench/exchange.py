@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from dagrl.bench.models import SHAPES, write_model
-from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
+from dagrl.bench.report import Row, add_outputs, count, print_rows, report_rows
 from dagrl.bench.train_inputs import one_gpu_config, single_worker, train_batch
 from dagrl.errors import ConfigError
 from dagrl.run.colocated import TRAIN_PARTS
@@ -29,7 +29,7 @@ LENGTH = 128
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--rounds", type=int, default=6, help="counted moves in each direction")
+    parser.add_argument("--rounds", type=count, default=6, help="counted moves in each direction")
     add_outputs(parser, plot=False)
 
 

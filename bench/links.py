@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.bench.report import add_outputs, report_medians
+from dagrl.bench.report import add_outputs, count, report_medians
 from dagrl.runtime.edges.link import LinkReader, LinkWriter
 from dagrl.runtime.edges.tls import TlsFiles
 
@@ -30,8 +30,8 @@ LARGE = 16 << 20  # bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each kind, in turns (default: 5)")
-    parser.add_argument("--messages", type=int, default=2000, help="small messages of a measurement (default: 2000)")
+    parser.add_argument("--rounds", type=count, default=5, help="measurements of each kind, in turns (default: 5)")
+    parser.add_argument("--messages", type=count, default=2000, help="small messages of a measurement (default: 2000)")
     add_outputs(parser, plot=False)
 
 

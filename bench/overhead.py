@@ -29,6 +29,7 @@ from dagrl.bench.report import (
     Row,
     add_outputs,
     check_plot,
+    count,
     plot,
     print_replays,
     print_shard_costs,
@@ -90,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", type=_names_of(VARIANTS), help=f"any of {', '.join(VARIANTS)}")
     parser.add_argument("--arities", type=whole_numbers, default=(ARITY,), help="arities of shape reduce, e.g. 2,4,8,16")
     parser.add_argument("--shards", type=_counts, help="numbers of shards of shape reduce that divide its workers, e.g. 1,4")
-    parser.add_argument("--hosts", type=int, default=1, help="raylets to spread the workers over, all on this machine")
+    parser.add_argument("--hosts", type=count, default=1, help="raylets to spread the workers over, all on this machine")
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
     add_deadline(parser)
 
@@ -251,6 +252,4 @@ def _names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    if min(numbers := whole_numbers(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected numbers of 1 or more")
-    return numbers
+    return tuple(map(count, text.split(",")))

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
 from dagrl.bench.refit_cases import CASES, TRIALS, RefitCase, largest_that_fit, trials
 from dagrl.bench.refit_report import label, plot, print_table
-from dagrl.bench.report import Row, add_outputs, report_rows
+from dagrl.bench.report import Row, add_outputs, count, report_rows
 from dagrl.errors import ConfigError, RunError
 
 SPARE_S = 1.5  # for processes to exit before they are killed
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases", nargs="*", default=[], help='only cases with these name prefixes, e.g. "4B" "30B EP2->TP2 fp8"'
     )
-    parser.add_argument("--rounds", type=int, default=20, help="measured refits per method")
+    parser.add_argument("--rounds", type=count, default=20, help="measured refits per method")
     parser.add_argument("--bucket-bytes", type=int, help="bytes per bucket; default: the value of a run")
     parser.add_argument("--direct-bytes", type=int, help="smallest slice sent without staging")
     parser.add_argument("--no-rivals", action="store_true", help="skip the broadcasts")

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from dagrl.bench.report import Row, add_outputs, report_rows
+from dagrl.bench.report import Row, add_outputs, count, report_rows
 from dagrl.errors import ConfigError, MissingDependencyError, RunError
 
 TRAINER, ENGINE = "trainer", "engine"
@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser, plot=False)
     parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], help="rates of the link, in tc's units")
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-6, 1e-5], help="of AdamW")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each case")
-    parser.add_argument("--layers", type=int, default=8, help="layers of the model, 4 million parameters each")
+    parser.add_argument("--steps", type=count, default=5, help="measured steps of each case")
+    parser.add_argument("--layers", type=count, default=8, help="layers of the model, 4 million parameters each")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from dagrl.bench.refit_mappings import TABLE, RefitMapping
-from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
+from dagrl.bench.report import Row, add_outputs, count, print_rows, report_rows
 from dagrl.errors import ConfigError, RunError
 
 _LIMIT_S = 300.0
@@ -48,7 +48,7 @@ class InspectRun:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_outputs(parser, plot=False)
     parser.add_argument("--mappings", nargs="*", default=[""], help="name prefixes of mappings: 4b 30b 235b dsv3")
-    parser.add_argument("--rounds", type=int, default=3, help="processes per mapping")
+    parser.add_argument("--rounds", type=count, default=3, help="processes per mapping")
 
 
 def run(options: argparse.Namespace) -> None:

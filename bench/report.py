@@ -127,6 +127,13 @@ def add_outputs(parser: argparse.ArgumentParser, *, plot: bool = True) -> None:
         parser.add_argument("--plot", type=Path, metavar="F", help="plot the rows to this file (png, svg)")
 
 
+def count(text: str) -> int:
+    """Parses an option that is 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected a number of 1 or more")
+    return int(text)
+
+
 def whole_numbers(text: str) -> tuple[int, ...]:
     """Parses an option such as `1,8,64`."""
     try:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from dagrl.bench.models import SHAPES, ModelShape, write_model
-from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
+from dagrl.bench.report import Row, add_outputs, count, print_rows, report_rows
 from dagrl.bench.train_inputs import one_gpu_config, single_worker, train_batch
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron import MegatronWorker
@@ -88,16 +88,16 @@ class Step:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("comparison", choices=COMPARISONS)
     parser.add_argument("--model", choices=sorted(MODELS), default="tiny")
-    parser.add_argument("--rows", type=int, default=32, help="sequences per step")
-    parser.add_argument("--length", type=int, default=512, help="tokens of the longest sequence")
+    parser.add_argument("--rows", type=count, default=32, help="sequences per step")
+    parser.add_argument("--length", type=count, default=512, help="tokens of the longest sequence")
     add_outputs(parser, plot=False)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--median", type=float, help="median of log-normal lengths; default: all rows are full")
-    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--micro", type=int, default=4, help="padded sequences per microbatch")
-    parser.add_argument("--rounds", type=int, default=4, help="counted steps per setting and turn")
-    parser.add_argument("--turns", type=int, default=2, help="turns of each setting")
+    parser.add_argument("--group", type=count, default=8, help="completions of a prompt")
+    parser.add_argument("--prompt", type=count, default=128, help="tokens of a prompt")
+    parser.add_argument("--micro", type=count, default=4, help="padded sequences per microbatch")
+    parser.add_argument("--rounds", type=count, default=4, help="counted steps per setting and turn")
+    parser.add_argument("--turns", type=count, default=2, help="turns of each setting")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -32,7 +32,7 @@ import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline, hurried
 from dagrl.bench.plain import train_plain, with_plain_workers
-from dagrl.bench.report import Row, add_outputs, drawing, print_rows, report_rows
+from dagrl.bench.report import Row, add_outputs, count, drawing, print_rows, report_rows
 from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.config.settings import device_count, generation_config
@@ -94,11 +94,11 @@ VARIANTS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, CONFIG)
-    parser.add_argument("--steps", type=int, help="counted steps per variant, rounded up to whole bursts")
+    parser.add_argument("--steps", type=count, help="counted steps per variant, rounded up to whole bursts")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--keep-weights", action="store_true", help="a variant begins where the one before ended")
     weights.add_argument("--at-rest", action="store_true", help="a learning rate of zero: all steps have the same weights")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
+    parser.add_argument("--rounds", type=count, default=3, help="turns of each variant")
     add_deadline(parser)
     names = "; ".join(variant.name for variant in (*ON_REQUEST, *VARIANTS))
     parser.add_argument(

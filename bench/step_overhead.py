@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
-from dagrl.bench.report import Row, add_outputs, drawing, print_rows, report_rows, whole_numbers
+from dagrl.bench.report import Row, add_outputs, count, drawing, print_rows, report_rows, whole_numbers
 from dagrl.config import ClusterConfig
 from dagrl.errors import LayoutError
 from dagrl.graphs.generate import generate
@@ -128,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=whole_numbers, default=(8,), help="numbers of workers over all roles, e.g. 8,64,128"
     )
-    parser.add_argument("--steps", type=int, default=20, help="counted steps per executor")
+    parser.add_argument("--steps", type=count, default=20, help="counted steps per executor")
     add_outputs(parser)
     add_deadline(parser)
 

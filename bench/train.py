@@ -34,7 +34,7 @@ import numpy as np
 
 from dagrl.bench.deadline import BenchDeadline, add_deadline
 from dagrl.bench.models import SHAPES, ModelShape, write_model
-from dagrl.bench.report import Row, add_outputs, drawing, hardware, print_rows, report_rows
+from dagrl.bench.report import Row, add_outputs, count, drawing, hardware, print_rows, report_rows
 from dagrl.bench.train_checkpoint import checkpoint_stalls, print_stalls
 from dagrl.bench.train_inputs import train_batch
 from dagrl.bench.train_parts import HEAD, print_parts
@@ -74,11 +74,11 @@ class TrainCase:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="+", default=["0.6b:dp1"], metavar="MODEL:LAYOUT", help="cases to measure")
-    parser.add_argument("--rows", type=int, default=16, help="sequences per step, over all workers")
-    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
-    parser.add_argument("--micro", type=int, default=2, help="sequences per microbatch")
-    parser.add_argument("--steps", type=int, default=3, help="steps per turn")
-    parser.add_argument("--turns", type=int, default=2, help="turns per case")
+    parser.add_argument("--rows", type=count, default=16, help="sequences per step, over all workers")
+    parser.add_argument("--length", type=count, default=2048, help="tokens per sequence")
+    parser.add_argument("--micro", type=count, default=2, help="sequences per microbatch")
+    parser.add_argument("--steps", type=count, default=3, help="steps per turn")
+    parser.add_argument("--turns", type=count, default=2, help="turns per case")
     parser.add_argument("--recompute", type=int, default=0, help="layers whose activations the backward pass computes again")
     parser.add_argument("--packed", action="store_true", help="pack sequences, as runs on GPUs do")
     parser.add_argument("--parts", action="store_true", help="also profile a step of dagrl's, on one GPU")

@@ -19,7 +19,7 @@ from typing import TypeVar
 from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
 from dagrl.bench.models import write_with_tokenizer
 from dagrl.bench.peers.case import PeerCase, SideOrder, parse_case
-from dagrl.bench.report import BenchReport, Row, add_outputs, commit, print_rows, report_rows
+from dagrl.bench.report import BenchReport, Row, add_outputs, commit, count, print_rows, report_rows
 from dagrl.bench.turns import Side
 from dagrl.errors import ConfigError, RunError
 
@@ -107,11 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cases = ["grpo 0.6b 128", "grpo 0.6b 512", "sft 0.6b 16", *(f"generate 0.6b {number}" for number in (64, 256, 1024))]
     parser.add_argument("--cases", nargs="+", default=cases, metavar="CASE", help="'KIND MODEL SEQUENCES' each")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=OTHERS, help="default: all others that are installed")
-    parser.add_argument("--pairs", type=int, default=5, help="turns of each side; fewer if --deadline comes first")
-    parser.add_argument("--steps", type=int, default=4, help="counted steps of a turn")
-    parser.add_argument("--completion", type=int, default=256, help="tokens of a completion")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of an SFT sequence")
-    parser.add_argument("--micro", type=int, help="sequences of a microbatch in GRPO; default: 16, for 4b 4")
+    parser.add_argument("--pairs", type=count, default=5, help="turns of each side; fewer if --deadline comes first")
+    parser.add_argument("--steps", type=count, default=4, help="counted steps of a turn")
+    parser.add_argument("--completion", type=count, default=256, help="tokens of a completion")
+    parser.add_argument("--length", type=count, default=2048, help="tokens of an SFT sequence")
+    parser.add_argument("--micro", type=count, help="sequences of a microbatch in GRPO; default: 16, for 4b 4")
     parser.add_argument("--kv-gib", type=float, help="KV cache of each engine; default: what the sequences need, if it fits")
     parser.add_argument("--apart", action="store_true", help="start each side for its turn alone: both need not fit at once")
     parser.add_argument("--tiny", action="store_true", help="a narrow model in float32, also without a GPU")

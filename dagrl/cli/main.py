@@ -57,9 +57,6 @@ BENCHES = {
 }
 """Modules of `dagrl.bench` and what each measures. Each has `add_arguments(parser)` and `run(options)`."""
 
-COUNTS = ("rounds", "steps", "turns", "pairs", "rows", "length", "micro", "messages")
-"""Options of benchmarks that are 1 or more."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code. Errors become one message on standard error.
@@ -372,16 +369,18 @@ def _view(options: argparse.Namespace) -> None:
 def _bench(options: argparse.Namespace) -> None:
     module = importlib.import_module(f"dagrl.bench.{options.name}")
     parser = argparse.ArgumentParser(
-        prog=f"dagrl bench {options.name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"dagrl bench {options.name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        exit_on_error=False,
     )
     module.add_arguments(parser)
     _log(options)
-    chosen = parser.parse_intermixed_args(options.arguments)
+    try:
+        chosen = parser.parse_intermixed_args(options.arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from error
     _check_outputs(chosen)
-    for name in COUNTS:
-        number = getattr(chosen, name, None)
-        if isinstance(number, int) and number < 1:
-            raise ConfigError(f"--{name} is {number}; expected 1 or more")
     module.run(chosen)
 
 
