@@ -10,10 +10,10 @@ All lists of a row run over the tokens after the prompt.
 
 from __future__ import annotations
 
-import os
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dagrl.files import PART, naming
 
@@ -123,6 +123,15 @@ def _joined_lists(values: Sequence[Sequence[Any] | None], kind: pyarrow.ListType
     return pa.ListArray.from_arrays(offsets, items, type=kind, mask=pa.array([value is None for value in values]))
 
 
+class _File(NamedTuple):
+    """A file. Of a step's two, that of samples that were not trained on is deleted first."""
+
+    step: int
+    trained: bool
+    path: Path
+    size: int
+
+
 class RolloutFiles:
     """Writes the files of a run, and deletes the oldest above `max_bytes` (None: never).
 
@@ -131,10 +140,15 @@ class RolloutFiles:
 
     def __init__(self, directory: Path, *, max_bytes: int | None, resumed_step: int = 0) -> None:
         self._directory, self._max_bytes = directory, max_bytes
+        self._kept: list[_File] = []  # the oldest first; to list a long run's directory after each step would take long
         directory.mkdir(exist_ok=True)
-        for step, path in self._files():
-            if step > resumed_step:
-                path.unlink()
+        for kind in (OTHER, STEP):
+            for step, path in rollout_files(directory, kind).items():
+                if step > resumed_step:
+                    path.unlink()
+                else:
+                    insort(self._kept, _File(step, kind == STEP, path, path.stat().st_size))
+        self._bytes = sum(file.size for file in self._kept)
 
     def write(self, step: int, rows: Sequence[Row], kind: str = STEP) -> None:
         """Writes the samples of a step. The file appears complete or not at all."""
@@ -152,18 +166,18 @@ class RolloutFiles:
         except OSError:
             part.unlink(missing_ok=True)
             raise
+        size = part.stat().st_size
         part.replace(path)
-        self._delete_oldest()
+        self._add(_File(step, kind == STEP, path, size))
+        while self._max_bytes is not None and len(self._kept) > 1 and self._bytes > self._max_bytes:
+            self._kept[0].path.unlink(missing_ok=True)
+            self._bytes -= self._kept.pop(0).size
 
-    def _delete_oldest(self) -> None:
-        """Keeps at least the newest file."""
-        files = [path for _, path in self._files()]
-        sizes = [os.stat(file).st_size for file in files]
-        while self._max_bytes is not None and len(files) > 1 and sum(sizes) > self._max_bytes:
-            files.pop(0).unlink()
-            sizes.pop(0)
-
-    def _files(self) -> list[tuple[int, Path]]:
-        """All files with their steps, the oldest first."""
-        every = [item for kind in (OTHER, STEP) for item in rollout_files(self._directory, kind).items()]
-        return sorted(every, key=lambda item: item[0])
+    def _add(self, file: _File) -> None:
+        """Counts a file, in place of one that it has replaced. The newest file is never deleted."""
+        place = bisect_left(self._kept, file[:3])
+        replaced = self._kept[place : place + 1]
+        if replaced and replaced[0].path == file.path:
+            self._bytes -= self._kept.pop(place).size
+        self._kept.insert(place, file)
+        self._bytes += file.size

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
+from dagrl.telemetry import rollouts
 from dagrl.telemetry.rollouts import OTHER, RolloutFiles, read_rollouts, rollout_files
 from tests.unit.run.full_disk import full_disk
 
@@ -64,6 +65,23 @@ def test_samples_that_were_not_trained_on_count_in_the_limit(tmp_path: Path) -> 
     assert list(rollout_files(tmp_path, OTHER)) == [] and list(rollout_files(tmp_path)) == [1], "the newest file is kept"
     files.write(2, [ROW], OTHER)
     assert list(rollout_files(tmp_path)) == [] and list(rollout_files(tmp_path, OTHER)) == [2]
+
+
+def test_a_step_does_not_look_through_the_files_of_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files a step are 200,000 after 100,000 steps. A file that is written again counts once."""
+    files = RolloutFiles(tmp_path, max_bytes=None)
+    files.write(1, [ROW])
+    size = rollout_files(tmp_path)[1].stat().st_size
+    files = RolloutFiles(tmp_path, max_bytes=int(2.5 * size), resumed_step=1)
+
+    def never(*words: object) -> dict[int, Path]:
+        raise AssertionError("the directory was listed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollouts, "rollout_files", never)
+        for step in (2, 2, 2, 3):
+            files.write(step, [ROW])
+    assert list(rollout_files(tmp_path)) == [2, 3]
 
 
 def test_a_full_disk_leaves_no_part_and_is_named(tmp_path: Path) -> None:
