@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ from dagrl.telemetry.trace import TraceEvent, TraceWriter
 if TYPE_CHECKING:
     import pyarrow
     from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
 
 METHOD = "kept_logprobs"
 
@@ -54,8 +57,12 @@ class RolloutLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._pool.shutdown()
-        if error is None:
+        try:
             self.flush()
+        except OSError as lost:
+            if error is None:
+                raise
+            logger.warning("samples of the last steps are not in rollouts/: %s", lost)
 
     def flush(self) -> None:
         """Waits until all files are written. Raises the OSError of one that could not be."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dagrl.errors import StopRequestedError
 from dagrl.run.model import character_tokenizer
 from dagrl.run.rollout_log import WAITING, RolloutLog
 from dagrl.runtime.deadline import Deadline
@@ -51,3 +52,11 @@ def test_a_full_disk_is_an_error_of_one_of_the_next_steps(tmp_path: Path) -> Non
             with log.keeping([scored("stop", "stop", answered=(True, True))], BATCH, step):
                 pass
         pytest.fail("no error")
+
+
+def test_a_full_disk_is_told_when_the_run_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(StopRequestedError), full_disk(100), log_in(tmp_path) as log:
+        with log.keeping([scored("stop", "stop", answered=(True, True))], BATCH, 1):
+            pass
+        raise StopRequestedError
+    assert "samples of the last steps are not in rollouts/: " in caplog.text and "step_000001.parquet" in caplog.text
