@@ -83,7 +83,8 @@ class Session:
         """
         if self.goes_straight_on(state.step):
             begin_next()
-        if self.checkpoints.due(state.step) and self.recorder.rollouts is not None:
+        saved = self.checkpoints.due(state.step) or self.record_of_driver is not None
+        if saved and self.recorder.rollouts is not None:  # a resumed run does not take the step again
             self.recorder.rollouts.flush()
         self.recorder.step(stage, state.step, position, total, metrics)
         if self.record_of_driver is not None:
