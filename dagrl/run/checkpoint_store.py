@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
+OLD = ".old"  # suffix of a checkpoint that is being removed
 SMALL_FILE_BYTES = 1 << 20  # larger files have no checksum, which would take long; their size still shows truncation
 _NAME = re.compile(r"step_(\d{8,})(\.tmp|\.old)?")
 
@@ -107,7 +108,7 @@ class CheckpointStore:
                 path.rename(path.with_suffix(""))
             elif suffix:
                 logger.info("removing %s, left over from a save that did not finish", path)
-                shutil.rmtree(path)
+                _discard(path)
         if not resume:
             self.refuse_earlier()
 
@@ -194,6 +195,9 @@ class CheckpointStore:
         return sorted(checkpoints, key=rank, reverse=True)
 
     def _prune(self) -> None:
+        for path, _, suffix in self._entries():
+            if suffix == OLD:
+                _discard(path)
         if self._keep_best is None and self._keep_last is None:
             return
         checkpoints = self.all()
@@ -205,8 +209,7 @@ class CheckpointStore:
     def _remove(self, directory: Path) -> None:
         """Renames a checkpoint before removing it, so that a crash cannot leave half of it under its name."""
         if directory.exists():
-            doomed = directory.rename(directory.with_suffix(".old"))
-            shutil.rmtree(doomed)
+            _discard(directory.rename(directory.with_suffix(OLD)))
 
     def _directories(self) -> list[Path]:
         return [path for path, _, suffix in self._entries() if not suffix]
@@ -307,6 +310,14 @@ def _read_json(directory: Path, name: str) -> dict[str, object]:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"{path} has format {found!r}; this version of dagrl reads format {FORMAT}")
     return content
+
+
+def _discard(directory: Path) -> None:
+    """Removes a directory. What is in use, as by readers on NFS or a writer of a failed attempt, does not end the run."""
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        logger.warning("cannot remove %s (%s); the next checkpoint or start tries it again", directory, error.strerror)
 
 
 def _is_whole(directory: Path) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,6 +149,31 @@ def test_leftovers_of_a_crash_are_removed(store: CheckpointStore) -> None:
     (store.root / "notes").mkdir()
     store.recover(resume=True)
     assert sorted(path.name for path in store.root.iterdir()) == ["notes", "step_00000004"]
+
+
+def test_a_directory_in_use_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On NFS a file that someone reads keeps its directory. It is removed after a later checkpoint."""
+    store, removes = CheckpointStore(tmp_path, keep_last_k=1), shutil.rmtree
+
+    def busy(path: Path, **keys: Any) -> None:
+        if path.name.startswith(("step_00000001", "step_00000009")):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        removes(path, **keys)
+
+    (tmp_path / "step_00000009.tmp" / "train").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        store.recover(resume=True)
+        for step in (1, 2):
+            save(store, step)
+    assert steps(store) == [2] and (tmp_path / "step_00000001.old").exists()
+    assert "step_00000009.tmp (Directory not empty)" in caplog.text
+    save(store, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000009.tmp"]
+    store.recover(resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
 
 
 def test_a_save_does_not_include_leftovers_of_an_earlier_one(store: CheckpointStore) -> None:
