@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dagrl.run.worker_protocols import (
         BackgroundSaver,
+        CheckpointChecker,
         GenerationWorker,
         HuggingFaceExporter,
         MemoryLimiter,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     ) -> tuple[
         RolloutTrainWorker,
         BackgroundSaver,
+        CheckpointChecker,
         HuggingFaceExporter,
         ReferenceHolder,
         StateOffloader,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
         ModelHooks,
         WorkerHooks,
     ]:
-        return worker, worker, worker, worker, worker, worker, worker, worker
+        return worker, worker, worker, worker, worker, worker, worker, worker, worker
 
     def _vllm_fits(worker: VllmWorker) -> tuple[GenerationWorker, SleepingEngine, ModelHooks, WorkerHooks]:
         return worker, worker, worker, worker

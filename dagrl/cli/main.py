@@ -239,15 +239,10 @@ def _init(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     from dagrl.config.file import dump_config, load_config
-    from dagrl.run.checkpoint_store import check_checkpoints
     from dagrl.telemetry.record import RunPaths, check_not_running
 
     config = load_config(options.config, options.overrides)
     _log(options, config.logger.log_level)
-    paths = RunPaths.of(config)
-    if not options.dry_run:
-        check_not_running(paths)
-    check_checkpoints(paths, resume=config.checkpointing.resume)
     if options.dry_run:
         from dagrl.run.preflight import preflight
 
@@ -256,6 +251,7 @@ def _train(options: argparse.Namespace) -> None:
         return
     from dagrl.run.train import run_with_restarts, train
 
+    check_not_running(RunPaths.of(config))
     run_with_restarts(train, config)
 
 

@@ -223,16 +223,18 @@ class CheckpointStore:
         return sorted(named, key=lambda entry: entry[1:])
 
 
-def check_checkpoints(paths: RunPaths, *, resume: bool) -> None:
-    """Raises CheckpointError for what `recover` and `latest` of a run's store would reject, and changes nothing.
+def find_checkpoint(paths: RunPaths, *, resume: bool) -> Checkpoint | None:
+    """Returns the newest checkpoint of a run that resumes, verified. Changes nothing.
 
-    A run that does not resume renames its directory, with the checkpoints in it.
+    Raises CheckpointError for what `recover` and `latest` of the run's store would reject. A run that does not resume
+    renames its directory, with the checkpoints in it.
     """
     store = CheckpointStore(paths.checkpoints)
     if resume:
-        store.latest()
-    elif not paths.checkpoints.is_relative_to(paths.directory):
+        return store.latest()
+    if not paths.checkpoints.is_relative_to(paths.directory):
         store.refuse_earlier()
+    return None
 
 
 def load_checkpoint_directory(directory: Path) -> Checkpoint:

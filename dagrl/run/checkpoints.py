@@ -45,10 +45,7 @@ class Checkpoints:
     _pending: tuple[TrainState, Path] | None = field(default=None, init=False)
 
     def restore(self, load: bool = True) -> None:
-        """Takes the state that the run resumes from, if any. `load`: into the train workers too, unless they have it.
-
-        Raises CheckpointError if the checkpoint lacks the state of a role.
-        """
+        """Takes the state that the run resumes from, if any. `load`: into the train workers too, unless they have it."""
         if self.resumed is None:
             return
         self.state = self.resumed.state
@@ -131,11 +128,6 @@ class Checkpoints:
 
     def _load(self, directory: Path) -> None:
         for role, group in self.groups.items():
-            if not (directory / role).is_dir():
-                raise CheckpointError(
-                    f"{directory} has no state of the {role} workers: it was saved by a run without them. Start a new run, "
-                    "or resume with the algorithm that saved it"
-                )
             self._hold(role)
             self._call(group, "load_checkpoint", str(directory / role))
 

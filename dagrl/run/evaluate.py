@@ -94,7 +94,7 @@ def check_evaluation(config: Config, wanted: Evaluation) -> None:
 def evaluate(config: Config, wanted: Evaluation) -> Report:
     """Runs the evaluation. Raises a UserError, before any worker starts, for what can be checked by then."""
     check_evaluation(config, wanted)
-    inputs = preflight(config)
+    inputs = preflight(config, checkpoints=False)
     prompts = (inputs.prompts if wanted.train_split else inputs.validation_prompts)[: config.grpo.max_val_samples]
     if not prompts:
         raise ConfigError("no held-out prompts; set data.val_path, data.val_split or data.val_fraction, or pass --train")

@@ -48,6 +48,7 @@ from dagrl.rl.functions.runner import check_concurrency
 from dagrl.rl.preferences import gives_scores
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
+from dagrl.run.checkpoint_store import find_checkpoint
 from dagrl.run.cluster import gpus_here, gpus_per_worker
 from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps, epoch_steps
 from dagrl.run.encryption import check_encryption
@@ -63,7 +64,8 @@ from dagrl.run.model import (
 )
 from dagrl.run.open_keys import Derived
 from dagrl.run.plans import run_plans
-from dagrl.run.worker_protocols import LogprobKeeper, MemoryLimiter, ModelHooks, required_protocols
+from dagrl.run.resume import check_model_of, check_state_of
+from dagrl.run.worker_protocols import OPTIONAL, required_protocols
 from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase, Role, group_transports, methods_of
@@ -99,9 +101,9 @@ class Inputs:
     validation_preferences: list[Preference] = field(default_factory=list)
 
 
-def preflight(config: Config) -> Inputs:
+def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     """Derives what the configuration leaves open, and checks it against the machine, the model, the workers, the phases and
-    the data. Returns what the run starts from.
+    the data; with `checkpoints` also against those of the run. Returns what the run starts from.
 
     Raises a UserError that says what to change.
     """
@@ -114,6 +116,7 @@ def preflight(config: Config) -> Inputs:
     workers = worker_classes(config)
     check_machine(config)
     _check_outputs(config)
+    resumed = find_checkpoint(RunPaths.of(config), resume=config.checkpointing.resume) if checkpoints else None
     check_encryption(config)
     trace_phases(config, workers)
     if generates(config):
@@ -131,6 +134,8 @@ def preflight(config: Config) -> Inputs:
     check_other_tokenizers(config, tokenizer)
     hf_config = model_description(config.policy, token_count(tokenizer))
     check_model(config, hf_config, workers)
+    if resumed is not None:
+        check_model_of(resumed, config, hf_config, workers)
     try_algorithm(config)
     if config.policy.random_init is not None:
         make_random_model(config.policy.random_init, tokenizer, "meta")
@@ -139,6 +144,8 @@ def preflight(config: Config) -> Inputs:
     check_settings(inputs.config)
     warn_of_settings(inputs.config)
     _check_metric(inputs.config, inputs)
+    if resumed is not None:
+        check_state_of(resumed, inputs.config, inputs.demonstrations, inputs.prompts, inputs.preferences)
     _warn_of_longer_epochs(inputs.config, inputs)
     return inputs
 
@@ -176,7 +183,7 @@ def worker_classes(config: Config) -> dict[str, type]:
     classes = {role: load_class(path, key) for role, (key, path) in keys.items()}
     required = required_protocols(config)
     for role, worker in classes.items():
-        check_worker_class(worker, required[role], (ModelHooks, LogprobKeeper, MemoryLimiter), keys[role][0])
+        check_worker_class(worker, required[role], OPTIONAL, keys[role][0])
         for package in getattr(worker, "requires", ()):
             require_package(package, keys[role][0])
     return classes

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config
 from dagrl.config.file import value_text
-from dagrl.config.roles import CRITIC, GENERATION
+from dagrl.config.roles import GENERATION
 from dagrl.config.settings import (
     device_count,
     generates,
@@ -31,7 +31,7 @@ from dagrl.config.settings import (
     starts_resident,
     with_engines,
 )
-from dagrl.errors import ClusterError, ConfigError, StopRequestedError
+from dagrl.errors import ClusterError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
 from dagrl.run.checkpoints import Checkpoints
@@ -48,6 +48,7 @@ from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight
 from dagrl.run.recorder import Recorder, process_label
 from dagrl.run.replays import Replays
 from dagrl.run.resizing import Resizing
+from dagrl.run.resume import SAVED_ROLES
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Session
 from dagrl.run.stop import no_restart_after_stop, stop_on_signals
@@ -70,8 +71,6 @@ logger = logging.getLogger(__name__)
 
 Plans = Callable[[Config], Sequence[PhasePlan]]
 """Returns the phases of a loop for a configuration in which every key has its value."""
-
-REFERENCE = "reference_policy"  # counter of a checkpoint: whether the train workers saved a reference policy
 
 
 @contextmanager
@@ -107,7 +106,7 @@ def open_session(
     Raises a UserError, before any actor starts, for everything that can be checked by then.
     """
     fleet = fleet or Fleet()
-    inputs = preflight(config)
+    inputs = preflight(config, checkpoints=not fleet.attach)  # workers that are taken over have their state
     config = inputs.config
     record_of_driver = DriverRecord(RunPaths.of(config).directory / DIRECTORY)
     with ExitStack() as stack:
@@ -161,7 +160,7 @@ def open_session(
         clock = PhaseClock(trace)
         shared = _shared_devices(config, by_role, clock)
         replays = Replays(phases, scheduler, clock, device_count(config), shared, known=dict(taken.known) if taken else {})
-        saved = {role: by_role[role] for role in ("train", CRITIC) if role in by_role}
+        saved = {role: by_role[role] for role in SAVED_ROLES if role in by_role}
         rollouts = _rollout_log(config, inputs, paths, train, resumed, trace)
         if rollouts is not None:
             stack.enter_context(rollouts)
@@ -247,11 +246,7 @@ def _open_checkpoints(config: Config, paths: RunPaths, taken: Taken | None) -> t
         higher_is_better=section.higher_is_better,
     )
     store.recover(resume=section.resume)
-    resumed = taken.record if taken else store.latest() if section.resume else None
-    if resumed is not None:
-        check_reference(config, resumed)
-        check_stage(config, resumed)
-    return store, resumed
+    return store, taken.record if taken else store.latest() if section.resume else None
 
 
 def with_absolute_paths(config: Config, model: Path) -> Config:
@@ -271,27 +266,6 @@ def with_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerFast) -> 
     if generation is None or end in generation.stop_token_ids:
         return config
     return config.with_keys({"policy.generation.stop_token_ids": (*generation.stop_token_ids, end)})
-
-
-def check_reference(config: Config, resumed: Checkpoint) -> None:
-    """Raises ConfigError if the run needs the first policy as a reference and the checkpoint does not have it."""
-    needed = holds_reference(config) and config.policy.reference_model_name is None
-    if needed and resumed.state.counters.get(REFERENCE) is False:
-        raise ConfigError(
-            f"algorithm {config.algorithm} needs a reference policy (loss_fn.reference_policy_kl_penalty is "
-            f"{config.loss_fn.reference_policy_kl_penalty:g}), but {resumed.directory} has none, because it was not needed "
-            "when it was saved; resume without it, or start a new run, whose first policy is the reference"
-        )
-
-
-def check_stage(config: Config, resumed: Checkpoint) -> None:
-    """Raises ConfigError if SFT steps would follow those on samples: they would start the data and the optimizer again."""
-    steps, step = config.sft.max_num_steps, resumed.state.step
-    if "grpo_sampler" in resumed.state.counters and generates(config) and step < steps:
-        raise ConfigError(
-            f"sft.max_num_steps is {steps}, but {resumed.directory} is of step {step}, after {config.algorithm} had begun; "
-            "set it to what it was when the run began"
-        )
 
 
 def _shared_devices(config: Config, groups: Mapping[str, WorkerGroup], clock: PhaseClock) -> SharedDevices | None:

@@ -90,6 +90,14 @@ class ReplayedTrainWorker(Protocol):
         """Loads a checkpoint. Returns the number of its tensors, and those in which the weights before differ from it."""
 
 
+class CheckpointChecker(Protocol):
+    """Optional: a worker class that knows which checkpoints it can load."""
+
+    @staticmethod
+    def check_checkpoint(config: Config, hf_config: Mapping[str, Json], directory: str, /) -> None:
+        """Raises a UserError for a checkpoint that a run of this model cannot load. Called before any actor starts."""
+
+
 class BackgroundSaver(Protocol):
     """A train worker that writes checkpoints during training (`checkpointing.async_save`)."""
 
@@ -180,6 +188,10 @@ class ModelHooks(Protocol):
 
     def weight_config(self) -> Mapping[str, Json]:
         """Returns the keys of the model's configuration that decide what the worker computes."""
+
+
+OPTIONAL = (ModelHooks, CheckpointChecker, LogprobKeeper, MemoryLimiter)
+"""Protocols whose methods a worker class may lack."""
 
 
 def required_protocols(config: Config) -> dict[str, tuple[type, ...]]:

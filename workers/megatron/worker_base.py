@@ -37,6 +37,7 @@ from dagrl.workers.megatron.adapter_slices import targets, trained_adapters
 from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture
 from dagrl.workers.megatron.groups import abort_groups, end_groups, start_checkpoint_group, start_groups
 from dagrl.workers.megatron.hf_load import ParameterShapes, check_hf, has_scalar_head, load_hf, read_hf_config
+from dagrl.workers.megatron.manifest import identity_of, read_manifest
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
 
 if TYPE_CHECKING:
@@ -99,6 +100,11 @@ class MegatronWorkerBase:
             check_adapters(config.policy.megatron_cfg.peft, shapes)
         if config.policy.model_name is not None:
             check_hf(config.policy.model_name, shapes)
+
+    @classmethod
+    def check_checkpoint(cls, config: Config, hf_config: Mapping[str, Json], directory: str) -> None:
+        """Raises CheckpointError if the model, its precision or its adapters differ from those of a checkpoint."""
+        read_manifest(Path(directory), identity_of(config.policy, cls.model_config(hf_config)))
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:

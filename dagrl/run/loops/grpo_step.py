@@ -28,8 +28,8 @@ from dagrl.run.loops.early_work import Early
 from dagrl.run.loops.logprobs import ShardRows, compute_logprobs, split_minibatches
 from dagrl.run.loops.optimizer_step import Rest, replay_batch
 from dagrl.run.replays import Replays
+from dagrl.run.resume import REFERENCE
 from dagrl.run.session import Session
-from dagrl.run.start import REFERENCE
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import EXPOSED, MASKED_MINIBATCHES, REFIT_BYTES, UPDATE, UPDATE_PAUSE, join_optimizer_steps
 

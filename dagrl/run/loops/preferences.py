@@ -23,8 +23,8 @@ from dagrl.run.checkpoints import ranking_metric
 from dagrl.run.loops.logprobs import ShardRows
 from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.replays import Replays
+from dagrl.run.resume import REFERENCE
 from dagrl.run.session import Session
-from dagrl.run.start import REFERENCE
 from dagrl.run.stop import given_up
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.split import split_rows

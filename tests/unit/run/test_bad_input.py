@@ -17,14 +17,18 @@ import yaml
 from dagrl.cli.main import main
 from dagrl.config import Config, Json, PolicyConfig, RandomInit
 from dagrl.config.file import load_config
-from dagrl.data import Example, Message, Splits
+from dagrl.data import Example, Message, Splits, open_sampler
 from dagrl.errors import UserError
 from dagrl.machine import Gpu
+from dagrl.run.checkpoint_store import CheckpointStore, TrainState
 from dagrl.run.model import character_tokenizer, load_tokenizer, write_random_model
 from dagrl.run.preflight import preflight
+from dagrl.run.resume import REFERENCE
 from dagrl.runtime.phase import Input, Shard, Value, phase
 from dagrl.telemetry.record import RunPaths, lock_run
 from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.megatron.hf_load import read_hf_config
+from dagrl.workers.megatron.manifest import FORMAT, identity_of
 from tests.integration.unigram_workers import UnigramTrainer
 
 MODEL = {
@@ -1206,6 +1210,55 @@ def test_directories_of_a_running_run_are_locked(run: Run, tmp_path: Path) -> No
     assert [path.name for path in sorted((tmp_path / "runs").iterdir()) if path.is_dir()] == ["bad"]
     assert run()[0] == 1
     assert (tmp_path / "runs" / "bad.1" / "metrics.jsonl").exists()
+
+
+def save_checkpoint(config: Config, model: Path) -> None:
+    """Saves step 3 of the run as its train workers would: with the identity of the model in the `config.json` of `model`."""
+    inputs, paths = preflight(config), RunPaths.of(config)
+    identity = identity_of(inputs.config.policy, read_hf_config(model))
+    head = {"format": FORMAT, "identity": identity, "reference": False, "state": {}, "layout": {}, "files": {}}
+    position = open_sampler(inputs.prompts, inputs.config.data).state()
+    with CheckpointStore(paths.checkpoints).saving(TrainState(3, {"grpo_sampler": position, REFERENCE: False})) as part:
+        (part / "train").mkdir()
+        (part / "train" / "manifest.json").write_text(json.dumps(head))
+    paths.config.write_text("name: bad\n")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("policy.random_init.hf_config.num_hidden_layers=4",), "model num_hidden_layers = 2 (this run: 4)"),
+        (("policy.precision=bfloat16",), "precision float32, this run has bfloat16"),
+        ((f"{MEGATRON}.peft={{enabled: true, dim: 4}}",), "LoRA adapters none, this run has {"),
+        (("policy.random_init.tokenizer_characters=+=0123456789",), "use the same data, data.seed, data.shuffle, tokenizer"),
+        (("data.seed=7",), "the data position was saved with {'count': "),
+        (("loss_fn.reference_policy_kl_penalty=0.1",), "needs a reference policy"),
+        (("sft.max_num_steps=4",), "sft.max_num_steps is 4, but"),
+        (
+            ("algorithm=ppo", "advantage.name=gae", "reward.function=dagrl.rl.rewards:exact_match"),
+            "has no state of the critic workers: it was saved by a run without them",
+        ),
+    ],
+)
+def test_a_checkpoint_that_the_run_cannot_go_on_from(
+    overrides: tuple[str, ...], message: str, run: Run, tmp_path: Path
+) -> None:
+    """It is refused before anything starts or changes, by a dry run too. Another layout is not."""
+    same = ("policy.precision=float32", "loss_fn.reference_policy_kl_penalty=0", "checkpointing.resume=true")
+    assert run("--dry-run", *same[:2]) == (0, "")
+    config = load_config(tmp_path / "config.yaml", (f"output_dir={tmp_path / 'runs'}", *same[:2]))
+    init = config.policy.random_init
+    assert init is not None
+    write_random_model(init, load_tokenizer(config.policy), tmp_path / "model")
+    save_checkpoint(config, tmp_path / "model")
+    before = sorted(tmp_path.rglob("*"))
+    for words in (("--dry-run",), ()):
+        code, errors = run(*same, *overrides, *words)
+        assert code == 2 and errors.count("dagrl: error: ") == 1 and message in errors
+        assert str(tmp_path / "runs" / "bad" / "checkpoints" / "step_00000003") in errors
+    assert sorted(tmp_path.rglob("*")) == before
+    other = (f"{MEGATRON}.data_parallel_size=1", f"{MEGATRON}.tensor_model_parallel_size=2")
+    assert run("--dry-run", *same, *other) == (0, "")
 
 
 def test_the_saved_configuration_equals_the_given_one(run: Run, tmp_path: Path) -> None:

@@ -28,15 +28,9 @@ from dagrl.run.model import character_tokenizer
 from dagrl.run.recorder import Recorder
 from dagrl.run.replay_times import CountedReplay
 from dagrl.run.replays import Replays
+from dagrl.run.resume import REFERENCE, check_reference, check_stage
 from dagrl.run.session import Session
-from dagrl.run.start import (
-    REFERENCE,
-    check_reference,
-    check_stage,
-    run_session,
-    with_absolute_paths,
-    with_end_of_sequence,
-)
+from dagrl.run.start import run_session, with_absolute_paths, with_end_of_sequence
 from dagrl.runtime.replay import Replay, ReplayTiming
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
