@@ -28,7 +28,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,10 +37,10 @@ from pathlib import Path
 from dagrl.config import Config, LoggerConfig
 from dagrl.config.file import dump_config
 from dagrl.config.settings import algorithm_name, compares, generates
-from dagrl.errors import ConfigError, error_text
+from dagrl.errors import ConfigError
 from dagrl.files import PART, PRIVATE, free_name, locked, move_aside, naming, write_whole
 from dagrl.imports import require_package
-from dagrl.telemetry.trackers import TRACKERS, Tracker, open_trackers
+from dagrl.telemetry.trackers import TRACKERS, attempt, open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class RunRecord:
         with ExitStack() as stack:  # closes each, whatever another one raises
             stack.callback(self._close_file)
             for tracker in self._trackers:
-                stack.callback(_attempt, tracker, tracker.close)
+                stack.callback(attempt, type(tracker), tracker.close)
 
     def _close_file(self) -> None:
         with naming(self.paths.metrics):
@@ -206,20 +206,7 @@ class RunRecord:
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
         named = {f"{stage}/{name}": value for name, value in metrics.items()}
-        self._trackers = [one for one in self._trackers if _attempt(one, partial(one.log, step, named))]
-
-
-def _attempt(tracker: Tracker, act: Callable[[], None]) -> bool:
-    """Whether `act` of the tracker succeeded. Errors that name a file are raised, such as those of a full disk."""
-    try:
-        act()
-    except Exception as error:  # those of a tracker's package are not known
-        if isinstance(error, OSError) and error.filename:
-            raise
-        text = "the run goes on without %s, which failed: %s. metrics.jsonl has all steps"
-        logger.warning(text, type(tracker).__name__, error_text(error))
-        return False
-    return True
+        self._trackers = [one for one in self._trackers if attempt(type(one), partial(one.log, step, named))]
 
 
 def read_metrics(path: Path) -> list[dict[str, float | str | None]]:

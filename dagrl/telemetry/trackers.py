@@ -6,14 +6,19 @@ run's directory. Metrics of stage `grpo` are named `grpo/<metric>`.
 
 from __future__ import annotations
 
+import logging
 import math
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from dagrl.config import Config
+from dagrl.errors import error_text
 from dagrl.files import naming, write_whole
+
+logger = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float]
 
@@ -21,15 +26,40 @@ Metrics = Mapping[str, float]
 class Tracker(Protocol):
     """Receives the metrics of each step."""
 
+    def __init__(self, config: Config, directory: Path, resumed_step: int) -> None: ...
+
     def log(self, step: int, metrics: Metrics) -> None: ...
 
     def close(self) -> None: ...
 
 
 def open_trackers(config: Config, directory: Path, resumed_step: int) -> list[Tracker]:
-    """Opens the enabled trackers of the run in `directory`."""
-    chosen = [name for name in TRACKERS if getattr(config.logger, f"{name}_enabled")]
-    return [TRACKERS[name](config, directory, resumed_step) for name in chosen]
+    """Opens the enabled trackers of the run in `directory`. One that fails is left out if the run resumes or restarts."""
+    opened: list[Tracker] = []
+    for kind in (TRACKERS[name] for name in TRACKERS if getattr(config.logger, f"{name}_enabled")):
+        act = partial(_open, opened, kind, config, directory, resumed_step)
+        if config.checkpointing.resume:
+            attempt(kind, act)
+        else:
+            act()
+    return opened
+
+
+def _open(opened: list[Tracker], kind: type[Tracker], config: Config, directory: Path, resumed_step: int) -> None:
+    opened.append(kind(config, directory, resumed_step))
+
+
+def attempt(kind: type[Tracker], act: Callable[[], None]) -> bool:
+    """Whether `act` of a tracker succeeded. Errors that name a file are raised, such as those of a full disk."""
+    try:
+        act()
+    except Exception as error:  # those of a tracker's package are not known
+        if isinstance(error, OSError) and error.filename:
+            raise
+        text = "the run goes on without %s, which failed: %s. metrics.jsonl has all steps"
+        logger.warning(text, kind.__name__, error_text(error))
+        return False
+    return True
 
 
 class TensorBoardTracker:
@@ -132,7 +162,7 @@ class TrackioTracker:
         self._run.finish()
 
 
-TRACKERS: Mapping[str, Callable[[Config, Path, int], Tracker]] = {
+TRACKERS: Mapping[str, type[Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,

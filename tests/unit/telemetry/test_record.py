@@ -28,6 +28,7 @@ from dagrl.telemetry.record import (
     put_back_config,
     read_metrics,
 )
+from dagrl.telemetry.trackers import TRACKERS, TensorBoardTracker
 from tests.unit.run.full_disk import full_disk
 
 
@@ -211,6 +212,23 @@ def test_tensorboard_shows_steps_once_after_a_restart_without_a_checkpoint(tmp_p
     events = EventAccumulator(str(paths.tensorboard))
     events.Reload()
     assert [event.step for event in events.Scalars("grpo/loss")] == [1, 2, 3]
+
+
+def test_a_run_restarts_without_a_tracker_that_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new run is refused instead: its user is there."""
+
+    class Down(TensorBoardTracker):
+        def __init__(self, *words: object) -> None:
+            raise ConnectionError("server is down")
+
+    monkeypatch.setitem(TRACKERS, "tensorboard", Down)
+    with pytest.raises(ConnectionError):
+        log_steps(config(tmp_path, tensorboard_enabled=True), 1, 1)
+    paths = log_steps(config(tmp_path, resume=True, tensorboard_enabled=True), 1, 2)
+    assert [line["step"] for line in read_metrics(paths.metrics)] == [1, 2]
+    assert "the run goes on without Down, which failed: ConnectionError: server is down" in caplog.text
 
 
 def test_a_tracker_that_fails_costs_neither_the_run_nor_other_trackers(
