@@ -95,6 +95,7 @@ class _AgentProcess:
         self._waiting: dict[str, _Episode] = {}
         self._running: dict[str, _Episode] = {}
         self._connection: Connection | None = None
+        self._lost: Connection | None = None  # the last one that was given up
         self._closed = False
         self._outbox: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name=KEY, daemon=True)
@@ -147,11 +148,15 @@ class _AgentProcess:
         while True:
             connection = self._connect()
             with self._lock:
-                if connection is self._connection:  # else it is lost already, without this message's episode
-                    episode = self._running.get(key)
-                    if episode is not None:
-                        episode.until = time.monotonic() + self._deadline.seconds + GRACE_S
-                    break
+                if connection is self._lost:
+                    continue
+                new, self._connection = connection is not self._connection, connection
+                episode = self._running.get(key)
+                if episode is not None:
+                    episode.until = time.monotonic() + self._deadline.seconds + GRACE_S
+                break
+        if new:
+            threading.Thread(target=self._read, args=(connection,), name=KEY, daemon=True).start()
         if episode is None and (request is not None or not key):
             return
         if episode is not None and episode.lost:
@@ -162,20 +167,14 @@ class _AgentProcess:
             self._lose(connection, ENDED)
 
     def _connect(self) -> Connection:
-        """Returns the connection to a process that has imported the agent, and reads from it if it is a new one."""
+        """Returns the connection to a process that has imported the agent."""
         while True:
             try:
-                connection = self._process.connection()
-                break
+                return self._process.connection()
             except (EOFError, OSError):  # a RunError after several processes in a row
                 self._process.close()
                 if self._closed:
                     raise
-        with self._lock:
-            new, self._connection = connection is not self._connection, connection
-        if new:
-            threading.Thread(target=self._read, args=(connection,), name=KEY, daemon=True).start()
-        return connection
 
     def _try_again(self, lost: Sequence[_Episode]) -> list[_Episode]:
         """Lets episodes that a process lost wait before all others; returns those that have exceeded their deadline."""
@@ -221,7 +220,7 @@ class _AgentProcess:
             if connection is not self._connection:
                 return
             self._process.close()
-            self._connection = None
+            self._connection, self._lost = None, connection
             lost = [one for one in self._running.values() if one.until < math.inf]
             for episode in lost:
                 del self._running[episode.key]
