@@ -46,7 +46,7 @@ from dagrl.run.cluster import gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
 from dagrl.run.leased_cluster import HeldLease, leased_cluster
 from dagrl.run.local_cluster import cluster_processes, ended_processes, node_lives
-from dagrl.run.preflight import worker_classes
+from dagrl.run.preflight import Inputs, worker_classes
 from dagrl.run.stop import StopSignal
 from dagrl.run.worker_protocols import required_protocols
 from dagrl.runtime.actors import GpuBundles, Resources
@@ -68,6 +68,7 @@ class Fleet:
     def __init__(self, restarts: int = 0, *, attach: bool = False) -> None:
         self.restarts = restarts  # that may still follow
         self.attach = attach  # take over the workers of a driver that died; until that is done
+        self.inputs: Inputs | None = None  # of the first attempt: data and Hub may have changed since, or be out of reach
         self.lease: HeldLease | None = None  # with `timeouts.orphan_s`
         self.untouched: set[str] = set()  # roles whose workers go on as they are, in the next attempt
         self.engines: int | None = None  # generation engines, once `dagrl scale` has changed their number

@@ -106,8 +106,10 @@ def open_session(
     Raises a UserError, before any actor starts, for everything that can be checked by then.
     """
     fleet = fleet or Fleet()
-    inputs = preflight(config, checkpoints=not fleet.attach)  # workers that are taken over have their state
-    config = inputs.config
+    if fleet.inputs is None:
+        fleet.inputs = preflight(config, checkpoints=not fleet.attach)  # workers that are taken over have their state
+    config = fleet.inputs.config.with_keys({"checkpointing.resume": config.checkpointing.resume})
+    inputs = replace(fleet.inputs, config=config)
     record_of_driver = DriverRecord(RunPaths.of(config).directory / DIRECTORY)
     with ExitStack() as stack:
         stack.enter_context(lock_run(RunPaths.of(config)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from dagrl.config import Config
 from dagrl.errors import DagrlError, DataError, DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.run.fleet import Fleet
+from dagrl.run.preflight import Inputs
+from dagrl.run.start import open_session
 from dagrl.run.stop import StopSignal, no_restart_after_stop
 from dagrl.run.train import run_with_restarts
 
@@ -53,6 +56,29 @@ def test_it_restarts_from_the_newest_checkpoint(error: DagrlError) -> None:
     run = Run(failures=2, error=error)
     run_with_restarts(run, configuration())
     assert run.resumed == [False, True, True]
+
+
+def test_a_restart_does_not_read_data_and_model_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have changed since the run began, or the Hub may be down."""
+    read, resumed = [], []
+
+    def preflight(config: Config, *, checkpoints: bool) -> Inputs:
+        read.append(checkpoints)
+        return Inputs(config, {}, cast(Any, None), {})
+
+    def prepare(config: Config, derived: object) -> None:
+        resumed.append(config.checkpointing.resume)
+        raise PhaseError((), "a worker died")
+
+    def run(config: Config, *, fleet: Fleet) -> None:
+        with open_session(config, lambda config: [], None, fleet):
+            pass
+
+    monkeypatch.setattr("dagrl.run.start.preflight", preflight)
+    monkeypatch.setattr("dagrl.run.start.prepare_run_directory", prepare)
+    with pytest.raises(PhaseError):
+        run_with_restarts(run, configuration(max_restarts=2, output_dir=str(tmp_path)))
+    assert read == [True] and resumed == [False, True, True]
 
 
 def test_the_last_failure_is_raised() -> None:
