@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+import transfer_queue
 from tensordict import TensorDict
 from verl import DataProto
 from verl.protocol import DataProtoFuture
@@ -79,6 +80,29 @@ def scaled(worker: Any, data: DataProto) -> DataProto:
 def test_a_replay_returns_what_verl_returns(actor: tuple[Any, Any], call: str) -> None:
     theirs, ours = actor
     same(CALLS[call](ours), CALLS[call](theirs))
+
+
+@pytest.fixture(scope="module")
+def queue(verl_cluster: None) -> Iterator[None]:
+    transfer_queue.init()
+    yield
+    transfer_queue.close()
+
+
+def test_batches_stay_in_the_queue_of_the_ppo_trainer(queue: None, actor: tuple[Any, Any]) -> None:
+    """verl's PPO trainer sends the keys of rows in TransferQueue; its workers read the rows, and write results there."""
+    made = []
+    for name, group in zip(("theirs", "ours"), actor, strict=True):
+        keys = [f"{name} {row}" for row in range(8)]
+        rows = tensor_dict().select("x", "ids")
+        batch = transfer_queue.kv_batch_put(keys=keys, partition_id="train", fields=rows)
+        batch.extra_info = {"name": "batch"}
+        result = group.over_ranks(batch)
+        assert type(result) is type(batch)
+        assert result.keys == keys
+        made.append((transfer_queue.kv_batch_get_by_meta(result)["y"], result.extra_info))
+    assert torch.equal(made[1][0], made[0][0])
+    assert made[1][1] == made[0][1]
 
 
 def test_a_result_under_way_is_an_argument(actor: tuple[Any, Any]) -> None:

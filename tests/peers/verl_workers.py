@@ -22,13 +22,17 @@ def _of_somebody(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class Actor(Worker):
-    """Ranks 2r and 2r + 1 are one data-parallel rank of the mesh `pairs`, of which the first one's results are kept."""
+    """Ranks 2r and 2r + 1 are one data-parallel rank of the mesh `pairs`, of which the first one's results are kept.
+
+    In the mesh `ranks` each is one.
+    """
 
     def __init__(self, scale: int = 1) -> None:
         super().__init__()
         self.scale = scale
         self.calls: list[str] = []
         self._register_dispatch_collect_info("pairs", self.rank // 2, self.rank % 2 == 0)
+        self._register_dispatch_collect_info("ranks", self.rank, True)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def one_to_all(self, value: Any, *, add: int = 0) -> Any:
@@ -66,6 +70,10 @@ class Actor(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="pairs"), blocking=False)
     def over_mesh_later(self, data: TensorDict) -> TensorDict:
         return self.over_mesh(data)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ranks"))
+    def over_ranks(self, data: TensorDict) -> TensorDict:
+        return tu.get_tensordict({"y": data["x"] * 2 + self.rank}, {"name": tu.get(data, "name")})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def on_rank_zero(self, value: Any) -> Any:
