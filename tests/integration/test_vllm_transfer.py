@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +79,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.timeout(500)  # imports vLLM four times with two ranks
 @pytest.mark.slow  # test_refit_alone.py has the same transfers to a server
 @pytest.mark.parametrize(("tp", "multiprocess", "unmapped"), [(1, "0", "load"), (2, "1", "error")])
 def test_any_llm_takes_refits(tp: int, multiprocess: str, unmapped: str, tmp_path: Path) -> None:
@@ -87,5 +90,11 @@ def test_any_llm_takes_refits(tp: int, multiprocess: str, unmapped: str, tmp_pat
     script.write_text(SCRIPT)
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": multiprocess, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), *map(str, models), str(tp), unmapped]
-    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=240)
-    assert "transferred" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env={**os.environ, **own}, **piped) as process:
+        try:
+            output, errors = process.communicate()
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its engine would live on
+    assert "transferred" in output, output[-2000:] + errors[-4000:]
