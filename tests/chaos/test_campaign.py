@@ -18,6 +18,7 @@ DAY_S = 86400
 TIMES = 2880  # a day in half a minute
 
 
+@pytest.mark.slow
 def test_a_killed_worker_restarts_the_run_and_the_last_one_is_named(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     usual = SCENARIOS["sft"]

@@ -62,6 +62,7 @@ def losses(config: Config) -> list[list[Any]]:
     return [[line.get(name) for name in names] for line in steps_of(config)]
 
 
+@pytest.mark.slow
 def test_losses_equal_those_on_separate_devices(run: Callable[[str], Config]) -> None:
     """Each worker also checks that it holds what it computes with."""
     apart, together = run("apart"), run("together")

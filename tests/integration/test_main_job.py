@@ -171,6 +171,7 @@ def test_validation_samples_are_kept_too(learned: Run) -> None:
         assert {version for row in rows for version in row["versions"]} == {step}, "the policy after the step made them"
 
 
+@pytest.mark.slow
 def test_a_step_is_executed_again_and_a_changed_record_is_named(learned: Run, tmp_path: Path) -> None:
     directory, step = tmp_path / "copy", SFT_STEPS + 2
     copy_run(learned.directory, directory, SFT_STEPS)  # has the checkpoint before the step
