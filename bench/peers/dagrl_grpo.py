@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dagrl.run.session import Session
 
 PACKED = 1024
-"""Tokens of a packed row for each sequence of the other side's microbatches, which are padded."""
+"""Fewest tokens of a packed row for each sequence of the other side's microbatches, which are padded."""
 
 TOTAL = "timing_s/total"
 KL = "gen_kl_error"
@@ -35,7 +35,7 @@ IN_FP8: Mapping[str, Mapping[str, str]] = {
 def side_config(case: PeerCase, model: Path, output: Path, variant: str = "") -> Config:
     """Returns the configuration of the run: one optimizer step per batch, no penalty, completions of equal length."""
     tokens = case.prompt + case.completion + 8
-    packed = max(PACKED * case.micro, tokens)
+    packed = max(PACKED, tokens) * case.micro
     values: dict[str, Any] = {
         "name": "peers",
         "algorithm": "grpo",
