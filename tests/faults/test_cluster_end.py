@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 STOPPED = """
 import logging, os, ray, signal, threading, time
 from dagrl.run.cluster import ray_cluster
@@ -33,6 +35,7 @@ with ray_cluster(ClusterConfig(num_cpus=1), teardown_s=3.0):
 """
 
 
+@pytest.mark.slow
 def test_a_cluster_whose_raylet_is_stopped_is_killed_and_told_of() -> None:
     started = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=120, check=True)

@@ -38,6 +38,7 @@ def test_train_workers_that_find_no_weights_can_be_set_up_again(
     assert (found[0]["logprobs"] == expected[0]["logprobs"]).all()
 
 
+@pytest.mark.slow
 def test_a_train_worker_that_waited_in_vain_joins_its_peers_later(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:

@@ -18,8 +18,8 @@ pytest.importorskip("vllm")
 
 WITHIN_S = 60.0  # for what takes 3 s on two free cores, a save among it; half of what anything that hangs would take
 INTERRUPTED = 130
-RESUME = "checkpointing.resume=true"
 RESUMED = 8  # GRPO steps of the run that is stopped and goes on
+TO_RESUME = (*LEARNING, "checkpointing.resume=true", f"grpo.max_num_steps={RESUMED}")
 SMALL_SFT = ("sft.max_num_steps=1000", "sft.max_val_samples=64", "checkpointing.save_period=2")
 
 
@@ -50,14 +50,23 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stopped")
 
 
-def test_a_run_stopped_in_grpo_resumes_like_an_unstopped_run(learned: Run, output: Path) -> None:
+@pytest.fixture(scope="module")
+def stopped(learned: Run, output: Path) -> Run:
+    """The learned run from the end of SFT, ended by SIGTERM in GRPO."""
     copy_run(learned.directory, output / "stopped", SFT_STEPS)
-    overrides = (*LEARNING, RESUME, f"grpo.max_num_steps={RESUMED}")
-    with running(GRPO, output, "stopped", *overrides) as run:
+    with running(GRPO, output, "stopped", *TO_RESUME) as run:
         run.wait_for_step(SFT_STEPS + 1)
         assert ends_in_time(run, lambda: os.killpg(run.process.pid, signal.SIGTERM)) == INTERRUPTED
-        assert SFT_STEPS < saved_step(run) == run.metrics[-1]["step"] < SFT_STEPS + RESUMED
-    run = train(GRPO, output, "stopped", *overrides)
+    return run
+
+
+def test_a_run_stopped_in_grpo_saves_its_last_step(stopped: Run) -> None:
+    assert SFT_STEPS < saved_step(stopped) == stopped.metrics[-1]["step"] < SFT_STEPS + RESUMED
+
+
+@pytest.mark.slow
+def test_a_stopped_run_resumes_like_an_unstopped_run(stopped: Run, learned: Run, output: Path) -> None:
+    run = train(GRPO, output, "stopped", *TO_RESUME)
     whole = untimed([line for line in learned.metrics if line["step"] <= SFT_STEPS + RESUMED])
     resumed = untimed(run.metrics)
     assert [line["step"] for line in resumed] == [line["step"] for line in whole]

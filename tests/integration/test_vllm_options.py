@@ -40,7 +40,11 @@ def test_no_shared_memory_or_socket_that_a_killed_process_could_leave(vllm_ranks
 
 
 @pytest.mark.parametrize(
-    "fails", ["dagrl.workers.vllm.worker.find_destinations", "vllm.v1.core.sched.scheduler.Scheduler.__init__"]
+    "fails",
+    [
+        "dagrl.workers.vllm.worker.find_destinations",
+        pytest.param("vllm.v1.core.sched.scheduler.Scheduler.__init__", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_can_be_set_up_again_after_a_failed_start(fails: str, vllm_ranks: Ranks, checkpoint: Path) -> None:
     """After a start, and in the middle of one: groups, threads and memory are freed."""
