@@ -116,7 +116,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--apart", action="store_true", help="start each side for its turn alone: both need not fit at once")
     parser.add_argument("--tiny", action="store_true", help="a narrow model in float32, also without a GPU")
     parser.add_argument("--logs", type=Path, help="keep the output of the sides in this directory")
-    parser.add_argument("--more", type=Path, metavar="F", help="add pairs to the rows of this file, of the same hardware")
+    parser.add_argument(
+        "--more", type=Path, nargs="+", default=[], metavar="F", help="join the rows of these files, of the same hardware"
+    )
     add_outputs(parser, plot=False)
     add_deadline(parser)
 
@@ -129,7 +131,7 @@ def run(options: argparse.Namespace) -> None:
     comparisons = comparisons_of(cases, [peer for peer in peers if peer.name not in missing])
     if not comparisons:
         raise ConfigError(f"--cases and --peers leave nothing to compare; found {missing or 'no peer for these kinds'}")
-    earlier = earlier_rows(options.more, cases) if options.more else {}
+    earlier = earlier_rows(options.more, cases)
     deadline = BenchDeadline(options.deadline)
     deadline.left_out |= missing
 
@@ -141,11 +143,27 @@ def run(options: argparse.Namespace) -> None:
     report_rows(options, measure(comparisons, options, deadline, earlier), show, deadline=deadline)
 
 
-def earlier_rows(path: Path, cases: Sequence[PeerCase]) -> dict[tuple[str, str], Row]:
-    """Returns the rows of an earlier run by case and peer.
+def earlier_rows(paths: Sequence[Path], cases: Sequence[PeerCase]) -> dict[tuple[str, str], Row]:
+    """Returns the rows of earlier runs by case and peer. A row of several runs has the pairs of all.
 
-    Raises ConfigError if it had other hardware, packages or tokens than `cases` have here.
+    Raises ConfigError if one had other hardware, packages or tokens than `cases` have here, or if a file is given twice.
     """
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError(f"--more: found a file twice in {[str(path) for path in paths]}; name each once")
+    rows: dict[tuple[str, str], Row] = {}
+    for path in paths:
+        for key, row in rows_of(path, cases).items():
+            if key in rows and rows[key]["tokens"] != row["tokens"]:
+                raise ConfigError(
+                    f"--more {path}: {' '.join(key)} has {row['tokens']} tokens, in the files before {rows[key]['tokens']}; "
+                    "join runs of equal sizes"
+                )
+            rows[key] = with_earlier(row, rows.get(key))
+    return rows
+
+
+def rows_of(path: Path, cases: Sequence[PeerCase]) -> dict[tuple[str, str], Row]:
+    """Returns the rows of one earlier run, each with its `commits`."""
     try:
         report = BenchReport.read(path)
         rows = {
@@ -343,7 +361,7 @@ def with_earlier(row: Row, earlier: Row | None) -> Row:
     if earlier is None:
         return row
     ours, theirs, ratios = (earlier[name] + row[name] for name in ("ours_steps_s", "theirs_steps_s", "ratios"))
-    commits = list(dict.fromkeys([*earlier["commits"], commit()]))
+    commits = list(dict.fromkeys([*earlier["commits"], *row.get("commits", [commit()])]))
     return row | summary(ours, theirs, ratios, row["tokens"]) | {"commits": commits}
 
 

@@ -203,6 +203,17 @@ def test_pairs_are_added_to_those_of_an_earlier_run(
     assert first["commits"] == ["abc", report["commit"]] and second == old["rows"][1] | {"commits": ["abc"]}
     report = report_of(cases[1:], ["double", "tired"], [*more, "--pairs", "1"], side_module, tmp_path, monkeypatch)
     assert report["left_out"].keys() == {"generate 0.6b 16 tired"} and len(report["rows"]) == 3
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(old | {"commit": "def"}))
+    report = report_of(
+        cases[:1], ["double"], ["--more", str(before), str(other), "--pairs", "1"], side_module, tmp_path, monkeypatch
+    )
+    assert [(row["pairs"], row["commits"][:2]) for row in report["rows"]] == [(5, ["abc", "def"]), (4, ["abc", "def"])]
+    with pytest.raises(ConfigError, match="a file twice"):
+        report_of(cases, ["double"], [*more, "--more", str(before), str(before)], side_module, tmp_path, monkeypatch)
+    other.write_text(json.dumps(old | {"rows": [old["rows"][1] | {"tokens": 7}]}))
+    with pytest.raises(ConfigError, match="16 tired has 7 tokens, in the files before 4096"):
+        report_of(cases[:1], ["double"], ["--more", str(before), str(other)], side_module, tmp_path, monkeypatch)
     for name, value in {"hardware": "a phone", "versions": {}, "rows": [{}]}.items():
         before.write_text(json.dumps(old | {name: value}))
         with pytest.raises(ConfigError, match="--more"):
