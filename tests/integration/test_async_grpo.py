@@ -298,6 +298,7 @@ def test_a_generation_worker_killed_in_a_quantum_costs_no_step(tmp_path: Path, t
     check_versions(config, trained)
 
 
+@pytest.mark.slow
 def test_dropped_groups_are_replaced_and_environments_continue_sequences(tmp_path: Path, trained: Trained) -> None:
     """Counts of dropped groups continue after a resume."""
     lines = []

@@ -106,7 +106,10 @@ def actors(cluster: None) -> Iterator[list[Any]]:
         ray.kill(actor)
 
 
-@pytest.mark.parametrize(("executor", "engine"), [("compiled", "dagrl"), ("compiled", "ray"), ("eager", "dagrl")])
+@pytest.mark.parametrize(
+    ("executor", "engine"),
+    [("compiled", "dagrl"), pytest.param("compiled", "ray", marks=pytest.mark.slow), ("eager", "dagrl")],
+)
 def test_roles_on_the_same_actors_take_turns_in_one_order(actors: list[Any], executor: str, engine: str) -> None:
     with scheduler_of(actors, executor, engine) as scheduler:
         replays = [scheduler.replay(item, value) for value in range(1, 4) for item in (train, logprobs, both, logprobs)]
