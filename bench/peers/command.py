@@ -117,7 +117,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="a narrow model in float32, also without a GPU")
     parser.add_argument("--logs", type=Path, help="keep the output of the sides in this directory")
     parser.add_argument(
-        "--more", type=Path, nargs="+", default=[], metavar="F", help="join the rows of these files, of the same hardware"
+        "--more",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="F",
+        help="add pairs to the rows of these files, of this hardware",
     )
     add_outputs(parser, plot=False)
     add_deadline(parser)
@@ -163,7 +168,7 @@ def earlier_rows(paths: Sequence[Path], cases: Sequence[PeerCase]) -> dict[tuple
 
 
 def rows_of(path: Path, cases: Sequence[PeerCase]) -> dict[tuple[str, str], Row]:
-    """Returns the rows of one earlier run, each with its `commits`."""
+    """Returns the rows of one earlier run by case and peer, with their `commits`. Raises ConfigError as `earlier_rows`."""
     try:
         report = BenchReport.read(path)
         rows = {

@@ -210,7 +210,7 @@ def test_pairs_are_added_to_those_of_an_earlier_run(
     )
     assert [(row["pairs"], row["commits"][:2]) for row in report["rows"]] == [(5, ["abc", "def"]), (4, ["abc", "def"])]
     with pytest.raises(ConfigError, match="a file twice"):
-        report_of(cases, ["double"], [*more, "--more", str(before), str(before)], side_module, tmp_path, monkeypatch)
+        report_of(cases, ["double"], ["--more", str(before), str(before)], side_module, tmp_path, monkeypatch)
     other.write_text(json.dumps(old | {"rows": [old["rows"][1] | {"tokens": 7}]}))
     with pytest.raises(ConfigError, match="16 tired has 7 tokens, in the files before 4096"):
         report_of(cases[:1], ["double"], ["--more", str(before), str(other)], side_module, tmp_path, monkeypatch)
