@@ -48,6 +48,8 @@ LOCAL = ("localhost", "127.0.0.1", "[::1]")
 CONNECT_S = 10.0
 """How long a cluster may take to accept a connection. Ray itself would try for minutes."""
 
+LARGEST_PORT = 65535
+
 POLL_S = 0.01
 """How often the handlers of signals are set again while Ray ends."""
 
@@ -108,6 +110,8 @@ def _require_listener(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         return
+    if int(port) > LARGEST_PORT:  # the C library would connect to its lower 16 bits
+        raise ConfigError(f"cluster.address is {address!r}; expected a port of at most {LARGEST_PORT}")
     import ray
 
     reasons = []
@@ -115,7 +119,7 @@ def _require_listener(address: str) -> None:
         try:
             socket.create_connection((reached, int(port)), CONNECT_S).close()
             return
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             reasons.append(error)
     raise ConfigError(
         f"no Ray cluster answers at {address} ({reasons[0]}); start one there (ray start --head), or correct cluster.address"

@@ -32,12 +32,21 @@ def test_a_cluster_that_cannot_be_joined_may_ask_for_a_token(mode: str | None, m
     assert ("set RAY_AUTH_MODE=token" in str(raised.value)) == (mode is None)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:", "127.0.0.2:", "[::1]:", "127.0.0.1:9"])
+@pytest.mark.parametrize("host", ["127.0.0.1:", "127.0.0.2:", "[::1]:"])
 def test_an_address_at_which_nothing_listens(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", refuse)
     with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
+        silent.bind(("", 0))
         address = f"{host}{silent.getsockname()[1]}"
         with pytest.raises(ConfigError, match=r"no Ray cluster answers at .*; start one there"):
+            with ray_cluster(ClusterConfig(address=address)):
+                pass
+
+
+def test_a_port_too_large_for_tcp_is_refused_even_if_its_lower_bits_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "init", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{65536 + listening.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"cluster.address is '{address}'; expected a port of at most 65535"):
             with ray_cluster(ClusterConfig(address=address)):
                 pass
