@@ -97,15 +97,11 @@ def train_batch(
     """
     episodes = [one for sample in samples for one in [*sample.rows, *[NO_ROW] * rows_per_sample][:rows_per_sample]]
     rows = token_rows(episodes)
-    shape, ends = rows["tokens"].shape, rows["lengths"][:, None]
-    starts = ends - np.array([[len(episode.tokens)] for episode in episodes])
-    places = np.arange(shape[1])
-    made = (places >= starts) & (places < ends)  # [rows, tokens]
-    mask, generation_logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    mask[made] = np.concatenate([episode.sampled for episode in episodes])
-    generation_logprobs[made] = np.concatenate([episode.logprobs for episode in episodes])
-    if valid is not None:
-        mask[~np.repeat(valid, rows_per_sample)] = 0.0
+    mask, generation_logprobs = (np.zeros(rows["tokens"].shape, np.float32) for _ in range(2))
+    for row, episode in enumerate(episodes):
+        if valid is None or valid[row // rows_per_sample]:
+            made = slice(len(episode.prompt.tokens), len(episode))
+            mask[row, made], generation_logprobs[row, made] = episode.sampled, episode.logprobs
     return rows.with_fields(
         loss_mask=mask,
         advantages=mask * np.repeat(advantage, rows_per_sample)[:, None],

@@ -60,6 +60,9 @@ logger = logging.getLogger(__name__)
 VALIDATION_STREAM = 1 << 32
 """The first number of a validation group. Training groups count from 0."""
 
+DECODED_GROUPS = 8
+"""Groups decoded at once, in parallel."""
+
 WAIT_S = 1.0  # between two checks of the stop signal while there is nothing to generate
 SCORES_S = 0.01  # between two looks for scores of which all are needed
 
@@ -383,13 +386,16 @@ class Experience:
             self.rollouts.start(saved.group)
 
     def _score(self, complete: Sequence[RolloutGroup] = ()) -> None:
+        """Sends groups to the reward functions, which work on the first while later ones are decoded."""
         complete, self._generated = [*self._generated, *complete], []
-        left = iter(samples_of(self._prompts.tokenizer, *complete))
-        for group in complete:
-            samples = list(islice(left, len(group.episodes)))
-            scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
-            values = partial(reward_values, group, samples, self._prompts.tokenizer)
-            scoring.append(_Scoring(group, samples, self._reward.submit(*reward_texts(samples), values)))
+        while complete:
+            decoded, complete = complete[:DECODED_GROUPS], complete[DECODED_GROUPS:]
+            left = iter(samples_of(self._prompts.tokenizer, *decoded))
+            for group in decoded:
+                samples = list(islice(left, len(group.episodes)))
+                scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
+                values = partial(reward_values, group, samples, self._prompts.tokenizer)
+                scoring.append(_Scoring(group, samples, self._reward.submit(*reward_texts(samples), values)))
 
     def _take_scores(self) -> None:
         done, self._scoring = split_done(self._scoring, lambda item: item.answers)

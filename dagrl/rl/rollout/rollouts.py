@@ -90,6 +90,11 @@ class Rollouts:
         return bool(self._groups)
 
     @property
+    def running(self) -> bool:
+        """Whether engines have work: requests or quanta. Requests that wait do not count."""
+        return bool(self._quanta) or any(shard.requests for shard in self._shards)
+
+    @property
     def groups(self) -> list[RolloutGroup]:
         """The unfinished groups."""
         return list(self._groups.values())

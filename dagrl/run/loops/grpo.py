@@ -7,6 +7,7 @@ asynchronous loop, `dagrl.run.loops.async_grpo`, overlaps the same steps.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache, partial
 
 from dagrl.rl.rewards import RewardRunner
@@ -14,7 +15,16 @@ from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.loops.async_grpo import train_async
 from dagrl.run.loops.early_work import EarlyWork
-from dagrl.run.loops.grpo_step import begin_step, exposed, finish_step, learn, open_experience, start_policy, update
+from dagrl.run.loops.grpo_step import (
+    begin_step,
+    exposed,
+    finish_step,
+    learn,
+    open_experience,
+    prepare_next,
+    start_policy,
+    update,
+)
 from dagrl.run.loops.sft import train_sft
 from dagrl.run.session import Session
 
@@ -42,7 +52,7 @@ def train_grpo(session: Session, reward: RewardRunner) -> None:
             with exposed(metrics):
                 groups = generate_batch(session, experience, early)
             summary = cache(partial(experience.metrics, groups))
-            metrics |= learn(session, groups, step, early.take, summary)
+            metrics |= learn(session, groups, step, early.take, partial(use_training_time, session, experience, summary))
             metrics |= summary()
             metrics |= update(session, experience, time.perf_counter())
             finish_step(session, experience, metrics)
@@ -61,3 +71,13 @@ def generate_batch(session: Session, experience: Experience, early: EarlyWork) -
             session.recovered(partial(early.advance, experience.next_batch(), session.step + 1))
         session.stop.check()
     return groups
+
+
+def use_training_time(session: Session, experience: Experience, summary: Callable[[], object]) -> None:
+    """Calls `summary`, which counts the ages of samples in the current step, and prepares the next step's requests.
+
+    Agents begin with their groups, and would wait for the whole training step.
+    """
+    summary()
+    if session.config.environment.agent is None and not experience.rollouts.running:
+        prepare_next(session, experience)

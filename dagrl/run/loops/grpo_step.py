@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from dagrl.config import Config, Json
 from dagrl.config.roles import CRITIC
@@ -144,19 +145,23 @@ def _learn(
     return metrics | calibrate(config, replays, batch) | {"trained_tokens": float(batch["lengths"].sum())}
 
 
-def update(session: Session, experience: Experience, ended: float) -> dict[str, float]:
-    """Sends generation the new weights between two quanta. Returns the time since training `ended`, and the pause.
+def prepare_next(session: Session, experience: Experience) -> None:
+    """Prepares the requests of the step after the current one, unless something comes before it. Engines are idle.
 
-    If engines are idle, the requests of the next step are prepared meanwhile, unless something comes before that step.
+    The batch that is being trained on counts as trained from then on. Can be called again.
     """
     version = session.step + 1
-
-    def prepare() -> None:
+    if not _validates(session, version) and session.goes_straight_on(version):
         experience.advance(version)
         experience.fill()
 
-    idle = not experience.rollouts.busy and not _validates(session, version) and session.goes_straight_on(version)
-    metrics = refit(session.replays, experience, version, prepare if idle else experience.rollouts.look_ahead)
+
+def update(session: Session, experience: Experience, ended: float) -> dict[str, float]:
+    """Sends generation the new weights between two quanta. Returns the time since training `ended`, and the pause."""
+    version = session.step + 1
+    running = experience.rollouts.running
+    meanwhile = experience.rollouts.look_ahead if running else partial(prepare_next, session, experience)
+    metrics = refit(session.replays, experience, version, meanwhile)
     metrics[UPDATE] = time.perf_counter() - ended
     experience.advance(version)
     return metrics

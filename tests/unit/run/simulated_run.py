@@ -485,11 +485,13 @@ class Run:
         return Environment(self.world) if config.environment.enabled else nullcontext()
 
     def _learn(
-        self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any, meanwhile: Any = None
+        self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any, meanwhile: Any = lambda: None
     ) -> dict[str, float]:
         assert step == session.step + 1
         session.stop.check()
         early()
+        for _ in range(2):  # as if the first attempt had failed
+            meanwhile()
         self.trained[step] = list(groups)
         return {"trained_tokens": 1.0}
 

@@ -33,6 +33,7 @@ from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.rollout.trajectory_file import read_trajectories
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
+from dagrl.run.loops import grpo
 from dagrl.run.loops.grpo_step import refit
 from dagrl.runtime.shapes import Batch
 from tests.unit.run.simulated_run import UNANSWERED, Reward, Run, engines_of, logprob_of
@@ -163,21 +164,46 @@ def test_a_quantum_is_queued_behind_every_update_in_flight() -> None:
 
 
 @pytest.mark.parametrize("loop", [{}, asynchronous(0, True)], ids=["sync", "async"])
-def test_idle_engines_have_their_next_requests_prepared_during_a_refit(loop: Mapping[str, Any]) -> None:
-    """Unless a validation comes first. No quantum runs before the refit has succeeded: ages are 0 then."""
-    run, prepared = Run(configuration(loop), seed=0), list[bool]()
-    collect = run.collect
+def test_idle_engines_have_their_next_requests_prepared(loop: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """During training, or in the asynchronous loop during a refit, unless a validation comes first.
 
-    def watched(name: str, *words: Any) -> Any:
-        prepared.extend([run.experience.rollouts.generating] * (name == "refit"))
+    No quantum runs before the refit has succeeded: ages are 0 then.
+    """
+    run, while_training, in_refit = Run(configuration(loop), seed=0), list[bool](), list[bool]()
+    learn, collect = run._learn, run.collect
+
+    def watched_learn(*words: Any) -> Any:
+        learned = learn(*words)
+        while_training.append(run.experience.rollouts.generating)
+        return learned
+
+    def watched_collect(name: str, *words: Any) -> Any:
+        in_refit.extend([run.experience.rollouts.generating] * (name == "refit"))
         return collect(name, *words)
 
-    run.collect = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(run, "_learn", watched_learn)
+    monkeypatch.setattr(run, "collect", watched_collect)
     assert run.train() is None
-    assert prepared == [False] + [step % 2 == 1 for step in range(1, STEPS + 1)]
+    straight_on = [step % 2 == 1 for step in range(1, STEPS + 1)]
+    assert in_refit == [False, *straight_on]
+    assert while_training == ([False] * STEPS if loop else straight_on)
     assert ("generate", True) not in [
         after for (name, sent), after in pairwise(run.replays) if (name, sent) == ("refit", True)
     ]
+
+
+def test_agents_do_not_begin_while_workers_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their clients would wait for the whole training step."""
+    begun: list[bool] = []
+    monkeypatch.setattr(grpo, "prepare_next", lambda *_: begun.append(True))
+    for agent in (None, "my_agents:solve"):
+        config = SimpleNamespace(environment=SimpleNamespace(agent=agent))
+        grpo.use_training_time(
+            cast(Any, SimpleNamespace(config=config)),
+            cast(Any, SimpleNamespace(rollouts=SimpleNamespace(running=False))),
+            lambda: None,
+        )
+    assert begun == [True]
 
 
 @pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
