@@ -112,6 +112,7 @@ def check_equal(killed: Run, undisturbed: Run) -> None:
     assert files(killed.directory / "final_model") == files(undisturbed.directory / "final_model")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sft_goes_on_with_the_workers_of_a_killed_driver(tmp_path: Path) -> None:
     """It is killed in mid-step: the workers have mostly applied an update that the driver has not recorded.

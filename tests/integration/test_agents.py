@@ -37,6 +37,7 @@ AGENT = (
 )
 
 
+@pytest.mark.slow
 def test_trained_tokens_are_those_that_the_agent_got(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:

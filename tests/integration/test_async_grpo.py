@@ -240,7 +240,8 @@ def test_ages_versions_and_numbers(
             assert min(line["timing_s/exposed_generation"], line["timing_s/update"] - line["timing_s/refit"]) >= 0.05
 
 
-@pytest.mark.parametrize("choice", ["save", pytest.param("regenerate", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["save", "regenerate"])
 def test_a_stopped_run_resumes_with_its_unfinished_groups(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, choice: str
 ) -> None:

@@ -91,6 +91,7 @@ def error_of_logprobs(engine: Engine, model: Path, scales: dict[str, float], ver
     return float((torch.tensor(row.logprobs).double() - expected).abs().mean())
 
 
+@pytest.mark.slow
 def test_vllm_divides_by_the_received_scales(engine: Engine, model: Path) -> None:
     prompt = Batch({"tokens": np.arange(5, 25)[None], "lengths": np.array([20])})
     names = [f"model.layers.{layer}.self_attn" for layer in range(2)]

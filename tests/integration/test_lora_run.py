@@ -31,7 +31,8 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize("refit", [pytest.param("merged", marks=pytest.mark.slow), "adapters"])
+@pytest.mark.slow
+@pytest.mark.parametrize("refit", ["merged", "adapters"])
 def test_engines_generate_with_the_adapters_that_train(refit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     monkeypatch.setenv(COMPLETIONS, str(tmp_path / "completions"))

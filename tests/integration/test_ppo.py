@@ -82,7 +82,7 @@ def critic_step_by_hand(table: Any, batch: Batch, returns: Any) -> Any:
 @pytest.mark.parametrize(
     "grpo",
     [
-        pytest.param({}, id="sync"),
+        pytest.param({}, marks=pytest.mark.slow, id="sync"),
         pytest.param({"async_grpo": ASYNC, "num_generations_per_prompt": 1, "num_prompts_per_step": 12}, id="async"),
         pytest.param({"overlap_logprobs": True}, marks=pytest.mark.slow, id="early"),
     ],
@@ -149,10 +149,11 @@ def write_teacher(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": SIZE}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grpo",
     [
-        pytest.param({}, marks=pytest.mark.slow, id="plain"),
+        pytest.param({}, id="plain"),
         pytest.param({"overlap_logprobs": True, "overlap_training": True}, id="early"),
     ],
 )

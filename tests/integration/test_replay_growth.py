@@ -65,7 +65,9 @@ def remembered(worker: BenchWorker) -> tuple[int, int | None]:
 
 
 @pytest.mark.parametrize("executor", ["compiled", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("which", "value"), [(every_worker, b"x"), (rows, BATCH)], ids=["bytes", "batches"])
+@pytest.mark.parametrize(
+    ("which", "value"), [(every_worker, b"x"), pytest.param(rows, BATCH, marks=pytest.mark.slow)], ids=["bytes", "batches"]
+)
 def test_nothing_grows_with_the_number_of_replays(executor: str, which: Phase, value: object, group: WorkerGroup) -> None:
     options = SchedulerOptions(executor=executor, fallback="error")  # type: ignore[arg-type]
     with Scheduler([group], options) as scheduler:
