@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TOKEN_FIELDS = {"tokens": np.int64, "logprobs": np.float32, "versions": np.int64, "sampled": np.bool_}
 """The arrays of an episode [tokens], and their types."""
 
-_NONE: dict[str, npt.NDArray[Any]] = {name: np.zeros(0, dtype) for name, dtype in TOKEN_FIELDS.items()}
+_NO_TOKENS: dict[str, npt.NDArray[Any]] = {name: np.zeros(0, dtype) for name, dtype in TOKEN_FIELDS.items()}
 """The arrays of all episodes that have no tokens yet."""
 
 
@@ -48,10 +48,10 @@ class Episode:
     prompt: Prompt
     seed: int
     max_new_tokens: int
-    tokens: IntArray = field(default_factory=lambda: _NONE["tokens"])
-    logprobs: FloatArray = field(default_factory=lambda: _NONE["logprobs"])
-    versions: IntArray = field(default_factory=lambda: _NONE["versions"])
-    sampled: npt.NDArray[np.bool_] = field(default_factory=lambda: _NONE["sampled"])
+    tokens: IntArray = field(default_factory=lambda: _NO_TOKENS["tokens"])
+    logprobs: FloatArray = field(default_factory=lambda: _NO_TOKENS["logprobs"])
+    versions: IntArray = field(default_factory=lambda: _NO_TOKENS["versions"])
+    sampled: npt.NDArray[np.bool_] = field(default_factory=lambda: _NO_TOKENS["sampled"])
     finish_reason: str = ""
     turns: int = 0
     turn_start: int = 0

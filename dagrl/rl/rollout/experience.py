@@ -388,8 +388,8 @@ class Experience:
     def _score(self, complete: Sequence[RolloutGroup] = ()) -> None:
         """Sends groups to the reward functions, which work on the first while later ones are decoded."""
         complete, self._generated = [*self._generated, *complete], []
-        while complete:
-            decoded, complete = complete[:DECODED_GROUPS], complete[DECODED_GROUPS:]
+        for start in range(0, len(complete), DECODED_GROUPS):
+            decoded = complete[start : start + DECODED_GROUPS]
             left = iter(samples_of(self._prompts.tokenizer, *decoded))
             for group in decoded:
                 samples = list(islice(left, len(group.episodes)))
