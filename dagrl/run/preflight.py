@@ -26,7 +26,7 @@ from dagrl.config.settings import (
     width_key,
 )
 from dagrl.config.worker_checks import check_float8
-from dagrl.data import load_splits
+from dagrl.data import Splits, load_splits
 from dagrl.data.examples import preference_of, with_chat, with_tools
 from dagrl.data.tokenization import (
     Demonstration,
@@ -107,8 +107,6 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
 
     Raises a UserError that says what to change.
     """
-    from dagrl.rl.trial import try_algorithm
-
     derived = derive_from_machine(config)
     config = derived.config
     check_settings(config)
@@ -126,6 +124,7 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
             check_weights(config.reward, config.environment.enabled)
         if config.environment.enabled:
             check_environment(config.environment)
+    splits = _read_splits(config)  # before models are looked for, and before torch and transformers are imported
     derived.config, origins = with_local_models(config)
     derived.reasons |= origins
     config = derived.config
@@ -136,10 +135,12 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     check_model(config, hf_config, workers)
     if resumed is not None:
         check_model_of(resumed, config, hf_config, workers)
+    from dagrl.rl.trial import try_algorithm
+
     try_algorithm(config)
     if config.policy.random_init is not None:
         make_random_model(config.policy.random_init, tokenizer, "meta")
-    inputs = _read_data(derived, tokenizer, hf_config)
+    inputs = _encoded(derived, splits, tokenizer, hf_config)
     _check_positions(inputs)
     check_settings(inputs.config)
     warn_of_settings(inputs.config)
@@ -310,16 +311,20 @@ def _check_positions(inputs: Inputs) -> None:
             )
 
 
-def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:
-    """Reads and tokenizes the examples, and derives lengths and steps from them."""
+def _read_splits(config: Config) -> Splits:
+    """Reads the examples."""
+    if compares(config):
+        return load_splits(config.data, preference_of)
+    _check_responses(config)
+    return load_splits(config.data)
+
+
+def _encoded(derived: Derived, splits: Splits, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:
+    """Tokenizes the examples, and derives lengths and steps from them."""
     config = derived.config
     if compares(config):
-        return _read_preferences(derived, tokenizer, hf_config)
-    splits = load_splits(config.data)
-    rolls_out = generates(config)
-    learns = not rolls_out or config.sft.max_num_steps > 0
-    turns = config.data.assistant_turns
-    _check_responses(config, learns)
+        return _encoded_preferences(derived, splits, tokenizer, hf_config)
+    rolls_out, learns, turns = generates(config), _learns_responses(config), config.data.assistant_turns
     demonstrations, train, held = (
         [with_chat(example, config.data) for example in part]
         for part in (splits.demonstrations, splits.train, splits.validation)
@@ -348,11 +353,16 @@ def _read_data(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: 
     )
 
 
-def _check_responses(config: Config, learns: bool) -> None:
+def _learns_responses(config: Config) -> bool:
+    """Whether a stage of the run is SFT."""
+    return not generates(config) or config.sft.max_num_steps > 0
+
+
+def _check_responses(config: Config) -> None:
     """Raises ConfigError if the examples are prompts alone, but SFT or a reward of ours needs responses."""
     sources = {"data": config.data, **{f"data.mixture.{name}": source for name, source in config.data.mixture.items()}}
     without = [f"{key}.response_key" for key, source in sources.items() if source.response_key is None]
-    if without and learns:
+    if without and _learns_responses(config):
         alone = ", or set sft.max_num_steps=0" if generates(config) else ""
         raise ConfigError(f"{without[0]} is null, but SFT learns responses; name their key{alone}")
     for item in reward_functions(config.reward):
@@ -363,10 +373,11 @@ def _check_responses(config: Config, learns: bool) -> None:
             )
 
 
-def _read_preferences(derived: Derived, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:
+def _encoded_preferences(
+    derived: Derived, splits: Splits, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]
+) -> Inputs:
     """The same for pairs of answers."""
     config = derived.config
-    splits = load_splits(config.data, preference_of)
     held = splits.validation[: config.preference.max_val_samples]
     scored = gives_scores(algorithm_of(config))
     rows = [

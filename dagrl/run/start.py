@@ -106,16 +106,17 @@ def open_session(
     Raises a UserError, before any actor starts, for everything that can be checked by then.
     """
     fleet = fleet or Fleet()
-    if fleet.inputs is None:
-        fleet.inputs = preflight(config, checkpoints=not fleet.attach)  # workers that are taken over have their state
-    config = fleet.inputs.config.with_keys({"checkpointing.resume": config.checkpointing.resume})
-    inputs = replace(fleet.inputs, config=config)
-    record_of_driver = DriverRecord(RunPaths.of(config).directory / DIRECTORY)
     with ExitStack() as stack:
+        progress = stack.enter_context(Progress(config.logger))
+        if fleet.inputs is None:
+            progress.stage("Checking the run")
+            fleet.inputs = preflight(config, checkpoints=not fleet.attach)  # workers that are taken over have their state
+        config = fleet.inputs.config.with_keys({"checkpointing.resume": config.checkpointing.resume})
+        inputs = replace(fleet.inputs, config=config)
+        record_of_driver = DriverRecord(RunPaths.of(config).directory / DIRECTORY)
         stack.enter_context(lock_run(RunPaths.of(config)))
         stop = stack.enter_context(stop_on_signals(saves=config.checkpointing.enabled))
         stack.enter_context(no_restart_after_stop(stop))
-        progress = stack.enter_context(Progress(config.logger))
         at_end = stack.enter_context(ExitStack())
         stack.push(lambda kind, error, trace: fleet.leave(error))
         taken: Taken | None = None

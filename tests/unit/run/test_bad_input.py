@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -1124,11 +1125,28 @@ def test_invalid_model_files(
     character_tokenizer("0123456789+=").save_pretrained(model)
     (model / "config.json").write_text(json.dumps(MODEL))
     (model / file).write_text(content)
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(configuration("none.jsonl")))
+    path, data = tmp_path / "config.yaml", tmp_path / "data.jsonl"
+    data.write_text("\n".join(good_lines()))
+    path.write_text(yaml.safe_dump(configuration(str(data))))
     assert main([command, str(path), f"output_dir={tmp_path}", "policy.random_init=null", f"policy.model_name={model}"]) == 2
     errors = capsys.readouterr().err
     assert f"policy.model_name: {model / file} {found}" in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("missing", ["data", "model"])
+def test_a_wrong_path_is_reported_before_the_slow_imports(missing: str, tmp_path: Path) -> None:
+    path, data = tmp_path / "config.yaml", tmp_path / "data.jsonl"
+    data.write_text("\n".join(good_lines()))
+    path.write_text(yaml.safe_dump(configuration("none.jsonl" if missing == "data" else str(data))))
+    wrong = [] if missing == "data" else ["policy.random_init=null", f"policy.model_name={tmp_path / 'none'}"]
+    program = f"""
+import sys
+from dagrl.cli.main import main
+assert main(["train", {str(path)!r}, "output_dir={tmp_path}", "--dry-run", *{wrong!r}]) == 2
+print(*{{"torch", "transformers"}} & sys.modules.keys())
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == [] and "none" in found.stderr, found
 
 
 def test_valid_input_passes_all_checks(run: Run) -> None:
