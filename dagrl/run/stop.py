@@ -1,13 +1,15 @@
-"""Stops a run on request: after Ctrl-C or SIGTERM the running replay ends, a checkpoint is saved, and the run exits."""
+"""Stops a run on request: after Ctrl-C, SIGTERM or the end of its terminal the running replay ends, a checkpoint is saved,
+and the run exits."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from dagrl.errors import DeadlineError, RunError, StopRequestedError, WorkerError
@@ -15,7 +17,7 @@ from dagrl.errors import DeadlineError, RunError, StopRequestedError, WorkerErro
 logger = logging.getLogger(__name__)
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORK_HANDLERS = ("_acquireLock", "_releaseLock")
 _RETRY_S = 0.05
 
@@ -39,7 +41,8 @@ class StopSignal:
         """Installs the signal handlers; call it again after `ray.init`, which replaces SIGTERM's. Main thread only."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                signal.signal(number, self._request)
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores it
+                    signal.signal(number, self._request)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -54,6 +57,10 @@ class StopSignal:
     def _request(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # in a forked child before exec; this process stops it
             return
+        if number == signal.SIGHUP:
+            _leave_terminal()
+            if self.requested:  # both the shell and the kernel send it when a terminal closes
+                return
         interrupts = self.requested or self._at_once
         if interrupts and _cannot_raise(frame):
             threading.Timer(_RETRY_S, signal.raise_signal, [number]).start()
@@ -64,6 +71,15 @@ class StopSignal:
         self.requested = True
         saved = "the last finished step is saved" if self._saves else "nothing is saved (checkpointing.enabled is false)"
         logger.warning("stopping after this replay; %s (signal again to stop at once)", saved)
+
+
+def _leave_terminal() -> None:
+    """Drops what this process writes to its terminal from now on. It is gone, and writing would fail."""
+    with open(os.devnull, "wb") as nowhere:
+        for output in (1, 2):
+            with suppress(OSError):  # closed
+                if stat.S_ISCHR(os.fstat(output).st_mode):
+                    os.dup2(nowhere.fileno(), output)
 
 
 def _cannot_raise(frame: FrameType | None) -> bool:
@@ -82,7 +98,7 @@ def keep_handlers() -> None:
 
 @contextmanager
 def ignoring_signals() -> Iterator[None]:
-    """Ignores SIGINT and SIGTERM during the block, which is short and must not be left half-way."""
+    """Ignores the signals during the block, which is short and must not be left half-way."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -115,7 +131,7 @@ def no_restart_after_stop(stop: StopSignal) -> Iterator[None]:
 
 @contextmanager
 def stop_on_signals(*, saves: bool = True) -> Iterator[StopSignal]:
-    """Sets `StopSignal.requested` on the first SIGINT or SIGTERM; a second one interrupts at once."""
+    """Sets `StopSignal.requested` on the first of the signals; a second one interrupts at once."""
     stop = StopSignal(saves)
     if threading.current_thread() is not threading.main_thread():
         yield stop

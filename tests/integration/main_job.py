@@ -117,7 +117,7 @@ class Run:
 
     def _read(self) -> None:
         try:
-            while text := os.read(self._terminal, 1 << 16):
+            while self._terminal >= 0 and (text := os.read(self._terminal, 1 << 16)):
                 self._shown.append(text)
         except OSError:  # the last process that had the terminal is gone
             return
@@ -160,6 +160,13 @@ class Run:
         self.notice()
         os.write(self._terminal, b"\x03")
 
+    def hang_up(self) -> None:
+        """Close the terminal, as a lost connection does. What is drawn next lets its reader go."""
+        self.notice()
+        terminal, self._terminal = self._terminal, -1
+        self._reader.join(5.0)
+        os.close(terminal)
+
     def finish(self, timeout_s: float = 2 * PATIENCE_S) -> int:
         """The exit code."""
         deadline = time.monotonic() + timeout_s
@@ -197,7 +204,8 @@ class Run:
             if process.pid != self.process.pid or self.process.poll() is None:
                 _kill(process.pid)
         self.process.wait()
-        os.close(self._terminal)
+        if self._terminal >= 0:
+            os.close(self._terminal)
 
 
 @contextmanager

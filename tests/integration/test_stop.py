@@ -90,6 +90,14 @@ def test_a_signal_during_the_start_ends_the_run(config: str, moment: str, output
 
 
 @pytest.mark.slow
+def test_a_run_whose_terminal_closes_saves_its_last_step(output: Path) -> None:
+    with running(SFT, output, "hang-up", *SMALL_SFT) as run:
+        run.wait_for_step(5)
+        assert ends_in_time(run, run.hang_up) == INTERRUPTED
+        assert saved_step(run) == run.metrics[-1]["step"]
+
+
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_a_save(output: Path) -> None:
     with running(SFT, output, "twice", *SMALL_SFT) as run:
         run.wait_for_step(5)

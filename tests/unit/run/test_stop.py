@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,6 +38,20 @@ def test_the_first_signal_requests_a_stop_and_the_second_interrupts() -> None:
             stop.check()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_terminal_that_closes_requests_a_stop_once() -> None:
+    with stop_on_signals() as stop:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.requested
+
+
+def test_under_nohup_a_terminal_may_close(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_IGN)))
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.requested
 
 
 def test_a_signal_while_a_lock_is_released_interrupts_later(release_lock: Callable[[], None]) -> None:
