@@ -53,10 +53,10 @@ def pass_on(train: Shard, value: Input) -> Value:
 def replays(group: WorkerGroup, count: int) -> Row:
     """Measures `count` replays, at least ten windows of a thousand: microseconds per replay, resident megabytes on the way.
 
-    `*_cpu_us` is the processor time of the driver and the workers together, all threads included. `*_calls` are the Python
-    and C functions that the driver calls in a replay, the fewest of many. `worn` is the duration of a replay after `count` replays over that of
-    a fresh graph on new workers, measured side by side. `descriptors` and `threads` are those of the driver and the workers,
-    at the start and at the end.
+    `*_cpu_us` is the processor time of the driver and the workers together, all threads included. `*_calls` are the
+    Python and C functions that the driver calls in a replay, the fewest of many. `worn` is the duration of a replay
+    after `count` replays over that of a fresh graph on new workers, measured side by side. `descriptors` and `threads`
+    are those of the driver and the workers, at the start and at the end.
     """
     seconds, cpu, resident = np.full(count, np.nan), [], []  # its memory is taken now, and is no growth
     with _ready(group) as scheduler:
