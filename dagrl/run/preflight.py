@@ -135,7 +135,7 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     check_model(config, hf_config, workers)
     if resumed is not None:
         check_model_of(resumed, config, hf_config, workers)
-    from dagrl.rl.trial import try_algorithm
+    from dagrl.rl.trial import try_algorithm  # imports torch
 
     try_algorithm(config)
     if config.policy.random_init is not None:

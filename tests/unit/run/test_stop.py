@@ -40,11 +40,13 @@ def test_the_first_signal_requests_a_stop_and_the_second_interrupts() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_terminal_that_closes_requests_a_stop_once() -> None:
+def test_a_terminal_that_closes_requests_a_stop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[bool] = []
+    monkeypatch.setattr("dagrl.run.stop._leave_terminal", lambda: left.append(True))  # that of the tests stays
     with stop_on_signals() as stop:
         for _ in range(2):
             signal.raise_signal(signal.SIGHUP)
-        assert stop.requested
+        assert stop.requested and left
 
 
 def test_under_nohup_a_terminal_may_close(request: pytest.FixtureRequest) -> None:
