@@ -111,8 +111,9 @@ class Fp8Config(Section):
     fp8: Literal["e4m3", "hybrid"] = "hybrid"
     """Format of gradients. `hybrid`: E5M2, with a wider range. Activations and weights are always in E4M3."""
 
-    fp8_recipe: Literal["tensorwise"] = "tensorwise"
-    """Scaling. `tensorwise`: one scale for a whole tensor, from its values at the time."""
+    fp8_recipe: Literal["tensorwise", "blockwise"] = "tensorwise"
+    """Scaling, from the values at the time. `tensorwise`: one scale for a whole tensor. `blockwise`: one for 128 x 128
+    values of a weight and for 1 x 128 of other tensors; needs Transformer Engine, and GPUs of compute capability 9.0."""
 
 
 class MegatronConfig(Section):
@@ -184,6 +185,10 @@ class MegatronConfig(Section):
     cuda_graphs: bool = False
     """Replay a microbatch's forward and backward pass as CUDA graphs. Not with pipeline parallelism; each worker must have
     all experts."""
+
+    transformer_engine: Literal["auto", "always", "never"] = "auto"
+    """Whether Transformer Engine computes attention of packed rows, grouped experts and FP8 products. `auto`: where it is
+    installed and faster, on GPUs. `always`: raises an error where it cannot. `never`: for `fp8_recipe=blockwise` alone."""
 
     fp8_cfg: Fp8Config = Fp8Config()
     peft: PeftConfig = PeftConfig()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 
-from dagrl.config import Config
+from packaging.version import Version
+
+from dagrl.config import Config, PolicyConfig
 from dagrl.config.roles import role_config
 from dagrl.config.settings import (
     SLOT_RANKS,
@@ -21,6 +24,9 @@ from dagrl.config.settings import (
     uses_reference,
 )
 from dagrl.errors import ConfigError, LayoutError, UserError
+
+OLDEST_ENGINE = "2.20"
+"""Version of Transformer Engine from which on it has the functions in use."""
 
 Mistakes = Mapping[str, bool]
 """What is said of each mistake that a configuration may have, and whether it has it."""
@@ -172,12 +178,72 @@ def prefix_mistakes(config: Config) -> Mistakes:
     }
 
 
-def check_float8(gpu: str, capability: tuple[int, int]) -> None:
-    """Checks that a GPU, by its name and compute capability, multiplies FP8 matrices."""
+def engine_mistakes(config: Config) -> Mistakes:
+    """What keeps Transformer Engine from computing what the configuration needs it for."""
+    reasons = {reason: made for reason, made in _engine_conflicts(config.policy).items() if made}
+    return {f"{need}, but {reason}": True for need in engine_needs(config.policy) for reason in reasons}
+
+
+def check_engine(policy: PolicyConfig, has_gpu: bool) -> str:
+    """Returns why layers cannot compute with Transformer Engine in this environment; empty if they can.
+
+    Raises ConfigError if the configuration needs it.
+    """
+    found = engine_version()
+    reasons = {
+        "there is no GPU for it": not has_gpu,
+        **_engine_conflicts(policy),
+        "it is not installed: install transformer_engine[pytorch]": found is None,
+        f"version {found} is installed: {OLDEST_ENGINE} is the oldest with the functions in use": (
+            found is not None and Version(found) < Version(OLDEST_ENGINE)
+        ),
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    for need in engine_needs(policy) if reason else ():
+        raise ConfigError(f"{need}, but {reason}")
+    return reason
+
+
+def engine_needs(policy: PolicyConfig) -> Sequence[str]:
+    """Returns what a configuration needs Transformer Engine for, and what to set to do without."""
+    megatron, needs = policy.megatron_cfg, "which needs Transformer Engine"
+    blockwise = megatron.fp8_cfg.enabled and megatron.fp8_cfg.fp8_recipe == "blockwise"
+    found = {
+        f"policy.megatron_cfg.transformer_engine is always ('auto' does not need it), {needs}": (
+            megatron.transformer_engine == "always"
+        ),
+        f"policy.megatron_cfg.fp8_cfg.fp8_recipe is blockwise ('tensorwise' does not need it), {needs}": blockwise,
+    }
+    return [need for need, made in found.items() if made]
+
+
+def engine_version() -> str | None:
+    """Returns the version of Transformer Engine in this environment, None if it is not installed."""
+    try:
+        return metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _engine_conflicts(policy: PolicyConfig) -> Mistakes:
+    return {
+        f"policy.precision is {policy.precision}, and the kernels in use are for bfloat16": policy.precision != "bfloat16",
+        "policy.deterministic is true, and not all of its kernels are deterministic": policy.deterministic,
+    }
+
+
+def check_float8(recipe: str, gpu: str, capability: tuple[int, int]) -> None:
+    """Checks that a GPU, by its name and compute capability, multiplies FP8 matrices that are scaled by `recipe`."""
+    found = f"{gpu} has {capability[0]}.{capability[1]}"
     if capability < (8, 9):
         raise ConfigError(
             "policy.megatron_cfg.fp8_cfg.enabled is true, which needs GPUs of compute capability 8.9 or more (Ada, Hopper, "
-            f"Blackwell); {gpu} has {capability[0]}.{capability[1]}. Set it to false, or use other GPUs"
+            f"Blackwell); {found}. Set it to false, or use other GPUs"
+        )
+    if recipe == "blockwise" and capability[0] != 9:
+        raise ConfigError(
+            "policy.megatron_cfg.fp8_cfg.fp8_recipe is blockwise, which needs GPUs of compute capability 9.0 (Hopper); "
+            f"{found}. Set it to tensorwise, or use other GPUs"
         )
 
 

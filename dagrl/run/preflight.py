@@ -25,7 +25,7 @@ from dagrl.config.settings import (
     model_roles,
     width_key,
 )
-from dagrl.config.worker_checks import check_float8
+from dagrl.config.worker_checks import check_engine, check_float8
 from dagrl.data import Splits, load_splits
 from dagrl.data.examples import preference_of, with_chat, with_tools
 from dagrl.data.tokenization import (
@@ -266,9 +266,11 @@ def check_machine(config: Config) -> None:
         raise LayoutError(f"the layouts ask for {workers} workers, {sizes}, but {reason}; choose smaller layouts")
     if config.policy.megatron_cfg.cuda_graphs and config.cluster.address is None and not gpus_here(config.cluster):
         raise ConfigError("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false")
+    if config.cluster.address is None:
+        check_engine(config.policy, has_gpu=bool(gpus_here(config.cluster)))
     if config.policy.megatron_cfg.fp8_cfg.enabled and config.cluster.address is None and gpus_here(config.cluster):
         for gpu in gpus():
-            check_float8(gpu.name, gpu.capability)
+            check_float8(config.policy.megatron_cfg.fp8_cfg.fp8_recipe, gpu.name, gpu.capability)
 
 
 def _most_workers(config: Config) -> tuple[int | None, str]:

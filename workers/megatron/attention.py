@@ -3,14 +3,14 @@
 Megatron's local modules do not support context parallelism and packed sequences (`DotProductAttention`) or sequence
 parallelism (`WrappedTorchNorm`). Rows of one sequence each use torch's causal attention: they are padded on the right, so no
 token sees padding and no mask is needed. Packed rows and rows split over context-parallel workers come with `Segments`. In
-half precision on a GPU, flash attention processes all segments in one launch; elsewhere torch's attention processes them
-one by one. Imported only where Megatron is.
+half precision on a GPU, flash attention processes all segments in one launch, or cuDNN where Transformer Engine is installed
+(`dagrl.workers.megatron.kernels`); elsewhere torch's attention processes them one by one. Imported only where Megatron is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dagrl.workers.megatron.segments import LayerInputs, Segments
+
+SegmentAttention = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
+"""See `segment_attention`."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -55,6 +58,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
+        self.attend: SegmentAttention = segment_attention
 
     def forward(
         self,
@@ -76,7 +80,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
         if segments.key_order is not None:
             k, v = gather_keys(k, v, segments.key_order, self.group)
-        out = segment_attention(q, k, v, segments, self.scale)
+        out = self.attend(q, k, v, segments, self.scale)
         return out.view(rows, tokens, -1).transpose(0, 1)
 
 

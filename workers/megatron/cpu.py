@@ -1,4 +1,4 @@
-"""Runs Megatron-Core without a GPU, over Gloo. All patches for this are here; with CUDA this module does nothing.
+"""Runs Megatron-Core without a GPU, over Gloo. All patches for this are here; with CUDA this module patches nothing.
 
 Megatron-Core (0.16.1) requires CUDA in six ways:
 
@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from dagrl.workers.megatron.engine_import import import_engine
+
 _MODULES = (
     "models.gpt.gpt_model",
     "models.gpt.gpt_layer_specs",
@@ -38,10 +40,11 @@ _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 
 
 def adapt() -> None:
-    """Patches Megatron-Core in this process. Call it after `import torch` and before a model is built."""
+    """Prepares this process for Megatron-Core. Call it after `import torch` and before Megatron is imported."""
     import torch
 
     if torch.cuda.is_available():
+        import_engine()
         return
     with _no_compilation():
         for name in _MODULES:

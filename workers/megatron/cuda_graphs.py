@@ -24,13 +24,13 @@ from torch import Tensor
 
 from dagrl.errors import RunError
 from dagrl.workers.megatron.microbatches import Microbatch
-from dagrl.workers.megatron.segments import RoutedTokens, Segments
+from dagrl.workers.megatron.segments import RoutedTokens, Segments, rounded
 
 ModelPass = Callable[[Any, Microbatch], Tensor]
 """Runs a model chunk on a microbatch and returns its output, with an autograd graph if gradients are enabled."""
 
 MOST_RECORDINGS = 64
-FEWEST_SEGMENTS, SHORTEST_SEGMENT = 8, 256
+FEWEST_SEGMENTS = 8
 
 
 def plain_pass(chunk: Any, microbatch: Microbatch) -> Tensor:
@@ -53,10 +53,8 @@ class _Capacity:
         """Returns the capacity for segments like these."""
         if segments is None:
             return None
-        number = _rounded(len(segments.query_lengths), FEWEST_SEGMENTS)
-        query = min(_rounded(segments.longest_query, SHORTEST_SEGMENT), sum(segments.query_lengths))
-        key = min(_rounded(segments.longest_key, SHORTEST_SEGMENT), sum(segments.key_lengths))
-        return _Capacity(number, query, key, _Capacity.of(segments.prefixes))
+        number = rounded(len(segments.query_lengths), FEWEST_SEGMENTS)
+        return _Capacity(number, segments.rounded_query, segments.rounded_key, _Capacity.of(segments.prefixes))
 
     def allocate(self, segments: Segments) -> Segments:
         """Copies segments to static memory of this capacity."""
@@ -92,11 +90,6 @@ class _PassShape:
         if routed is not None:
             routed = RoutedTokens(routed.rows.clone(), None if routed.experts is None else routed.experts.clone())
         return replace(microbatch, tokens=tokens, positions=positions, data={}, segments=segments, routed=routed)
-
-
-def _rounded(number: int, least: int) -> int:
-    """Returns the next power of two that is at least `least`."""
-    return max(least, 1 << (number - 1).bit_length())
 
 
 def _pad_starts(starts: Tensor, number: int) -> Tensor:

@@ -1,6 +1,7 @@
-"""Linear layers whose products are of FP8 matrices, forward and backward: Megatron's recipe `tensorwise`.
+"""Linear layers whose products are of FP8 matrices, forward and backward: Megatron's recipes `tensorwise` and `blockwise`.
 
-Each matrix is divided by a scale that brings its largest value to the format's ("current scaling" in Transformer Engine).
+`TensorwiseProducts` are torch's; Transformer Engine has both recipes (`dagrl.workers.megatron.kernels`). With `tensorwise`
+each matrix is divided by a scale that brings its largest value to the format's ("current scaling" in Transformer Engine).
 Activations and weights are in E4M3, gradients in E4M3 or E5M2 (`hybrid`; arXiv:2209.05433). Weights keep their precision
 and are quantized for each microbatch, so the optimizer, checkpoints and refits are those of other precisions. A layer keeps
 its input in FP8 for the backward pass. Imported only where Megatron is.
@@ -9,8 +10,9 @@ its input in FP8 for the backward pass. Imported only where Megatron is.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,28 +42,82 @@ class Quantized(NamedTuple):
     scale: Tensor
 
 
-def use_float8(model: torch.nn.Module, settings: Fp8Config) -> None:
-    """Makes the linear layers of a model's decoder compute in FP8. Routers and grouped experts are not among them.
+class Kept(NamedTuple):
+    """What a layer keeps of its input and weight for its backward pass: `tensors`, and what gives them their `form`."""
 
-    Raises ConfigError if the GPU has no FP8, or for a weight whose size is not a multiple of 16.
+    tensors: Sequence[Any]
+    form: Any = None
+
+
+class Products(Protocol):
+    """The three products of a linear layer in FP8. Both sizes of a weight must be multiples of `multiple`."""
+
+    multiple: int
+
+    def output(self, states: Tensor, weight: Tensor, trained: bool) -> tuple[Tensor, Kept]:
+        """Multiplies `states` [tokens, m] by the transpose of `weight` [n, m] -> [tokens, n]."""
+
+    def gradient(self, upper: Tensor, trained: bool) -> Any:
+        """Quantizes the gradient of the output [tokens, n] for the two products below; `trained`: for both."""
+
+    def of_inputs(self, upper: Any, weight: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """Returns the gradient of `states`."""
+
+    def add_of_weight(self, total: Tensor, upper: Any, kept: Kept) -> None:
+        """Adds the gradient of `weight` to `total` [n, m]."""
+
+
+class TensorwiseProducts:
+    """Torch's products of matrices with one scale each."""
+
+    multiple = MULTIPLE
+
+    def __init__(self, settings: Fp8Config) -> None:
+        self._gradients = GRADIENTS[settings.fp8]
+
+    def output(self, states: Tensor, weight: Tensor, trained: bool) -> tuple[Tensor, Kept]:
+        """See `Products`."""
+        inputs, held = quantize(states, E4M3, columns=trained), quantize(weight, E4M3)
+        output = product(inputs.rows, held.rows, inputs.scale, held.scale, states.dtype, fast=True)
+        return output, Kept((inputs.columns, inputs.scale, held.scale))
+
+    def gradient(self, upper: Tensor, trained: bool) -> Quantized:
+        """See `Products`."""
+        return quantize(upper, self._gradients, columns=trained)
+
+    def of_inputs(self, upper: Quantized, weight: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """See `Products`."""
+        held = quantize(weight, E4M3, rows=False, columns=True, scale=kept.tensors[2])
+        return product(upper.rows, held.columns, upper.scale, held.scale, dtype)
+
+    def add_of_weight(self, total: Tensor, upper: Quantized, kept: Kept) -> None:
+        """See `Products`."""
+        columns, scale, _ = kept.tensors
+        total.add_(product(upper.columns, columns, upper.scale, scale, total.dtype))
+
+
+def use_float8(model: torch.nn.Module, settings: Fp8Config, products: Products) -> None:
+    """Makes the linear layers of a model's decoder compute by `products`. Routers and grouped experts are not among them.
+
+    Raises ConfigError if the GPU has no FP8, or for a weight whose size is not a multiple of `products.multiple`.
     """
     if torch.cuda.is_available():
-        check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+        check_float8(settings.fp8_recipe, torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     for name, layer in model.named_modules():
         linear = isinstance(layer, ColumnParallelLinear | RowParallelLinear) and name.startswith("decoder.layers.")
         if not linear or ".local_experts." in name:
             continue
-        if any(size % MULTIPLE for size in layer.weight.shape):
+        if any(size % products.multiple for size in layer.weight.shape):
             raise ConfigError(
                 f"policy.megatron_cfg.fp8_cfg.enabled is true, and the weight of {name} is {list(layer.weight.shape)} "
-                f"on this worker: FP8 products need multiples of {MULTIPLE}. Set it to false, or choose a smaller "
-                "tensor_model_parallel_size"
+                f"on this worker: {settings.fp8_recipe} products need multiples of {products.multiple}. Set it to false, or "
+                "choose a smaller tensor_model_parallel_size"
             )
-        layer._forward_impl = partial(_forward, GRADIENTS[settings.fp8])
+        layer._forward_impl = partial(_forward, products)
 
 
 def _forward(
-    gradients: torch.dtype,
+    products: Products,
     input: Tensor,  # Megatron's names
     weight: Tensor,
     bias: Tensor | None,
@@ -72,7 +128,7 @@ def _forward(
 ) -> Tensor:
     trained = torch.is_grad_enabled() and weight.requires_grad
     group = tp_group if allreduce_dgrad or sequence_parallel else None
-    output: Tensor = _Float8Linear.apply(input, weight, gradients, trained, group, sequence_parallel)  # type: ignore[no-untyped-call]
+    output: Tensor = _Float8Linear.apply(input, weight, products, trained, group, sequence_parallel)  # type: ignore[no-untyped-call]
     return output if bias is None else output + bias
 
 
@@ -87,26 +143,25 @@ class _Float8Linear(torch.autograd.Function):
         ctx: Any,
         inputs: Tensor,
         weight: Tensor,
-        gradients: torch.dtype,
+        products: Products,
         trained: bool,
         group: dist.ProcessGroup | None,
         split: bool,
     ) -> Tensor:
         whole = gather_sequence(inputs, group) if split else inputs
-        states, held = quantize(whole.flatten(0, -2), E4M3, columns=trained), quantize(weight, E4M3)
-        ctx.save_for_backward(states.columns, states.scale, weight, held.scale)
-        ctx.gradients, ctx.group, ctx.split, ctx.shape = gradients, group, split, whole.shape
-        output = product(states.rows, held.rows, states.scale, held.scale, inputs.dtype, fast=True)
+        output, kept = products.output(whole.flatten(0, -2), weight, trained)
+        ctx.save_for_backward(weight, *kept.tensors)
+        ctx.form, ctx.products, ctx.group, ctx.split, ctx.shape = kept.form, products, group, split, whole.shape
         return output.view(*whole.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        columns, scale, weight, weight_scale = ctx.saved_tensors
-        upper = quantize(grads[0].flatten(0, -2), ctx.gradients, columns=ctx.needs_input_grad[1])
-        held = quantize(weight, E4M3, rows=False, columns=True, scale=weight_scale)
-        of_inputs = product(upper.rows, held.columns, upper.scale, weight_scale, grads[0].dtype).view(ctx.shape)
+        weight, *tensors = ctx.saved_tensors
+        kept, products, trained = Kept(tensors, ctx.form), ctx.products, ctx.needs_input_grad[1]
+        upper = products.gradient(grads[0].flatten(0, -2), trained)
+        of_inputs = products.of_inputs(upper, weight, kept, grads[0].dtype).view(ctx.shape)
         of_inputs, reduction = _start_sum(of_inputs, ctx.group, ctx.split)
-        of_weight = _weight_gradient(weight, upper, columns, scale) if ctx.needs_input_grad[1] else None
+        of_weight = _weight_gradient(products, upper, weight, kept) if trained else None
         if reduction is not None:
             reduction.wait()
         return of_inputs, of_weight, None, None, None, None
@@ -122,14 +177,14 @@ def _start_sum(gradient: Tensor, group: dist.ProcessGroup | None, split: bool) -
     return part, dist.reduce_scatter_tensor(part, gradient, group=group, async_op=True)
 
 
-def _weight_gradient(weight: Any, upper: Quantized, inputs: Tensor, scale: Tensor) -> Tensor:
+def _weight_gradient(products: Products, upper: Any, weight: Any, kept: Kept) -> Tensor:
     """Returns the gradient, or adds it to Megatron's buffer, as with `gradient_accumulation_fusion`."""
     total: Tensor | None = getattr(weight, "main_grad", None)
-    dtype = weight.dtype if total is None else total.dtype
-    gradient = product(upper.columns, inputs, upper.scale, scale, dtype)
     if total is None:
+        gradient = torch.zeros_like(weight)
+        products.add_of_weight(gradient, upper, kept)
         return gradient
-    total.add_(gradient)
+    products.add_of_weight(total, upper, kept)
     weight.grad_added_to_main_grad = True  # Megatron then drops the weight's own gradient
     return torch.empty_like(weight)
 

@@ -1,6 +1,7 @@
-"""Builds this rank's part of a Megatron-Core GPTModel from a Hugging Face configuration, without Transformer Engine.
+"""Builds this rank's part of a Megatron-Core GPTModel of local layers from a Hugging Face configuration.
 
-Weights stay uninitialized; `dagrl.workers.megatron.hf_load` fills them. Imported only where Megatron is.
+`dagrl.workers.megatron.kernels` chooses what computes attention, grouped experts and FP8 products. Weights stay
+uninitialized; `dagrl.workers.megatron.hf_load` fills them. Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dagrl.workers.megatron.dispatch import use_local_dispatch
 from dagrl.workers.megatron.experts import GroupedExperts, experts_last_first, join_experts
 from dagrl.workers.megatron.float8 import use_float8
 from dagrl.workers.megatron.groups import parallel_sizes
+from dagrl.workers.megatron.kernels import choose_kernels
 from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard
 from dagrl.workers.megatron.products import use_added_gradients
 from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
@@ -210,16 +212,17 @@ def build_model(
     architecture: Architecture, policy: PolicyConfig, layout: ParallelLayout, device: torch.device
 ) -> ModelChunks:
     """Builds this rank's part of the model on `device`. Megatron's model parallel groups must be initialized."""
-    # Routers use torch products. Without Transformer Engine, Megatron 0.16.1 uses this name without defining it; with it,
-    # its layers are not used (docs/moe.md).
+    # Routers use torch products. Without Transformer Engine, Megatron 0.16.1 uses this name without defining it.
     moe_utils.te_general_gemm = None
     config = transformer_config(architecture, policy, layout)
     chunks = tuple(_build_chunk(architecture, config, layout, stage).to(device) for stage in range(layout.vpp))
+    kernels = choose_kernels(policy, device)
     for chunk in chunks:
         join_experts(chunk)
         use_local_dispatch(chunk)
+        kernels.give_to(chunk)
         if policy.megatron_cfg.fp8_cfg.enabled:
-            use_float8(chunk, policy.megatron_cfg.fp8_cfg)
+            use_float8(chunk, policy.megatron_cfg.fp8_cfg, kernels.float8)
     return ModelChunks(architecture, config, chunks)
 
 

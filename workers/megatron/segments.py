@@ -25,6 +25,8 @@ from dagrl.workers.megatron.host_memory import upload
 
 Indices = npt.NDArray[np.int64]
 
+SHORTEST_SEGMENT = 256
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -59,6 +61,21 @@ class Segments:
     def longest_key(self) -> int:
         """Number of keys in the largest segment."""
         return max(self.key_lengths)
+
+    @property
+    def rounded_query(self) -> int:
+        """`longest_query` rounded up for CUDA graphs: segments for which it is the same share a recording."""
+        return min(rounded(self.longest_query, SHORTEST_SEGMENT), sum(self.query_lengths))
+
+    @property
+    def rounded_key(self) -> int:
+        """`longest_key` rounded up in the same way."""
+        return min(rounded(self.longest_key, SHORTEST_SEGMENT), sum(self.key_lengths))
+
+
+def rounded(number: int, least: int) -> int:
+    """Returns the next power of two that is at least `least`."""
+    return max(least, 1 << (number - 1).bit_length())
 
 
 @dataclass(frozen=True)

@@ -54,12 +54,12 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-def in_float8(kind: str, sizes: tuple[int, int], settings: Fp8Config) -> Any:
-    """A linear layer in the place of one of a model's."""
+def in_float8(kind: str, sizes: tuple[int, int], settings: Fp8Config, products: Any = None) -> Any:
+    """A linear layer in the place of one of a model's. `products`: torch's unless others are given."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from dagrl.workers.megatron.float8 import use_float8
+    from dagrl.workers.megatron.float8 import TensorwiseProducts, use_float8
 
     config = TransformerConfig(num_layers=1, hidden_size=48, num_attention_heads=2, use_cpu_initialization=True)
     options = {"config": config, "init_method": partial(torch.nn.init.normal_, std=0.2), "bias": False}
@@ -71,7 +71,7 @@ def in_float8(kind: str, sizes: tuple[int, int], settings: Fp8Config) -> Any:
     model = torch.nn.Module()
     model.decoder = torch.nn.Module()
     model.decoder.layers = torch.nn.ModuleList([layer])
-    use_float8(model, settings)
+    use_float8(model, settings, products or TensorwiseProducts(settings))
     return layer
 
 
@@ -118,9 +118,9 @@ def test_sizes_that_are_no_multiple_of_16_are_refused(one_rank: None) -> None:
 
 
 def test_a_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dagrl.workers.megatron.float8 import use_float8
+    from dagrl.workers.megatron.float8 import TensorwiseProducts, use_float8
 
     found = {"is_available": lambda: True, "get_device_capability": lambda: (8, 0), "get_device_name": lambda: "A100"}
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(**found))
     with pytest.raises(ConfigError, match=r"fp8_cfg\.enabled is true.* 8\.9 .*; A100 has 8\.0"):
-        use_float8(torch.nn.Module(), Fp8Config())
+        use_float8(torch.nn.Module(), Fp8Config(), TensorwiseProducts(Fp8Config()))

@@ -1,0 +1,144 @@
+"""What computes a model's layers, with and without Transformer Engine, for which a test double stands in."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dagrl.config import PolicyConfig
+from dagrl.errors import ConfigError
+from dagrl.workers.megatron import engine_import
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+ENGINE = "dagrl.workers.megatron.transformer_engine"
+
+
+def policy(wanted: str = "auto", recipe: str = "tensorwise", **keys: Any) -> PolicyConfig:
+    fp8 = {"enabled": recipe == "blockwise", "fp8_recipe": recipe}
+    section = {"precision": "bfloat16", "megatron_cfg": {"transformer_engine": wanted, "fp8_cfg": fp8}, **keys}
+    return PolicyConfig.model_validate(section)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A double of the module around Transformer Engine, which is installed as far as its version says."""
+    module: Any = ModuleType(ENGINE)
+    module.segment_attention, module.faster_attention, module.EngineGroups = object(), object(), object()
+    module.EngineProducts = lambda settings: SimpleNamespace(recipe=settings.fp8_recipe)
+    module.has_grouped_products = lambda dtype: dtype is torch.bfloat16
+    monkeypatch.setitem(sys.modules, ENGINE, module)
+    monkeypatch.setattr(import_module("dagrl.workers.megatron"), "transformer_engine", module, raising=False)
+    set_version(monkeypatch, "2.20.2")
+    return module
+
+
+def set_version(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    for module in ("dagrl.config.worker_checks", "dagrl.workers.megatron.engine_import"):
+        monkeypatch.setattr(f"{module}.engine_version", lambda: version)
+
+
+def chosen(settings: PolicyConfig, device: torch.device = GPU) -> tuple[Any, Any, str]:
+    from dagrl.workers.megatron.kernels import choose_kernels
+
+    found = choose_kernels(settings, device)
+    return found.attend, found.groups, getattr(found.float8, "recipe", "own")
+
+
+def own() -> tuple[Any, Any, str]:
+    from dagrl.workers.megatron.attention import segment_attention
+    from dagrl.workers.megatron.experts import TorchGroups
+
+    return segment_attention, TorchGroups, "own"
+
+
+def test_auto_takes_what_is_faster(engine: Any) -> None:
+    assert chosen(policy()) == (engine.faster_attention, engine.EngineGroups, "tensorwise")
+
+
+def test_always_takes_everything(engine: Any) -> None:
+    assert chosen(policy("always")) == (engine.segment_attention, engine.EngineGroups, "tensorwise")
+
+
+def test_never_takes_nothing_but_the_recipe_that_is_its_own(engine: Any) -> None:
+    assert chosen(policy("never")) == own()
+    assert chosen(policy("never", "blockwise")) == (*own()[:2], "blockwise")
+
+
+def test_experts_stay_ours_where_cublas_cannot(engine: Any) -> None:
+    engine.has_grouped_products = lambda dtype: False
+    for wanted in ("auto", "always"):
+        assert chosen(policy(wanted))[1] is own()[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "device", "version", "reason"),
+    [
+        ({}, CPU, "2.20.2", "there is no GPU for it"),
+        ({"precision": "float32"}, GPU, "2.20.2", "policy.precision is float32, and the kernels in use are for bfloat16"),
+        ({"deterministic": True}, GPU, "2.20.2", "policy.deterministic is true, and not all of its kernels are"),
+        ({}, GPU, None, r"it is not installed: install transformer_engine\[pytorch\]"),
+        ({}, GPU, "2.9.0", "version 2.9.0 is installed: 2.20 is the oldest"),
+    ],
+)
+def test_where_it_cannot_be_used(
+    engine: Any, keys: dict[str, Any], device: torch.device, version: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_version(monkeypatch, version)
+    assert chosen(policy(**keys), device) == chosen(policy("never", **keys), device) == own()
+    with pytest.raises(ConfigError, match=rf"transformer_engine is always \('auto' does not need it\).*, but {reason}"):
+        chosen(policy("always", **keys), device)
+    with pytest.raises(ConfigError, match=rf"fp8_recipe is blockwise \('tensorwise' does not need it\).*, but {reason}"):
+        chosen(policy("never", "blockwise", **keys), device)
+
+
+def test_layers_get_what_was_chosen(engine: Any) -> None:
+    from dagrl.workers.megatron.attention import CausalAttention
+    from dagrl.workers.megatron.experts import GroupedExperts
+    from dagrl.workers.megatron.kernels import choose_kernels
+
+    attention, experts = CausalAttention.__new__(CausalAttention), GroupedExperts.__new__(GroupedExperts)
+    for module in (attention, experts):
+        torch.nn.Module.__init__(module)
+    choose_kernels(policy(), GPU).give_to(torch.nn.ModuleList([attention, experts]))
+    assert attention.attend is engine.faster_attention and experts.groups is engine.EngineGroups
+
+
+def test_an_installation_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise OSError("undefined symbol: cudnnFoo")
+
+    set_version(monkeypatch, "2.20.2")
+    monkeypatch.setattr(engine_import.importlib, "import_module", broken)
+    with pytest.raises(ConfigError, match=r"2\.20\.2 is installed, but its import fails: undefined symbol.*this torch, "):
+        engine_import.import_engine()
+
+
+def test_what_is_not_installed_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_version(monkeypatch, None)
+    monkeypatch.setattr(engine_import.importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+    engine_import.import_engine()
+
+
+def test_the_cudnn_of_torch_is_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDNN_HOME", raising=False)
+    loaded: list[str] = []
+    monkeypatch.setattr(engine_import.ctypes, "CDLL", loaded.append)
+    engine_import._keep_cudnn(tmp_path / "absent")
+    assert not loaded and "CUDNN_HOME" not in engine_import.os.environ
+    (tmp_path / "lib").mkdir()
+    for name in ("libcudnn.so.9", "libcudnn_ops.so.9", "other.so"):
+        (tmp_path / "lib" / name).touch()
+    monkeypatch.setenv("CUDNN_HOME", "")
+    monkeypatch.delenv("CUDNN_HOME")
+    engine_import._keep_cudnn(tmp_path)
+    assert loaded == [str(tmp_path / "lib" / name) for name in ("libcudnn.so.9", "libcudnn_ops.so.9")]
+    assert engine_import.os.environ["CUDNN_HOME"] == str(tmp_path)

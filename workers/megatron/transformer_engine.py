@@ -1,0 +1,177 @@
+"""Attention of segments, products of FP8 matrices and products of experts by Transformer Engine.
+
+Parameters stay those of Megatron's local layers, so checkpoints, refits and adapters do not depend on it.
+`dagrl.workers.megatron.kernels` decides what is used. Imported only where Transformer Engine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformer_engine.pytorch import (
+    DotProductAttention,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+)
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm_for_grouped_tensor
+from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported
+from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
+
+from dagrl.config import Fp8Config
+from dagrl.workers.megatron import attention
+from dagrl.workers.megatron.experts import joined_buffers, mark_added, stacked
+from dagrl.workers.megatron.float8 import MULTIPLE, Kept
+from dagrl.workers.megatron.segments import Segments
+
+LEAST_WORK = 1 << 29
+"""Products of a query and a key, over all heads, from which on its attention is faster than FlashAttention 2 on an H200."""
+BLOCK = 128  # values with one scale in the recipe `blockwise`, along each dimension of a weight
+
+
+def has_grouped_products(dtype: torch.dtype) -> bool:
+    """Whether cuBLAS multiplies groups of rows whose sizes only the device knows."""
+    return bool(is_module_grouped_tensor_path_supported(None, dtype))
+
+
+def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """Attention within segments. `query` [queries, heads, d], `key` and `value` [keys, kv_heads, d] -> like `query`.
+
+    Segments that share prefixes take FlashAttention 2.
+    """
+    if segments.prefixes is not None:
+        return attention.segment_attention(query, key, value, segments, scale)
+    out: Tensor = _attention(*query.shape[1:], key.shape[1], scale)(
+        query,
+        key,
+        value,
+        attn_mask_type="padding_causal" if segments.key_order is None else "padding_causal_bottom_right",
+        cu_seqlens_q=segments.query_starts,
+        cu_seqlens_kv=segments.key_starts,
+        max_seqlen_q=segments.longest_query,
+        max_seqlen_kv=segments.longest_key,
+        pad_between_seqs=False,
+    )
+    return out.view_as(query)
+
+
+def faster_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """Like `segment_attention`, but by FlashAttention 2 where that is faster."""
+    work = query.shape[0] * query.shape[1] * segments.rounded_key
+    chosen = segment_attention if work >= LEAST_WORK else attention.segment_attention
+    return chosen(query, key, value, segments, scale)
+
+
+@cache
+def _attention(heads: int, size: int, kv_heads: int, scale: float) -> Any:
+    """Has no parameters, so all layers share it."""
+    return DotProductAttention(heads, size, kv_heads, qkv_format="thd", softmax_scale=scale)
+
+
+class EngineProducts:
+    """`float8.Products`: with one scale for each matrix, or for blocks of it.
+
+    `blockwise`: 128 x 128 values of a weight, 128 values of a token, and 128 tokens' values of a column.
+    """
+
+    def __init__(self, settings: Fp8Config) -> None:
+        self._blockwise = settings.fp8_recipe == "blockwise"
+        self.multiple = BLOCK if self._blockwise else MULTIPLE
+        self._gradients = DType.kFloat8E5M2 if settings.fp8 == "hybrid" else DType.kFloat8E4M3
+
+    def output(self, states: Tensor, weight: Tensor, trained: bool) -> tuple[Tensor, Kept]:
+        """See `Products`."""
+        inputs = self._quantize(self._padded(states), DType.kFloat8E4M3, columns=trained)
+        held = self._quantize(weight, DType.kFloat8E4M3, dimensions=2)
+        output: Tensor = general_gemm(held, inputs, out_dtype=states.dtype)[0][: len(states)]
+        if not trained:
+            return output, Kept(())
+        inputs.update_usage(rowwise_usage=False, columnwise_usage=True)
+        return output, Kept(*inputs.prepare_for_saving())
+
+    def gradient(self, upper: Tensor, trained: bool) -> Any:
+        """See `Products`."""
+        return self._quantize(self._padded(upper), self._gradients, columns=trained), len(upper)
+
+    def of_inputs(self, upper: Any, weight: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """See `Products`."""
+        # Current scaling writes columns together with rows only.
+        held = self._quantize(weight, DType.kFloat8E4M3, rows=not self._blockwise, columns=True, dimensions=2)
+        quantized, tokens = upper
+        options = {"grad": True, "use_split_accumulator": True}
+        found: Tensor = general_gemm(held, quantized, out_dtype=dtype, layout="NN", **options)[0]
+        return found[:tokens]
+
+    def add_of_weight(self, total: Tensor, upper: Any, kept: Kept) -> None:
+        """See `Products`."""
+        inputs = kept.form
+        inputs.restore_from_saved(list(kept.tensors))
+        options = {"grad": True, "accumulate": True, "use_split_accumulator": True}
+        general_gemm(inputs, upper[0], out_dtype=total.dtype, layout="NT", out=total, **options)
+
+    def _padded(self, matrix: Tensor) -> Tensor:
+        missing = -len(matrix) % self.multiple
+        return pad(matrix, (0, 0, 0, missing)) if missing else matrix.contiguous()
+
+    def _quantize(self, matrix: Tensor, dtype: Any, rows: bool = True, columns: bool = False, dimensions: int = 1) -> Any:
+        if self._blockwise:
+            quantizer = Float8BlockQuantizer(dtype, rowwise=rows, columnwise=columns, block_scaling_dim=dimensions)
+        else:
+            quantizer = Float8CurrentScalingQuantizer(dtype, matrix.device, rowwise=rows, columnwise=columns)
+        quantizer.internal = True
+        return quantizer(matrix)
+
+
+class EngineGroups:
+    """`experts.Groups`. Weight gradients are added to Megatron's buffers within the product."""
+
+    def __init__(self, tokens_per_expert: Tensor, rows: Tensor) -> None:
+        self._counts = tokens_per_expert.to(rows.device, torch.int64, non_blocking=True)
+        self._starts = pad(self._counts.cumsum(0), (1, 0))
+
+    def output(self, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """See `Groups`."""
+        output = rows.new_empty(len(rows), len(weights[0]))
+        general_grouped_gemm_for_grouped_tensor(_equal(stacked(weights)), self._sorted(rows), self._sorted(output))
+        return output
+
+    def of_rows(self, upper: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """See `Groups`."""
+        found = upper.new_empty(len(upper), weights[0].shape[1])
+        tensors = _equal(stacked(weights)), self._sorted(upper), self._sorted(found)
+        general_grouped_gemm_for_grouped_tensor(*tensors, layout="NN", use_split_accumulator=True)
+        return found
+
+    def of_weights(self, upper: Tensor, rows: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """See `Groups`."""
+        buffers = joined_buffers(weights)
+        total = torch.zeros_like(stacked(weights)) if buffers is None else buffers
+        options = {"layout": "NT", "accumulate": True, "use_split_accumulator": True}
+        general_grouped_gemm_for_grouped_tensor(self._sorted(rows), self._sorted(upper), _equal(total), **options)
+        if buffers is None:
+            return total.unbind()
+        mark_added(weights)
+        return torch.empty_like(stacked(weights)).unbind()
+
+    def _sorted(self, rows: Tensor) -> Any:
+        return GroupedTensorStorage(
+            shape=tuple(rows.shape),
+            dtype=rows.dtype,
+            num_tensors=len(self._counts),
+            data=rows.view(-1),
+            first_dims=self._counts,
+            tensor_offsets=self._starts * rows.shape[1],
+        )
+
+
+def _equal(matrices: Tensor) -> Any:
+    """`matrices` [n, outputs, inputs]."""
+    number, *shape = matrices.shape
+    shapes, data = [tuple(shape)] * number, matrices.view(-1)
+    whole = number * shape[0], shape[1]
+    return GroupedTensorStorage(shape=whole, dtype=matrices.dtype, num_tensors=number, shapes=shapes, data=data)
