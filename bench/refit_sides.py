@@ -48,9 +48,9 @@ def modules_side(slices: Sequence[WeightSlice], model: Any) -> Side:
 def megatron_model(case: RefitCase, layout: ParallelLayout, rank: int, address: str, device: torch.device) -> Any:
     """Builds the model of rank `rank` of `layout`. Collective; the ranks meet at `address` and leave their groups
     afterwards."""
+    cpu.adapt()
     from dagrl.workers.megatron.model import build_model
 
-    cpu.adapt()
     policy = PolicyConfig(model_name=case.model, precision="bfloat16")
     groups.start_groups(WorkerContext("train", rank, layout), address, 0)
     try:

@@ -7,8 +7,9 @@
 
 A case is a model and a layout: `0.6b:tp2pp2`, `4b:tp4`, `30b@6:dp4ep4` (a model shortened to 6 layers). Suffixes:
 `0.6b:dp2d` uses the distributed optimizer; `0.6b:dp1m` gives the plain loop Megatron's cross-entropy instead of the loss of
-dagrl's worker; `0.6b:tp2g` replays microbatches as CUDA graphs; `4b:dp1f` computes in FP8; `4b:dp1!` leaves out the plain
-loop; `4b:dp1:lora` trains adapters, without a plain loop. dagrl's workers under Ray and the plain loop's processes
+dagrl's worker; `0.6b:tp2g` replays microbatches as CUDA graphs; `4b:dp1f` computes in FP8, `4b:dp1fb` in blocks;
+`4b:dp1n` never uses Transformer Engine; `4b:dp1!` leaves out the plain loop; `4b:dp1:lora` trains adapters, without a plain
+loop. dagrl's workers under Ray and the plain loop's processes
 (`dagrl.bench.train_plain`) run at the same time, build the case from the same checkpoint, and take turns of
 a few steps. Weights are random, of the real shape, in bfloat16 with float32 master weights. dagrl's time is a whole replay:
 it sends the batch and reads the metrics. The plain loop's step starts with its batch on the device. Losses are compared, by
@@ -48,7 +49,7 @@ from dagrl.workers.megatron.flops import peak_tflops, step_tflop
 
 MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "8b": "qwen3-8b", "30b": "qwen3-30b-a3b"}
 _CASE = re.compile(
-    r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<end>d?m?g?f?)(?P<lora>:lora)?(?P<alone>!?)"
+    r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<end>d?m?g?f?b?n?)(?P<lora>:lora)?(?P<alone>!?)"
 )
 _SIZE = re.compile(r"(dp|tp|pp|cp|ep)(\d+)")
 
@@ -58,7 +59,8 @@ class TrainCase:
     """A model in a layout. `own_loss`: the plain loop uses Megatron's loss. `alone`: no plain loop, to save memory.
 
     `lora`: dagrl's workers train adapters on all linear layers, and there is no plain loop. `graphs`: dagrl's workers
-    replay microbatches as CUDA graphs; the plain loop does not. `float8`: both compute in FP8.
+    replay microbatches as CUDA graphs; the plain loop does not. `float8`: both compute in FP8, `blockwise`: in blocks.
+    `own_kernels`: neither uses Transformer Engine.
     """
 
     name: str
@@ -68,6 +70,8 @@ class TrainCase:
     own_loss: bool
     graphs: bool
     float8: bool
+    blockwise: bool
+    own_kernels: bool
     lora: bool
     alone: bool
 
@@ -138,9 +142,9 @@ def parse_case(text: str, tiny: bool) -> TrainCase:
     shape = shape.with_layers(int(match["layers"])) if match["layers"] else shape
     sizes = {name: int(size) for name, size in _SIZE.findall(match["layout"])}
     layout = ParallelLayout(**sizes, etp=1) if "ep" in sizes else ParallelLayout(**sizes)
-    sharded, own_loss, graphs, float8 = (mark in match["end"] for mark in "dmgf")
+    sharded, own_loss, graphs, float8, blockwise, own_kernels = (mark in match["end"] for mark in "dmgfbn")
     lora, alone = bool(match["lora"]), bool(match["alone"] or match["lora"])
-    return TrainCase(text.rstrip("!"), shape, layout, sharded, own_loss, graphs, float8, lora, alone)
+    return TrainCase(text.rstrip("!"), shape, layout, sharded, own_loss, graphs, float8, blockwise, own_kernels, lora, alone)
 
 
 def writing(
@@ -201,7 +205,8 @@ def case_config(case: TrainCase, model: Path, options: argparse.Namespace) -> Co
     megatron: dict[str, object] = {
         "sequence_parallel": case.layout.tp > 1,
         "cuda_graphs": case.graphs,
-        "fp8_cfg": {"enabled": case.float8},
+        "fp8_cfg": {"enabled": case.float8, "fp8_recipe": "blockwise" if case.blockwise else "tensorwise"},
+        "transformer_engine": "never" if case.own_kernels else "auto",
         "peft": {"enabled": case.lora},
         "optimizer": {"lr": 1e-5, "use_distributed_optimizer": case.sharded},
     }

@@ -95,12 +95,14 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
 
     `chunked`: use the loss of dagrl's worker.
     """
+    from dagrl.workers.megatron import cpu
+
+    cpu.adapt()
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.transformer.moe import moe_utils
 
-    from dagrl.workers.megatron import cpu
     from dagrl.workers.megatron.architecture import read_architecture
     from dagrl.workers.megatron.groups import start_groups
     from dagrl.workers.megatron.hf_load import load_hf, read_hf_config
@@ -110,7 +112,6 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
     from dagrl.workers.megatron.trainer import create_state, make_scheduler, optimizer_config
     from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
 
-    cpu.adapt()
     _take_norms_at_once()
     if not hasattr(moe_utils, "te_general_gemm"):  # as in `dagrl.workers.megatron.model.build_model`
         moe_utils.te_general_gemm = None

@@ -180,8 +180,8 @@ def prefix_mistakes(config: Config) -> Mistakes:
 
 def engine_mistakes(config: Config) -> Mistakes:
     """What keeps Transformer Engine from computing what the configuration needs it for."""
-    reasons = {reason: made for reason, made in _engine_conflicts(config.policy).items() if made}
-    return {f"{need}, but {reason}": True for need in engine_needs(config.policy) for reason in reasons}
+    reasons = [reason for reason, made in _engine_conflicts(config.policy).items() if made]
+    return {need.format(reason=reason): True for need in _engine_needs(config.policy) for reason in reasons}
 
 
 def check_engine(policy: PolicyConfig, has_gpu: bool) -> str:
@@ -191,30 +191,32 @@ def check_engine(policy: PolicyConfig, has_gpu: bool) -> str:
     """
     found = engine_version()
     reasons = {
-        "there is no GPU for it": not has_gpu,
+        "there is no GPU": not has_gpu,
         **_engine_conflicts(policy),
-        "it is not installed: install transformer_engine[pytorch]": found is None,
+        f"it is not installed: install transformer_engine[pytorch]>={OLDEST_ENGINE}": found is None,
         f"version {found} is installed: {OLDEST_ENGINE} is the oldest with the functions in use": (
             found is not None and Version(found) < Version(OLDEST_ENGINE)
         ),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), "")
-    for need in engine_needs(policy) if reason else ():
-        raise ConfigError(f"{need}, but {reason}")
+    for need in _engine_needs(policy) if reason else ():
+        raise ConfigError(need.format(reason=reason))
     return reason
 
 
-def engine_needs(policy: PolicyConfig) -> Sequence[str]:
-    """Returns what a configuration needs Transformer Engine for, and what to set to do without."""
-    megatron, needs = policy.megatron_cfg, "which needs Transformer Engine"
+def _engine_needs(policy: PolicyConfig) -> Sequence[str]:
+    """Returns errors of a configuration that needs Transformer Engine, with a place for the reason why it cannot be used."""
+    megatron = policy.megatron_cfg
     blockwise = megatron.fp8_cfg.enabled and megatron.fp8_cfg.fp8_recipe == "blockwise"
-    found = {
-        f"policy.megatron_cfg.transformer_engine is always ('auto' does not need it), {needs}": (
-            megatron.transformer_engine == "always"
-        ),
-        f"policy.megatron_cfg.fp8_cfg.fp8_recipe is blockwise ('tensorwise' does not need it), {needs}": blockwise,
+    needs = {
+        ("transformer_engine", "always", "auto"): megatron.transformer_engine == "always",
+        ("fp8_cfg.fp8_recipe", "blockwise", "tensorwise"): blockwise,
     }
-    return [need for need, made in found.items() if made]
+    return [
+        f"policy.megatron_cfg.{key} is {value}, which needs Transformer Engine, but {{reason}}. Otherwise set {key}={other}"
+        for (key, value, other), made in needs.items()
+        if made
+    ]
 
 
 def engine_version() -> str | None:

@@ -866,6 +866,26 @@ TABLE = [
         (f"{MEGATRON}.tp_comm_overlap=true", f"{MEGATRON}.tensor_model_parallel_size=2"),
     ),
     Row(
+        "Transformer Engine without a GPU",
+        (f"{MEGATRON}.transformer_engine is always", "there is no GPU", "Otherwise set transformer_engine=auto"),
+        (f"{MEGATRON}.transformer_engine=always", "policy.precision=bfloat16"),
+    ),
+    Row(
+        "Transformer Engine in float32",
+        (f"{MEGATRON}.transformer_engine is always", "policy.precision is float32", "for bfloat16"),
+        (f"{MEGATRON}.transformer_engine=always",),
+    ),
+    Row(
+        "blocks in FP8 and deterministic kernels",
+        (f"{MEGATRON}.fp8_cfg.fp8_recipe is blockwise", "policy.deterministic is true", "fp8_recipe=tensorwise"),
+        (
+            f"{MEGATRON}.fp8_cfg.enabled=true",
+            f"{MEGATRON}.fp8_cfg.fp8_recipe=blockwise",
+            "policy.precision=bfloat16",
+            "policy.deterministic=true",
+        ),
+    ),
+    Row(
         "CUDA graphs without a GPU",
         ("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false",),
         (GRAPHS, "cluster.num_gpus=0"),
@@ -1057,6 +1077,26 @@ def test_gpus_without_float8_are_refused(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("dagrl.run.preflight.gpus", lambda: [Gpu("GPU-a", "NVIDIA A100", 81920, "580", (8, 0))])
     code, errors = run(f"{MEGATRON}.fp8_cfg.enabled=true", "cluster.num_gpus=2")
     assert code == 2 and f"{MEGATRON}.fp8_cfg.enabled is true" in errors and "NVIDIA A100 has 8.0. Set it to false" in errors
+
+
+BLOCKWISE = (f"{MEGATRON}.fp8_cfg.enabled=true", f"{MEGATRON}.fp8_cfg.fp8_recipe=blockwise", "policy.precision=bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "reason"),
+    [
+        (None, (9, 0), "it is not installed: install transformer_engine[pytorch]>=2.20. Otherwise set "),
+        ("2.9.0", (9, 0), "version 2.9.0 is installed: 2.20 is the oldest"),
+        ("2.20.2", (10, 0), "needs GPUs of compute capability 9.0 (Hopper); NVIDIA G has 10.0. Set it to tensorwise"),
+    ],
+)
+def test_blocks_in_float8_need_transformer_engine_and_hopper(
+    version: str | None, capability: tuple[int, int], reason: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dagrl.run.preflight.gpus", lambda: [Gpu("GPU-a", "NVIDIA G", 81920, "580", capability)])
+    monkeypatch.setattr("dagrl.config.worker_checks.engine_version", lambda: version)
+    code, errors = run(*BLOCKWISE, "cluster.num_gpus=2")
+    assert code == 2 and f"{MEGATRON}.fp8_cfg.fp8_recipe is blockwise" in errors and reason in errors
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)

@@ -1,0 +1,230 @@
+"""Transformer Engine's attention, FP8 products and experts, against plain math and the formats' definition; whole steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.bench.train_inputs import single_worker
+from dagrl.config import Fp8Config
+from dagrl.config.worker_checks import engine_version
+from dagrl.workers.megatron import cpu
+from tests.gpu.test_float8 import without_ties
+from tests.gpu.test_megatron_experts import CASES, poison
+from tests.gpu.test_megatron_packing import SEQUENCES, error, plain_attention
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_worker import TestedWorker
+from tests.integration.test_megatron_packing import group_batch
+from tests.unit.workers.test_float8 import FORMATS, in_float8, one_rank
+from tests.unit.workers.test_megatron_experts import inputs_of, make_experts, relative, run
+
+pytest.importorskip("megatron.core")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or engine_version() is None, reason="needs a GPU, and transformer_engine[pytorch]"
+    ),
+]
+assert one_rank  # a fixture
+
+Recipe = Literal["tensorwise", "blockwise"]
+Form = Literal["e4m3", "hybrid"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    """The module around Transformer Engine."""
+    cpu.adapt()
+    from dagrl.workers.megatron import transformer_engine
+
+    return transformer_engine
+
+
+def attention_of(attention: Any, exact: list[Tensor], segments: Any, kind: torch.dtype) -> list[Tensor]:
+    """Returns the output and the gradients of query, key and value."""
+    leaves = [tensor.to(kind).requires_grad_() for tensor in exact[:3]]
+    out = attention(*leaves, segments, 128**-0.5)
+    return [out.detach(), *torch.autograd.grad(out, leaves, exact[3].to(kind))]
+
+
+def random_inputs(queries: int, keys: int) -> list[Tensor]:
+    """Returns query, key, value and the gradient of the output, in float64, exact in bfloat16."""
+    shapes = (queries, 8), (keys, 2), (keys, 2), (queries, 8)
+    return [torch.randn(n, heads, 128, device="cuda", dtype=torch.bfloat16).double() for n, heads in shapes]
+
+
+@pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
+def test_attention_agrees_with_plain_math(engine: Any, size: int, rank: int) -> None:
+    from dagrl.workers.megatron.segments import make_segments
+
+    torch.manual_seed(0)
+    segments = make_segments(SEQUENCES, size, rank, torch.device("cuda"))
+    exact = random_inputs(sum(segments.query_lengths), sum(segments.key_lengths))
+    found = attention_of(engine.segment_attention, exact, segments, torch.bfloat16)
+    for one, truth in zip(found, attention_of(plain_attention, exact, segments, torch.float64), strict=True):
+        assert relative(one, truth) < 1e-2
+
+
+def test_small_segments_and_shared_prefixes_take_flash_attention(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dagrl.workers.megatron.segments import make_segments
+
+    taken: list[str] = []
+
+    def take(name: str, query: Tensor) -> Tensor:
+        taken.append(name)
+        return query
+
+    monkeypatch.setattr(engine.attention, "segment_attention", lambda query, *_: take("flash", query))
+    monkeypatch.setattr(engine, "_attention", lambda *_: lambda query, *_, **__: take("engine", query))
+    for rows, heads, tokens in (([[256] * 8], (), 2048), ([[16384]], (), 16384), ([[8192, 8192]], (-1, 0), 16384)):
+        query = torch.empty(tokens, 8, 128, device="cuda", dtype=torch.bfloat16)
+        segments = make_segments(rows, 1, 0, torch.device("cuda"), heads)
+        engine.faster_attention(query, query, query, segments, 1.0)
+    assert taken == ["flash", "engine", "flash"]
+
+
+def test_a_recording_takes_other_lengths(engine: Any) -> None:
+    from dagrl.workers.megatron.segments import Segments, make_segments
+
+    def padded(row: list[int]) -> Segments:
+        """As CUDA graphs have them: room for eight segments of up to 2048 tokens, the last ones empty."""
+        made = make_segments([row], 1, 0, torch.device("cuda"))
+        starts = torch.cat([made.query_starts, made.query_starts[-1:].expand(9 - len(made.query_starts))])
+        return replace(made, query_lengths=(2048,), key_lengths=(2048,), query_starts=starts, key_starts=starts)
+
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        exact, segments, other = random_inputs(2048, 2048), padded([768, 264, 1016]), [256, 1528, 264]
+        for _ in range(2):
+            attention_of(engine.segment_attention, exact, segments, torch.bfloat16)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            found = attention_of(engine.segment_attention, exact, segments, torch.bfloat16)
+        for tensor in found:
+            tensor.fill_(torch.nan)
+        segments.query_starts.copy_(padded(other).query_starts)
+        graph.replay()
+        truth = make_segments([other], 1, 0, torch.device("cuda"))
+        expected = attention_of(plain_attention, exact, truth, torch.float64)
+    torch.cuda.synchronize()
+    for one, value in zip(found, expected, strict=True):
+        assert relative(one, value) < 1e-2
+
+
+def in_blocks(matrix: Tensor, form: str, rows: int, columns: int) -> Tensor:
+    """Returns `matrix` with values that the format can hold over a power of two for each block, the largest that fits."""
+    mantissa, least, largest = FORMATS[form]
+    height, width = matrix.shape
+    whole = torch.nn.functional.pad(matrix.double(), (0, -width % columns, 0, -height % rows))
+    blocks = whole.reshape(-1, rows, whole.shape[1] // columns, columns)
+    peak = blocks.abs().amax((1, 3), keepdim=True)
+    scale = torch.exp2(torch.floor(torch.log2(largest / peak.where(peak > 0, torch.ones_like(peak)))))
+    values = blocks * scale
+    _, exponent = torch.frexp(values)
+    step = torch.exp2((exponent - 1).clamp(min=least).double() - mantissa)
+    found = torch.round(values / step) * step / scale
+    return found.flatten(2, 3).flatten(0, 1)[:height, :width]
+
+
+def expected_products(recipe: Recipe, form: str, inputs: Tensor, weight: Tensor, upper: Tensor) -> tuple[Tensor, ...]:
+    """Returns the output, the gradient of the inputs and that of the weight, of matrices rounded as the recipe says."""
+    if recipe == "blockwise":
+        held = in_blocks(weight, "e4m3", 128, 128)
+        by_row = in_blocks(inputs, "e4m3", 1, 128), in_blocks(upper, form, 1, 128)
+        by_column = in_blocks(inputs, "e4m3", 128, 1), in_blocks(upper, form, 128, 1)
+        return by_row[0] @ held.t(), by_row[1] @ held, by_column[1].t() @ by_column[0]
+    from tests.unit.workers.test_float8 import rounded
+
+    states, held, gradient = rounded(inputs, "e4m3"), rounded(weight, "e4m3"), rounded(upper, form)
+    return states @ held.t(), gradient @ held, gradient.t() @ states
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("fp8", ["e4m3", "hybrid"])
+@pytest.mark.parametrize("tokens", [1, 44, 512])
+def test_layers_multiply_rounded_matrices(engine: Any, one_rank: None, recipe: Recipe, fp8: Form, tokens: int) -> None:
+    if recipe == "blockwise" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a GPU of compute capability 9.0")
+    torch.manual_seed(3)
+    settings = Fp8Config(enabled=True, fp8=fp8, fp8_recipe=recipe)
+    layer = in_float8("column", (256, 384), settings, engine.EngineProducts(settings))
+    layer.weight.data = without_ties(layer.weight).cuda()
+    inputs = without_ties(torch.randn(tokens, 1, 256)).cuda().requires_grad_()
+    upper = without_ties(torch.randn(tokens, 1, 384)).cuda()
+    total = layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
+    layer.weight.grad_added_to_main_grad = False
+    output, _ = layer(inputs)
+    output.backward(upper)
+    assert inputs.grad is not None and layer.weight.grad_added_to_main_grad
+    form = "e5m2" if fp8 == "hybrid" else "e4m3"
+    expected = expected_products(recipe, form, inputs.detach().squeeze(1), layer.weight.detach(), upper.squeeze(1))
+    for found, value in zip((output.squeeze(1), inputs.grad.squeeze(1), total - 1), expected, strict=True):
+        assert relative(found, value) < 5e-3
+
+
+@pytest.mark.parametrize("buffers", [False, True], ids=["own-gradients", "buffers"])
+@pytest.mark.parametrize("case", CASES)
+def test_experts_are_close_to_float32(engine: Any, case: str, buffers: bool) -> None:
+    if not engine.has_grouped_products(torch.bfloat16):
+        pytest.skip("needs cuBLAS 13.4")
+    (hidden, ffn), counts = CASES[case]
+
+    def found(way: Literal["grouped", "sequential"], dtype: torch.dtype, groups: Any = None) -> dict[str, Tensor]:
+        layer = make_experts(way, len(counts), hidden=hidden, ffn=ffn, dtype=torch.bfloat16).to("cuda", dtype)
+        if groups is None:
+            return run(layer, counts, inputs_of(counts, hidden))
+        layer.groups = groups
+        if not buffers:
+            return run(layer, counts, inputs_of(counts, hidden))
+        layer.join_weights()
+        weights: dict[str, Any] = dict(layer.named_parameters())
+        for part in ("linear_fc1", "linear_fc2"):
+            named = [weight for name, weight in weights.items() if part in name]
+            for weight, buffer in zip(named, torch.ones(len(named), *named[0].shape, device="cuda"), strict=True):
+                weight.main_grad, weight.grad_added_to_main_grad = buffer, False
+        results = run(layer, counts, inputs_of(counts, hidden))
+        assert all(weight.grad_added_to_main_grad == (sum(counts) > 0) for weight in weights.values())
+        return results | {name: weight.main_grad - 1 for name, weight in weights.items()}
+
+    exact, near = found("sequential", torch.float32), found("sequential", torch.bfloat16)
+    poison()
+    for name, value in found("grouped", torch.bfloat16, engine.EngineGroups).items():
+        if exact[name].any():
+            assert relative(value, exact[name]) < 1.2 * relative(near[name], exact[name]) + 1e-3 < 0.03, name
+        else:
+            assert not value.any(), name
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared-prefixes"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["launched", "recorded"])
+def test_steps_are_as_close_to_float32_as_with_our_kernels(tmp_path: Path, graphs: bool, shared: bool) -> None:
+    model, batch = reference.make_model("qwen3", tmp_path), group_batch()
+    plain = reference.make_config(model, optimizer={"clip_grad": 1e3})
+    truth = reference.train_reference(model, batch, plain, reference.sft_reference)
+    inside = np.arange(batch.tokens) < batch["lengths"][:, None]
+    off: dict[str, tuple[float, float]] = {}
+    for wanted in ("never", "always"):
+        packing = {"enabled": True, "train_mb_tokens": 64, "logprob_mb_tokens": 96, "shared_prefix": shared}
+        config = reference.make_config(
+            model,
+            precision="bfloat16",
+            megatron_cfg={"transformer_engine": wanted, "cuda_graphs": graphs},
+            optimizer={"clip_grad": 1e3},
+            sequence_packing=packing,
+        )
+        with single_worker(config, TestedWorker) as made:
+            for _ in range(3 if graphs else 1):  # the third is a replay
+                rows = made.logprobs(batch)
+                made.train_step(batch.with_scalars(lr=0.0), "likelihood")
+            gradients = reference.assemble([made.gradients()])
+        assert rows is not None
+        off[wanted] = error(gradients, truth.gradients), float(np.abs(rows["logprobs"] - truth.logprobs * inside).mean())
+    assert off["never"][0] < 0.05
+    assert off["always"][0] < 1.2 * off["never"][0] + 1e-3 and off["always"][1] < 1.2 * off["never"][1] + 1e-3
