@@ -17,8 +17,8 @@ def import_engine() -> None:
 
     if engine_version() is None:
         return
-    _keep_cudnn(Path(torch.__file__).parents[1] / "nvidia" / "cudnn")
     try:
+        _keep_cudnn(Path(torch.__file__).parents[1] / "nvidia" / "cudnn")
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:  # it checks its installation
         raise ConfigError(
