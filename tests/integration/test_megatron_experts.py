@@ -44,8 +44,7 @@ def step_of(model: Path, precision: str, experts: type, **policy: Any) -> tuple[
         for layer in (module for module in modules if isinstance(module, GroupedExperts)):
             for kind in ("linear_fc1", "linear_fc2"):
                 weights = [getattr(expert, kind).weight for expert in layer.local_experts]
-                for whole in (joined(weights), joined([weight.main_grad for weight in weights])):
-                    assert whole is not None and whole.is_contiguous()
+                assert joined(weights) is not None and joined([weight.main_grad for weight in weights]) is not None
         return reference.assemble([made.gradients()]), figures["loss"], figures["grad_norm"]
 
 

@@ -2,7 +2,7 @@
 
 Parameters, names and checkpoints are those of Megatron's `SequentialMLP`, with one weight per expert. Megatron's own grouped
 experts need Transformer Engine or the `grouped_gemm` extension. torch's `grouped_mm` needs all weights in one tensor, so
-those of a layer's experts lie one behind the other in one memory (`join_weights`, and `experts_last_first` for Megatron's
+those of a layer's experts lie at equal distances in one memory (`join_weights`, and `experts_last_first` for Megatron's
 buffers). Nothing waits for the device: it knows where the rows of each expert end.
 
 In bfloat16 on Hopper and Blackwell a product is one kernel; elsewhere torch loops over the experts. Rows must be a multiple
@@ -118,14 +118,14 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def experts_last_first(named: Iterable[tuple[str, Held]]) -> Iterator[tuple[str, Held]]:
-    """Yields named parameters, those of a layer's experts weight by weight, from the last expert to the first.
+    """Yields named parameters, those of a layer's experts from the last expert to the first.
 
-    Megatron fills its gradient and weight buffers from their end, so each weight's experts lie there in order.
+    Megatron fills its gradient and weight buffers from their end, which brings the experts in order.
     """
 
-    def place(item: tuple[str, Held]) -> tuple[str, str, int]:
+    def place(item: tuple[str, Held]) -> tuple[str, int]:
         found = _EXPERT.match(item[0])
-        return ("", "", 0) if found is None else (found[1], item[0][found.end() :], -int(found[2]))
+        return ("", 0) if found is None else (found[1], -int(found[2]))
 
     for _, items in groupby(named, lambda item: place(item)[0]):
         yield from sorted(items, key=place)

@@ -25,7 +25,7 @@ from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import Gro
 
 from dagrl.config import Fp8Config
 from dagrl.workers.megatron import attention
-from dagrl.workers.megatron.experts import joined_buffers, mark_added, stacked
+from dagrl.workers.megatron.experts import mark_added
 from dagrl.workers.megatron.float8 import MULTIPLE, Kept
 from dagrl.workers.megatron.segments import Segments
 
@@ -137,30 +137,28 @@ class EngineGroups:
     def output(self, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """See `Groups`."""
         output = rows.new_empty(len(rows), len(weights[0]))
-        general_grouped_gemm_for_grouped_tensor(_equal(stacked(weights)), self._sorted(rows), self._sorted(output))
+        general_grouped_gemm_for_grouped_tensor(list(weights), self._sorted(rows), self._sorted(output))
         return output
 
     def of_rows(self, upper: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """See `Groups`."""
         found = upper.new_empty(len(upper), weights[0].shape[1])
-        tensors = _equal(stacked(weights)), self._sorted(upper), self._sorted(found)
+        tensors = list(weights), self._sorted(upper), self._sorted(found)
         general_grouped_gemm_for_grouped_tensor(*tensors, layout="NN", use_split_accumulator=True)
         return found
 
-    def of_weights(self, upper: Tensor, rows: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    def of_weights(self, upper: Tensor, rows: Tensor, weights: Sequence[Any]) -> Sequence[Tensor]:
         """See `Groups`."""
-        buffers, shape = joined_buffers(weights), (len(weights), *weights[0].shape)
-        if buffers is None or not buffers.is_contiguous():
-            gradients = weights[0].new_zeros(shape)
-            self._add_of_weights(gradients, upper, rows)
-            return gradients.unbind()
-        self._add_of_weights(buffers, upper, rows)
-        mark_added(weights)
-        return weights[0].new_empty(shape).unbind()  # Megatron drops them
-
-    def _add_of_weights(self, total: Tensor, upper: Tensor, rows: Tensor) -> None:
+        buffers = [getattr(weight, "main_grad", None) for weight in weights]
+        buffered = all(buffer is not None for buffer in buffers)
+        shape = len(weights), *weights[0].shape
+        totals: Any = buffers if buffered else list(weights[0].new_zeros(shape).unbind())
         options = {"layout": "NT", "accumulate": True, "use_split_accumulator": True}
-        general_grouped_gemm_for_grouped_tensor(self._sorted(rows), self._sorted(upper), _equal(total), **options)
+        general_grouped_gemm_for_grouped_tensor(self._sorted(rows), self._sorted(upper), totals, **options)
+        if buffered:
+            mark_added(weights)
+            totals = weights[0].new_empty(shape).unbind()  # Megatron drops them
+        return tuple(totals)
 
     def _sorted(self, rows: Tensor) -> Any:
         return GroupedTensorStorage(
@@ -171,11 +169,3 @@ class EngineGroups:
             first_dims=self._counts,
             tensor_offsets=self._starts * rows.shape[1],
         )
-
-
-def _equal(matrices: Tensor) -> Any:
-    """`matrices` [n, outputs, inputs]."""
-    number, *shape = matrices.shape
-    shapes, data = [tuple(shape)] * number, matrices.reshape(-1)
-    whole = number * shape[0], shape[1]
-    return GroupedTensorStorage(shape=whole, dtype=matrices.dtype, num_tensors=number, shapes=shapes, data=data)
