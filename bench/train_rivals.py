@@ -118,6 +118,13 @@ class DagrlSteps:
         ]
 
     def ready(self) -> None:
+        try:
+            self._make_ready()
+        except BaseException:
+            self.end()  # for the next case
+            raise
+
+    def _make_ready(self) -> None:
         self.group.wait(self._building, Deadline(DEADLINE_S, "DEADLINE_S"), "become")
         options = SchedulerOptions(fallback="error", warmup_s=DEADLINE_S)
         self._scheduler = self._case.enter_context(Scheduler([self.group], options))

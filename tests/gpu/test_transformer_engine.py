@@ -195,7 +195,7 @@ def test_experts_are_close_to_float32(engine: Any, case: str, buffers: bool) -> 
 
     exact, near = found("sequential", torch.float32), found("sequential", torch.bfloat16)
     poison()
-    for name, value in found("grouped", torch.bfloat16, engine.EngineGroups).items():
+    for name, value in found("grouped", torch.bfloat16, engine.engine_groups).items():
         if exact[name].any():
             assert relative(value, exact[name]) < 1.2 * relative(near[name], exact[name]) + 1e-3 < 0.03, name
         else:

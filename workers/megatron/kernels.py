@@ -55,4 +55,4 @@ def choose_kernels(policy: PolicyConfig, device: torch.device) -> Kernels:
     grouped = engine.has_grouped_products(getattr(torch, policy.precision))
     logger.info("Transformer Engine %s computes attention, FP8 products%s", engine_version(), " and experts" * grouped)
     attend = engine.segment_attention if wanted == "always" else engine.faster_attention
-    return Kernels(attend, engine.EngineGroups if grouped else own.groups, products)
+    return Kernels(attend, engine.engine_groups if grouped else own.groups, products)

@@ -25,12 +25,13 @@ from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import Gro
 
 from dagrl.config import Fp8Config
 from dagrl.workers.megatron import attention
-from dagrl.workers.megatron.experts import mark_added
+from dagrl.workers.megatron.experts import Groups, TorchGroups, mark_added
 from dagrl.workers.megatron.float8 import MULTIPLE, Kept
 from dagrl.workers.megatron.segments import Segments
 
 LEAST_WORK = 1 << 29
 """Products of a query and a key, over all heads, from which on its attention is faster than FlashAttention 2 on an H200."""
+MOST_EXPERTS = 64  # of a worker, whose weights one of its launches takes
 BLOCK = 128  # values with one scale in the recipe `blockwise`, along each dimension of a weight
 
 
@@ -125,6 +126,12 @@ class EngineProducts:
             quantizer = Float8CurrentScalingQuantizer(dtype, matrix.device, rowwise=rows, columnwise=columns)
         quantizer.internal = True
         return quantizer(matrix)
+
+
+def engine_groups(tokens_per_expert: Tensor, rows: Tensor) -> Groups:
+    """Returns the products of such rows: torch's for more experts than Transformer Engine takes."""
+    kind = EngineGroups if len(tokens_per_expert) <= MOST_EXPERTS else TorchGroups
+    return kind(tokens_per_expert, rows)
 
 
 class EngineGroups:

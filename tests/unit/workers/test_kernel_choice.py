@@ -32,7 +32,7 @@ def policy(wanted: str = "auto", recipe: str = "tensorwise", **keys: Any) -> Pol
 def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A double of the module around Transformer Engine, which is installed as far as its version says."""
     module: Any = ModuleType(ENGINE)
-    module.segment_attention, module.faster_attention, module.EngineGroups = object(), object(), object()
+    module.segment_attention, module.faster_attention, module.engine_groups = object(), object(), object()
     module.EngineProducts = lambda settings: SimpleNamespace(recipe=settings.fp8_recipe)
     module.has_grouped_products = lambda dtype: dtype is torch.bfloat16
     monkeypatch.setitem(sys.modules, ENGINE, module)
@@ -61,11 +61,11 @@ def own() -> tuple[Any, Any, str]:
 
 
 def test_auto_takes_what_is_faster(engine: Any) -> None:
-    assert chosen(policy()) == (engine.faster_attention, engine.EngineGroups, "tensorwise")
+    assert chosen(policy()) == (engine.faster_attention, engine.engine_groups, "tensorwise")
 
 
 def test_always_takes_everything(engine: Any) -> None:
-    assert chosen(policy("always")) == (engine.segment_attention, engine.EngineGroups, "tensorwise")
+    assert chosen(policy("always")) == (engine.segment_attention, engine.engine_groups, "tensorwise")
 
 
 def test_never_takes_nothing_but_the_recipe_that_is_its_own(engine: Any) -> None:
@@ -109,7 +109,7 @@ def test_layers_get_what_was_chosen(engine: Any) -> None:
     for module in (attention, experts):
         torch.nn.Module.__init__(module)
     choose_kernels(policy(), GPU).give_to(torch.nn.ModuleList([attention, experts]))
-    assert attention.attend is engine.faster_attention and experts.groups is engine.EngineGroups
+    assert attention.attend is engine.faster_attention and experts.groups is engine.engine_groups
 
 
 def test_an_installation_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
