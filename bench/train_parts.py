@@ -26,7 +26,7 @@ KINDS = {
     "products": r"gemm|cutlass|nvjet|xmma|cublas|splitK",
     "norms": r"_norm_(backward_)?kernel|rms_norm|layer_norm",
     "rotary": r"_rotate_kernel",
-    "quantization": r"_quantize_kernel|AbsMaxOps",
+    "quantization": r"_quantize_kernel|AbsMaxOps|cast_transpose|amax_kernel",
     "swiglu": r"_swiglu_|silu",
     VOCABULARY_SUMS: r"_row_sums|_row_gradients",
     "optimizer": r"[Aa]dam|multi_tensor|foreach",

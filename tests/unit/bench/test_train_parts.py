@@ -31,6 +31,7 @@ class FakeEvent:
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x128_4x1x1_kernel0_0", "attention"),
         ("_norm_backward_kernel", "norms"),
         ("_swiglu_kernel", "swiglu"),
+        ("void transformer_engine::block_scaled_1d_cast_transpose_kernel<__nv_fp8_e4m3>", "quantization"),
         ("_row_gradients", "vocabulary sums"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "elementwise"),
