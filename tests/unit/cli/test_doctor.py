@@ -16,7 +16,7 @@ from dagrl.cli.main import main
 def test_installed_packages_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     report = capsys.readouterr().out
-    for subject in ("python", "ray", "torch", "megatron-core", "/dev/shm"):  # noqa: S108
+    for subject in ("python", "ray", "torch", "megatron-core", "transformer_engine[pytorch]", "/dev/shm"):  # noqa: S108
         assert subject in report
 
 
@@ -25,9 +25,10 @@ def test_versions_outside_the_pins_get_advice() -> None:
     (megatron,) = project["optional-dependencies"]["megatron"]
     tested = Requirement(megatron).specifier
     assert pins()["megatron-core"] == tested
-    versions = {"megatron-core": "0.17.0", "ray": "2.60.0", "torch": "2.12.0+cpu"}
+    versions = {"megatron-core": "0.17.0", "ray": "2.60.0", "torch": "2.12.0+cpu", "transformer-engine": "2.9.0"}
     found = {finding.subject: finding for finding in packages(versions, {**pins(), "ray": SpecifierSet(">=2.60,<2.61")})}
     assert found["megatron-core"].advice == f"install megatron-core{tested}, as tested"
+    assert found["transformer-engine"].advice == "install transformer-engine>=2.20, as tested"
     assert (found["ray"].advice, found["torch"].advice) == ("", "")
     assert found["vllm"].found.startswith("not installed") and not found["vllm"].advice
 
