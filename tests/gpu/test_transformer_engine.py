@@ -71,7 +71,7 @@ def test_attention_agrees_with_plain_math(engine: Any, size: int, rank: int) -> 
         assert relative(one, truth) < 1e-2
 
 
-def test_small_segments_and_shared_prefixes_take_flash_attention(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cudnn_does_not_take_takes_flash_attention(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from dagrl.workers.megatron.segments import make_segments
 
     taken: list[str] = []
@@ -82,11 +82,13 @@ def test_small_segments_and_shared_prefixes_take_flash_attention(engine: Any, mo
 
     monkeypatch.setattr(engine.attention, "segment_attention", lambda query, *_: take("flash", query))
     monkeypatch.setattr(engine, "_attention", lambda *_: lambda query, *_, **__: take("engine", query))
-    for rows, heads, tokens in (([[256] * 8], (), 2048), ([[16384]], (), 16384), ([[8192, 8192]], (-1, 0), 16384)):
-        query = torch.empty(tokens, 8, 128, device="cuda", dtype=torch.bfloat16)
+    whole = [[16384]]
+    cases = ([[256] * 8], (), 128), (whole, (), 128), ([[8192, 8192]], (-1, 0), 128), (whole, (), 256), (whole, (), 100)
+    for rows, heads, size in cases:
+        query = torch.empty(sum(rows[0]), 8, size, device="cuda", dtype=torch.bfloat16)
         segments = make_segments(rows, 1, 0, torch.device("cuda"), heads)
         engine.faster_attention(query, query, query, segments, 1.0)
-    assert taken == ["flash", "engine", "flash"]
+    assert taken == ["flash", "engine", "flash", "flash", "flash"]
 
 
 def test_a_recording_takes_other_lengths(engine: Any) -> None:

@@ -167,9 +167,7 @@ class TorchGroups:
         """See `Groups`."""
         # Left column-major, right row-major: no other layout supports any number of rows per expert.
         gradients = grouped_mm(upper.t(), rows, offs=self._offsets)
-        if (
-            gradients.is_cuda
-        ):  # some GPUs leave those of experts without rows (https://github.com/pytorch/pytorch/issues/172439)
+        if gradients.is_cuda:  # some GPUs write none for experts without rows (pytorch/pytorch#172439)
             from dagrl.workers.megatron.expert_kernels import clear_empty
 
             clear_empty(gradients, self._offsets)

@@ -1,7 +1,7 @@
 """What computes attention of segments, grouped experts and FP8 products: our own kernels, or Transformer Engine's.
 
-`policy.megatron_cfg.transformer_engine` says whether it is used where it is installed; `auto` takes what was faster on an
-H200 (docs/training.md). Imported only where Megatron is.
+`policy.megatron_cfg.transformer_engine` says whether it is used where it is installed; on Hopper, `auto` takes what was
+faster on an H200 (docs/training.md). Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dagrl.workers.megatron.experts import GroupedExperts, GroupsOf, TorchGroups
 from dagrl.workers.megatron.float8 import Products, TensorwiseProducts
 
 logger = logging.getLogger(__name__)
+
+HOPPER = 9  # the major compute capability of the GPUs on which Transformer Engine's kernels were measured
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,16 @@ def choose_kernels(policy: PolicyConfig, device: torch.device) -> Kernels:
     """
     wanted, settings = policy.megatron_cfg.transformer_engine, policy.megatron_cfg.fp8_cfg
     own = Kernels(segment_attention, TorchGroups, TensorwiseProducts(settings))
-    blockwise = settings.enabled and settings.fp8_recipe == "blockwise"
-    if check_engine(policy, device.type == "cuda") or (wanted == "never" and not blockwise):
+    if check_engine(policy, device.type == "cuda"):
+        return own
+    measured = torch.cuda.get_device_capability(device)[0] == HOPPER
+    for_all = wanted == "always" or (wanted == "auto" and measured)
+    if not for_all and settings.fp8_recipe != "blockwise":
         return own
     from dagrl.workers.megatron import transformer_engine as engine
 
     products = engine.EngineProducts(settings)
-    if wanted == "never":
+    if not for_all:
         return Kernels(own.attend, own.groups, products)
     grouped = engine.has_grouped_products(getattr(torch, policy.precision))
     logger.info("Transformer Engine %s computes attention, FP8 products%s", engine_version(), " and experts" * grouped)

@@ -31,6 +31,7 @@ from dagrl.workers.megatron.segments import Segments
 
 LEAST_WORK = 1 << 29
 """Products of a query and a key, over all heads, from which on its attention is faster than FlashAttention 2 on an H200."""
+LARGEST_HEAD = 128  # values of a head, for the backward pass
 MOST_EXPERTS = 64  # of a worker, whose weights one of its launches takes
 BLOCK = 128  # values with one scale in the recipe `blockwise`, along each dimension of a weight
 
@@ -43,9 +44,9 @@ def has_grouped_products(dtype: torch.dtype) -> bool:
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """Attention within segments. `query` [queries, heads, d], `key` and `value` [keys, kv_heads, d] -> like `query`.
 
-    Segments that share prefixes take FlashAttention 2.
+    Segments that share prefixes take FlashAttention 2, and so do heads that cuDNN does not take.
     """
-    if segments.prefixes is not None:
+    if segments.prefixes is not None or query.shape[-1] > LARGEST_HEAD or query.shape[-1] % 8:
         return attention.segment_attention(query, key, value, segments, scale)
     out: Tensor = _attention(*query.shape[1:], key.shape[1], scale)(
         query,

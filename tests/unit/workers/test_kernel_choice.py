@@ -38,6 +38,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, ENGINE, module)
     monkeypatch.setattr(import_module("dagrl.workers.megatron"), "transformer_engine", module, raising=False)
     set_version(monkeypatch, "2.20.2")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return module
 
 
@@ -71,6 +72,12 @@ def test_always_takes_everything(engine: Any) -> None:
 def test_never_takes_nothing_but_the_recipe_that_is_its_own(engine: Any) -> None:
     assert chosen(policy("never")) == own()
     assert chosen(policy("never", "blockwise")) == (*own()[:2], "blockwise")
+
+
+def test_auto_takes_nothing_on_gpus_where_nothing_was_measured(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert chosen(policy()) == own()
+    assert chosen(policy("always")) == (engine.segment_attention, engine.engine_groups, "tensorwise")
 
 
 def test_experts_stay_ours_where_cublas_cannot(engine: Any) -> None:
