@@ -13,7 +13,8 @@ from dagrl.cli.doctor import bad_combinations, check_cupy, packages, pins
 from dagrl.cli.main import main
 
 
-def test_installed_packages_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_installed_packages_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["doctor"]) == 0
     report = capsys.readouterr().out
     for subject in ("python", "ray", "torch", "megatron-core", "transformer_engine[pytorch]", "/dev/shm"):  # noqa: S108
