@@ -42,6 +42,9 @@ keeps the last 100,000 reports, and grows by 7 KB in a GRPO step.
 PRIORITY = {"RAY_worker_niceness": "0"}
 """Ray runs workers at niceness 15. With GPUs they launch kernels, which other processes of the host would delay."""
 
+SLOW_NODE = "timed out during startup"
+"""What Ray says of a node that does not answer within 30 s, as on a busy machine. No setting changes this time."""
+
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Names of this host, for which Ray takes its address in the network."""
 
@@ -127,6 +130,17 @@ def _require_listener(address: str) -> None:
 
 
 def _start(config: ClusterConfig, environment: Mapping[str, str], teardown_s: float) -> None:
+    """Joins a cluster, or starts one, for a second time if its node was too slow for Ray."""
+    try:
+        _init(config, environment, teardown_s)
+    except Exception as error:  # Ray raises plain exceptions here
+        if config.address or SLOW_NODE not in str(error):
+            raise
+        logger.warning("Ray's node did not answer within the 30 s that Ray gives it; starting another")
+        _init(config, environment, teardown_s)
+
+
+def _init(config: ClusterConfig, environment: Mapping[str, str], teardown_s: float) -> None:
     """Calls `ray.init`. Ends what it has started if it raises."""
     import ray
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from typing import NoReturn
 
@@ -30,6 +31,36 @@ def test_a_cluster_that_cannot_be_joined_may_ask_for_a_token(mode: str | None, m
             with ray_cluster(ClusterConfig(address=address)):
                 pass
     assert ("set RAY_AUTH_MODE=token" in str(raised.value)) == (mode is None)
+
+
+@pytest.mark.parametrize(
+    ("failures", "address", "calls"),
+    [
+        (["The current node timed out during startup."], None, 2),
+        (["The current node timed out during startup."] * 2, None, 2),
+        (["no space left on device"], None, 1),
+        (["The current node timed out during startup."], "auto", 1),
+    ],
+)
+def test_a_node_too_slow_for_ray_is_started_again(
+    failures: list[str], address: str | None, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, started = list(failures), []
+
+    def init(**_: object) -> None:
+        started.append(len(started))
+        if left:
+            raise Exception(left.pop(0))  # as Ray does
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    if calls > len(failures):
+        with ray_cluster(ClusterConfig(address=address)):
+            pass
+    else:
+        with pytest.raises(RunError, match=re.escape(failures[-1])), ray_cluster(ClusterConfig(address=address)):
+            pass
+    assert len(started) == calls
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:", "127.0.0.2:", "[::1]:"])
