@@ -49,7 +49,7 @@ from dagrl.workers.megatron.flops import peak_tflops, step_tflop
 
 MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "8b": "qwen3-8b", "30b": "qwen3-30b-a3b"}
 _CASE = re.compile(
-    r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<end>d?m?g?f?b?n?)(?P<lora>:lora)?(?P<alone>!?)"
+    r"(?P<model>[0-9.]+b)(@(?P<layers>\d+))?:(?P<layout>((dp|tp|pp|cp|ep)\d+)+)(?P<end>d?m?g?(fb?)?n?)(?P<lora>:lora)?(?P<alone>!?)"
 )
 _SIZE = re.compile(r"(dp|tp|pp|cp|ep)(\d+)")
 

@@ -188,7 +188,7 @@ class MegatronConfig(Section):
 
     transformer_engine: Literal["auto", "always", "never"] = "auto"
     """Whether Transformer Engine computes attention of packed rows, grouped experts and FP8 products. `auto`: where it is
-    installed, on Hopper. `always`: raises an error where it cannot. `never`: for `fp8_recipe=blockwise` alone."""
+    installed, on Hopper. `always`: an error where it cannot be used at all. `never`: for `fp8_recipe=blockwise` alone."""
 
     fp8_cfg: Fp8Config = Fp8Config()
     peft: PeftConfig = PeftConfig()

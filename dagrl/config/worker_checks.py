@@ -28,6 +28,9 @@ from dagrl.errors import ConfigError, LayoutError, UserError
 OLDEST_ENGINE = "2.20"
 """Version of Transformer Engine from which on it has the functions in use."""
 
+HOPPER = 9
+"""The major compute capability of the GPUs on which its kernels were measured, and its FP8 blocks are native."""
+
 Mistakes = Mapping[str, bool]
 """What is said of each mistake that a configuration may have, and whether it has it."""
 
@@ -198,9 +201,9 @@ def check_engine(policy: PolicyConfig, has_gpu: bool) -> str:
             found is not None and Version(found) < Version(OLDEST_ENGINE)
         ),
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), "")
-    for need in _engine_needs(policy) if reason else ():
-        raise ConfigError(need.format(reason=reason))
+    reason, needs = next((reason for reason, holds in reasons.items() if holds), ""), _engine_needs(policy)
+    if reason and needs:
+        raise ConfigError(needs[0].format(reason=reason))
     return reason
 
 
@@ -242,7 +245,7 @@ def check_float8(recipe: str, gpu: str, capability: tuple[int, int]) -> None:
             "policy.megatron_cfg.fp8_cfg.enabled is true, which needs GPUs of compute capability 8.9 or more (Ada, Hopper, "
             f"Blackwell); {found}. Set it to false, or use other GPUs"
         )
-    if recipe == "blockwise" and capability[0] != 9:
+    if recipe == "blockwise" and capability[0] != HOPPER:
         raise ConfigError(
             "policy.megatron_cfg.fp8_cfg.fp8_recipe is blockwise, which needs GPUs of compute capability 9.0 (Hopper); "
             f"{found}. Set it to tensorwise, or use other GPUs"

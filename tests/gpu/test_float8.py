@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch import Tensor
 
 from dagrl.config import Fp8Config
 from tests.integration import megatron_reference as reference
@@ -56,26 +57,34 @@ def without_ties(matrix: torch.Tensor) -> torch.Tensor:
     return held
 
 
+def multiplied(layer: Any, tokens: int) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """Returns inputs [tokens, m], weight [n, m] and upper gradient [tokens, n] of a layer, and its output and gradients."""
+    outputs, width = layer.weight.shape
+    weight = layer.weight.data = without_ties(layer.weight).cuda()
+    inputs = without_ties(torch.randn(tokens, 1, width)).cuda().requires_grad_()
+    upper = without_ties(torch.randn(tokens, 1, outputs)).cuda()
+    total = layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
+    layer.weight.grad_added_to_main_grad = False
+    output, _ = layer(inputs)
+    output.backward(upper)
+    assert inputs.grad is not None and layer.weight.grad_added_to_main_grad
+    given = inputs.detach().squeeze(1), weight, upper.squeeze(1)
+    return given, (output.detach().squeeze(1), inputs.grad.squeeze(1), total - 1)
+
+
+def rounded_products(inputs: Tensor, weight: Tensor, upper: Tensor, fp8: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the output and the gradients of inputs and weight, of matrices rounded with one scale each."""
+    states, held = rounded(inputs, "e4m3"), rounded(weight, "e4m3")
+    gradient = rounded(upper, "e5m2" if fp8 == "hybrid" else "e4m3")
+    return states @ held.t(), gradient @ held, gradient.t() @ states
+
+
 @pytest.mark.parametrize("recipe", ["e4m3", "hybrid"])
 @pytest.mark.parametrize("tokens", [1, 44, 512])
 def test_layers_multiply_rounded_matrices(one_rank: None, recipe: Literal["e4m3", "hybrid"], tokens: int) -> None:
     torch.manual_seed(3)
-    layer = in_float8("column", (256, 384), Fp8Config(fp8=recipe))
-    layer.weight.data = without_ties(layer.weight).cuda()
-    inputs = without_ties(torch.randn(tokens, 1, 256)).cuda().requires_grad_()
-    upper = without_ties(torch.randn(tokens, 1, 384)).cuda()
-    total = layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
-    layer.weight.grad_added_to_main_grad = False
-    output, _ = layer(inputs)
-    output.backward(upper)
-    states, weight = rounded(inputs.detach(), "e4m3").squeeze(1), rounded(layer.weight.detach(), "e4m3")
-    gradient = rounded(upper, "e5m2" if recipe == "hybrid" else "e4m3").squeeze(1)
-    assert inputs.grad is not None
-    for found, expected, tolerance in (
-        (output.squeeze(1), states @ weight.t(), 5e-3),
-        (inputs.grad.squeeze(1), gradient @ weight, 5e-3),
-        (total, gradient.t() @ states, 2e-3),
-    ):
+    given, products = multiplied(in_float8("column", (256, 384), Fp8Config(fp8=recipe)), tokens)
+    for found, expected, tolerance in zip(products, rounded_products(*given, recipe), (5e-3, 5e-3, 2e-3), strict=True):
         assert float((found.double() - expected).norm() / expected.norm()) < tolerance
 
 

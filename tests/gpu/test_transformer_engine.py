@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dagrl.bench.train_inputs import single_worker
 from dagrl.config import Fp8Config
-from dagrl.config.worker_checks import engine_version
+from dagrl.config.worker_checks import HOPPER, engine_version
 from dagrl.workers.megatron import cpu
-from tests.gpu.test_float8 import without_ties
+from tests.gpu.test_float8 import multiplied, rounded_products
 from tests.gpu.test_megatron_experts import CASES, poison
 from tests.gpu.test_megatron_packing import SEQUENCES, error, plain_attention
 from tests.integration import megatron_reference as reference
@@ -71,26 +71,6 @@ def test_attention_agrees_with_plain_math(engine: Any, size: int, rank: int) -> 
         assert relative(one, truth) < 1e-2
 
 
-def test_what_cudnn_does_not_take_takes_flash_attention(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dagrl.workers.megatron.segments import make_segments
-
-    taken: list[str] = []
-
-    def take(name: str, query: Tensor) -> Tensor:
-        taken.append(name)
-        return query
-
-    monkeypatch.setattr(engine.attention, "segment_attention", lambda query, *_: take("flash", query))
-    monkeypatch.setattr(engine, "_attention", lambda *_: lambda query, *_, **__: take("engine", query))
-    whole = [[16384]]
-    cases = ([[256] * 8], (), 128), (whole, (), 128), ([[8192, 8192]], (-1, 0), 128), (whole, (), 256), (whole, (), 100)
-    for rows, heads, size in cases:
-        query = torch.empty(sum(rows[0]), 8, size, device="cuda", dtype=torch.bfloat16)
-        segments = make_segments(rows, 1, 0, torch.device("cuda"), heads)
-        engine.faster_attention(query, query, query, segments, 1.0)
-    assert taken == ["flash", "engine", "flash", "flash", "flash"]
-
-
 def test_a_recording_takes_other_lengths(engine: Any) -> None:
     from dagrl.workers.megatron.segments import Segments, make_segments
 
@@ -135,39 +115,25 @@ def in_blocks(matrix: Tensor, form: str, rows: int, columns: int) -> Tensor:
     return found.flatten(2, 3).flatten(0, 1)[:height, :width]
 
 
-def expected_products(recipe: Recipe, form: str, inputs: Tensor, weight: Tensor, upper: Tensor) -> tuple[Tensor, ...]:
-    """Returns the output, the gradient of the inputs and that of the weight, of matrices rounded as the recipe says."""
-    if recipe == "blockwise":
-        held = in_blocks(weight, "e4m3", 128, 128)
-        by_row = in_blocks(inputs, "e4m3", 1, 128), in_blocks(upper, form, 1, 128)
-        by_column = in_blocks(inputs, "e4m3", 128, 1), in_blocks(upper, form, 128, 1)
-        return by_row[0] @ held.t(), by_row[1] @ held, by_column[1].t() @ by_column[0]
-    from tests.unit.workers.test_float8 import rounded
-
-    states, held, gradient = rounded(inputs, "e4m3"), rounded(weight, "e4m3"), rounded(upper, form)
-    return states @ held.t(), gradient @ held, gradient.t() @ states
+def products_in_blocks(inputs: Tensor, weight: Tensor, upper: Tensor, fp8: Form) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the output and the gradients of inputs and weight, of matrices rounded in blocks along each sum."""
+    form, held = "e5m2" if fp8 == "hybrid" else "e4m3", in_blocks(weight, "e4m3", 128, 128)
+    by_row = in_blocks(inputs, "e4m3", 1, 128), in_blocks(upper, form, 1, 128)
+    by_column = in_blocks(inputs, "e4m3", 128, 1), in_blocks(upper, form, 128, 1)
+    return by_row[0] @ held.t(), by_row[1] @ held, by_column[1].t() @ by_column[0]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 @pytest.mark.parametrize("fp8", ["e4m3", "hybrid"])
 @pytest.mark.parametrize("tokens", [1, 44, 512])
 def test_layers_multiply_rounded_matrices(engine: Any, one_rank: None, recipe: Recipe, fp8: Form, tokens: int) -> None:
-    if recipe == "blockwise" and torch.cuda.get_device_capability()[0] != 9:
+    if recipe == "blockwise" and torch.cuda.get_device_capability()[0] != HOPPER:
         pytest.skip("needs a GPU of compute capability 9.0")
     torch.manual_seed(3)
     settings = Fp8Config(enabled=True, fp8=fp8, fp8_recipe=recipe)
-    layer = in_float8("column", (256, 384), settings, engine.EngineProducts(settings))
-    layer.weight.data = without_ties(layer.weight).cuda()
-    inputs = without_ties(torch.randn(tokens, 1, 256)).cuda().requires_grad_()
-    upper = without_ties(torch.randn(tokens, 1, 384)).cuda()
-    total = layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
-    layer.weight.grad_added_to_main_grad = False
-    output, _ = layer(inputs)
-    output.backward(upper)
-    assert inputs.grad is not None and layer.weight.grad_added_to_main_grad
-    form = "e5m2" if fp8 == "hybrid" else "e4m3"
-    expected = expected_products(recipe, form, inputs.detach().squeeze(1), layer.weight.detach(), upper.squeeze(1))
-    for found, value in zip((output.squeeze(1), inputs.grad.squeeze(1), total - 1), expected, strict=True):
+    given, products = multiplied(in_float8("column", (256, 384), settings, engine.EngineProducts(settings)), tokens)
+    expected = (products_in_blocks if recipe == "blockwise" else rounded_products)(*given, fp8)
+    for found, value in zip(products, expected, strict=True):
         assert relative(found, value) < 5e-3
 
 

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from dagrl.config import PolicyConfig
-from dagrl.config.worker_checks import check_engine, engine_version
+from dagrl.config.worker_checks import HOPPER, check_engine, engine_version
 from dagrl.workers.megatron.attention import CausalAttention, SegmentAttention, segment_attention
 from dagrl.workers.megatron.experts import GroupedExperts, GroupsOf, TorchGroups
 from dagrl.workers.megatron.float8 import Products, TensorwiseProducts
 
 logger = logging.getLogger(__name__)
-
-HOPPER = 9  # the major compute capability of the GPUs on which Transformer Engine's kernels were measured
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dagrl.config import PolicyConfig
 from dagrl.errors import ConfigError
@@ -119,6 +121,62 @@ def test_layers_get_what_was_chosen(engine: Any) -> None:
     assert attention.attend is engine.faster_attention and experts.groups is engine.engine_groups
 
 
+DOUBLE = {
+    "": (),
+    ".pytorch": ("DotProductAttention", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer"),
+    ".pytorch.constants": ("DType",),
+    ".pytorch.cpp_extensions": ("general_gemm", "general_grouped_gemm_for_grouped_tensor"),
+    ".pytorch.module": (),
+    ".pytorch.module.grouped_linear": ("is_module_grouped_tensor_path_supported",),
+    ".pytorch.tensor": (),
+    ".pytorch.tensor.storage": (),
+    ".pytorch.tensor.storage.grouped_tensor_storage": ("GroupedTensorStorage",),
+}
+"""A test double of Transformer Engine: its modules and the names in use, which compute nothing."""
+
+
+@pytest.fixture
+def over_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module around Transformer Engine, imported over `DOUBLE`."""
+    package = import_module("dagrl.workers.megatron")
+    import_module("dagrl.workers.megatron.kernels")  # and Megatron, before there is a double
+    for name, attributes in DOUBLE.items():
+        module = ModuleType(f"transformer_engine{name}")
+        for attribute in attributes:
+            setattr(module, attribute, object())
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, ENGINE, raising=False)
+    yield import_module(ENGINE)
+    del sys.modules[ENGINE], package.transformer_engine
+
+
+def test_what_cudnn_does_not_take_takes_flash_attention(over_double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dagrl.workers.megatron.segments import make_segments
+
+    taken: list[str] = []
+
+    def take(name: str, query: Tensor) -> Tensor:
+        taken.append(name)
+        return query
+
+    monkeypatch.setattr(over_double.attention, "segment_attention", lambda query, *_: take("flash", query))
+    monkeypatch.setattr(over_double, "_attention", lambda *_: lambda query, *_, **__: take("engine", query))
+    whole = [[16384]]
+    cases = ([[256] * 8], (), 128), (whole, (), 128), ([[8192, 8192]], (-1, 0), 128), (whole, (), 256), (whole, (), 100)
+    for rows, heads, size in cases:
+        query = torch.empty(sum(rows[0]), 8, size, dtype=torch.bfloat16)
+        over_double.faster_attention(query, query, query, make_segments(rows, 1, 0, CPU, heads), 1.0)
+    assert taken == ["flash", "engine", "flash", "flash", "flash"]
+
+
+def test_more_experts_than_it_takes_stay_torchs(over_double: Any) -> None:
+    from dagrl.workers.megatron.experts import TorchGroups
+
+    for experts, kind in ((64, over_double.EngineGroups), (65, TorchGroups)):
+        rows = torch.empty(experts, 8)
+        assert type(over_double.engine_groups(torch.ones(experts, dtype=torch.int64), rows)) is kind
+
+
 def test_an_installation_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise OSError("undefined symbol: cudnnFoo")
@@ -136,7 +194,8 @@ def test_what_is_not_installed_is_not_imported(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_cudnn_of_torch_is_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("CUDNN_HOME", raising=False)
+    monkeypatch.setenv("CUDNN_HOME", "")  # so that the test leaves it as it was
+    monkeypatch.delenv("CUDNN_HOME")
     loaded: list[str] = []
     monkeypatch.setattr(engine_import.ctypes, "CDLL", loaded.append)
     engine_import._keep_cudnn(tmp_path / "absent")
@@ -144,8 +203,6 @@ def test_the_cudnn_of_torch_is_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / "lib").mkdir()
     for name in ("libcudnn.so.9", "libcudnn_ops.so.9", "other.so"):
         (tmp_path / "lib" / name).touch()
-    monkeypatch.setenv("CUDNN_HOME", "")
-    monkeypatch.delenv("CUDNN_HOME")
     engine_import._keep_cudnn(tmp_path)
     assert loaded == [str(tmp_path / "lib" / name) for name in ("libcudnn.so.9", "libcudnn_ops.so.9")]
     assert engine_import.os.environ["CUDNN_HOME"] == str(tmp_path)
