@@ -36,7 +36,7 @@ quickstart: $(SETUP)
 # Two processes take the files in order, except for those that share pools of workers (tests/conftest.py). Hundreds of processes
 # import our modules, which are compiled first because Python may be told not to write bytecode.
 test: $(TOOLS)
-	$(VENV)/bin/python -m compileall -q -j 0 dagrl graphs workers bench
+	$(VENV)/bin/python -m compileall -q -j 0 dagrl
 	$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadscope --no-loadscope-reorder --durations=40
 
 # The runtime's tests on other versions, an hour for these: make test-versions VERSIONS="ray==2.59.0 python3.13,torch==2.14.1"

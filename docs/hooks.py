@@ -106,12 +106,11 @@ def nemo_rl_comparison() -> str:
 def file_map() -> str:
     """Returns the page with the first docstring line of every file, by room."""
     lines = ["# Files", "", "The first line of each file, by room."]
-    for top in ("dagrl", "graphs", "workers", "bench"):
-        for package in sorted({path.parent for path in (ROOT / top).rglob("*.py")}):
-            lines += ["", f"## `{package.relative_to(ROOT)}`", "", first_line(package / "__init__.py"), ""]
-            lines += ["| file | |", "|---|---|"]
-            modules = sorted(path for path in package.glob("*.py") if path.name != "__init__.py")
-            lines += [f"| `{path.name}` | {first_line(path)} |" for path in modules]
+    for package in sorted({path.parent for path in (ROOT / "dagrl").rglob("*.py")}):
+        lines += ["", f"## `{package.relative_to(ROOT)}`", "", first_line(package / "__init__.py"), ""]
+        lines += ["| file | |", "|---|---|"]
+        modules = sorted(path for path in package.glob("*.py") if path.name != "__init__.py")
+        lines += [f"| `{path.name}` | {first_line(path)} |" for path in modules]
     return "\n".join(lines) + "\n"
 
 

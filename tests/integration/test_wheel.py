@@ -16,7 +16,7 @@ import pytest
 
 from tests.integration.main_job import ROOT
 
-SOURCES = ("dagrl", "graphs", "workers", "bench", "examples", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("dagrl", "pyproject.toml", "README.md", "LICENSE")
 
 REWARD = """
 from pathlib import Path
@@ -107,10 +107,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0] for name in names} == {"dagrl", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"}
-    for folder in ("dagrl", "graphs", "workers", "bench"):
-        below = "dagrl" if folder == "dagrl" else f"dagrl/{folder}"
-        modules = {f"{below}/{path.relative_to(ROOT / folder)}" for path in (ROOT / folder).rglob("*.py")}
-        assert modules - names == set()
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "dagrl").rglob("*.py")}
+    assert modules - names == set()
     assert {f"dagrl/examples/{path.name}" for path in (ROOT / "examples").glob("*.yaml")} <= names
     assert "dagrl/examples/data/arithmetic.jsonl" in names and "dagrl/py.typed" in names
 

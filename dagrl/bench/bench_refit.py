@@ -1,6 +1,6 @@
 """A refit between two processes of this host under pytest-benchmark, for `--benchmark-compare`: a narrow model on the CPU.
 
-pytest bench/bench_refit.py --benchmark-columns=median,iqr,max,rounds
+pytest dagrl/bench/bench_refit.py --benchmark-columns=median,iqr,max,rounds
 """
 
 from __future__ import annotations

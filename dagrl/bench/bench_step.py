@@ -1,6 +1,6 @@
 """The driver's own work in a GRPO step, whole steps, and refit plans under pytest-benchmark, for `--benchmark-compare`.
 
-pytest bench/bench_step.py --benchmark-columns=median,iqr,max,rounds
+pytest dagrl/bench/bench_step.py --benchmark-columns=median,iqr,max,rounds
 """
 
 from __future__ import annotations

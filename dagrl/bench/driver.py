@@ -1,4 +1,4 @@
-"""What the driver itself does in a GRPO step, with engines that answer at once: `pytest bench/bench_step.py -k driver`.
+"""The driver's own work in a GRPO step, with engines that answer at once: `pytest dagrl/bench/bench_step.py -k driver`.
 
     step = DriverStep(samples=1024, prompt=120, completion=256)
     groups = step.generate()              # requests to engines, finished sequences back

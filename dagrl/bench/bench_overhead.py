@@ -2,7 +2,7 @@
 
 `multiple args` has one shard per worker: `dagrl_compiled` runs one graph per shard, `dagrl_fused` one graph for all.
 
-pytest bench/bench_overhead.py --benchmark-columns=median,iqr,max,rounds
+pytest dagrl/bench/bench_overhead.py --benchmark-columns=median,iqr,max,rounds
 """
 
 from __future__ import annotations
