@@ -9,8 +9,12 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIBRARY = ("dagrl", "graphs", "workers")
-FILES = [path.relative_to(ROOT) for package in LIBRARY for path in sorted((ROOT / package).rglob("*.py"))]
+OUTSIDE = (ROOT / "dagrl" / "bench", ROOT / "dagrl" / "examples")
+FILES = [
+    path.relative_to(ROOT)
+    for path in sorted((ROOT / "dagrl").rglob("*.py"))
+    if not any(path.is_relative_to(folder) for folder in OUTSIDE)
+]
 
 
 @cache
