@@ -94,9 +94,6 @@ class PeftConfig(Section):
     use_rslora: bool = False
     """Divide `alpha` by the square root of `dim` instead of `dim` (rsLoRA)."""
 
-    use_dora: bool = False
-    """Also train the norm of each row of the adapted weights (DoRA)."""
-
     adapter_path: PathText | None = None
     """Directory with adapters in PEFT's format to start from. null: A is random and B is zero."""
 

@@ -65,7 +65,6 @@ def adapter_mistakes(config: Config) -> Mistakes:
     peft, generation = config.policy.megatron_cfg.peft, generation_config(config)
     vllm, drops = generation.vllm_cfg, generation.colocated.enabled and generation.colocated.sleep_level == 2
     mistakes = {
-        "megatron_cfg.peft.use_dora is true, but vLLM's LoRA slots have no row norms": peft.use_dora,
         f"megatron_cfg.peft.dim is {peft.dim}, but vLLM's LoRA slots have at most {SLOT_RANKS[-1]}": peft.dim
         > SLOT_RANKS[-1],
         "generation.vllm_cfg.precision is fp8, but vLLM would quantize the base weights that stay as loaded": (

@@ -32,7 +32,7 @@ from dagrl.telemetry.record import RunPaths
 ADAPTERS = "adapter_config.json"
 """The file of PEFT's that says what adapters are, and of which model."""
 
-PEFT_KEYS = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+PEFT_KEYS = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
 
 SIZES = (
     "data_parallel",

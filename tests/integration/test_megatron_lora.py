@@ -26,7 +26,6 @@ from tests.unit.rl.test_preferences import FORMULAS
 DIM, ALPHA = 4, 6.0
 DENSE, ATTENTION = (), ("q_proj", "v_proj", "o_proj")  # all linear layers; without k, whose rows lie between q and v
 RECOMPUTED, SHARDED = {"activation_checkpointing": True}, {"use_distributed_optimizer": True}
-DORA = {"peft": {"use_dora": True}}
 
 
 def config_of(model: Path, adapters: Path | None, targets: tuple[str, ...], megatron: dict[str, Any], **policy: Any) -> Any:
@@ -39,13 +38,13 @@ def config_of(model: Path, adapters: Path | None, targets: tuple[str, ...], mega
 class Peft:
     """A Hugging Face model with random adapters of the peft package, saved to `directory`."""
 
-    def __init__(self, model: Path, directory: Path, targets: tuple[str, ...], **more: Any) -> None:
+    def __init__(self, model: Path, directory: Path, targets: tuple[str, ...]) -> None:
         peft = pytest.importorskip("peft")
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(5)
         settings = peft.LoraConfig(
-            r=DIM, lora_alpha=ALPHA, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM", **more
+            r=DIM, lora_alpha=ALPHA, target_modules=list(targets) or "all-linear", task_type="CAUSAL_LM"
         )
         base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.model, self.directory = peft.get_peft_model(base, settings), directory
@@ -53,15 +52,12 @@ class Peft:
             for name, parameter in self.model.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_(std=0.05)
-                elif "lora_magnitude" in name:
-                    parameter.mul_(1 + 0.1 * torch.randn_like(parameter))
         self.model.save_pretrained(directory)
 
     def parameters(self) -> dict[str, Tensor]:
-        """The adapters by the names of Hugging Face's parameters, with `A`, `B` or `M`."""
+        """The adapters by the names of Hugging Face's parameters, with `A` or `B`."""
         found = {name: part for name, part in self.model.named_parameters() if part.requires_grad}
         ends = {f".lora_{part}.default.weight": f".weight {part}" for part in "AB"}
-        ends[".lora_magnitude_vector.default.weight"] = ".weight M"
         return {
             name.removeprefix("base_model.model.").replace(end, ends[end]): part
             for name, part in found.items()
@@ -71,16 +67,10 @@ class Peft:
 
 
 def learn(adapters: dict[str, Tensor], loss: Callable[[], Tensor], config: Any) -> tuple[list[float], dict[str, Any]]:
-    """Three steps of AdamW on the adapters. Returns losses, and the gradients of the first step.
-
-    Vectors do not decay, as in Megatron.
-    """
+    """Three steps of AdamW on the adapters. Returns losses, and the gradients of the first step."""
     wanted = config.policy.megatron_cfg.optimizer
-    groups = [
-        {"params": [part for part in adapters.values() if part.dim() == dims], "weight_decay": decay}
-        for dims, decay in ((2, wanted.weight_decay), (1, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=wanted.lr, betas=(0.9, 0.999), eps=wanted.adam_eps)
+    decay = wanted.weight_decay
+    optimizer = torch.optim.AdamW(adapters.values(), wanted.lr, (0.9, 0.999), wanted.adam_eps, weight_decay=decay)
     losses, gradients = [], {}
     for _ in range(reference.STEPS):
         optimizer.zero_grad()
@@ -97,7 +87,7 @@ def assert_same_gradients(found: list[dict[str, Sequence[Any]]], expected: dict[
     seen = set()
     for rank in found:
         for name, adapter in rank.items():
-            for part, gradient in zip("ABM", adapter, strict=False):
+            for part, gradient in zip("AB", adapter, strict=True):
                 seen.add(f"{name} {part}")
                 wanted = expected[f"{name} {part}"]
                 scale = float(np.abs(wanted).max()) or 1.0
@@ -113,8 +103,6 @@ CASES = [
     # A worker has rows of queries, another those of keys and values.
     pytest.param("qwen3", ParallelLayout(tp=4), DENSE, {"sequence_parallel": True}, {}, id="tp4-sp"),
     pytest.param("qwen2", ParallelLayout(cp=2, dp=2), DENSE, {}, PACKED, id="dp2cp2-packed"),
-    pytest.param("qwen3", ParallelLayout(tp=2, pp=2), DENSE, RECOMPUTED, DORA, id="tp2pp2-dora-recomputed"),
-    pytest.param("llama", ParallelLayout(tp=4), ("q_proj", "o_proj", "up_proj"), {}, DORA, id="tp4-dora"),
 ]
 
 
@@ -129,7 +117,7 @@ def test_losses_gradients_and_files_are_those_of_peft(
     tiny_models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    peft = Peft(tiny_models[model], tmp_path / "theirs", targets, **policy.get("peft", {}))
+    peft = Peft(tiny_models[model], tmp_path / "theirs", targets)
     batch = reference.make_batch()
     config = config_of(tiny_models[model], peft.directory, targets, megatron, **policy)
     expected = reference.hf_logprobs(peft.model, batch)[0].detach().numpy()
@@ -172,21 +160,21 @@ def assert_exported(base: Path, exported: Path, batch: Batch, expected: Any) -> 
 
 
 EXPERT_LAYOUTS = [
-    pytest.param(ParallelLayout(dp=2, ep=2), {}, id="dp2ep2"),
-    pytest.param(ParallelLayout(tp=2, ep=2, etp=1), {}, id="tp2ep2etp1"),
-    pytest.param(ParallelLayout(dp=2, tp=2, ep=2), DORA, id="dp2tp2ep2-dora"),
+    pytest.param(ParallelLayout(dp=2, ep=2), id="dp2ep2"),
+    pytest.param(ParallelLayout(tp=2, ep=2, etp=1), id="tp2ep2etp1"),
+    pytest.param(ParallelLayout(dp=2, tp=2, ep=2), id="dp2tp2ep2"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "policy"), EXPERT_LAYOUTS)
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_adapters_of_experts_have_the_gradients_of_plain_torch(
-    layout: ParallelLayout, policy: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+    layout: ParallelLayout, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3_moe"], dtype=torch.float32)
-    adapters = expert_adapters(base, tmp_path / "theirs", dora=policy is DORA)
-    config, batch = config_of(tiny_models["qwen3_moe"], tmp_path / "theirs", DENSE, {}, **policy), reference.make_batch()
+    adapters = expert_adapters(base, tmp_path / "theirs")
+    config, batch = config_of(tiny_models["qwen3_moe"], tmp_path / "theirs", DENSE, {}), reference.make_batch()
 
     def model(tokens: Tensor) -> Any:
         return torch.func.functional_call(base, merged_parameters(base, adapters), (tokens,))
@@ -220,7 +208,7 @@ def linear_weights(base: Any) -> dict[str, Tensor]:
     return found
 
 
-def expert_adapters(base: Any, directory: Path, *, dora: bool = False, seed: int = 6) -> dict[str, Tensor]:
+def expert_adapters(base: Any, directory: Path, seed: int = 6) -> dict[str, Tensor]:
     """Writes random adapters for all linear layers and returns them."""
     import json
 
@@ -233,14 +221,10 @@ def expert_adapters(base: Any, directory: Path, *, dora: bool = False, seed: int
         parts = {"A": 0.1 * torch.randn(DIM, columns), "B": 0.05 * torch.randn(rows, DIM)}
         for part, values in parts.items():
             stored[f"base_model.model.{name}.lora_{part}.weight"] = values
-        if dora:
-            parts["M"] = weight.norm(dim=1) * (1 + 0.1 * torch.randn(rows))
-            stored[f"base_model.model.{name}.lora_magnitude_vector"] = parts["M"]
         adapters |= {f"{name}.weight {part}": values.clone().requires_grad_() for part, values in parts.items()}
     directory.mkdir()
     save_file(stored, directory / "adapter_model.safetensors")
-    settings = {"r": DIM, "lora_alpha": ALPHA, "use_dora": dora}
-    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    (directory / "adapter_config.json").write_text(json.dumps({"r": DIM, "lora_alpha": ALPHA}))
     return adapters
 
 
@@ -249,10 +233,7 @@ def merged_parameters(base: Any, adapters: dict[str, Tensor]) -> dict[str, Tenso
     weights = linear_weights(base)
 
     def merged(name: str) -> Tensor:
-        found = weights[name] + ALPHA / DIM * adapters[f"{name}.weight B"] @ adapters[f"{name}.weight A"]
-        if f"{name}.weight M" not in adapters:
-            return found
-        return found / found.detach().norm(dim=1, keepdim=True) * adapters[f"{name}.weight M"][:, None]
+        return weights[name] + ALPHA / DIM * adapters[f"{name}.weight B"] @ adapters[f"{name}.weight A"]
 
     found = {}
     for name, part in base.named_parameters():
@@ -309,25 +290,22 @@ def test_a_refit_of_adapters_alone_sends_those_of_the_export(
 
 
 RESUMED = [
-    pytest.param("qwen3_tied", (ParallelLayout(tp=2, pp=2), {}), (ParallelLayout(dp=2), SHARDED), DORA, id="dense-dora"),
-    pytest.param(
-        "qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), (ParallelLayout(tp=2, ep=2, etp=1), {}), {}, id="experts"
-    ),
+    pytest.param("qwen3_tied", (ParallelLayout(tp=2, pp=2), {}), (ParallelLayout(dp=2), SHARDED), id="dense"),
+    pytest.param("qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), (ParallelLayout(tp=2, ep=2, etp=1), {}), id="experts"),
 ]
 
 
-@pytest.mark.parametrize(("model", "first", "second", "policy"), RESUMED)
+@pytest.mark.parametrize(("model", "first", "second"), RESUMED)
 def test_a_run_resumes_in_another_layout(
     model: str,
     first: Any,
     second: Any,
-    policy: Any,
     megatron_pool: MegatronPool,
     tiny_models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
     batch, directory = reference.make_batch(), tmp_path / "saved"
-    configs = [config_of(tiny_models[model], None, DENSE, {}, optimizer=rates, **policy) for _, rates in (first, second)]
+    configs = [config_of(tiny_models[model], None, DENSE, {}, optimizer=rates) for _, rates in (first, second)]
     with megatron_pool.group(first[0], configs[0]) as group:
         for _ in range(2):
             train(group, batch)

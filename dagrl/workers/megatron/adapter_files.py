@@ -1,7 +1,7 @@
 """Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`. Also says which parameters have one.
 
-PEFT names A and B `base_model.model.<module>.lora_A.weight` and `lora_B.weight`, DoRA's magnitudes
-`lora_magnitude_vector`. Needs neither Megatron nor PEFT; imports torch only to read and write files.
+PEFT names A and B `base_model.model.<module>.lora_A.weight` and `lora_B.weight`. Needs neither Megatron nor PEFT; imports
+torch only to read and write files.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def check_adapters(settings: PeftConfig, shapes: AdapterShapes) -> None:
 
 
 def read_adapters(directory: str | Path, adapters: Mapping[str, Sequence[Tensor]]) -> None:
-    """Fills A, B and any magnitudes of each parameter in `adapters` from a directory that `check_adapters` accepts."""
+    """Fills A and B of each parameter in `adapters` from a directory that `check_adapters` accepts."""
     from safetensors import safe_open
 
     with safe_open(Path(directory) / WEIGHTS, framework="pt") as file:
         for name, parts in adapters.items():
-            for key, tensor in zip(_keys(name), parts, strict=False):
+            for key, tensor in zip(_keys(name), parts, strict=True):
                 tensor.copy_(file.get_tensor(key))
 
 
@@ -61,7 +61,7 @@ def write_adapters(directory: Path, base: str, settings: PeftConfig, adapters: M
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {key: part for name, parts in adapters.items() for key, part in zip(_keys(name), parts, strict=False)}
+    tensors = {key: part for name, parts in adapters.items() for key, part in zip(_keys(name), parts, strict=True)}
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     content: dict[str, Any] = {
         "peft_type": "LORA",
@@ -71,7 +71,6 @@ def write_adapters(directory: Path, base: str, settings: PeftConfig, adapters: M
         "lora_alpha": settings.alpha,
         "lora_dropout": 0.0,
         "use_rslora": settings.use_rslora,
-        "use_dora": settings.use_dora,
         "target_modules": list(settings.target_modules) or sorted({_module(name).rpartition(".")[2] for name in adapters}),
         "bias": "none",
         "fan_in_fan_out": False,
@@ -92,10 +91,10 @@ def _matches(name: str, target: str) -> bool:
     return f".{_module(name)}".endswith(f".{target}")
 
 
-def _keys(name: str) -> tuple[str, str, str]:
-    """Returns PEFT's names of A, B and magnitudes."""
+def _keys(name: str) -> tuple[str, str]:
+    """Returns PEFT's names of A and B."""
     prefix = f"base_model.model.{_module(name)}"
-    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight", f"{prefix}.lora_magnitude_vector"
+    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
 
 
 def _check_config(directory: Path, settings: PeftConfig) -> None:
@@ -105,7 +104,7 @@ def _check_config(directory: Path, settings: PeftConfig) -> None:
         raise CheckpointError(
             f"cannot read {directory / CONFIG}: {error}; {KEY}.adapter_path must be a directory that PEFT or dagrl wrote"
         ) from error
-    keys = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+    keys = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
     wanted = {name: getattr(settings, key) for name, key in keys.items()}
     for name, value in wanted.items():
         if found.get(name, False) != value:
@@ -113,18 +112,15 @@ def _check_config(directory: Path, settings: PeftConfig) -> None:
                 f"{directory / CONFIG} has {name} {found.get(name)}, but {KEY}.{keys[name]} is {value}; set "
                 f"{KEY}.{keys[name]}={found.get(name)}"
             )
-    for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+    for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora"):
         if found.get(name):
-            raise CheckpointError(
-                f"{directory / CONFIG} has {name}, which dagrl does not train; expected LoRA, rsLoRA or DoRA"
-            )
+            raise CheckpointError(f"{directory / CONFIG} has {name}, which dagrl does not train; expected LoRA or rsLoRA")
 
 
 def _check_shapes(directory: Path, settings: PeftConfig, shapes: AdapterShapes) -> None:
     wanted: dict[str, tuple[int, ...]] = {}
     for name, (outputs, inputs) in ((name, shapes[name]) for name in shapes if is_target(name, settings)):
-        sizes = ((settings.dim, inputs), (outputs, settings.dim), *([(outputs,)] if settings.use_dora else []))
-        wanted |= zip(_keys(name), sizes, strict=False)
+        wanted |= zip(_keys(name), ((settings.dim, inputs), (outputs, settings.dim)), strict=True)
     path = directory / WEIGHTS
     with opened(path) as file:
         found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}

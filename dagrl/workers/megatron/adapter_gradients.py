@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, linear_with_frozen_weight
 from torch import Tensor
 
-Adapter = tuple[torch.nn.Parameter, ...]
-"""A [dim, inputs] and B [outputs, dim] of one Hugging Face parameter; with DoRA also its magnitudes [outputs]."""
+Adapter = tuple[torch.nn.Parameter, torch.nn.Parameter]
+"""A [dim, inputs] and B [outputs, dim] of one Hugging Face parameter."""
 
 Factors = tuple[Tensor, Tensor]
 """All B and all A as one product: [rows, adapters * dim] and [adapters * dim, columns]."""

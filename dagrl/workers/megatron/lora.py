@@ -1,13 +1,11 @@
 """LoRA on Megatron's linear layers in any layout: only adapters have gradients and optimizer state.
 
 An adapted weight is computed before its layer runs: `W + scale * B @ A` (Hu et al. 2021, arXiv:2106.09685; with `use_rslora`
-the scale is alpha / sqrt(dim), arXiv:2312.03732). With `use_dora` each row of the sum is divided by its norm, which has no
-gradient, and multiplied by a trained magnitude (Liu et al. 2024, arXiv:2402.09353, section 4.3). The weight layout says
-which box of which Hugging Face parameter is where in a local tensor, so one rule covers column, row, QKV, gate-up and
-expert layers. Adapters are those of Hugging Face's parameters, as in PEFT. Each rank holds the whole adapter of the
-parameters that it has a part of, and gradients are summed over the tensor-parallel ranks. The whole weight gets no gradient
-(`adapter_gradients.py`), except with DoRA and in experts. A merged refit sends the weights that training computes with, bit
-by bit. Imported only where Megatron is.
+the scale is alpha / sqrt(dim), arXiv:2312.03732). The weight layout says which box of which Hugging Face parameter is where
+in a local tensor, so one rule covers column, row, QKV, gate-up and expert layers. Adapters are those of Hugging Face's
+parameters, as in PEFT. Each rank holds the whole adapter of the parameters that it has a part of, and gradients are summed
+over the tensor-parallel ranks. The whole weight gets no gradient (`adapter_gradients.py`), except in experts. A merged refit
+sends the weights that training computes with, bit by bit. Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from dagrl.workers.megatron.adapter_gradients import Adapter, AdapterStack, Fact
 from dagrl.workers.megatron.adapter_slices import adapter_names
 from dagrl.workers.megatron.model import ADAPTERS, ModelChunks
 
-PARTS = "ABM"
+PARTS = "AB"
 """Names of the parts of an adapter in modules and checkpoints."""
 
 _LAYER = re.compile(r"((?:vp\d+\.)?decoder\.layers\.\d+)\.(.+)\.weight")
@@ -51,7 +49,7 @@ class LayerAdapters(torch.nn.Module):
 
     def add(self, name: str, adapter: Adapter) -> None:
         """Adds the adapter of the parameter `name`."""
-        for part, parameter in zip(PARTS, adapter, strict=False):
+        for part, parameter in zip(PARTS, adapter, strict=True):
             self.register_parameter(f"{name.replace('.', '-')}-{part}", parameter)
         self.held[name] = adapter
 
@@ -64,7 +62,7 @@ class LayerAdapters(torch.nn.Module):
         return [
             ShardedTensor.from_rank_offsets(f"{ADAPTERS}.{name}.{part}", parameter, replica_id=_replica(parameter))
             for name, adapter in self.held.items()
-            for part, parameter in zip(PARTS, adapter, strict=False)
+            for part, parameter in zip(PARTS, adapter, strict=True)
         ]
 
 
@@ -79,7 +77,7 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """One local weight, and its parts from top to bottom. `group`: the ranks over which its rows are split, if any.
+    """One local weight, and its parts from top to bottom.
 
     `adapters` have the same order on all tensor-parallel ranks, which gather products with them. Parts may not: with fewer
     key-value heads than ranks, one rank has rows of queries, another of keys and values.
@@ -90,7 +88,6 @@ class AdaptedWeight:
     parts: tuple[WeightPart, ...]
     adapters: tuple[Adapter, ...]
     scale: float
-    group: dist.ProcessGroup | None
     whole_gradient: bool  # whether the layer computes the gradient of the merged weight
 
     def merge(self) -> None:
@@ -98,7 +95,7 @@ class AdaptedWeight:
         with torch.set_grad_enabled(self.whole_gradient and torch.is_grad_enabled()):
             factors = self._stack.factors()
             # Entries of the module's own dictionary hide its parameter, which stays registered.
-            self.module.__dict__.update(weight=self._sum(*factors), factors=factors)
+            self.module.__dict__.update(weight=torch.addmm(self.base, *factors, alpha=self.scale), factors=factors)
 
     def forget(self) -> None:
         """Gives the module its base weight."""
@@ -106,17 +103,13 @@ class AdaptedWeight:
             self.module.__dict__.pop(name, None)
 
     def merged(self) -> Tensor:
-        """Returns the weight with its adapters, differentiable in them. With DoRA the ranks of `group` call it together."""
-        return self._sum(*self._stack.factors())
+        """Returns the weight with its adapters, differentiable in them."""
+        return torch.addmm(self.base, *self._stack.factors(), alpha=self.scale)
 
     def running(self) -> tuple[AdapterStack, Factors] | None:
         """Returns what `merge` merged, until `forget`."""
         factors = self.module.__dict__.get("factors")
         return None if factors is None else (self._stack, factors)
-
-    def _sum(self, wide: Tensor, narrow: Tensor) -> Tensor:
-        merged = torch.addmm(self.base, wide, narrow, alpha=self.scale)
-        return merged * self._factors(self.norms(merged))[:, None] if len(self.adapters[0]) > 2 else merged
 
     @cached_property
     def _stack(self) -> AdapterStack:
@@ -133,25 +126,6 @@ class AdaptedWeight:
         whole = len(adapters) == 1 and torch.equal(given, taken) and len(given) == len(self.base) == starts[-1]
         columns = slice(*self.parts[0].box[1])
         return AdapterStack(adapters, len(self.base), given, taken, whole, columns)
-
-    def norms(self, weight: Tensor) -> Tensor:
-        """Returns the norm of each row of a weight that is split as this one, without a gradient. [rows]
-
-        It is rounded like the magnitudes, so that a new adapter multiplies by exactly 1.
-        """
-        squares = weight.detach().float().square().sum(1)
-        if self.group is not None:
-            dist.all_reduce(squares, group=self.group)
-        return squares.sqrt().to(self.base.dtype)
-
-    def _factors(self, norms: Tensor) -> Tensor:
-        """Returns by what each row is multiplied: magnitude over norm, and 1 without an adapter."""
-        factors = []
-        for part in self.parts:
-            found = norms[part.rows]
-            share = part.adapter[2][slice(*part.box[0])] / found if part.adapter is not None else torch.ones_like(found)
-            factors.append(share)
-        return torch.cat(factors)
 
 
 class Adapters:
@@ -225,7 +199,7 @@ def add_adapters(
     settings: PeftConfig,
     seed: int,
 ) -> Adapters:
-    """Freezes the model and adds adapters: A random, equal on all ranks, and B zero, as in PEFT. Magnitudes are norms.
+    """Freezes the model and adds adapters: A random, equal on all ranks, and B zero, as in PEFT.
 
     `slices` are those of this rank, `siblings` of all its tensor-parallel ranks, which have the same adapters. `shapes` are
     the full shapes of all parameters.
@@ -251,43 +225,13 @@ def add_adapters(
         held = {name: _new_adapter(name, shapes[name], base, settings, seed) for name in shared if is_target(name, settings)}
         for name, adapter in held.items():
             layer.get_submodule(ADAPTERS).add(name, adapter)  # type: ignore[operator]
-        group = _split_over(pieces, shapes, base)
-        whole = settings.use_dora or "local_experts" in match[2] or not is_linear(module)
-        weight = AdaptedWeight(module, base, _parts(pieces, held, shapes), tuple(held.values()), scale, group, whole)
-        if settings.use_dora:
-            _set_magnitudes(weight, held)
+        parts = tuple(WeightPart(slice(*piece.local[-2]), piece.box, held.get(piece.name)) for piece in pieces)
+        whole = "local_experts" in match[2] or not is_linear(module)
+        weight = AdaptedWeight(module, base, parts, tuple(held.values()), scale, whole)
         if not whole:
             leave_weight_out(module, weight.running, scale)
         layers.setdefault(layer, []).append(weight)
     return Adapters(layers, scale)
-
-
-def _split_over(pieces: Sequence[WeightSlice], shapes: AdapterShapes, base: torch.nn.Parameter) -> dist.ProcessGroup | None:
-    """Returns the ranks over which the weight's rows are split; None if its rows are whole."""
-    start, stop = pieces[0].box[1]
-    return None if stop - start == shapes[pieces[0].name][1] else _tensor_group(base)
-
-
-def _set_magnitudes(weight: AdaptedWeight, held: Mapping[str, Adapter]) -> None:
-    """Sets the magnitudes to the norms of the base weight's rows. All tensor-parallel ranks call it together."""
-    norms, group = weight.norms(weight.base), _tensor_group(weight.base)
-    for part in weight.parts:
-        if part.adapter is not None:
-            part.adapter[2].data[slice(*part.box[0])] = norms[part.rows]
-    if weight.group is None and dist.get_world_size(group) > 1:  # others have other rows
-        for adapter in held.values():
-            dist.all_reduce(adapter[2].data, group=group)
-
-
-def _parts(pieces: Sequence[WeightSlice], held: Mapping[str, Adapter], shapes: AdapterShapes) -> tuple[WeightPart, ...]:
-    """Returns the parts of a local weight, and those without rows of adapters that only other ranks use.
-
-    The latter give these adapters a gradient of 0.
-    """
-    here = {piece.name for piece in pieces}
-    parts = [WeightPart(slice(*piece.local[-2]), piece.box, held.get(piece.name)) for piece in pieces]
-    idle = [(((0, 0), (0, shapes[name][1])), adapter) for name, adapter in held.items() if name not in here]
-    return (*parts, *(WeightPart(slice(0, 0), box, adapter) for box, adapter in idle))
 
 
 def sum_adapter_gradients(chunks: list[Any], *_: Any, **__: Any) -> None:
@@ -315,13 +259,6 @@ def _by_tensor(slices: Sequence[WeightSlice]) -> dict[str, list[WeightSlice]]:
     return {tensor: sorted(pieces, key=lambda piece: piece.local) for tensor, pieces in found.items()}
 
 
-def _tensor_group(base: torch.nn.Parameter) -> dist.ProcessGroup:
-    """Returns the tensor-parallel ranks of a layer's weight."""
-    if _is_dense(base):
-        return parallel_state.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
-    return parallel_state.get_expert_tensor_parallel_group()  # type: ignore[no-any-return]
-
-
 def _is_dense(parameter: Any) -> bool:
     """Whether Megatron reduces the parameter over the data-parallel ranks of dense layers."""
     return getattr(parameter, "allreduce", True)
@@ -339,11 +276,10 @@ def _new_adapter(name: str, shape: Sequence[int], base: torch.nn.Parameter, sett
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
     bound = 1 / math.sqrt(inputs)  # PEFT's kaiming_uniform_(a=sqrt(5))
     a = torch.empty(dim, inputs).uniform_(-bound, bound, generator=generator)
-    parts = [a, torch.zeros(outputs, dim), *([torch.zeros(outputs)] if settings.use_dora else [])]
-    adapter = tuple(torch.nn.Parameter(value.to(device=base.device, dtype=base.dtype)) for value in parts)
-    for parameter in adapter:
+    a, b = (torch.nn.Parameter(value.to(device=base.device, dtype=base.dtype)) for value in (a, torch.zeros(outputs, dim)))
+    for parameter in (a, b):
         _mark(parameter, is_expert=not _is_dense(base))
-    return adapter
+    return a, b
 
 
 def _mark(parameter: Any, is_expert: bool) -> None:

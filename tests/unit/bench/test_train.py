@@ -60,4 +60,4 @@ def test_cases_with_adapters_and_in_float8(tmp_path: Path) -> None:
     found = [train.case_config(case, tmp_path, options).policy.megatron_cfg for case in (lora, whole)]
     assert [(keys.peft.enabled, keys.fp8_cfg.enabled) for keys in found] == [(True, False), (False, True)]
     with pytest.raises(ConfigError, match=r"expected MODEL:LAYOUT"):
-        train.parse_case("4b:dp1:dora", tiny=False)
+        train.parse_case("4b:dp1:peft", tiny=False)

@@ -172,7 +172,6 @@ TABLE = [
     *(
         Row(f"a refit of adapters alone with {what}", (message, f"set {PEFT}.refit=merged"), overrides)
         for what, message, overrides in (
-            ("DoRA", "use_dora is true, but", (f"{PEFT}={{enabled: true, refit: adapters, use_dora: true}}",)),
             ("a rank of 600", "dim is 600, but", (f"{PEFT}={{enabled: true, refit: adapters, dim: 600}}",)),
             (
                 "FP8 generation",
