@@ -1,4 +1,4 @@
-"""Where kernels are tested: on a GPU, or by Triton's interpreter on the CPU (`make test-kernels`)."""
+"""Where kernels are tested: on a GPU, or by Triton's interpreter on the CPU (`make test-extras`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 kernel_tests = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU, or Triton's interpreter: make test-kernels"
+        not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU, or Triton's interpreter: make test-extras"
     ),
 ]
 

@@ -1,1 +1,1 @@
-"""Tests with real SGLang, in an environment of its own (`make test-sglang`)."""
+"""Tests with real SGLang, in an environment of its own (`make test-extras`)."""
