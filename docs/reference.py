@@ -97,6 +97,26 @@ def first_line(path: Path) -> str:
     return (docstring or "").partition("\n")[0].rstrip(".").replace("|", "\\|")
 
 
+def configuration_keys() -> list[tuple[str, Schema]]:
+    """Returns every key that holds a value, with its field; the sections of a mapping are counted once, as `a.*.b`."""
+    schema = Config.model_json_schema()
+    return list(value_keys("", schema, schema["$defs"]))
+
+
+def value_keys(name: str, section: Schema, sections: dict[str, Schema]) -> Iterator[tuple[str, Schema]]:
+    """Yields the keys of a section and those below it, without those that hold a section."""
+    for key, field in section["properties"].items():
+        path = f"{name}.{key}" if name else key
+        values = field.get("additionalProperties")
+        child, each = section_of(field, sections), section_of(values, sections) if isinstance(values, dict) else None
+        if child is not None:
+            yield from value_keys(path, child, sections)
+        elif each is not None:
+            yield from value_keys(f"{path}.*", each, sections)
+        else:
+            yield path, field
+
+
 def field_at(key: str, schema: Schema) -> Schema:
     """Returns the field of the key `a.b.c`."""
     *sections, name = key.split(".")

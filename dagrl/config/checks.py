@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from typing import Literal
 
 from dagrl.config import Config, PolicyConfig, ProcessConfig
@@ -14,7 +13,6 @@ from dagrl.config.settings import (
     generates,
     generation_config,
     layouts,
-    model_roles,
     rows_per_sample,
     samples_per_step,
     uses_critic,
@@ -36,7 +34,7 @@ from dagrl.config.worker_checks import (
     spare_mistakes,
     speculation_mistakes,
 )
-from dagrl.errors import LayoutError, UserError
+from dagrl.errors import LayoutError
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +72,8 @@ def check_settings(config: Config) -> None:
     ):
         refuse(mistakes(config))
     check_shared_gpus(config)
-    for role in model_roles(config):
-        _check_role(config, role)
+    if uses_critic(config):
+        _check_critic(config)
 
 
 def warn_of_settings(config: Config) -> None:
@@ -296,17 +294,12 @@ def _orphan_mistakes(config: Config) -> Mistakes:
     }
 
 
-def _check_role(config: Config, role: str) -> None:
-    """Checks the settings of a model next to the policy, which its workers read in `policy`."""
-    own = role_config(config, role)
+def _check_critic(config: Config) -> None:
+    """Checks the critic's batches, which its workers read in `policy`."""
     try:
-        for mistakes in (_microbatch_mistakes(own.policy), communication_mistakes(own), cuda_graph_mistakes(own)):
-            refuse(mistakes)
-        if role == CRITIC:
-            refuse(_batch_mistakes(own), LayoutError)
-            refuse(_rate_mistakes(own))
-    except UserError as error:
-        raise type(error)(re.sub(r"\bpolicy\.(?!generation)", f"{role}.", str(error))) from error
+        refuse(_batch_mistakes(role_config(config, CRITIC)), LayoutError)
+    except LayoutError as error:
+        raise LayoutError(str(error).replace("policy.", "critic.")) from error
 
 
 def _warn_of_cut_sampling(config: Config) -> None:

@@ -113,26 +113,17 @@ class Fp8Config(Section):
     values of a weight and for 1 x 128 of other tensors; needs Transformer Engine, and GPUs of compute capability 9.0."""
 
 
-class MegatronConfig(Section):
-    """Megatron train workers: parallel layout, recomputation, optimizer."""
+class LayoutConfig(Section):
+    """The parallel layout of a group of Megatron workers."""
 
-    data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine that divide a batch, if no layout is set, else 1")
-    """Replicas of the model, each trained on its share of the batch."""
+    data_parallel_size: PositiveInt = 1
+    """Replicas of the model, each with its share of the batch."""
 
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks over which each layer's weights are split."""
 
     pipeline_model_parallel_size: PositiveInt = 1
     """Pipeline stages."""
-
-    virtual_pipeline_model_parallel_size: PositiveInt = 1
-    """Model chunks of each pipeline stage, for the interleaved schedule."""
-
-    num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """Layers of the first pipeline stage. null: as many as the middle stages."""
-
-    num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    """Layers of the last pipeline stage. null: as many as the middle stages."""
 
     context_parallel_size: PositiveInt = 1
     """Ranks over which each sequence is split."""
@@ -145,6 +136,22 @@ class MegatronConfig(Section):
 
     sequence_parallel: bool = False
     """Split activations outside attention and MLP over the tensor-parallel ranks, along the sequence."""
+
+
+class MegatronConfig(LayoutConfig):
+    """Megatron train workers: parallel layout, recomputation, optimizer."""
+
+    data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine that divide a batch, if no layout is set, else 1")
+    """Replicas of the model, each trained on its share of the batch."""
+
+    virtual_pipeline_model_parallel_size: PositiveInt = 1
+    """Model chunks of each pipeline stage, for the interleaved schedule."""
+
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first pipeline stage. null: as many as the middle stages."""
+
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last pipeline stage. null: as many as the middle stages."""
 
     tp_comm_overlap: bool = False
     """Must be false: Megatron's user-buffer overlap needs Transformer Engine's layers.

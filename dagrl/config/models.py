@@ -2,65 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from dagrl.config.megatron import MegatronConfig, OptimizerConfig
-from dagrl.config.policy import SequencePackingConfig
+from dagrl.config.megatron import LayoutConfig
 from dagrl.config.section import PathText, Section
 
 
-class OwnOptimizerConfig(OptimizerConfig):
-    """AdamW, as Megatron implements it."""
+class CriticOptimizerConfig(Section):
+    """AdamW of the critic, with a constant learning rate. What has no key here is as for the policy."""
 
     lr: PositiveFloat = 1e-5
-    """Peak learning rate."""
+    """Learning rate."""
 
     use_distributed_optimizer: bool = False
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
 
 
-class OwnMegatronConfig(MegatronConfig):
-    """Megatron workers of a model next to the policy. No key is derived."""
-
-    data_parallel_size: PositiveInt = 1
-    """Number of replicas of the model."""
+class CriticMegatronConfig(LayoutConfig):
+    """The critic's Megatron workers: parallel layout, recomputation, optimizer."""
 
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass. Saves memory and runs the recomputed layers twice."""
 
-    optimizer: OwnOptimizerConfig = OwnOptimizerConfig()
-
-
-class OwnPackingConfig(SequencePackingConfig):
-    """Microbatches of one row that holds several sequences, with attention limited to each. No key is derived."""
-
-    enabled: bool = True
-    """Pack sequences."""
-
-    train_mb_tokens: PositiveInt | None = None
-    """Tokens of a train microbatch. null: `max_total_sequence_length` times the sequences of a microbatch."""
-
-    logprob_mb_tokens: PositiveInt | None = None
-    """Tokens of a microbatch of a forward pass. null: `max_total_sequence_length` times its sequences."""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
 
 
 class OwnModelConfig(Section):
-    """A model next to the policy, on workers in a layout of its own."""
+    """A model next to the policy, on workers in a layout of its own. Precision and microbatches are the policy's."""
 
     model_name: PathText | None
-    precision: Literal["float32", "bfloat16"] | None = None
-    """Precision of weights and activations. null: `policy.precision`."""
-
-    sequence_packing: OwnPackingConfig | None = None
-    """Several sequences per row. null: `policy.sequence_packing`."""
-
     colocated: bool = False
     """Place its workers on the GPUs of the train workers, next to their memory; with `policy.generation.colocated` it takes
     turns with them and generation. false: on GPUs of its own."""
-
-    megatron_cfg: OwnMegatronConfig = OwnMegatronConfig()
 
 
 class CriticConfig(OwnModelConfig):
@@ -77,11 +50,7 @@ class CriticConfig(OwnModelConfig):
     train_global_batch_size: PositiveInt | None = None
     """Sequences of one optimizer step, over all data-parallel ranks. null: `policy.train_global_batch_size`."""
 
-    train_micro_batch_size: PositiveInt | None = None
-    """Sequences of one forward and backward pass. null: `policy.train_micro_batch_size`."""
-
-    value_batch_size: PositiveInt | None = None
-    """Sequences of one forward pass that computes values. null: `policy.logprob_batch_size`."""
+    megatron_cfg: CriticMegatronConfig = CriticMegatronConfig()
 
     value_clip: PositiveFloat | None = 0.5
     """A value costs at least as much as one within this distance of the value before the step. null: no clipping."""
@@ -102,5 +71,4 @@ class TeacherConfig(OwnModelConfig):
     worker: str = "dagrl.workers.megatron:MegatronTeacherWorker"
     """Import path of the worker's class."""
 
-    logprob_batch_size: PositiveInt | None = None
-    """Sequences of one forward pass. null: `policy.logprob_batch_size`."""
+    megatron_cfg: LayoutConfig = LayoutConfig()

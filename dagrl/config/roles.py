@@ -6,6 +6,7 @@ in which `policy` has theirs (`role_config`), so one worker class serves all rol
 
 from __future__ import annotations
 
+from dagrl.config.megatron import MegatronConfig
 from dagrl.config.models import CriticConfig, TeacherConfig
 from dagrl.config.policy import PolicyConfig
 from dagrl.config.run import Config
@@ -26,12 +27,23 @@ def role_config(config: Config, role: str) -> Config:
 
 def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> PolicyConfig:
     """The policy's section with the model, layout and batches of `section`; what that leaves open is the policy's."""
-    own = {name: getattr(section, name) for name in type(section).model_fields if name in PolicyConfig.model_fields}
-    if isinstance(section, CriticConfig):
-        own["logprob_batch_size"] = section.value_batch_size
-    update = {name: value for name, value in own.items() if value is not None}
+    update: dict[str, object] = {
+        "worker": section.worker,
+        "reference_model_name": None,
+        "router_replay": False,  # generation has recorded the policy's experts
+        "megatron_cfg": _megatron_of(section, policy.megatron_cfg),
+    }
     if section.model_name is not None:
-        update["random_init"] = None
-    update["reference_model_name"] = None
-    update["router_replay"] = False  # generation has recorded the policy's experts
+        update |= {"model_name": section.model_name, "random_init": None}
+    if isinstance(section, CriticConfig) and section.train_global_batch_size is not None:
+        update["train_global_batch_size"] = section.train_global_batch_size
     return policy.model_copy(update=update)
+
+
+def _megatron_of(section: CriticConfig | TeacherConfig, policy: MegatronConfig) -> MegatronConfig:
+    own = {name: getattr(section.megatron_cfg, name) for name in type(section.megatron_cfg).model_fields}
+    if isinstance(section, CriticConfig):
+        optimizer = section.megatron_cfg.optimizer
+        own["optimizer"] = policy.optimizer.with_keys({**dict(optimizer), "min_lr": 0.0})
+    engine = {name: getattr(policy, name) for name in ("transformer_engine", "recompute_granularity")}
+    return MegatronConfig().with_keys({**engine, **own})

@@ -674,9 +674,13 @@ TABLE = [
         ("algorithm=ppo", "critic.megatron_cfg.tensor_model_parallel_size=3"),
     ),
     Row(
-        "LoRA on a critic",
-        ("critic workers: ", "peft.enabled is true, but adapters alone would leave"),
-        ("algorithm=ppo", "critic.megatron_cfg.peft.enabled=true"),
+        "LoRA on a fresh value head",
+        ("train workers: ", "peft.enabled is true, but adapters alone would leave"),
+        (
+            "algorithm=ppo",
+            "policy.worker=dagrl.workers.megatron:MegatronValueWorker",
+            "policy.megatron_cfg.peft.enabled=true",
+        ),
     ),
     Row(
         "gradients before the critic's values",
