@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from dagrl.bench.deadline import BenchDeadline
@@ -102,22 +101,6 @@ class BenchReport:
         content = json.loads(path.read_text())
         rows = content.pop("rows") if "rows" in content else content.pop("cases")
         return BenchReport(**{"commit": "", "rows": rows} | content)
-
-
-def write_result(path: Path | None, result: Mapping[str, Any]) -> None:
-    """Writes a result that has no rows, with hardware, versions, command and commit, if `path` is given."""
-    if path is not None:
-        head = {"hardware": hardware(), "versions": versions(), "command": command_line(), "commit": commit()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**head, **result}, indent=1) + "\n")
-
-
-def report_medians(path: Path | None, facts: Mapping[str, Any], found: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
-    """Prints each kind's medians over its rounds, and writes them with `facts` if `path` is given."""
-    result = {kind: {key: median(one[key] for one in rounds) for key in rounds[0]} for kind, rounds in found.items()}
-    write_result(path, {**facts, **result})
-    for kind, values in result.items():
-        print(f"{kind}: {', '.join(f'{key} {value:.4g}' for key, value in values.items())}")
 
 
 def add_outputs(parser: argparse.ArgumentParser, *, plot: bool = True) -> None:

@@ -40,20 +40,14 @@ ANSWER_S = 30.0
 
 BENCHES = {
     "overhead": "overhead of a step over 1 to 64 workers: plain calls, Ray graphs, dagrl by shards",
-    "step_overhead": "what a step costs beyond its workers' own time, compiled and eager",
     "refit": "refits from Megatron to vLLM, compared with broadcasts",
     "refit_plan": "time and memory of planning refits of full-size models, without weights",
     "refit_delta": "whole and delta refits over a slow link between network namespaces",
     "refit_architectures": "tiny models of every architecture that vLLM builds, refitted and compared with its own loader",
-    "deterministic": "steps with and without `policy.deterministic`: time, agreement of both engines, replays",
-    "links": "edges between hosts, plain and encrypted",
     "train": "training steps compared with a plain Megatron loop: time, MFU, losses",
     "peers": "GRPO and SFT steps and generation, compared with TRL, torchtitan and vLLM's own engines",
     "embed": "calls and training steps of verl's worker groups, its own and accelerated ones",
     "step": "GRPO steps: plain Ray calls, synchronous, asynchronous, with in-flight weight updates",
-    "settings": "one train worker with and without packing, optimizer offload, reference weights on the GPU",
-    "curves": "reward by step and by minute, synchronous and asynchronous",
-    "exchange": "training that leaves its GPU for generation and comes back, as a share of the link",
 }
 """Modules of `dagrl.bench` and what each measures. Each has `add_arguments(parser)` and `run(options)`."""
 

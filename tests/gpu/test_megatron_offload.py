@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dagrl.bench.models import SHAPES, ModelShape, write_model
-from dagrl.bench.settings import COMPARISONS, GIB, runs_within
 from dagrl.bench.train_inputs import single_worker, train_batch
 from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
@@ -64,6 +63,19 @@ def held(worker: MegatronWorker) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in (*trainer.weight_tensors(), *trainer.optimizer_tensors())]
 
 
+def runs_within(worker: MegatronWorker, rows: Batch, limit: int) -> bool:
+    """Returns whether log-probabilities run within `limit` bytes of GPU memory."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    try:
+        worker.logprobs(rows)
+        return True
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def test_memory_is_freed_and_values_return_bit_for_bit(worker: MegatronWorker) -> None:
     offloader = worker._ready().offloader
     expected = [tensor.cpu() for tensor in held(worker)]
@@ -98,9 +110,10 @@ def test_log_probabilities_are_equal_and_need_less_memory(worker: MegatronWorker
     torch.cuda.reset_peak_memory_stats()
     worker.logprobs(rows)
     limit = torch.cuda.max_memory_allocated() - worker._ready().offloader.nbytes("optimizer") // 2
-    off, on, _ = COMPARISONS["offload"]
-    assert not runs_within(worker, BATCH, off, limit), f"within {limit / GIB:.2f} GiB"
-    assert runs_within(worker, BATCH, on, limit), f"within {limit / GIB:.2f} GiB"
+    assert not runs_within(worker, rows, limit), f"within {limit / 2**30:.2f} GiB"
+    worker.prepare_for_logprobs(0)
+    assert runs_within(worker, rows, limit), f"within {limit / 2**30:.2f} GiB"
+    worker.prepare_for_training(0)
 
 
 def test_copies_for_a_checkpoint_are_in_pinned_memory() -> None:

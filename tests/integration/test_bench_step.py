@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dagrl.bench import curves, step
+from dagrl.bench import step
 from dagrl.bench.deadline import BenchDeadline
 from dagrl.config import Config
 from dagrl.config.file import load_config
@@ -91,15 +91,3 @@ def test_overlapped_needs_overlap_training(tmp_path: Path) -> None:
     config = load_config(SIMULATED, [*SMALL, f"output_dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"'sync, overlapped', but grpo\.overlap_training is false; set it"):
         next(step.measure(config, step.chosen("sync, overlapped"), None, 1, BenchDeadline(None)))
-
-
-def test_curves_exist_for_both_loops_at_every_age() -> None:
-    loops = {(variant.enabled, variant.in_flight, variant.age) for variant in curves.VARIANTS if variant.enabled}
-    assert loops == {(True, in_flight, age) for in_flight in (True, False) for age in (1, 2, 4, 8)}
-    assert [variant.name for variant in step.chosen(curves.DEFAULT, curves.VARIANTS)] == [
-        "sync",
-        "in flight, age 1",
-        "in flight, age 4",
-    ]
-    with pytest.raises(ConfigError, match="found plain Ray; choose from sync; async, age 1"):
-        step.chosen("plain Ray", curves.VARIANTS)

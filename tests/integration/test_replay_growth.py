@@ -1,7 +1,4 @@
-"""Nothing grows with the number of replays, on the driver or on workers: objects and bytes that Python tracks.
-
-`test_endurance.py` checks memory and time of whole processes over many more replays.
-"""
+"""Nothing grows with the number of replays, on the driver or on workers: objects and bytes that Python tracks."""
 
 from __future__ import annotations
 
@@ -12,10 +9,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import ray
 
-from dagrl.bench.endurance import two_workers
 from dagrl.bench.worker import BenchWorker
 from dagrl.runtime.executors.node import TRACE_CAPACITY, drain_runs, state_of
+from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Input, Phase, Shard, Value, phase
 from dagrl.runtime.schedule import Scheduler
@@ -44,7 +42,8 @@ BATCH = Batch({"tokens": np.ones((3, 5), np.int64), "lengths": np.array([5, 2, 4
 
 @pytest.fixture(scope="module")
 def group(cluster: None) -> Iterator[WorkerGroup]:
-    group = two_workers()
+    actor = ray.remote(num_cpus=0)(BenchWorker)
+    group = WorkerGroup.from_actors([actor.remote() for _ in range(2)], ParallelLayout(tp=2))
     yield group
     group.kill([0, 1])
 

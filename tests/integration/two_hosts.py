@@ -15,7 +15,6 @@ import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 
-from dagrl.bench.links import make_certificates
 from dagrl.errors import PhaseError
 from dagrl.runtime.edges.tls import TlsFiles
 from dagrl.runtime.executors import edge
@@ -25,6 +24,7 @@ from dagrl.runtime.phase import Shard, join, phase
 from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker_group import WorkerGroup
+from tests.certificates import make_certificates
 
 HOSTS, PER_HOST = 2, 3
 LARGE = 100_000

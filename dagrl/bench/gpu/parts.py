@@ -48,20 +48,12 @@ def jobs(gpus: int) -> list[Job]:
     return [
         *_tests(),
         _bench("overhead", *DEADLINE, gpus=0, cores=4),
-        _bench("step_overhead", "--workers", "8", *DEADLINE, gpus=0, cores=4),
-        _bench("step_overhead", "--workers", "64,128", *DEADLINE, gpus=0, cores=32, name="step_overhead-128"),
         _bench("refit", *DEADLINE, gpus=2),
         *(
             _bench("train", "--cases", *cases, *sizes, *DEADLINE, gpus=least, name=name)
             for name, least, cases in TRAINING
             for sizes in [() if "30b" in name else LARGE_MICROBATCHES]
         ),
-        *(
-            _bench("settings", comparison, "--model", "qwen3-0.6b", *words, gpus=1, name=comparison, plot=False)
-            for comparison, words in SETTINGS.items()
-        ),
-        _bench("exchange", gpus=1, plot=False),
-        _bench("curves", f"{TRAIN}.data_parallel_size=1", *DEADLINE, gpus=2),
         *_steps(gpus),
         *(
             replace(_bench("peers", "--cases", *cases, *words, *DEADLINE, gpus=1, name=name, plot=False), part="peers")
@@ -125,14 +117,6 @@ TRAINING: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 
 LARGE_MICROBATCHES = ("--rows", "24", "--micro", "6")
 """For dense models: with smaller microbatches GPUs wait for launches, and the two processes differ by CPU load."""
-
-
-SETTINGS = {
-    "packing": ("--rows", "32", "--length", "2048", "--median", "320"),
-    "offload": ("--rows", "16", "--length", "2048"),
-    "reference": ("--rows", "16", "--length", "1024", "--micro", "8"),
-}
-"""Comparisons of `bench settings` and their sizes."""
 
 
 VARIANTS = "plain Ray; sync; sync, overlapped; in flight, age 2; in flight, age 4"

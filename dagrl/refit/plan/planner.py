@@ -61,7 +61,7 @@ PAIR_BUCKET_BYTES = 512 << 20
 
 Starting a round takes as long as sending 10 MB over NVLink. Only between two ranks a bucket is a group of messages. Between
 more ranks NCCL uses half of its channels for messages under 256 MB, also in groups: 4B from TP2 to TP2 then took 16.2 ms
-instead of 12.4 (four H200, bench/results/4x-nvidia-h200/2026-11-22/refit-straight.json)."""
+instead of 12.4 on four H200."""
 NEVER_DIRECT = sys.maxsize
 STAGING_BUCKETS = 2
 """No rank stages more than this many of the largest buckets, except for the mailboxes of an IPC channel.

@@ -178,7 +178,7 @@ def test_parts_and_jobs_are_chosen_by_name() -> None:
 def test_every_required_layout_has_a_job() -> None:
     gpus = {found.name: found.gpus for found in jobs(8)}
     assert {
-        "step_overhead": 0, "step_overhead-128": 0, "refit": 2, "step-qwen3-0.6b": 2, "compare-qwen3-0.6b": 2,
+        "refit": 2, "step-qwen3-0.6b": 2, "compare-qwen3-0.6b": 2,
         "compare-qwen3-4b": 2, "train-0.6b": 1, "train-0.6b-2": 2, "train-4b-2": 2, "train-30b-2": 2, "train-0.6b-4": 4,
         "train-4b-4": 4, "train-30b-4": 4, "train-4b-8": 8, "train-30b-8": 8, "run-colocated": 1, "run-sync": 2,
         "run-async-in-flight": 2, "run-eager": 2, "run-ep2-to-tp2": 4, "run-colocated-tp2pp2-to-tp2dp2": 4,
@@ -267,7 +267,7 @@ def test_training_runs_fit_their_gpus(gpus: int) -> None:
 def test_measured_steps_and_faults_pass_the_preflight(tmp_path: Path, gpus: int) -> None:
     """Finds every mistake that is visible before the start; of the weights only the headers exist."""
     for found in jobs(gpus):
-        if found.part not in ("step", "curves", "faults") or found.gpus > gpus:
+        if found.part not in ("step", "faults") or found.gpus > gpus:
             continue
         words = [word.replace("{models}", str(tmp_path)).replace("{seconds}", "500") for word in found.command]
         if found.before:

@@ -224,15 +224,9 @@ def test_bench_help_describes_each_benchmark(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["step_overhead", "--workers", "24"], "--workers 24: train and generation get up to 8 workers each"),
-        (["step_overhead", "--workers", "8,7"], "--workers 7: train and generation"),
-        (["step_overhead", "--workers", "1"], "--workers 1: train and generation"),
-        (["step_overhead", "--workers", "12", "--kind", "sft"], "--workers 12: train get up to 8"),
-        (["step_overhead", "--json", "/proc/x/y.json"], "--json /proc/x/y.json: cannot write in /proc"),
-        (["step_overhead", "--plot", "step.png"], "--plot step.png needs the package 'matplotlib'"),
-        (["links", "--rounds", "0"], "argument --rounds: found '0'; expected a number of 1 or more"),
-        (["settings", "packing", "--group", "0"], "argument --group: found '0'; expected a number of 1 or more"),
-        (["step_overhead", "--workers", "a"], "argument --workers: 'a': expected numbers separated by commas"),
+        (["overhead", "--json", "/proc/x/y.json"], "--json /proc/x/y.json: cannot write in /proc"),
+        (["overhead", "--plot", "step.png"], "--plot step.png needs the package 'matplotlib'"),
+        (["overhead", "--workers", "0"], "argument --workers: found '0'; expected a number of 1 or more"),
         (["train", "--micro", "-1"], "argument --micro: found '-1'; expected a number of 1 or more"),
         (["step", "--variants", "plain Ray; synch"], "--variants: found synch; choose from plain Ray; sync"),
     ],

@@ -22,13 +22,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagrl.bench.links import make_certificates
 from dagrl.errors import ConfigError
 from dagrl.runtime.edges.link import POOL, SECRET_BYTES, LinkAddress, LinkReader, LinkWriter, _blocks
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError, MessageTooLargeError
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.tls import TlsFiles, check_tls
 from dagrl.runtime.shapes import Batch
+from tests.certificates import make_certificates
 
 LIMIT = 32 << 20
 IN_FLIGHT = 2
