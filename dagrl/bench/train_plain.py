@@ -73,7 +73,7 @@ def _forward(microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[
 
 
 def _forward_chunked(layer: Any, microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    from dagrl.workers.megatron.logprobs import token_logprobs
+    from dagrl.workers.train.logprobs import token_logprobs
 
     batch = next(microbatches)
     hidden = model(batch.tokens, batch.positions, batch.layer_inputs)
@@ -106,11 +106,11 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
     from dagrl.workers.megatron.architecture import read_architecture
     from dagrl.workers.megatron.groups import start_groups
     from dagrl.workers.megatron.hf_load import load_hf, read_hf_config
-    from dagrl.workers.megatron.microbatches import split_batch
     from dagrl.workers.megatron.model import build_model, transformer_config
-    from dagrl.workers.megatron.row_plans import ParallelRank, SplitRule
     from dagrl.workers.megatron.trainer import create_state, make_scheduler, optimizer_config
     from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
+    from dagrl.workers.train.microbatches import split_batch
+    from dagrl.workers.train.row_plans import ParallelRank, SplitRule
 
     _take_norms_at_once()
     if not hasattr(moe_utils, "te_general_gemm"):  # as in `dagrl.workers.megatron.model.build_model`

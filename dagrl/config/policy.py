@@ -50,7 +50,7 @@ class SequencePackingConfig(Section):
     """Microbatches of one row that holds several sequences, with attention limited to each.
 
     A row is padded to the next eighth of its token budget. Replaces `train_micro_batch_size` and `logprob_batch_size`.
-    See `dagrl.workers.megatron.packing`.
+    See `dagrl.workers.train.packing`.
     """
 
     enabled: bool = derived(False, "GPUs: true unless `dynamic_batching` is on; else false")
@@ -61,11 +61,6 @@ class SequencePackingConfig(Section):
 
     logprob_mb_tokens: PositiveInt | None = derived(None, "GPUs: twice `train_mb_tokens`, if that is derived")
     """Tokens of a log-probability microbatch. null: `max_total_sequence_length * logprob_batch_size`."""
-
-    algorithm: Literal["modified_first_fit_decreasing", "first_fit_decreasing", "first_fit_shuffle", "concatenative"] = (
-        "modified_first_fit_decreasing"
-    )
-    """Bin-packing algorithm."""
 
     shared_prefix: bool | Literal["auto"] = "auto"
     """Compute the tokens that neighbouring sequences begin with once per row: the prompt of a group, or of both answers of a

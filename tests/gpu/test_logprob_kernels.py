@@ -15,7 +15,7 @@ pytestmark = kernel_tests
 @pytest.mark.parametrize("kept", [False, True], ids=["computed", "kept"])
 def test_sums_and_gradients_are_those_of_float64(size: int, kept: bool) -> None:
     """Two of the labels are another worker's. Exponentials are kept in bfloat16, relative to the top of their tile."""
-    from dagrl.workers.megatron.logprob_kernels import TILE, chunk_sums, logit_gradients
+    from dagrl.workers.train.logprob_kernels import TILE, chunk_sums, logit_gradients
 
     torch.manual_seed(size)
     rows = 7

@@ -15,8 +15,8 @@ from dagrl.bench.train_inputs import single_worker, train_batch
 from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron import MegatronWorker
-from dagrl.workers.megatron.host_memory import StagingBuffers
-from dagrl.workers.megatron.offload import StatePart
+from dagrl.workers.train.host_memory import StagingBuffers
+from dagrl.workers.train.offload import StatePart
 
 pytest.importorskip("megatron.core")
 from dagrl.workers.megatron import checkpoint

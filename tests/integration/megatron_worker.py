@@ -23,7 +23,7 @@ from dagrl.workers.megatron import MegatronTeacherWorker, MegatronValueWorker, M
 @contextmanager
 def gradients_alone() -> Iterator[None]:
     """Context of a warm-up that runs every microbatch: steps leave the gradients of the whole batch and update nothing."""
-    with patch("dagrl.workers.megatron.microbatches.warmup_count", return_value=sys.maxsize):
+    with patch("dagrl.workers.train.microbatches.warmup_count", return_value=sys.maxsize):
         with replay_context(ReplayContext("test", 0, True)):
             yield
 
@@ -271,7 +271,7 @@ class TestedWorker(MegatronWorker):
 
     def resident_bytes(self) -> dict[str, int]:
         """Returns the bytes of each part of the train state on the worker's device."""
-        from dagrl.workers.megatron.offload import unique_storages
+        from dagrl.workers.train.offload import unique_storages
 
         trainer = self._ready()
         tensors = {

@@ -26,10 +26,10 @@ from dagrl.rl.generation import (
     quantum_seconds,
     quantum_steps,
 )
-from dagrl.rl.kept_logprobs import KeptLogprobs
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.telemetry.metrics import ENTROPY, StepMetrics, merge_step_metrics
+from dagrl.workers.train.kept_logprobs import KeptLogprobs
 
 SIZE = 16  # token numbers 0 to 15; EOS ends a sequence
 TAUGHT = 11  # the token that the teacher prefers: the digit 7

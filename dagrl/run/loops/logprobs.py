@@ -1,6 +1,6 @@
 """Log-probabilities of a step's samples, under the policy and the reference policy.
 
-The train workers keep them for the step (`dagrl.rl.kept_logprobs`); the driver only says which rows to compute.
+The train workers keep them for the step (`dagrl.workers.train.kept_logprobs`); the driver only says which rows to compute.
 """
 
 from __future__ import annotations

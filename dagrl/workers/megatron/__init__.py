@@ -4,13 +4,13 @@ Where to find what:
 
     phases     `worker.py` has those of training and refits, `worker_state.py` what is kept between them, `worker_base.py`
                setup and shutdown
-    batches    `row_plans.py` (`packing.py`, `prefixes.py`) plans rows, `microbatches.py` makes tensors of them,
-               `forward_backward.py` runs the model and computes the loss, `trainer.py` makes the optimizer step
-    model      `architecture.py` reads `config.json`, `model.py` builds the layers: `attention.py` (`segments.py`),
-               `router.py`, `dispatch.py` and `experts.py`, `logprobs.py` for the output layer, `lora.py` for adapters
+    batches    `dagrl.workers.train` makes microbatches of rows, `forward_backward.py` runs the model and computes the loss,
+               `trainer.py` makes the optimizer step
+    model      `architecture.py` reads `config.json`, `model.py` builds the layers: `attention.py`, `router.py`,
+               `dispatch.py` and `experts.py`, and `lora.py` for adapters
     weights    `weights.py` says what each rank holds; `hf_load.py` and `hf_export.py` read and write Hugging Face files,
                `checkpoint.py` (`sharding.py`, `manifest.py`) checkpoints
-    memory     `offload.py` and `reference.py` move state between GPU and host, `host_memory.py` has pinned memory
+    memory     `reference.py` swaps the weights of the policy and the reference policy
 """
 
 from dagrl.workers.megatron.architecture import check_layout

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dagrl.workers.megatron.segments import LayerInputs, Segments
+from dagrl.workers.train.segments import LayerInputs, Segments
 
 SegmentAttention = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 """See `segment_attention`."""

@@ -38,11 +38,11 @@ from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.groups import gather_objects, run_on_all_ranks
-from dagrl.workers.megatron.host_memory import StagingBuffers
 from dagrl.workers.megatron.manifest import FORMAT, MANIFEST, fingerprint, read_manifest
-from dagrl.workers.megatron.offload import unique_storages
 from dagrl.workers.megatron.sharding import LoadTarget, ToHost, entries_to_save, load_targets, set_step_count, step_count
 from dagrl.workers.megatron.trainer import Trainer
+from dagrl.workers.train.host_memory import StagingBuffers
+from dagrl.workers.train.offload import unique_storages
 
 LOAD_BYTES = 2 << 30  # host memory per loading round
 

@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from dagrl.errors import RunError
-from dagrl.workers.megatron.microbatches import Microbatch
-from dagrl.workers.megatron.segments import RoutedTokens, Segments, rounded
+from dagrl.workers.train.microbatches import Microbatch
+from dagrl.workers.train.segments import RoutedTokens, Segments, rounded
 
 ModelPass = Callable[[Any, Microbatch], Tensor]
 """Runs a model chunk on a microbatch and returns its output, with an autograd graph if gradients are enabled."""

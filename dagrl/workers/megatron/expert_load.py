@@ -28,10 +28,10 @@ from dagrl.telemetry.metrics import (
     Z_LOSS,
     StepMetrics,
 )
-from dagrl.workers.megatron.microbatches import Microbatches
 from dagrl.workers.megatron.model import ModelChunks
 from dagrl.workers.megatron.router import StepCounts, routers
 from dagrl.workers.megatron.trainer import Trainer
+from dagrl.workers.train.microbatches import Microbatches
 
 
 @dataclass

@@ -23,8 +23,8 @@ from dagrl.rl.losses import Denominators, batch_loss
 from dagrl.rl.token_losses import Sequences
 from dagrl.telemetry.metrics import ENTROPY, FILLED_TOKENS, PROCESSED_TOKENS, SAVED_TOKENS, StepMetrics
 from dagrl.workers.megatron.cuda_graphs import ModelPass
-from dagrl.workers.megatron.logprobs import OutputLayer, masked_columns, scored_logprobs, token_logprobs
-from dagrl.workers.megatron.microbatches import Microbatch, Microbatches
+from dagrl.workers.train.logprobs import OutputLayer, masked_columns, scored_logprobs, token_logprobs
+from dagrl.workers.train.microbatches import Microbatch, Microbatches
 
 LossResult = tuple[Tensor, Tensor, dict[str, dict[str, Tensor]]]
 

@@ -14,6 +14,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -33,10 +34,10 @@ from dagrl.workers.megatron.experts import GroupedExperts, experts_last_first, j
 from dagrl.workers.megatron.float8 import use_float8
 from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.kernels import choose_kernels
-from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard
-from dagrl.workers.megatron.products import use_added_gradients
 from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
-from dagrl.workers.megatron.segments import LayerInputs
+from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard
+from dagrl.workers.train.products import add_product
+from dagrl.workers.train.segments import LayerInputs
 
 ADAPTERS = "adapters"
 """Name of the module with a layer's LoRA adapters."""
@@ -50,7 +51,7 @@ Named = TypeVar("Named", bound=Tensor)
 class HiddenStatesModel(GPTModel):  # type: ignore[misc]
     """A GPTModel that ends before its output layer and takes explicit token positions.
 
-    The logits of a microbatch would dominate its memory. `dagrl.workers.megatron.logprobs` computes them in chunks.
+    The logits of a microbatch would dominate its memory. `dagrl.workers.train.logprobs` computes them in chunks.
     """
 
     def forward(self, tokens: Tensor, positions: Tensor, inputs: LayerInputs | None) -> Tensor:
@@ -307,7 +308,7 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
 
 
 def _recomputation(wanted: MegatronConfig) -> dict[str, Any]:
-    """Returns which activations are recomputed. `dagrl.workers.megatron.logprobs` decides about logits."""
+    """Returns which activations are recomputed. `dagrl.workers.train.logprobs` decides about logits."""
     if not wanted.activation_checkpointing:
         return {}
     if wanted.recompute_granularity == "selective":
@@ -398,3 +399,24 @@ def _llama3_frequencies(frequencies: Tensor, rope: dict[str, float]) -> Tensor:
     wavelengths = 2 * torch.pi / frequencies
     blend = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * frequencies / factor + blend * frequencies
+
+
+class AddedGradients:
+    """In place of the extension `fused_weight_gradient_mlp_cuda`, whose functions Megatron's linear layers call.
+
+    Apex and Transformer Engine have the extension. Without one, a weight's gradient is rounded to bfloat16, written, and
+    added to the float32 buffer in another pass.
+    """
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
+        """Adds the weight gradient of `inputs` [n, columns] and `gradient` [n, rows] to `total` [rows, columns]."""
+        add_product(total, gradient.T, inputs)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+def use_added_gradients(config: Any) -> None:
+    """Makes linear layers built with this Megatron configuration add weight gradients to Megatron's buffers."""
+    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = AddedGradients, True
+    config.gradient_accumulation_fusion = True

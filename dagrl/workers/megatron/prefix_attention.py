@@ -15,7 +15,7 @@ import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
 
-from dagrl.workers.megatron.segments import Segments
+from dagrl.workers.train.segments import Segments
 
 JOINED_ROWS = 32  # pairs of a token and a head that a program joins
 

@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_r
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from dagrl.workers.megatron.segments import RoutedTokens
+from dagrl.workers.train.segments import RoutedTokens
 
 
 @dataclass

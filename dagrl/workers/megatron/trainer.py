@@ -28,8 +28,8 @@ from dagrl.workers.megatron.cuda_graphs import ModelPass, RecordedPasses, plain_
 from dagrl.workers.megatron.forward_backward import sum_gradients
 from dagrl.workers.megatron.lora import sum_adapter_gradients
 from dagrl.workers.megatron.model import ModelChunks
-from dagrl.workers.megatron.offload import Offloader, unique_storages
 from dagrl.workers.megatron.router import StepCounts
+from dagrl.workers.train.offload import Offloader, unique_storages
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from dagrl.config import Fp8Config
 from dagrl.workers.megatron import attention
 from dagrl.workers.megatron.experts import Groups, TorchGroups, mark_added
 from dagrl.workers.megatron.float8 import MULTIPLE, Kept
-from dagrl.workers.megatron.segments import Segments
+from dagrl.workers.train.segments import Segments
 
 LEAST_WORK = 1 << 29
 """Products of a query and a key, over all heads, from which on its attention is faster than FlashAttention 2 on an H200."""

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from dagrl.rl.losses import Denominators
     from dagrl.workers.megatron.cuda_graphs import ModelPass
     from dagrl.workers.megatron.forward_backward import MicrobatchLoss
-    from dagrl.workers.megatron.microbatches import Microbatches
     from dagrl.workers.megatron.model import ModelChunks
-    from dagrl.workers.megatron.row_plans import ParallelRank
+    from dagrl.workers.train.microbatches import Microbatches
+    from dagrl.workers.train.row_plans import ParallelRank
 
 
 class MegatronWorker(MegatronWorkerState):
@@ -174,7 +174,7 @@ class MegatronWorker(MegatronWorkerState):
             self._keep(batch, {name: torch.tensor(field, device=self._device) for name, field in fields.items()})
 
     def _keep(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
-        from dagrl.workers.megatron.microbatches import gather_shard_rows
+        from dagrl.workers.train.microbatches import gather_shard_rows
 
         values = list(columns.values())
         if shares_logprobs(self.config) and self.context.layout.dp > 1:
@@ -290,8 +290,8 @@ class MegatronWorker(MegatronWorkerState):
 
     def _microbatches(self, batch: Batch, purpose: Literal["train", "logprob"]) -> Iterator[Microbatches]:
         """Yields the batch's microbatches; in a warm-up some of every shape that its phase has not run at."""
-        from dagrl.workers.megatron.microbatches import RoutedModel, split_batch, warmup_batches
-        from dagrl.workers.megatron.row_plans import SplitRule
+        from dagrl.workers.train.microbatches import RoutedModel, split_batch, warmup_batches
+        from dagrl.workers.train.row_plans import SplitRule
 
         rank, rule = self._parallel_rank(), SplitRule.of(self.config.policy, purpose)
         architecture = self._ready().model.architecture
@@ -310,7 +310,7 @@ class MegatronWorker(MegatronWorkerState):
     def _parallel_rank(self) -> ParallelRank:
         from megatron.core import parallel_state
 
-        from dagrl.workers.megatron.row_plans import ParallelRank
+        from dagrl.workers.train.row_plans import ParallelRank
 
         groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
         return ParallelRank(self.context.layout, self.context.coordinates, *groups, self._device)

@@ -22,7 +22,6 @@ from dagrl.config.settings import has_fp8_kv_cache, sends_adapters
 from dagrl.errors import ConfigError, RunError, UserError
 from dagrl.refit import RefitSender
 from dagrl.refit.slices import WeightSlice
-from dagrl.rl.kept_logprobs import KeptLogprobs
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.layout import ParallelLayout
@@ -39,6 +38,7 @@ from dagrl.workers.megatron.groups import abort_groups, end_groups, start_checkp
 from dagrl.workers.megatron.hf_load import ParameterShapes, check_hf, has_scalar_head, load_hf, read_hf_config
 from dagrl.workers.megatron.manifest import identity_of, read_manifest
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
+from dagrl.workers.train.kept_logprobs import KeptLogprobs
 
 if TYPE_CHECKING:
     import torch
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from dagrl.workers.megatron.kv_scales import KvScales
     from dagrl.workers.megatron.lora import Adapters
     from dagrl.workers.megatron.model import ModelChunks
-    from dagrl.workers.megatron.offload import StatePart
     from dagrl.workers.megatron.reference import ReferenceModel, ReferencePolicy
     from dagrl.workers.megatron.trainer import Trainer
+    from dagrl.workers.train.offload import StatePart
 
 
 class MegatronWorkerBase:

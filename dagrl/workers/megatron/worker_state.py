@@ -13,7 +13,6 @@ from dagrl.config.settings import holds_reference
 from dagrl.errors import RunError
 from dagrl.machine import DeviceMemory
 from dagrl.refit.slices import WeightSlice, expand
-from dagrl.rl.kept_logprobs import KeptLogprobs
 from dagrl.run.comparison import WeightDifference
 from dagrl.run.worker_protocols import Handover
 from dagrl.runtime.worker import in_warmup, running_replay
@@ -23,6 +22,7 @@ from dagrl.workers.megatron.groups import gather_objects, run_on_all_ranks
 from dagrl.workers.megatron.hf_export import export_hf
 from dagrl.workers.megatron.manifest import identity_of
 from dagrl.workers.megatron.worker_base import MegatronWorkerBase
+from dagrl.workers.train.kept_logprobs import KeptLogprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +57,7 @@ class MegatronWorkerState(MegatronWorkerBase):
         """Returns the memory of this worker's GPU; None without one. The parts are those of `offload`."""
         import torch
 
-        from dagrl.workers.megatron.offload import STATE_PARTS
+        from dagrl.workers.train.offload import STATE_PARTS
 
         if self._device.type != "cuda":
             return None

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from dagrl.config import Config
 from dagrl.config.settings import samples_per_step
 from dagrl.errors import PhaseError
-from dagrl.rl.kept_logprobs import KeptLogprobs
 from dagrl.rl.rollout.batches import sample_keys, scored_batch
 from dagrl.rl.rollout.experience import NextBatch
 from dagrl.rl.rollout.scoring import ScoredGroup
@@ -33,6 +32,7 @@ from dagrl.run.replay_times import CountedReplay
 from dagrl.runtime.replay import ReplayTiming
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
+from dagrl.workers.train.kept_logprobs import KeptLogprobs
 from tests.unit.run.simulated_run import Run
 from tests.unit.run.test_async_loop import GENERATIONS, STEPS, asynchronous, configuration, seeds, slow
 

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dagrl.workers.megatron.logprobs import OutputLayer, VocabularyShard, scored_logprobs, token_logprobs
+from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, scored_logprobs, token_logprobs
 
 PADDED, SIZE, HIDDEN = 128, 100, 24  # 28 rows of padding, not to be counted
 

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.workers.megatron.microbatches import Microbatch, RoutedModel, split_batch, warmup_batches
-from dagrl.workers.megatron.prefixes import prefix_groups
-from dagrl.workers.megatron.row_plans import ParallelRank, SplitRule
+from dagrl.workers.train.microbatches import Microbatch, RoutedModel, split_batch, warmup_batches
+from dagrl.workers.train.prefixes import prefix_groups
+from dagrl.workers.train.row_plans import ParallelRank, SplitRule
 
 WIDTH = 24
 RULES = {
-    "rows": SplitRule("rows", 2, 48, "", 8),
-    "packed": SplitRule("packed", 2, 48, "modified_first_fit_decreasing", 8),
-    "dynamic": SplitRule("dynamic", 2, 48, "", 8),
+    "rows": SplitRule("rows", 2, 48, 8),
+    "packed": SplitRule("packed", 2, 48, 8),
+    "dynamic": SplitRule("dynamic", 2, 48, 8),
 }
 
 
@@ -50,7 +50,7 @@ def test_the_output_layer_gets_the_tokens_of_the_loss_mask_alone(kind: str) -> N
         assert item.scored is not None and item.scored.tolist() == (inside.tolist() or [0])
     nothing = batch.with_fields(loss_mask=np.zeros_like(batch["loss_mask"]))
     for masked, expected in ((True, [[0]]), (False, [None])):
-        cut = split_batch(nothing, SplitRule("rows", 9, 0, "", 8), place(), masked=masked)
+        cut = split_batch(nothing, SplitRule("rows", 9, 0, 8), place(), masked=masked)
         assert [None if item.scored is None else item.scored.tolist() for item in cut.items] == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagrl.workers.megatron.offload import bucket_spans
+from dagrl.workers.train.offload import bucket_spans
 
 
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 20))

@@ -8,31 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagrl.errors import DataError
-from dagrl.workers.megatron.packing import ALGORITHMS, by_length, fitting_width, largest, pack, pack_widths, spread
+from dagrl.workers.train.packing import by_length, fitting_width, largest, pack, pack_widths, spread
 
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=60)
 
 
 @settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(120, 400), st.sampled_from(sorted(ALGORITHMS)), st.integers(0, 5))
-def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], budget: int, algorithm: str, more: int) -> None:
-    bins = pack(lengths, budget, algorithm)
+@given(LENGTHS, st.integers(120, 400), st.integers(0, 5))
+def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], budget: int, more: int) -> None:
+    bins = pack(lengths, budget)
     assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
     assert largest(lengths, bins) <= budget
-    if algorithm != "concatenative":  # all but one of the microbatches are more than half full
-        assert len(bins) <= 2 * sum(lengths) / budget + 1
+    assert len(bins) <= 2 * sum(lengths) / budget + 1  # all but one of the microbatches are more than half full
     even = spread(lengths, bins, len(bins) + more, budget)
     assert len(even) == len(bins) + more
     assert sorted(row for rows in even for row in rows) == list(range(len(lengths)))
     assert largest(lengths, even) <= largest(lengths, bins)
-
-
-def test_modified_first_fit_decreasing_fills_what_large_sequences_leave() -> None:
-    # Johnson and Garey's reason for it: first fit decreasing puts the two of 26 together and needs a third microbatch
-    lengths = [51, 51, 26, 26, 23, 23]
-    assert len(pack(lengths, 100, "modified_first_fit_decreasing")) == 2
-    worst = [516] * 30 + [259] * 60 + [252] * 30 + [250] * 60  # as in their analysis of 11/9, scaled
-    assert len(pack(worst, 1024)) <= len(pack(worst, 1024, "first_fit_decreasing"))
 
 
 def test_long_tails_waste_little() -> None:

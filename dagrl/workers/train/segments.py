@@ -7,7 +7,7 @@ from its end: the last query sees every key, the previous one all but the last, 
 Under context parallelism a worker holds two chunks of every sequence (`zigzag`), which are two segments: each has the
 chunk's queries and all keys up to the chunk's end, selected from the gathered keys.
 
-Segments may share a prefix (`dagrl.workers.megatron.prefixes`): another segment, whose keys all their queries see too.
+Segments may share a prefix (`dagrl.workers.train.prefixes`): another segment, whose keys all their queries see too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dagrl.workers.megatron.host_memory import upload
+from dagrl.workers.train.host_memory import upload
 
 Indices = npt.NDArray[np.int64]
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dagrl.runtime.shapes import Batch
-from dagrl.workers.megatron.products import add_product, product
+from dagrl.workers.train.products import add_product, product
 
 CHUNK_ELEMENTS = 1 << 27  # logits of a chunk, unless `chunk_tokens` is set
 KEPT_SHARE = 0.25  # most of the free memory that kept exponentials take
@@ -149,7 +149,7 @@ class Exponentials:
         """Allocates memory for `hidden` [n, hidden size]."""
         tiles = 1
         if hidden.is_cuda:
-            from dagrl.workers.megatron.logprob_kernels import TILE
+            from dagrl.workers.train.logprob_kernels import TILE
 
             tiles = -(-columns // TILE)
         values = hidden.new_empty(len(hidden), columns)
@@ -235,7 +235,7 @@ def _chunk_sums(logits: Tensor, labels: tuple[Tensor, Tensor], kept: Exponential
     """
     column, inside = labels
     if logits.is_cuda:
-        from dagrl.workers.megatron.logprob_kernels import chunk_sums
+        from dagrl.workers.train.logprob_kernels import chunk_sums
 
         return chunk_sums(logits, column, inside, None if kept is None else (kept.values, kept.tops))
     label_logit = torch.where(inside, logits.gather(-1, column[:, None]).squeeze(-1), 0.0)
@@ -261,7 +261,7 @@ def _logit_gradients(
     """
     column, inside, of_label = labels
     if normaliser.is_cuda:
-        from dagrl.workers.megatron.logprob_kernels import logit_gradients
+        from dagrl.workers.train.logprob_kernels import logit_gradients
 
         source, tops = (values.values, values.tops) if isinstance(values, Exponentials) else (values, None)
         return logit_gradients(source, tops, normaliser, scale, labels, dtype)

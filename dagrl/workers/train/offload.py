@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dagrl.errors import ConfigError, RunError
-from dagrl.workers.megatron.host_memory import BUCKET_BYTES
+from dagrl.workers.train.host_memory import BUCKET_BYTES
 
 StatePart = Literal["weights", "gradients", "optimizer"]
 STATE_PARTS: tuple[StatePart, ...] = get_args(StatePart)

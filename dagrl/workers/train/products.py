@@ -1,15 +1,12 @@
-"""Matrix products of half-precision matrices in float32, and weight gradients that are added to Megatron's buffers by them.
+"""Matrix products of half-precision matrices in float32, and products that are added to a float32 matrix by their kernel.
 
-Apex and Transformer Engine have an extension for the second, `gradient_accumulation_fusion` in Megatron's configuration:
-without it a weight's gradient is rounded to bfloat16, written, and added to the float32 buffer in another pass. torch's
-`addmm` into float32 does the same. Imported only where torch is.
+Imported only where torch is.
 """
 
 from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,22 +41,3 @@ def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
         logger.info("products are added apart, torch's own cannot: %s", error)
         return False
     return bool((total == 1 + one).all())
-
-
-class AddedGradients:
-    """In place of the extension `fused_weight_gradient_mlp_cuda`, whose functions Megatron's linear layers call."""
-
-    @staticmethod
-    def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
-        """Adds the weight gradient of `inputs` [n, columns] and `gradient` [n, rows] to `total` [rows, columns]."""
-        add_product(total, gradient.T, inputs)
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-
-
-def use_added_gradients(config: Any) -> None:
-    """Makes linear layers built with this Megatron configuration add weight gradients to Megatron's buffers."""
-    from megatron.core.tensor_parallel import layers
-
-    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = AddedGradients, True
-    config.gradient_accumulation_fusion = True

@@ -1,6 +1,6 @@
 """Splits a padded batch into microbatches for one context-parallel worker, and assembles the results.
 
-`dagrl.workers.megatron.row_plans` decides which sequences go together. A table maps each token of a microbatch to its
+`dagrl.workers.train.row_plans` decides which sequences go together. A table maps each token of a microbatch to its
 position in the batch, and every field is gathered by that table.
 
 Megatron predicts the next token: position `t` of the model's output belongs to token `t + 1`. The batch is token aligned
@@ -22,10 +22,10 @@ from torch.nn.functional import pad
 from dagrl.rl.losses import row_sums
 from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, RoutedLayers, field_bytes
 from dagrl.runtime.shapes import Batch
-from dagrl.workers.megatron.host_memory import upload
-from dagrl.workers.megatron.logprobs import scored_tokens
-from dagrl.workers.megatron.row_plans import ParallelRank, PlannedRow, SplitRule, plan_rows, row_widths, warmup_count
-from dagrl.workers.megatron.segments import Indices, LayerInputs, RoutedTokens, Segments, make_segments, zigzag
+from dagrl.workers.train.host_memory import upload
+from dagrl.workers.train.logprobs import scored_tokens
+from dagrl.workers.train.row_plans import ParallelRank, PlannedRow, SplitRule, plan_rows, row_widths, warmup_count
+from dagrl.workers.train.segments import Indices, LayerInputs, RoutedTokens, Segments, make_segments, zigzag
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 `SplitRule` has three kinds. `rows` takes the rows as they are, equally many per microbatch. `dynamic` groups rows of similar
 length and pads them to the longest. `packed` puts many sequences into one row, where sequences with a common prefix
-(`dagrl.workers.megatron.prefixes`) can share its tokens. Imported only where torch is.
+(`dagrl.workers.train.prefixes`) can share its tokens. Imported only where torch is.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dagrl.config import PolicyConfig
 from dagrl.config.settings import least_shared
 from dagrl.runtime.layout import Coordinates, ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.workers.megatron.packing import Bins, by_length, fitting_width, pack, pack_widths, spread
-from dagrl.workers.megatron.prefixes import PrefixGroup, divided, prefix_groups
-from dagrl.workers.megatron.segments import Indices
+from dagrl.workers.train.packing import Bins, by_length, fitting_width, pack, pack_widths, spread
+from dagrl.workers.train.prefixes import PrefixGroup, divided, prefix_groups
+from dagrl.workers.train.segments import Indices
 
 TAIL = 64  # tokens of one padding sequence: short ones cost attention little
 
@@ -36,7 +36,6 @@ class SplitRule:
     kind: Literal["rows", "packed", "dynamic"]
     rows: int
     tokens: int
-    algorithm: str
     round_to: int
     least_shared: float | None = None
 
@@ -49,7 +48,7 @@ class SplitRule:
         )
         rows = policy.train_micro_batch_size if purpose == "train" else policy.logprob_batch_size
         tokens, shared = policy.microbatch_tokens(purpose), least_shared(policy)
-        return SplitRule(kind, rows, tokens, packing.algorithm, dynamic.sequence_length_round, shared)
+        return SplitRule(kind, rows, tokens, dynamic.sequence_length_round, shared)
 
     def shares(self, layout: ParallelLayout) -> bool:
         """Whether rows may share prefixes. Context parallelism splits every sequence."""
@@ -104,7 +103,7 @@ def _packed(batch: Batch, lengths: Indices, rule: SplitRule, rank: ParallelRank)
     groups = prefix_groups(batch, least)
     units = list(divided(groups, lengths, budget))
     sizes = [sum(piece.tokens for piece in _pieces([unit], lengths, each)) for _, unit in units]
-    bins = pack(sizes, budget, rule.algorithm)
+    bins = pack(sizes, budget)
     count = _round_up(_max_over_dp(len(bins), rank), _rounds(rank.layout))
     bins = spread(sizes, bins, count, budget)
     rows = [_pieces(_joined(units[index] for index in held), lengths, each) for held in bins]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagrl.errors import RunError
-from dagrl.rl.kept_logprobs import KeptLogprobs
 from dagrl.runtime.shapes import Batch
+from dagrl.workers.train.kept_logprobs import KeptLogprobs
 
 LENGTHS = (3, 5, 1, 4)
 

@@ -1,0 +1,1 @@
+"""What every train worker does, whatever computes its model."""
