@@ -106,25 +106,6 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def available_memory() -> int:
-    """Bytes of this machine's memory that processes could still take; all of it where Linux does not tell."""
-    return _kib("/proc/meminfo", "MemAvailable") or host_memory()
-
-
-def private_memory() -> int:
-    """Bytes that this process holds alone; 0 where Linux does not tell."""
-    return sum(_kib("/proc/self/smaps_rollup", name) for name in ("Private_Clean", "Private_Dirty"))
-
-
-def _kib(file: str, name: str) -> int:
-    """Returns the bytes in the line `name: 123 kB` of a file of `/proc`; 0 if there is none."""
-    with suppress(OSError):
-        for line in Path(file).read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) << 10
-    return 0
-
-
 def descendants_of(pid: int) -> list[int]:
     """Returns the pids of all living descendants of a process; none where there is no `/proc`."""
     found: list[int] = []

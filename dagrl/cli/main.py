@@ -27,16 +27,12 @@ from dagrl.imports import require_package
 logger = logging.getLogger(__name__)
 
 OVERRIDES = "keys that override the file's; values are YAML"
-RUNNING = "the directory of a running job, on the host of its driver"
 
 INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 COLLECT_EVERY = 10_000
 """New objects after which Python looks for unreachable ones. Imports and data make millions that stay: with Python's 700, a
 quarter of the processor time before the first worker starts goes into these looks."""
-
-ANSWER_S = 30.0
-"""How long a driver may take to answer, beyond what it was asked to wait for."""
 
 BENCHES = {
     "overhead": "overhead of a step over 1 to 64 workers: plain calls, Ray graphs, dagrl by shards",
@@ -126,9 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         to.add_argument("config", metavar="CONFIG", nargs=nargs, help="a YAML file, such as examples/grpo_quickstart.yaml")
         add_overrides(to)
 
-    def add_run(to: argparse.ArgumentParser, what: str) -> None:
-        to.add_argument("run", metavar="RUN", type=Path, help=what)
-
     init = command("init", _init, "write a commented configuration from three answers")
     init.add_argument("--model", help="a directory, or an id on the Hugging Face Hub")
     init.add_argument("--data", help="a JSONL file, a dataset on disk, or one on the Hub")
@@ -171,21 +164,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("-o", "--output", metavar="TARGET", type=Path, required=True, help="the directory to write")
 
     replay = command("replay", _replay, "execute a step of a run again, and name the first tensor that differs")
-    add_run(replay, "the directory of a run")
+    replay.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
     add_overrides(replay, "keys that override the run's: its layout")
     replay.add_argument("--step", metavar="K", type=int, required=True, help="a step that the run has recorded")
     replay.add_argument("--phase", metavar="P", help="only this phase, on recorded inputs, such as train_step")
     replay.add_argument("--cpu", action="store_true", help="on this machine's CPUs; compared within bounds")
-
-    scale = command("scale", _scale, "change the number of generation engines of a running job")
-    add_run(scale, RUNNING)
-    scale.add_argument("size", metavar="generation=N", help="the number of engines")
-    scale.add_argument("--timeout", metavar="S", type=float, default=600.0, help="give up after S seconds (default: 600)")
-
-    add_run(command("status", _status, "what a running job does: its step, its workers"), RUNNING)
-
-    attach = command("attach", _attach, "take over the workers of a run whose driver has died")
-    add_run(attach, "the directory of a run with timeouts.orphan_s")
 
     view = command("view", _view, "show a run's curves, samples and conversations in a browser")
     add = view.add_argument
@@ -249,15 +232,6 @@ def _train(options: argparse.Namespace) -> None:
     run_with_restarts(train, config)
 
 
-def _attach(options: argparse.Namespace) -> None:
-    from dagrl.run.leased_cluster import orphaned_config
-    from dagrl.run.train import run_with_restarts, train
-
-    config = orphaned_config(options.run)
-    _log(options, config.logger.log_level)
-    run_with_restarts(train, config, attach=True)
-
-
 def _config(options: argparse.Namespace) -> None:
     from dagrl.config import Config
     from dagrl.config.file import dump_config, load_config
@@ -315,24 +289,6 @@ def _export(options: argparse.Namespace) -> None:
 
     _log(options, "INFO")
     _print(f"wrote {convert(options.source, options.output, options.overrides)}\n")
-
-
-def _scale(options: argparse.Namespace) -> None:
-    from dagrl.run.control import ask
-
-    role, _, number = options.size.partition("=")
-    if role != "generation" or not number.isascii() or not number.isdigit() or len(number) > 6:
-        raise ConfigError(f"{options.size!r} is not a size; expected generation=N, such as generation=3")
-    if not 0 < options.timeout < float("inf"):
-        raise ConfigError(f"--timeout is {options.timeout:g}; expected a finite number of seconds above 0")
-    arguments = {"engines": int(number), "timeout_s": options.timeout}
-    _print(ask(options.run, "scale", arguments, options.timeout + ANSWER_S) + "\n")
-
-
-def _status(options: argparse.Namespace) -> None:
-    from dagrl.run.control import ask
-
-    _print(ask(options.run, "status", {}, ANSWER_S) + "\n")
 
 
 def _replay(options: argparse.Namespace) -> None:

@@ -12,7 +12,6 @@ from dagrl.config.run import (
     ExecutorConfig,
     LoggerConfig,
     PhasesConfig,
-    SparesConfig,
     TimeoutConfig,
 )
 from dagrl.config.section import Json
@@ -46,7 +45,6 @@ __all__ = [
     "RewardConfig",
     "RewardShapingConfig",
     "SequencePackingConfig",
-    "SparesConfig",
     "TimeoutConfig",
     "TokenizerConfig",
     "VllmConfig",

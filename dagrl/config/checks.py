@@ -31,7 +31,6 @@ from dagrl.config.worker_checks import (
     expert_mistakes,
     prefix_mistakes,
     refuse,
-    spare_mistakes,
     speculation_mistakes,
 )
 from dagrl.errors import LayoutError
@@ -66,9 +65,7 @@ def check_settings(config: Config) -> None:
         expert_mistakes,
         prefix_mistakes,
         engine_mistakes,
-        spare_mistakes,
         _restart_mistakes,
-        _orphan_mistakes,
     ):
         refuse(mistakes(config))
     check_shared_gpus(config)
@@ -283,14 +280,6 @@ def _restart_mistakes(config: Config) -> Mistakes:
         "on_failure is 'restart', but checkpointing.enabled is false: set it to true, or on_failure=stop": (
             restarts and not config.checkpointing.enabled
         )
-    }
-
-
-def _orphan_mistakes(config: Config) -> Mistakes:
-    of_ray = config.executor == "compiled" and config.executor_cfg.engine == "ray"
-    return {
-        f"timeouts.orphan_s is {config.timeouts.orphan_s:g}, and executor_cfg.engine: ray: graphs of Ray's engine do not "
-        "end on workers whose driver has died; set engine: dagrl, or orphan_s: 0": config.timeouts.orphan_s > 0 and of_ray
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dagrl.config.algorithm import (
     AdvantageConfig,
@@ -279,10 +279,6 @@ class ClusterConfig(Section):
     """Encrypt the edges between hosts. null: they are authenticated, but not encrypted."""
 
 
-LEAST_ORPHAN_S = 5.0
-"""A driver renews the lease of its workers every second, later if it is busy."""
-
-
 class TimeoutConfig(Section):
     """Deadlines in seconds. Every wait of a run has one of these."""
 
@@ -311,17 +307,6 @@ class TimeoutConfig(Section):
     teardown_s: PositiveFloat = 8.0
     """Tear down the graphs; then workers are killed."""
 
-    orphan_s: NonNegativeFloat = 0.0
-    """After the death of the driver: workers wait for another one (`dagrl attach RUN`), then they end. 0: they end with the
-    driver; else at least 5."""
-
-    @field_validator("orphan_s")
-    @classmethod
-    def _long_enough(cls, value: float) -> float:
-        if 0 < value < LEAST_ORPHAN_S:
-            raise ValueError(f"0, or at least {LEAST_ORPHAN_S:g}: a driver that is busy must not count as dead")
-        return value
-
     @property
     def replay(self) -> Deadline:
         """`replay_s` and its key. Also the deadline of work between two replays."""
@@ -331,17 +316,6 @@ class TimeoutConfig(Section):
     def checkpoint(self) -> Deadline:
         """Twice `checkpoint_s`, and its key: the workers' own deadline comes first, and their error says what is late."""
         return Deadline(self.checkpoint_s, "timeouts.checkpoint_s").times(2)
-
-
-class SparesConfig(Section):
-    """Spare processes, with `on_failure: restart`. A lost worker's place is taken by one that has imported everything."""
-
-    train: NonNegativeInt = 0
-    """Spare train processes on each host with train workers. Each takes about 0.5 GB of host memory and no GPU memory."""
-
-    generation: NonNegativeInt = derived(0, "1 with `on_failure: restart` on hosts with at least 16 GB of memory", ge=0)
-    """Spare generation processes on each host with generation workers. Each takes about 1 GB of host memory and no GPU
-    memory."""
 
 
 class ExecutorConfig(Section):
@@ -399,14 +373,12 @@ class Config(Section):
     """What to do if a phase cannot be compiled: run it eagerly, or fail."""
 
     on_failure: Literal["stop", "restart"] = "stop"
-    """After a worker raised, died or hung: end the run, or go on. `restart` replaces a generation engine while training
-    goes on, and a train worker that dies by its data-parallel peer's state. After any other failure the run restarts from
-    the newest checkpoint."""
+    """After a worker raised, died or hung: end the run, or go on. `restart` replaces a generation engine whose host lives
+    while training goes on. After any other failure the run restarts from the newest checkpoint."""
 
     max_restarts: PositiveInt = 3
     """Maximum number of restarts and replaced engines together."""
 
-    spares: SparesConfig = SparesConfig()
     executor_cfg: ExecutorConfig = ExecutorConfig()
     policy: PolicyConfig
     loss_fn: LossConfig = LossConfig()

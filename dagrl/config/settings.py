@@ -87,11 +87,6 @@ def generation_config(config: Config) -> GenerationConfig:
     return config.policy.generation
 
 
-def with_engines(config: Config, engines: int) -> Config:
-    """Returns the configuration with another number of generation engines."""
-    return config.with_keys({"policy.generation.vllm_cfg.data_parallel_size": engines})
-
-
 def generation_dtype(config: Config) -> str:
     """Returns the dtype of the generation workers' weights that are not in FP8."""
     precision = generation_config(config).vllm_cfg.precision

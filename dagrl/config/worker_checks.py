@@ -18,7 +18,6 @@ from dagrl.config.settings import (
     layouts,
     model_roles,
     sends_adapters,
-    sharing_roles,
     takes_turns,
     unshared_reason,
     uses_reference,
@@ -269,29 +268,3 @@ def expert_mistakes(config: Config) -> Mistakes:
         f"policy.router_replay is true, but algorithm {config.algorithm!r} generates nothing to replay; set it to "
         "false": config.policy.router_replay and not generates(config),
     }
-
-
-def spare_mistakes(config: Config) -> Mistakes:
-    """Spare processes that have no place to take."""
-    found = {role: (count, *no_place(config, role)) for role, count in config.spares if count}
-    return {
-        f"spares.{role} is {count}, but {reason}. {advice}, or spares.{role}=0": bool(reason)
-        for role, (count, reason, advice) in found.items()
-    }
-
-
-def no_place(config: Config, role: str) -> tuple[str, str]:
-    """Why spares of a role would never be used, and what to set instead; two empty texts if they may be."""
-    if config.on_failure != "restart":
-        return "on_failure is 'stop': no worker is replaced", "Set on_failure=restart"
-    if role not in layouts(config):
-        return f"algorithm {config.algorithm} has no {role} workers", "Set another algorithm"
-    if role in sharing_roles(config):
-        return (
-            f"the GPUs of {role} workers are shared, and a restart starts all workers again",
-            "Give each role its own GPUs",
-        )
-    if config.cluster.gpus_per_worker not in (None, 0, 1):
-        share = f"cluster.gpus_per_worker is {config.cluster.gpus_per_worker:g}"
-        return f"{share}, and a spare takes over a whole GPU", "Set cluster.gpus_per_worker=1"
-    return "", ""

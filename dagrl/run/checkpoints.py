@@ -7,7 +7,6 @@ most `timeouts.checkpoint_s`.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,26 +40,20 @@ class Checkpoints:
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
     parts: list[DriverPart] = field(default_factory=list)
     saved_step: int = 0
-    _overdue: bool = field(default=False, init=False)
     _pending: tuple[TrainState, Path] | None = field(default=None, init=False)
 
-    def restore(self, load: bool = True) -> None:
-        """Takes the state that the run resumes from, if any. `load`: into the train workers too, unless they have it."""
+    def restore(self) -> None:
+        """Takes the state that the run resumes from, if any, and loads it into the train workers."""
         if self.resumed is None:
             return
         self.state = self.resumed.state
-        if load:
-            self._load(self.resumed.directory)
-            self.saved_step = self.state.step
-            return
-        self.saved_step = max((one.state.step for one in self.store.all()), default=0)
-        period = self.config.checkpointing.save_period
-        self._overdue = self.state.step // period * period > self.saved_step
+        self._load(self.resumed.directory)
+        self.saved_step = self.state.step
 
     def due(self, step: int) -> bool:
         """Whether `finish_step` saves this step: every `checkpointing.save_period` steps."""
         config = self.config.checkpointing
-        return config.enabled and (self._overdue or step % config.save_period == 0)
+        return config.enabled and step % config.save_period == 0
 
     def finish_step(self, state: TrainState) -> None:
         """Takes the state after a finished step, and saves it if it is `due`.
@@ -73,13 +66,6 @@ class Checkpoints:
         if self.due(state.step):
             self.save()
 
-    def drop_pending(self) -> None:
-        """Gives up a checkpoint of which workers may have lost their part, and saves at the end of the next step instead."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            shutil.rmtree(pending[1], ignore_errors=True)
-        self.saved_step, self._overdue = 0, True
-
     def save(self) -> None:
         """Saves the last finished step, unless it is saved already. With `async_save` workers still write on return."""
         if self.state.step in (0, self.saved_step):
@@ -89,7 +75,7 @@ class Checkpoints:
         with self.replays.clock.measure("checkpoint"):
             self._finish()
             self._write()
-        self.saved_step, self._overdue = self.state.step, False
+        self.saved_step = self.state.step
 
     def save_last(self) -> None:
         """Saves the last finished step, unless it is saved already, and waits until the checkpoint is complete."""

@@ -22,9 +22,7 @@ from dagrl.config.settings import (
     uses_reference,
     width_key,
 )
-from dagrl.config.worker_checks import no_place
 from dagrl.errors import ConfigError
-from dagrl.machine import host_memory
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.cluster import gpus_here, gpus_per_worker
@@ -45,8 +43,6 @@ LAYOUT = (
     *(f"{ENGINE}.{name}" for name in VllmConfig.model_fields if name.endswith("_parallel_size")),
     f"{ROLLOUT}.colocated.enabled",
 )
-SPARE_HOST_BYTES = 16 * 10**9
-"""Least memory of a host that keeps a spare engine unasked."""
 
 GPU_SECONDS = {"start_s": 600.0, "warmup_s": 600.0, "replay_s": 600.0, "collective_s": 300.0, "checkpoint_s": 600.0}
 
@@ -63,7 +59,6 @@ def derive_from_machine(config: Config) -> Derived:
     if sends_adapters(derived.config):
         derived.set(f"{ROLLOUT}.colocated.sleep_level", 1, "refits send adapters alone")
     _set_rates(derived)
-    _set_spares(derived)
     _set_batch(derived)
     _set_lengths(derived)
     return derived
@@ -177,13 +172,6 @@ def _may_share(config: Config) -> bool:
     kept = config.policy.reference_weights == "device" and uses_reference(config)
     ahead = config.grpo.async_grpo.enabled or config.grpo.overlap_logprobs
     return not (kept or ahead or config.policy.megatron_cfg.cuda_graphs or model_roles(config))
-
-
-def _set_spares(derived: Derived) -> None:
-    """Keeps a spare engine, which is imported for seconds and holds about 1 GB of host memory and none of a GPU."""
-    allowed = host_memory() >= SPARE_HOST_BYTES and not any(no_place(derived.config, "generation"))
-    if allowed and derived.open(f"{ROLLOUT}.worker"):
-        derived.set("spares.generation", 1, "on_failure is restart, and the host has memory for it")
 
 
 def _set_rates(derived: Derived) -> None:

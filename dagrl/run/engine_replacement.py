@@ -1,6 +1,6 @@
-"""Replaces generation engines that fail during a run, and lets others join and leave, while training goes on.
+"""Replaces generation engines that fail during a run, while training goes on.
 
-    shards = replacement.replace(error)    # in the background: spares or new processes. Other shards go on without them
+    shards = replacement.replace(error)    # in the background. Other shards go on without them
     replacement.connect()                  # once training rests: their graphs, a plan and a channel for the next refit
 
 The train workers hold the weights, so nothing is read from a checkpoint, and no step is lost.
@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+import ray
+
 from dagrl.config import Config
 from dagrl.config.roles import GENERATION
 from dagrl.errors import WorkerError, WorkerFailure
-from dagrl.run.cluster import gpus_per_worker
 from dagrl.run.fleet import Fleet
 from dagrl.run.replays import Replays
-from dagrl.run.resizing import Resizing, has_room
 from dagrl.runtime.deadline import in_background
 from dagrl.runtime.revive import Revival, idle_ranks, revive
 from dagrl.runtime.worker_group import WorkerGroup
@@ -38,17 +38,14 @@ class EngineReplacement:
     group: WorkerGroup
     replays: Replays
     plan: Callable[[], object]
-    resizing: Resizing
     absent: set[int] = field(default_factory=set, init=False)
     """Ranks of engines that were replaced and have no graphs yet."""
-    outdated: bool = field(default=False, init=False)
-    """Whether train workers were replaced since the groups were connected."""
     _starting: Future[Revival] | None = field(default=None, init=False)
 
     @property
     def unconnected(self) -> bool:
-        """Whether workers were replaced, or a change of their number has begun, since the groups were connected."""
-        return self.outdated or bool(self.absent) or self.resizing.begun
+        """Whether engines were replaced since the groups were connected."""
+        return bool(self.absent)
 
     @property
     def ready(self) -> bool:
@@ -67,48 +64,35 @@ class EngineReplacement:
         resting = set(idle_ranks(self.group, self.config.timeouts.grace_s))
         lost = failed | (set(range(len(self.group.actors))) - resting)
         shards = {self.group.layout.coordinates(rank).dp for rank in lost}
-        room = has_room(self.group, lost, gpus_per_worker(self.config.cluster))
-        if not room and len(shards) == self.group.layout.dp:
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if any(self.group.locations[rank].node not in living for rank in lost):
             return None
         self.fleet.restarts -= 1
         logger.warning(
-            "%s the engines of generation shards %s (%d restarts left), training goes on, after: %s",
-            "replacing" if room else "going on without",
+            "replacing the engines of generation shards %s (%d restarts left), training goes on, after: %s",
             sorted(shards),
             self.fleet.restarts,
             error,
         )
         self.absent |= {rank for shard in shards for rank in self.group.layout.shard(shard)}
         self.replays.scheduler.recover([GENERATION], {GENERATION: self.absent})
-        if room:
-            self._starting = in_background(partial(self._revive, lost), "replace-engines")
-        else:
-            self.resizing.drop(shards)
+        self._starting = in_background(partial(self._revive, lost), "replace-engines")
         return shards
 
     def connect(self) -> None:
-        """Connects new engines for refits, if there are any, and parts from those that leave.
-
-        Waits until new ones have started and all workers rest.
-        """
+        """Connects new engines for refits, if there are any. Waits until they have started and all workers rest."""
         if not self.unconnected:
             return
         self._started()
         scheduler, refit = self.replays.scheduler, self.replays.phases["refit"]
         with scheduler.at_rest(self.config.timeouts.replay_s):
-            if self.resizing.due:
-                self.resizing.resize()
-            else:
-                scheduler.recover([GENERATION])
+            scheduler.recover([GENERATION])
             self.plan()
             scheduler.warmup(only=[refit.name])
         self.absent.clear()
-        self.outdated = False
-        self.resizing.finish()
 
     def end(self) -> None:
         """Waits for engines that are starting, at the end of a session: the next one may use the group."""
-        self.resizing.end()
         try:
             self._started()
         except Exception as error:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dagrl.errors import WorkerError
 from dagrl.rl.generation import FinishedRequest, Generated, pack_generated
-from dagrl.rl.rollout.engines import Change, GenerationEngines, Quantum, QuantumResult
+from dagrl.rl.rollout.engines import GenerationEngines, Quantum, QuantumResult
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.replays import Replays
 from dagrl.runtime.deadline import Deadline
@@ -58,13 +58,6 @@ class WorkerEngines(GenerationEngines):
     @property
     def shards(self) -> int:
         return self._group.layout.dp
-
-    @property
-    def changing(self) -> bool:
-        return self._replacement is not None and self._replacement.resizing.ready
-
-    def take_change(self) -> Change | None:
-        return None if self._replacement is None else self._replacement.resizing.take_change()
 
     def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> ReplayedQuantum:
         replay = self._replays.submit(PHASE, requests, rows=rows)

@@ -8,8 +8,8 @@
             fleet.settle()                         # the attempt has reached its first step
             fleet.leave(error)                     # ends everything, unless a restart may follow
 
-Workers that can be set up again keep their processes, and with them all imports. A lost worker's place is taken by a spare
-process (`spares`), or a new one. An attempt that failed before its first step is followed by one with new processes.
+Workers that can be set up again keep their processes, and with them all imports. An attempt that failed before its first
+step is followed by one with new processes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
 from subprocess import Popen
 from threading import Event
 from types import TracebackType
 from typing import Any, Self
-
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 from dagrl.config import Config
 from dagrl.config.roles import GENERATION, role_config
@@ -44,7 +39,6 @@ from dagrl.config.settings import (
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
-from dagrl.run.leased_cluster import HeldLease, leased_cluster
 from dagrl.run.local_cluster import cluster_processes, ended_processes, node_lives
 from dagrl.run.preflight import Inputs, worker_classes
 from dagrl.run.stop import StopSignal
@@ -53,7 +47,6 @@ from dagrl.runtime.actors import GpuBundles, Resources
 from dagrl.runtime.annotate import enable_ranges
 from dagrl.runtime.revive import Revival, revive
 from dagrl.runtime.start_parts import StartParts, parts_text, started_parts
-from dagrl.runtime.takeover import take_over
 from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
 
 logger = logging.getLogger(__name__)
@@ -65,13 +58,9 @@ Meanwhile = Callable[[Sequence[WorkerGroup], Callable[[], None]], None]
 class Fleet:
     """See the module's docstring. A context manager."""
 
-    def __init__(self, restarts: int = 0, *, attach: bool = False) -> None:
+    def __init__(self, restarts: int = 0) -> None:
         self.restarts = restarts  # that may still follow
-        self.attach = attach  # take over the workers of a driver that died; until that is done
         self.inputs: Inputs | None = None  # of the first attempt: data and Hub may have changed since, or be out of reach
-        self.lease: HeldLease | None = None  # with `timeouts.orphan_s`
-        self.untouched: set[str] = set()  # roles whose workers go on as they are, in the next attempt
-        self.engines: int | None = None  # generation engines, once `dagrl scale` has changed their number
         self._cluster = ExitStack()
         self._workers = ExitStack()
         self._joined = self._settled = False
@@ -88,52 +77,12 @@ class Fleet:
         """Starts Ray or joins its cluster, unless that is done."""
         if self._joined:
             return
-        if config.timeouts.orphan_s:
-            self.lease = self._cluster.enter_context(leased_cluster(config, attach=self.attach))
-        else:
-            self._cluster.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
+        self._cluster.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
         self._joined = True
         self._processes = cluster_processes()
 
-    def take_over(self, config: Config) -> list[WorkerGroup]:
-        """Takes over the workers of a driver that died, after `join`. Returns those groups that are whole.
-
-        The next `groups` makes all of them whole, except those that are `untouched`.
-        """
-        assert self.lease is not None
-        self.attach = False
-        kept = self.lease.kept()
-        try:
-            with ThreadPoolExecutor(max(1, len(kept))) as pool:
-                found = list(pool.map(partial(take_over, rest_s=config.timeouts.replay_s), kept))
-        except (WorkerError, DeadlineError, RayError) as error:
-            raise ClusterError(f"the workers cannot be taken over; to go on: checkpointing.resume=true. {error}") from error
-        self._groups = [group for group, _ in found]
-        self._workers.callback(shutdown_groups, self._groups, config.timeouts.teardown_s / 2)
-        bundles = [bundles for group in self._groups if (bundles := group.starter.resources.bundles) is not None]
-        for one in bundles:
-            self._workers.callback(one.release)
-        self._settled = True
-        for group, lost in found:
-            if lost:
-                logger.warning(
-                    "%s workers %s did not outlive the driver; spares or new processes take their places",
-                    group.role.name,
-                    lost,
-                )
-            if group.role.name == GENERATION and group.layout != layouts(config)[GENERATION]:
-                self.engines = group.layout.dp
-        return [group for group, lost in found if not lost]
-
-    def keep(self) -> None:
-        """Lets the lease know the groups, for a next driver."""
-        if self.lease is not None:
-            self.lease.keep(self._groups)
-
     def check(self) -> None:
         """Raises ClusterError if a process of the Ray that `join` started has ended: what still runs will not for long."""
-        if self.lease is not None:
-            self.lease.check()
         if ended := ended_processes(self._processes):
             raise ClusterError(
                 f"Ray's {' and '.join(ended)} ended under the run; expected: alive until its end. Look into "
@@ -163,21 +112,15 @@ class Fleet:
 
         whole, self._settled = self._settled and not is_colocated(config), False
         if self._groups and whole:
-            broken = [group for group in self._groups if group.role.name not in self.untouched]
-            self.untouched = set()
-            if broken:
-                self._revive(config, broken, check)
+            self._revive(config, self._groups, check)
         else:
             self._workers.close()
-            self._groups = start_groups(config, roles, self._workers, check, self.lease and self.lease.owner, meanwhile)
+            self._groups = start_groups(config, roles, self._workers, check, meanwhile)
         return self._groups
 
     def settle(self) -> None:
-        """Notes that the groups work, and starts the spares that are missing."""
+        """Notes that the groups work."""
         self._settled = True
-        for group in self._groups if self.restarts else ():
-            group.fill_spares()
-        self.keep()
 
     def leave(self, error: BaseException | None) -> None:
         """Ends the workers and Ray, unless `error` may be followed by a restart."""
@@ -188,10 +131,9 @@ class Fleet:
         finally:
             self._cluster.close()
             self._groups, self._processes, self._joined, self._settled = [], [], False, False
-            self.lease = None
 
     def _lives(self) -> bool:
-        """Whether Ray, and the lease of the workers if there is one, live. Not if neither was started or joined."""
+        """Whether Ray lives. Not if it was not started or joined."""
         if not self._joined:
             return False
         try:
@@ -247,7 +189,6 @@ def start_groups(
     roles: Set[str],
     stack: ExitStack,
     check: Callable[[], None],
-    owner: ActorHandle | None = None,
     meanwhile: Meanwhile = lambda groups, check: None,
 ) -> list[WorkerGroup]:
     """Starts the groups of `roles`, which phases use. `check` is called again and again, and may raise to give up.
@@ -259,7 +200,7 @@ def start_groups(
     While generation starts, `meanwhile` is called with the other groups, unless they may have to make room on its GPUs
     (`warms_up_early`).
     """
-    resources = shared_resources(config, stack, owner)
+    resources = shared_resources(config, stack)
     started: list[WorkerGroup] = []
     stack.callback(shutdown_groups, started, config.timeouts.teardown_s / 2)
     starting = list[Future[WorkerGroup]]()
@@ -283,9 +224,9 @@ def start_groups(
             with waited.part("waiting for training's memory"):
                 (before_setup or (lambda: None))()
 
-        own = replace(resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster))), owner=owner)
+        own = resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster)))
         waits = {"while_waiting": check_all, "before_setup": wait if before_setup is not None else None}
-        group = _start_group(config, role, own, **waits, spares=getattr(config.spares, role, 0))
+        group = _start_group(config, role, own, **waits)
         started.append(group)
         parts = [waited.seconds | found for found in group.call_function(started_parts)]
         logger.info("%s workers started in %s", role, parts_text(time.monotonic() - begin, parts))
@@ -318,29 +259,18 @@ def start_groups(
     return groups
 
 
-def shared_resources(config: Config, stack: ExitStack, owner: ActorHandle | None = None) -> dict[str, Resources]:
-    """Returns the Ray resources of roles whose GPUs are reserved; of others each worker requests its own.
+def shared_resources(config: Config, stack: ExitStack) -> dict[str, Resources]:
+    """Returns the Ray resources of the roles that share GPUs; of others each worker requests its own.
 
-    Equal ranks of roles that share GPUs are on the same one. A role with spares reserves its GPUs, so that Ray does not give
-    the GPU of a place that a spare took to another process. Empty without GPUs.
+    Equal ranks of these roles are on the same GPU. Empty without GPUs.
     """
-    if not gpus_per_worker(config.cluster):
+    roles = sharing_roles(config)
+    if not gpus_per_worker(config.cluster) or not roles:
         return {}
-    roles, found = sharing_roles(config), {}
-    if roles:
-        bundles = _bundles(config, max(layouts(config)[role].world_size for role in roles), stack, owner)
-        shares = dict.fromkeys(roles, 1 / len(roles))
-        if is_colocated(config):
-            train = generation_config(config).colocated.train_share
-            shares = {**dict.fromkeys(roles, train / (len(roles) - 1)), GENERATION: 1 - train}
-        found = {role: Resources(num_gpus=share, bundles=bundles) for role, share in shares.items()}
-    for role, layout in layouts(config).items():
-        if getattr(config.spares, role, 0) and role not in found:
-            found[role] = Resources(num_gpus=1.0, bundles=_bundles(config, layout.world_size, stack, owner))
-    return found
-
-
-def _bundles(config: Config, count: int, stack: ExitStack, owner: ActorHandle | None) -> GpuBundles:
-    bundles = GpuBundles(count, config.timeouts.start_s, owner)
+    bundles = GpuBundles(max(layouts(config)[role].world_size for role in roles), config.timeouts.start_s)
     stack.callback(bundles.release)
-    return bundles
+    shares = dict.fromkeys(roles, 1 / len(roles))
+    if is_colocated(config):
+        train = generation_config(config).colocated.train_share
+        shares = {**dict.fromkeys(roles, train / (len(roles) - 1)), GENERATION: 1 - train}
+    return {role: Resources(num_gpus=share, bundles=bundles) for role, share in shares.items()}

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dagrl.config import CheckpointConfig, Config, SparesConfig
+from dagrl.config import CheckpointConfig, Config
 from dagrl.config.file import dump_config, load_run_config
 from dagrl.config.settings import compares, generates, samples_per_step
 from dagrl.errors import ConfigError, StopRequestedError
@@ -211,7 +211,6 @@ def _prepare(config: Config, request: Request, start: Path | None) -> Config:
             "name": f"step_{request.step:06d}",
             "output_dir": str(request.directory.absolute() / "replays"),
             "on_failure": "stop",
-            "spares": SparesConfig(),
             "checkpointing": CheckpointConfig(enabled=False, resume=start is not None, export_hf=False),
             **{f"logger.{name}_enabled": False for name in silent},
         }

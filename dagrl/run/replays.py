@@ -36,8 +36,6 @@ class Replays:
     devices: int
     shared: SharedDevices | None = None  # only where train and generation workers share GPUs
     times: ReplayTimes = field(default_factory=ReplayTimes)
-    known: dict[str, Any] = field(default_factory=dict)
-    """Results of phases that the workers have executed for a former driver, instead of those of their next replay."""
     _running: list[tuple[Phase, Replay]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -64,8 +62,6 @@ class Replays:
 
         Calls `meanwhile` once the replay has begun.
         """
-        if name in self.known:
-            return self.known.pop(name)
         self.hold(*self.phases[name].roles)
         with self.clock.measure(name):
             replay = self.submit(name, value, rows)

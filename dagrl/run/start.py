@@ -29,30 +29,24 @@ from dagrl.config.settings import (
     model_names,
     sharing_roles,
     starts_resident,
-    with_engines,
 )
 from dagrl.errors import ClusterError, StopRequestedError
 from dagrl.refit import LinkSpeeds, Refit
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
 from dagrl.run.checkpoints import Checkpoints
 from dagrl.run.colocated import SharedDevices
-from dagrl.run.control import control
-from dagrl.run.driver_record import DIRECTORY, DriverRecord, Taken, go_on
 from dagrl.run.encryption import tls_files
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
-from dagrl.run.leased_cluster import refuse_orphans
 from dagrl.run.model import write_random_model
 from dagrl.run.plans import PhasePlan, with_records
 from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight
 from dagrl.run.recorder import Recorder, process_label
 from dagrl.run.replays import Replays
-from dagrl.run.resizing import Resizing
 from dagrl.run.resume import SAVED_ROLES
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Session
 from dagrl.run.stop import no_restart_after_stop, stop_on_signals
-from dagrl.run.train_recovery import TrainRecovery
 from dagrl.run.warm_up import EarlyWarmUp, add_phases, log_warm_up
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase
@@ -110,38 +104,24 @@ def open_session(
         progress = stack.enter_context(Progress(config.logger))
         if fleet.inputs is None:
             progress.stage("Checking the run")
-            fleet.inputs = preflight(config, checkpoints=not fleet.attach)  # workers that are taken over have their state
+            fleet.inputs = preflight(config)
         config = fleet.inputs.config.with_keys({"checkpointing.resume": config.checkpointing.resume})
         inputs = replace(fleet.inputs, config=config)
-        record_of_driver = DriverRecord(RunPaths.of(config).directory / DIRECTORY)
         stack.enter_context(lock_run(RunPaths.of(config)))
         stop = stack.enter_context(stop_on_signals(saves=config.checkpointing.enabled))
         stack.enter_context(no_restart_after_stop(stop))
         at_end = stack.enter_context(ExitStack())
         stack.push(lambda kind, error, trace: fleet.leave(error))
-        taken: Taken | None = None
-        if fleet.attach:
-            progress.stage("Taking over the workers")
-            with stop.at_once():
-                fleet.join(config)
-                stop.listen()
-                taken = go_on(config, fleet.take_over(config), record_of_driver)
-            fleet.untouched = {"train"} if taken else set()
-        elif fleet.lease is None:
-            refuse_orphans(RunPaths.of(config).directory)
-        config = config if fleet.engines is None else with_engines(config, fleet.engines)
         plans = plan(config)
         progress.stage("Preparing the run")
         earlier = RunPaths.of(config).config
         resumes = config.checkpointing.resume and earlier.exists()
         put_back = stack.enter_context(put_back_config(earlier)) if resumes else ExitStack()
         paths = prepare_run_directory(config, inputs.derived)
-        if taken is None:
-            record_of_driver.clear()
         for key, reason in inputs.derived.items():
             logger.info("derived %s=%s: %s", key, value_text(config, key), reason)
         config = prepared_config(config, inputs, paths.init_model)
-        store, resumed = _open_checkpoints(config, paths, taken)
+        store, resumed = _open_checkpoints(config, paths)
         record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
         trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
         progress.stage("Starting Ray")
@@ -162,7 +142,7 @@ def open_session(
         train, generation = by_role["train"], by_role.get("generation")
         clock = PhaseClock(trace)
         shared = _shared_devices(config, by_role, clock)
-        replays = Replays(phases, scheduler, clock, device_count(config), shared, known=dict(taken.known) if taken else {})
+        replays = Replays(phases, scheduler, clock, device_count(config), shared)
         saved = {role: by_role[role] for role in SAVED_ROLES if role in by_role}
         rollouts = _rollout_log(config, inputs, paths, train, resumed, trace)
         if rollouts is not None:
@@ -180,23 +160,20 @@ def open_session(
             stop=stop,
             last_step=last_step,
             replacement=replacement,
-            recovery=TrainRecovery(config, fleet, train, replays, replacement, checkpoints.drop_pending),
             check=fleet.check,
-            record_of_driver=record_of_driver if fleet.lease is not None else None,
         )
         if trace is not None:
             trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])
         with stop.at_once():
-            _compile(session, plans, early.done, taken)
+            _compile(session, plans, early.done)
             if resumed is not None:
-                progress.stage(f"{'Going on' if taken else 'Resuming'} from step {resumed.state.step}")
-                session.checkpoints.restore(load=taken is None)
+                progress.stage(f"Resuming from step {resumed.state.step}")
+                session.checkpoints.restore()
         put_back.pop_all()  # until here, a run that cannot resume leaves the configuration of its checkpoints
         fleet.settle()
         gc.freeze()  # full collections between steps skip what the imports and the start made: up to 0.3 s each
         stack.callback(gc.unfreeze)
         clock.restart()
-        stack.enter_context(control(paths.directory, session.commands))
         stack.callback(session.recorder.write_trace)
         stack.callback(progress.stage, "Ending the workers and Ray", "shutdown")
         yield session
@@ -236,11 +213,8 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
     return with_end_of_sequence(with_absolute_paths(config, model), inputs.tokenizer)
 
 
-def _open_checkpoints(config: Config, paths: RunPaths, taken: Taken | None) -> tuple[CheckpointStore, Checkpoint | None]:
-    """The checkpoints of the run, cleaned up after a crash, and the one to resume from, if any.
-
-    A run that goes on with the state of its workers resumes from the record of its former driver.
-    """
+def _open_checkpoints(config: Config, paths: RunPaths) -> tuple[CheckpointStore, Checkpoint | None]:
+    """The checkpoints of the run, cleaned up after a crash, and the one to resume from, if any."""
     section = config.checkpointing
     store = CheckpointStore(
         paths.checkpoints,
@@ -249,7 +223,7 @@ def _open_checkpoints(config: Config, paths: RunPaths, taken: Taken | None) -> t
         higher_is_better=section.higher_is_better,
     )
     store.recover(resume=section.resume)
-    return store, taken.record if taken else store.latest() if section.resume else None
+    return store, store.latest() if section.resume else None
 
 
 def with_absolute_paths(config: Config, model: Path) -> Config:
@@ -294,22 +268,20 @@ def _replacement(
     if generation is None or is_colocated(config):
         return None
     plan = partial(connect_refit, config, groups["train"], generation, inputs)
-    resizing = Resizing(config, fleet, generation, replays)
-    replacement = EngineReplacement(config, fleet, generation, replays, plan, resizing)
+    replacement = EngineReplacement(config, fleet, generation, replays, plan)
     stack.callback(replacement.end)
     return replacement
 
 
-def _compile(session: Session, plans: Sequence[PhasePlan], warm: Collection[str], taken: Taken | None) -> None:
+def _compile(session: Session, plans: Sequence[PhasePlan], warm: Collection[str]) -> None:
     """Compiles phases and warms them up, except those that are `warm`, and still are when roles take turns."""
     config, replays, scheduler = session.config, session.replays, session.replays.scheduler
     progress, phases = session.recorder.progress, session.replays.phases
     progress.stage("Compiling phases")
     compiled = scheduler.graphs()
-    needs_reference = holds_reference(config) and taken is None and not compiled
+    needs_reference = holds_reference(config) and not compiled
     left = [plan for plan in plans if phases[plan.name].name not in compiled]
     add_phases(scheduler, phases, left, session.inputs.tokenizer)
-    scheduler.number_from(taken.next_replays if taken else {})
     scheduler.compile()
     if session.generation is not None:
         progress.stage("Planning the refit")

@@ -1,4 +1,4 @@
-"""Trains: `dagrl train`, `dagrl attach`, and the steps that `dagrl replay` executes again.
+"""Trains: `dagrl train`, and the steps that `dagrl replay` executes again.
 
 run_with_restarts(train, config)     # attempts, until the run ends or no restart is left
 train(config)                        # one attempt: a session (`dagrl.run.start`), and in it the algorithm's loop
@@ -38,14 +38,14 @@ def train(config: Config, last_step: LastStep | None = None, fleet: Fleet | None
         LOOPS[load_algorithm(config).learns_from](session)
 
 
-def run_with_restarts(run: Run, config: Config, *, attach: bool = False) -> None:
+def run_with_restarts(run: Run, config: Config) -> None:
     """Calls `run`; again from the newest checkpoint if a worker raised, died or hung, or a process of Ray ended, up to
-    `max_restarts` times (`on_failure: restart`). `attach`: the first time with the workers of a driver that has died.
+    `max_restarts` times (`on_failure: restart`).
 
     Ray and the workers that can go on stay alive between two calls, unless Ray itself is broken. Raises the last failure.
     """
     restarts = config.max_restarts if config.on_failure == "restart" else 0
-    with Fleet(restarts, attach=attach) as fleet:
+    with Fleet(restarts) as fleet:
         while True:
             try:
                 run(config, fleet=fleet)

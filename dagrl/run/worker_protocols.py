@@ -6,7 +6,7 @@ Every call goes to all workers of a group at once. The methods that phases name 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 from dagrl.config import Config, Json
 from dagrl.config.roles import CRITIC, TEACHER
@@ -20,7 +20,6 @@ from dagrl.rl.preferences import gives_scores
 from dagrl.run.comparison import WeightDifference
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
-from dagrl.telemetry.metrics import StepMetrics
 
 
 class TrainWorker(Protocol):
@@ -46,38 +45,6 @@ class LogprobKeeper(Protocol):
     def kept_logprobs(self) -> Mapping[str, Mapping[int, Array]]:
         """Returns the log-probabilities of the current step, by name (`prev_logprobs`, `reference_logprobs`, `entropy`)
         and row id: float32 [tokens] of the whole row. One worker of each shard gives them, the others nothing."""
-
-
-class PeerRestored(Protocol):
-    """Optional methods of train workers: a peer's state replaces that of one that died (`on_failure: restart`)."""
-
-    def last_update(self) -> tuple[str, int] | None:
-        """Returns the phase and number of the last replay in which this worker began to update its weights. None: none."""
-
-    def copy_state(self) -> object:
-        """Returns everything that the next step depends on. Works after `abort` too."""
-
-    def restore_state(self, state: Any, /) -> None:
-        """Continues from what `copy_state` of a worker with the same part of the model returned."""
-
-
-class Handover(NamedTuple):
-    """What a train worker tells a driver that takes it over.
-
-    `update`: the phase and number of the last replay in which it began to update its weights; `metrics`: what that returned,
-    if it has ended.
-    """
-
-    update: tuple[str, int] | None
-    metrics: StepMetrics | None
-
-
-class Survivor(Protocol):
-    """An optional method of train workers, for `timeouts.orphan_s`."""
-
-    def take_over(self) -> Handover:
-        """Called when another driver takes over, with nothing running. Forgets what a step under way has left, such as
-        accumulated gradients; raises if the worker cannot go on, as after `abort`."""
 
 
 class ReplayedTrainWorker(Protocol):

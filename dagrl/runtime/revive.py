@@ -21,14 +21,13 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Revival:
-    """How many workers of a group kept their processes, were replaced by spares, and by new processes."""
+    """How many workers of a group kept their processes, were replaced by new processes."""
 
     kept: int
-    spares: int
     started: int
 
     def __str__(self) -> str:
-        return f"{self.kept} workers kept their process, {self.spares} spares and {self.started} new processes took places"
+        return f"{self.kept} workers kept their process, {self.started} new ones were started"
 
 
 def revive(group: WorkerGroup, lost: Collection[int] | None = None, *, rest_s: float) -> Revival:
@@ -42,8 +41,8 @@ def revive(group: WorkerGroup, lost: Collection[int] | None = None, *, rest_s: f
     ranks = [rank for shard in shards for rank in group.layout.shard(shard)]
     kept = _reset(group, idle_ranks(group, rest_s, [rank for rank in ranks if rank not in (lost or ())]), rest_s)
     gone = [rank for rank in ranks if rank not in kept]
-    spares = group.replace_workers(gone, setup=ranks)
-    return Revival(len(kept), spares, len(gone) - spares)
+    group.replace_workers(gone, setup=ranks)
+    return Revival(len(kept), len(gone))
 
 
 def idle_ranks(group: WorkerGroup, rest_s: float, ranks: Collection[int] | None = None) -> list[int]:

@@ -25,7 +25,6 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
-from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
@@ -138,11 +137,6 @@ class Scheduler:
         self._entries[phase.name] = AddedPhase(
             phase, graph, tuple(buckets), dict(scalars or {}), token_ids, warmup_value, codec, limits, queue
         )
-
-    def number_from(self, numbers: Mapping[str, int]) -> None:
-        """Gives the next replays of these phases at least these numbers (`next_replays` of a former scheduler)."""
-        for name, entry in self._entries.items():
-            entry.replays = max(entry.replays, numbers.get(name, 0))
 
     def compile(self, *, complete: bool = True) -> None:
         """Compiles every phase that is not compiled yet: one graph per shard, or per host with `fuse_shards`.
@@ -260,10 +254,6 @@ class Scheduler:
             raise RunError(f"deadline_s is {deadline_s}; expected a finite number of seconds above 0")
         return self._submit(entry, value, warmup=False, deadline_s=deadline_s, rows=rows)
 
-    def next_replays(self) -> dict[str, int]:
-        """Returns the number that the next replay of each phase will have."""
-        return {name: entry.replays for name, entry in self._entries.items()}
-
     def graphs(self) -> dict[str, PhaseGraph]:
         """Returns the traced graph of each phase."""
         return {name: entry.graph for name, entry in self._entries.items()}
@@ -334,49 +324,6 @@ class Scheduler:
                 f"{known.layout.describe()}; make one of that layout, or another scheduler"
             )
         self.groups[group.role.name] = group
-
-    def resize(self, role: str, shards: Sequence[int], joining: WorkerGroup | None = None) -> list[ActorHandle]:
-        """Goes on with these shards of a group, and those of `joining` (`WorkerGroup.start_shards`), in this order.
-
-        Compiles new shards, those with another number, and phases of several roles; the graphs of the others stay. The
-        group's workers must rest, and all of its results be read. Returns the actors that have left; the caller ends them.
-        Raises GraphError, and changes nothing, if a phase cannot run on so many shards.
-        """
-        with self._lock:
-            group, count = self.groups[role], len(shards) + (0 if joining is None else joining.layout.dp)
-            graphs = self.graphs_of(role, count)
-            ranks = [rank for shard in shards for rank in group.layout.shard(shard)]
-            kept = {rank for rank, former in enumerate(ranks) if rank == former}
-
-            def stays(one: Compiled) -> bool:
-                alone = {workers.role for workers in one.workers} == {role}
-                return alone and all(kept.issuperset(workers.ranks) for workers in one.workers)
-
-            self._teardown(lambda one: not stays(one), [role])
-            left = group.resize(shards, joining)
-            moved = self._tickets.resize(role, ranks, self.groups.values())
-            for one in (one for entry in self._entries.values() for one in entry.compiled):
-                one.workers = tuple(workers.moved(moved) for workers in one.workers)
-            for name, graph in graphs.items():
-                self._entries[name].graph = graph
-            self.recover([role])
-            return left
-
-    def graphs_of(self, role: str, shards: int) -> dict[str, PhaseGraph]:
-        """Returns the graphs of a role's phases for another number of its shards.
-
-        Raises GraphError if a phase cannot have that number, and if other roles are on the same actors.
-        """
-        if len(self._tickets.together([role])) > 1:
-            raise GraphError(f"the {role} group shares its actors with other roles, so its number of shards is fixed")
-        mine = self.groups[role].role
-        roles = {name: group.role for name, group in self.groups.items()}
-        roles[role] = replace(mine, layout=replace(mine.layout, dp=shards))
-        entries = {name: entry for name, entry in self._entries.items() if role in entry.phase.roles}
-        for entry in entries.values():
-            if entry.phase.inputs is not None:
-                _check_batch_phase(entry.phase, {name: roles[name].layout.dp for name in entry.phase.roles})
-        return {name: entry.phase.trace(roles, self.options.arity) for name, entry in entries.items()}
 
     def _check_shared_actors(self) -> None:
         """Raises LayoutError unless the same ranks share actors as before groups or workers were replaced."""

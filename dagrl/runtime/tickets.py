@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dagrl.errors import LayoutError
 from dagrl.runtime.worker_group import WorkerGroup
@@ -20,12 +20,6 @@ class GraphWorkers:
     ranks: tuple[int, ...]
     counters: tuple[int, ...]
     used: tuple[int, ...]
-
-    def moved(self, counters: Mapping[int, int]) -> GraphWorkers:
-        """The same workers, whose counters have these new numbers."""
-        return replace(
-            self, counters=tuple(counters[one] for one in self.counters), used=tuple(counters[one] for one in self.used)
-        )
 
 
 Counters = Mapping[str, Sequence[int]]
@@ -67,21 +61,6 @@ class Tickets:
                 raise LayoutError(f"the {role} group joins a scheduler that has groups on its actors; give it all at once")
         self.counters = counters
         self._next += [0] * len({counter for mine in joining.values() for counter in mine})
-
-    def resize(self, role: str, ranks: Sequence[int], groups: Iterable[WorkerGroup]) -> Mapping[int, int]:
-        """Follows `groups`, in which the group of `role` has other workers: its former `ranks`, and then new ones.
-
-        No other role may use its actors. Returns the new counter of each former one that is left.
-        """
-        before = {**self.counters, role: [self.counters[role][rank] for rank in ranks]}
-        self.counters = ticket_counters(groups)
-        moved: dict[int, int] = {}
-        for name, mine in self.counters.items():
-            moved |= zip(before[name], mine, strict=False)  # new workers had none
-        former, self._next = self._next, [0] * (1 + max(map(max, self.counters.values())))
-        for counter, new in moved.items():
-            self._next[new] = former[counter]
-        return moved
 
     def of(self, role: str) -> list[int]:
         """Returns the next ticket of each rank."""

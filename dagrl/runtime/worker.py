@@ -18,10 +18,6 @@ from dagrl.runtime.layout import Coordinates, ParallelLayout
 class WorkerHooks(Protocol):
     """Methods that the runtime calls if a worker class has them. All are optional.
 
-    The constructor of a spare process is called twice: with rank 0 before `prepare`, and for the place that it takes.
-
-    The attribute `context` of a worker is replaced when its group is resized (`Scheduler.resize`), as its rank may change.
-
     A class may also have `requires`, a tuple of the top-level packages that it imports later. A run does not start unless
     they are installed.
     """
@@ -105,11 +101,6 @@ def current_replay() -> ReplayContext:
     if replay is None:
         raise RunError("no replay is running in this thread; current_replay() is for methods called by a phase")
     return replay
-
-
-def running_replay() -> ReplayContext | None:
-    """Returns the replay that this thread runs; None outside a replay."""
-    return _current.get()
 
 
 def in_warmup() -> bool:

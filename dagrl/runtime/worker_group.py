@@ -7,14 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
 from dagrl.errors import DeadlineError, LayoutError, RunError, WorkerFailure
-from dagrl.runtime.actors import HEALTH, ActorStarter, GpuBundles, Resources, WorkerLocation
+from dagrl.runtime.actors import HEALTH, ActorStarter, Resources, WorkerLocation
 from dagrl.runtime.answers import end_workers, gather
 from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.deadline import Deadline
@@ -34,7 +33,6 @@ from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Role
 from dagrl.runtime.ports import reserve_port
-from dagrl.runtime.worker import WorkerContext
 
 logger = logging.getLogger(__name__)
 
@@ -79,12 +77,10 @@ class WorkerGroup:
         collective_timeout_s: float = 60.0,
         while_waiting: Callable[[], None] | None = None,
         before_setup: Callable[[], object] | None = None,
-        spares: int = 0,
     ) -> WorkerGroup:
         """Start one actor per rank, construct `worker_class(context, config)` in each, and set all of them up at once.
 
         `before_setup` is called when the actors have begun to start and to prepare; it may wait for another group.
-        `spares`: processes that `fill_spares` keeps on each node of the group, and `replace_workers` uses.
 
         The class must fit `protocols` (see `contract.py`). `while_waiting` is called repeatedly until all are set up, and
         may raise to give up. Raises ConfigError for a class that does not fit, before anything starts; what a worker's
@@ -92,7 +88,7 @@ class WorkerGroup:
         """
         check_worker_class(worker_class, protocols)
         starter = ActorStarter(
-            worker_class, role, layout, config, resources or Resources(), seed, collective_timeout_s, start_timeout_s, spares
+            worker_class, role, layout, config, resources or Resources(), seed, collective_timeout_s, start_timeout_s
         )
         actors = [starter.start(rank) for rank in range(layout.world_size)]
         return cls._set_up(starter.traced, actors, starter, while_waiting, before_setup)
@@ -111,12 +107,6 @@ class WorkerGroup:
             return cls(role, actors, deadline=deadline, starter=starter, health_group=HEALTH, while_waiting=while_waiting)
         except DeadlineError as late:
             raise DeadlineError(f"{late}{starter.shortage()}") from None
-
-    @property
-    def starter(self) -> ActorStarter:
-        """What started the actors of a group that `create` made."""
-        assert self._starter is not None, "others started the actors of this group"
-        return self._starter
 
     @classmethod
     def _set_up(
@@ -178,12 +168,11 @@ class WorkerGroup:
         deadline = Deadline(call_timeout_s, "call_timeout_s")
         return cls(Role(role, layout, methods, transports), handles, deadline=deadline, health_group=health_group)
 
-    def replace_workers(self, ranks: Sequence[int], *, setup: Sequence[int] | None = None) -> int:
-        """Kills the workers of `ranks`, fills their places, and sets the workers of `setup` up again (None: all).
+    def replace_workers(self, ranks: Sequence[int], *, setup: Sequence[int] | None = None) -> None:
+        """Kills the workers of `ranks`, starts new ones, and sets the workers of `setup` up again (None: all).
 
-        A spare takes a place if its node has one, else a new actor. Returns how many spares were used. Call
-        `Scheduler.recover` next: it compiles the graphs of these workers and leaves the others. Raises RunError for a group
-        around existing actors: make new actors, and give `Scheduler.replace_group` a group of them and the others.
+        Call `Scheduler.recover` next: it compiles the graphs of these workers and leaves the others. Raises RunError for a
+        group around existing actors: make new actors, and give `Scheduler.replace_group` a group of them and the others.
         """
         if self._starter is None:
             raise RunError(
@@ -191,81 +180,14 @@ class WorkerGroup:
                 "actors and the remaining ones, WorkerGroup.from_actors(...), and call Scheduler.replace_group with it"
             )
         self.kill(ranks)
-        actors, used = list(self.actors), 0
+        actors = list(self.actors)
         for rank in ranks:
-            spare = self._starter.take_over(rank, self.locations[rank])
-            actors[rank] = spare or self._starter.start(rank)
-            used += spare is not None
+            actors[rank] = self._starter.start(rank)
             self._late_runs[rank] = ()
         self.actors = tuple(actors)
         self._install(ranks)
         self.prepare(ranks)
         self.setup(setup)
-        return used
-
-    def start_shards(self, count: int, while_waiting: Callable[[], None] | None = None) -> WorkerGroup:
-        """Starts `count` more shards and sets them up, in a group of their own, while this one works.
-
-        They join with `Scheduler.resize`; until then `end_shards` ends them. For layouts of `dp` and `tp` whose worker
-        class has `meets_by_shard`. Raises what `create` raises.
-        """
-        starter, size = self.starter, count * self.layout.shard_size
-        more = replace(starter, layout=replace(self.layout, dp=self.layout.dp + count), spares=0)
-        first = len(self.actors)
-        if self._bundles is not None:
-            self._bundles.add(size, starter.start_timeout_s)
-        role = replace(self.role, layout=replace(self.layout, dp=count))
-        try:
-            return self._set_up(role, [more.start(first + rank) for rank in range(size)], more, while_waiting)
-        except BaseException:
-            self._free_bundles()
-            raise
-
-    def end_shards(self, joining: WorkerGroup, timeout_s: float) -> None:
-        """Ends shards that `start_shards` made and that did not join."""
-        joining.shutdown(timeout_s)
-        self._free_bundles()
-
-    def resize(self, shards: Sequence[int], joining: WorkerGroup | None = None) -> list[ActorHandle]:
-        """Makes `shards`, and then those of `joining`, the group's shards. Returns the actors that have left.
-
-        `Scheduler.resize` calls it, once nothing runs on the group.
-        """
-        assert self.layout.world_size == self.layout.dp * self.layout.tp
-        ranks = [rank for shard in shards for rank in self.layout.shard(shard)]
-        left = [actor for rank, actor in enumerate(self.actors) if rank not in ranks]
-        if self._bundles is not None:
-            added = [] if joining is None else range(len(self.actors), len(self.actors) + len(joining.actors))
-            self._bundles.keep([*ranks, *added])
-        layout = replace(self.layout, dp=len(shards) + (0 if joining is None else joining.layout.dp))
-        self.layout = self.starter.layout = layout
-        self.role = replace(self.role, layout=layout)
-        self.actors = (*[self.actors[rank] for rank in ranks], *(() if joining is None else joining.actors))
-        self._late_runs = [self._late_runs[rank] for rank in ranks] + [()] * (len(self.actors) - len(ranks))
-        self._install([rank for rank in range(len(self.actors)) if ranks[rank : rank + 1] != [rank]])
-        numbered = [
-            actor.__ray_call__.remote(take_context, self.starter.context(rank)) for rank, actor in enumerate(self.actors)
-        ]
-        self.wait(numbered, self._deadline, "take_context")
-        return left
-
-    @property
-    def reserved_gpus(self) -> int:
-        """GPUs that the group has reserved and no worker uses."""
-        return 0 if self._bundles is None else len(self._bundles.free)
-
-    @property
-    def _bundles(self) -> GpuBundles | None:
-        return None if self._starter is None else self._starter.resources.bundles
-
-    def _free_bundles(self) -> None:
-        if self._bundles is not None:
-            self._bundles.keep(range(len(self.actors)))
-
-    def fill_spares(self) -> None:
-        """Starts the spare processes that are missing; does not wait for them."""
-        if self._starter is not None:
-            self._starter.pool.fill(place.node for place in self.locations)
 
     def _install(self, ranks: Sequence[int]) -> None:
         """Prepares new workers for graphs, and finds out where they run."""
@@ -427,14 +349,6 @@ def shutdown_groups(groups: Sequence[WorkerGroup], timeout_s: float) -> None:
     """Calls `WorkerGroup.shutdown` on several groups at once."""
     mine = [group for group in groups if group.owned]
     end_workers([(group.role, group.actors) for group in mine], timeout_s)
-    for group in mine:
-        if group._starter is not None:
-            group._starter.pool.end()
-
-
-def take_context(worker: Any, context: WorkerContext) -> None:
-    """Gives a worker its place in a resized group. Runs in the worker."""
-    worker.context = context
 
 
 def free_address(worker: object) -> str:

@@ -10,8 +10,6 @@
       checkpoints/     to resume from (see `dagrl.run.checkpoint_store`)
       final_model/     the last policy as Hugging Face safetensors
       init_model/      the model made by `policy.random_init`
-      driver/          the last step of a driver that can be replaced (see `dagrl.run.driver_record`)
-      lease.json       where the workers are, while they live (see `dagrl.run.leased_cluster`)
 
 Use:
 

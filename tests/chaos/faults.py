@@ -60,15 +60,15 @@ Applied = Callable[[Victim, Random], Iterator[str]]
 class Fault:
     """One row of the table.
 
-    `spares`: the run must go on as if nothing had happened, without a restart. `noticed_s`: a fault is survived if the
-    run goes on for so long (None: 12 s, or until the next step after a fault that it `spares`). `changes`: the run's results
+    `harmless`: the run must go on as if nothing had happened, without a restart. `noticed_s`: a fault is survived if the
+    run goes on for so long (None: 12 s, or until the next step after a harmless fault). `changes`: the run's results
     may change, as samples fail.
     """
 
     name: str
     apply: Applied
     lasts_s: tuple[float, float] = (0.0, 0.0)
-    spares: bool = False
+    harmless: bool = False
     noticed_s: float | None = None
     changes: bool = False
     scenarios: frozenset[str] = frozenset()  # empty: all
@@ -76,7 +76,7 @@ class Fault:
     @property
     def patience_s(self) -> float:
         """How long the run must go on."""
-        return self.noticed_s if self.noticed_s is not None else 0.0 if self.spares else 12.0
+        return self.noticed_s if self.noticed_s is not None else 0.0 if self.harmless else 12.0
 
     def applied(self, victim: Victim, random: Random) -> AbstractContextManager[str]:
         """The fault, applied to a run for the block."""
@@ -287,24 +287,25 @@ FAULTS = {
     for fault in (
         Fault("SIGKILL train worker", kill("train worker")),
         Fault("SIGKILL generation worker", kill("generation worker"), scenarios=GRPO),
-        Fault("SIGKILL reward", kill("reward"), scenarios=REWARDED, spares=True),
-        Fault("SIGKILL environment", kill("environment"), scenarios=TURNS, spares=True),
-        Fault("SIGKILL spare", kill("spare"), scenarios=frozenset({"async"}), spares=True),
+        Fault("SIGKILL reward", kill("reward"), scenarios=REWARDED, harmless=True),
+        Fault("SIGKILL environment", kill("environment"), scenarios=TURNS, harmless=True),
         Fault("SIGKILL raylet", kill("raylet"), scenarios=ONE_HOST),
         Fault("SIGKILL GCS", kill("GCS"), scenarios=ONE_HOST, noticed_s=90.0),
         Fault("SIGKILL driver", kill("driver")),
-        Fault("SIGSTOP train worker for a while", pause("train worker"), (0.5, 4.0), spares=True),
-        Fault("SIGSTOP generation worker for a while", pause("generation worker"), (0.5, 4.0), spares=True, scenarios=GRPO),
-        Fault("SIGSTOP reward for a while", pause("reward"), (0.5, 4.0), spares=True, scenarios=REWARDED),
-        Fault("SIGSTOP environment for a while", pause("environment"), (0.5, 4.0), spares=True, scenarios=TURNS),
-        Fault("SIGSTOP raylet for a while", pause("raylet"), (0.5, 8.0), spares=True, scenarios=ONE_HOST),
-        Fault("SIGSTOP GCS for a while", pause("GCS"), (0.5, 8.0), spares=True, scenarios=ONE_HOST),
-        Fault("SIGSTOP driver for a while", pause("driver"), (0.5, 4.0), spares=True),
-        Fault("SIGSTOP all for a while", suspend, (1.0, 8.0), spares=True, scenarios=ONE_HOST),
+        Fault("SIGSTOP train worker for a while", pause("train worker"), (0.5, 4.0), harmless=True),
+        Fault(
+            "SIGSTOP generation worker for a while", pause("generation worker"), (0.5, 4.0), harmless=True, scenarios=GRPO
+        ),
+        Fault("SIGSTOP reward for a while", pause("reward"), (0.5, 4.0), harmless=True, scenarios=REWARDED),
+        Fault("SIGSTOP environment for a while", pause("environment"), (0.5, 4.0), harmless=True, scenarios=TURNS),
+        Fault("SIGSTOP raylet for a while", pause("raylet"), (0.5, 8.0), harmless=True, scenarios=ONE_HOST),
+        Fault("SIGSTOP GCS for a while", pause("GCS"), (0.5, 8.0), harmless=True, scenarios=ONE_HOST),
+        Fault("SIGSTOP driver for a while", pause("driver"), (0.5, 4.0), harmless=True),
+        Fault("SIGSTOP all for a while", suspend, (1.0, 8.0), harmless=True, scenarios=ONE_HOST),
         Fault("SIGSTOP train worker", freeze("train worker")),
         Fault("SIGSTOP generation worker", freeze("generation worker"), scenarios=GRPO),
-        Fault("SIGSTOP reward", freeze("reward"), spares=True, noticed_s=30.0, scenarios=REWARDED),
-        Fault("SIGSTOP environment", freeze("environment"), spares=True, noticed_s=30.0, scenarios=TURNS),
+        Fault("SIGSTOP reward", freeze("reward"), harmless=True, noticed_s=30.0, scenarios=REWARDED),
+        Fault("SIGSTOP environment", freeze("environment"), harmless=True, noticed_s=30.0, scenarios=TURNS),
         Fault("SIGSTOP raylet", freeze("raylet"), scenarios=ONE_HOST),
         Fault("SIGSTOP GCS", freeze("GCS"), noticed_s=60.0, scenarios=ONE_HOST),
         Fault("reward raises", misbehaves("raise"), (0.5, 3.0), changes=True, scenarios=REWARDED),
@@ -317,18 +318,18 @@ FAULTS = {
         Fault("SIGTERM", ask(signal.SIGTERM)),
         Fault("SIGTERM twice", ask(signal.SIGTERM, signal.SIGTERM)),
         Fault("disk full", full, (1.0, 5.0), scenarios=ONE_HOST),
-        Fault("disk slow", slow, (0.5, 5.0), spares=True, scenarios=ONE_HOST),
+        Fault("disk slow", slow, (0.5, 5.0), harmless=True, scenarios=ONE_HOST),
         Fault("directory read-only", refuses, (1.0, 5.0), scenarios=ONE_HOST),
         Fault("out of memory: train worker", out_of_memory("train worker"), (3.0, 5.0)),
         Fault("out of memory: generation worker", out_of_memory("generation worker"), (3.0, 5.0), scenarios=GRPO),
-        Fault("clock jumps", clock_jumps, (1.5, 5.0), spares=True),
-        Fault("clock runs fast", clock_runs_fast, (3.0, 8.0), spares=True),
-        Fault("second run in the directory", second_run, spares=True),
-        Fault("packets lost", packets(loss=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
-        Fault("packets late", packets(delay_s=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
-        Fault("packets reordered", packets(reorder=0.2, delay_s=0.01), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
-        Fault("packets corrupt", packets(corrupt=0.05), (2.0, 6.0), spares=True, scenarios=TWO_HOSTS),
-        Fault("no packet for a while", packets(loss=1.0), (1.0, 4.0), spares=True, scenarios=TWO_HOSTS),
+        Fault("clock jumps", clock_jumps, (1.5, 5.0), harmless=True),
+        Fault("clock runs fast", clock_runs_fast, (3.0, 8.0), harmless=True),
+        Fault("second run in the directory", second_run, harmless=True),
+        Fault("packets lost", packets(loss=0.05), (2.0, 6.0), harmless=True, scenarios=TWO_HOSTS),
+        Fault("packets late", packets(delay_s=0.05), (2.0, 6.0), harmless=True, scenarios=TWO_HOSTS),
+        Fault("packets reordered", packets(reorder=0.2, delay_s=0.01), (2.0, 6.0), harmless=True, scenarios=TWO_HOSTS),
+        Fault("packets corrupt", packets(corrupt=0.05), (2.0, 6.0), harmless=True, scenarios=TWO_HOSTS),
+        Fault("no packet for a while", packets(loss=1.0), (1.0, 4.0), harmless=True, scenarios=TWO_HOSTS),
         Fault("no packet for long", packets(loss=1.0), (40.0, 40.0), scenarios=TWO_HOSTS),
     )
 }

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.chaos.damage import damaged
 from tests.chaos.disk import Disk
 from tests.chaos.faults import Fault
 from tests.chaos.network import Relay
-from tests.chaos.scenarios import SPARE, WORKERS, Scenario
+from tests.chaos.scenarios import Scenario
 from tests.chaos.task import CONDUCT
 from tests.integration.main_job import SHARED_MEMORY, Run, descendants
 
@@ -36,8 +36,7 @@ STARTING, DAMAGED = 0.3, 0.5
 KEPT = ("ray", "torchinductor")
 """Temporary directories that outlive a run: Ray's logs and sockets, and a cache."""
 
-EDGES = "memfd:dagrl"
-RESTARTS = (b"restarting from the newest checkpoint", b"replacing train workers")
+RESTART = b"restarting from the newest checkpoint"
 RESUME = "checkpointing.resume=true"
 
 Outcome = Literal["went on", "restarted", "stopped", "hung"]
@@ -96,11 +95,7 @@ class Trial:
         if word is None:
             return []
         found = self.cluster.pids() if self.cluster else [process.pid for process in descendants(self.driver)]
-        places = [pid for pid in found if re.search(word, _command_line(pid))]
-        if target not in (*WORKERS, SPARE):
-            return places
-        spares = _spares(places)
-        return spares if target == SPARE else [pid for pid in places if pid not in spares]
+        return [pid for pid in found if re.search(word, _command_line(pid))]
 
     def stopped(self) -> bool:
         """Whether the driver has ended."""
@@ -153,7 +148,7 @@ class Trial:
             self._check_stop(row, fault)
             if row.exit_code != 0 and resume:
                 self._resume(row)
-        elif fault.spares and row.outcome != "went on":
+        elif fault.harmless and row.outcome != "went on":
             row.wrong.append("a fault that must not be noticed stopped the run")
         if not self.stopped() and not self.in_start:
             row.back_s = round(time.time() - began, 1)
@@ -234,8 +229,7 @@ class Trial:
 
     def _restarts(self) -> int:
         assert self.run is not None
-        shown = b"".join(self.run._shown)
-        return sum(map(shown.count, RESTARTS))
+        return b"".join(self.run._shown).count(RESTART)
 
     def _check_stop(self, row: Row, fault: Fault | None) -> None:
         """What a run that stopped must have left: one message, an exit code, nothing else."""
@@ -312,18 +306,8 @@ def _clock(directory: Path) -> Clock | None:
         return None
 
 
-def _spares(workers: Sequence[int]) -> list[int]:
-    """Those workers that wait: they have no edges yet, which the others have. None if no worker has edges."""
-    idle = [pid for pid in workers if EDGES not in _read(pid, "maps")]
-    return idle if len(idle) < len(workers) else []
-
-
 def _command_line(pid: int) -> str:
-    return _read(pid, "cmdline").replace("\0", " ")
-
-
-def _read(pid: int, name: str) -> str:
     try:
-        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
     except OSError:
         return ""

@@ -1,4 +1,4 @@
-"""Whole runs of Megatron and vLLM that lose workers to SIGKILL: they go on with what is left, and with spares."""
+"""Whole runs of Megatron and vLLM that lose workers to SIGKILL: they go on with what is left."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dagrl.bench.gpu.faults import CONFIG, DEATH_AT, measure
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_with_spares_ends_as_an_undisturbed_one() -> None:
+def test_a_disturbed_run_ends_as_an_undisturbed_one() -> None:
     """A train worker in a step, a generation worker in a quantum, and one in a refit: no step is repeated.
 
     Engines run bursts, as on GPUs.
     """
     pytest.importorskip("vllm")
     replicas, bursts = "policy.megatron_cfg.data_parallel_size=2", "policy.generation.vllm_cfg.num_scheduler_steps=16"
-    faults = measure(CONFIG, [replicas, bursts, "checkpointing.save_period=100", "spares.train=1", "spares.generation=1"])
+    faults = measure(CONFIG, [replicas, bursts, "checkpointing.save_period=1"])
     assert [fault["place"] for fault in faults] == list(PLACES)
     assert faults[0]["resumed_from_step"] == DEATH_AT["all_reduce"]
     for fault in faults:

@@ -279,7 +279,7 @@ def test_a_stopped_run_resumes_with_its_unfinished_groups(
 
 @pytest.mark.slow
 def test_a_generation_worker_killed_in_a_quantum_costs_no_step(tmp_path: Path, trained: Trained) -> None:
-    """A spare takes its place: no step is repeated, and every group is trained on once, by the versions of its tokens."""
+    """A new one takes its place: no step is repeated, and every group is trained on once, by the versions of its tokens."""
     config = configuration(
         tmp_path,
         "killed",
@@ -290,7 +290,6 @@ def test_a_generation_worker_killed_in_a_quantum_costs_no_step(tmp_path: Path, t
         checkpointing={"save_period": 100},
         on_failure="restart",
         max_restarts=1,
-        spares={"generation": 1},
     )
     run_with_restarts(train, config)
     assert (Path(config.output_dir) / config.name / DIED).exists()

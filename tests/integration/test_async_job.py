@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +17,18 @@ import torch
 from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.errors import StopRequestedError
-from dagrl.rl.rollout.engines import QuantumResult
 from dagrl.rl.rollout.episodes import Episode
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.control import ask
-from dagrl.run.engines import ReplayedQuantum
 from dagrl.run.loops import async_grpo, grpo_step
 from dagrl.run.replays import Replays
-from dagrl.run.session import Session
 from dagrl.run.train import train
-from dagrl.runtime.deadline import in_background
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import numbers_of, one_cluster, saved_groups, stop_after
 from tests.integration.vllm_models import chosen, hf_logprobs
 
 ROOT = Path(__file__).parents[2]
 STEPS, PROMPTS, AGE = 4, 4, 2
-SCALED = {2: 2, 4: 1}
-"""The engines that are asked for during a step."""
 OVERRIDES = (
     "sft.max_num_steps=0",
     f"grpo.max_num_steps={STEPS}",
@@ -143,41 +134,6 @@ def test_stopped_half_way_and_resumed(
     done = trained[:before] + trained[seen:]
     assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
     check_tokens(tmp_path, done, case)
-
-
-@pytest.mark.slow
-def test_engines_join_and_leave_without_a_stop(
-    tmp_path: Path, trained: list[list[ScoredGroup]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps 2 and 4 last until another engine has started, or one is asked to leave. Each makes its tokens rightly."""
-    asked: dict[int, Future[str]] = {}
-    tokens: list[list[int]] = []
-    learn, result = async_grpo.learn, ReplayedQuantum.result
-
-    def long(session: Session, groups: list[ScoredGroup], step: int, *early: Any) -> dict[str, float]:
-        if step in SCALED:
-            question = partial(ask, tmp_path / "job", "scale", {"engines": SCALED[step], "timeout_s": 120.0}, 150.0)
-            asked[step] = in_background(question, "scale")
-            assert session.replacement is not None
-            while not session.replacement.resizing.ready:
-                assert wait([asked[step]], 0.1).not_done, asked[step].result()
-        return learn(session, groups, step, *early)
-
-    def counted(self: ReplayedQuantum) -> QuantumResult:
-        quantum = result(self)
-        tokens.append([sum(len(one.request(row).tokens) for row in range(len(one))) for one in quantum.generated])
-        return quantum
-
-    monkeypatch.setattr(async_grpo, "learn", long)
-    monkeypatch.setattr(ReplayedQuantum, "result", counted)
-    config = configuration(tmp_path, "kept, saved", "grpo.max_num_steps=6", "checkpointing.enabled=false")
-    train(config)
-    answers = [one.result() for one in asked.values()]
-    assert ["2 engines, before 1" in answers[0], "1 engines, before 2" in answers[1]] == [True, True], answers
-    assert [size for size, _ in groupby(map(len, tokens))] == [1, 2, 1]
-    assert any(quantum[1] for quantum in tokens if len(quantum) == 2), "the second engine makes tokens"
-    assert sorted(numbers_of(trained)) == list(range(6 * PROMPTS)), "every group once"
-    check_tokens(tmp_path, trained, "kept, saved")
 
 
 def steps_of(config: Config) -> list[dict[str, Any]]:

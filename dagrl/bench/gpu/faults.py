@@ -68,7 +68,6 @@ def places_of(text: str) -> list[str]:
 
 def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES, deadline_s: float = 540.0) -> list[Row]:
     """Runs both and returns each fault. Raises RunError if a run fails or is late."""
-    from dagrl.config import SparesConfig
     from dagrl.config.file import load_config
     from dagrl.config.settings import layouts
 
@@ -77,7 +76,7 @@ def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES
         workers = sum(layout.world_size for layout in layouts(config).values())
         for place in places:
             ask_for_death(Path(directory) / "deaths", place, DEATH_AT[place])
-        undisturbed = config.model_copy(update={"name": "undisturbed", "spares": SparesConfig()})
+        undisturbed = config.model_copy(update={"name": "undisturbed"})
         disturbed = config.model_copy(update={"name": "disturbed", "on_failure": "restart"})
         _run_all([undisturbed, with_dying_workers(disturbed)], Path(directory), workers, deadline_s)
         return [_fault(place, places, Path(directory)) for place in places]
@@ -162,10 +161,9 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
 def _fault(place: str, places: Sequence[str], directory: Path) -> Row:
     """Returns one death: seconds from the death to the driver's error, and to the end of the first training step after it.
 
-    `resumed_from_step` is the step before that one: with train state of a peer the last step before the death, else that of
-    the newest checkpoint. `loss_difference` and `grad_norm_difference` are the largest relative differences between steps
-    from the restart to the next death and the same steps of the undisturbed run. `phase` is the phase named by the driver's
-    error.
+    `resumed_from_step` is the step before that one. `loss_difference` and `grad_norm_difference` are the largest relative
+    differences between steps from the restart to the next death and the same steps of the undisturbed run. `phase` is the
+    phase named by the driver's error.
     """
     if not has_died(directory / "deaths", place):
         raise RunError(

@@ -127,14 +127,6 @@ class QuantumSize:
         if any(engine_steps):
             self.overhead_s = _smooth(self.overhead_s, overhead_s)
 
-    def resize(self, kept: Sequence[int], shards: int) -> None:
-        """Goes on with the shards `kept`, which are now the first of `shards`."""
-        self.shards = shards
-        self.step_s, self.left_s = (
-            {shard: times[former] for shard, former in enumerate(kept) if former in times}
-            for times in (self.step_s, self.left_s)
-        )
-
     @property
     def most_s(self) -> float | None:
         """The most seconds of a quantum, so that all in flight take at most `seconds`; None if steps are fixed."""

@@ -37,27 +37,12 @@ class Quantum(Protocol):
         """Returns what the shards that did not fail made, after `result` has raised."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """The shards that stay when engines leave or join, and how many there are then. Those that stay are the first."""
-
-    kept: tuple[int, ...]
-    shards: int
-
-
 class GenerationEngines(Protocol):
     """The engines of all generation shards. Quanta run in the order in which they are submitted."""
 
     @property
     def shards(self) -> int:
         """The number of engines."""
-
-    @property
-    def changing(self) -> bool:
-        """Whether engines can leave or join at the next refit."""
-
-    def take_change(self) -> Change | None:
-        """Returns what the next `connect` will change, if anything."""
 
     def submit(self, requests: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Quantum:
         """Starts a quantum. `rows[shard]` are the rows of `requests` that the shard adds to its engine."""
@@ -90,12 +75,12 @@ class GenerationEngines(Protocol):
 
     @property
     def unconnected(self) -> bool:
-        """Whether engines or train workers were replaced since they were connected for refits."""
+        """Whether engines were replaced since they were connected for refits."""
 
     def connect(self) -> None:
-        """Connects new workers for the next refit, once they have started, and makes a `change` of the number of engines.
+        """Connects new engines for the next refit, once they have started. Does nothing without new ones.
 
-        Does nothing without new workers. No quantum may be in flight.
+        No quantum may be in flight.
         """
 
 

@@ -145,7 +145,7 @@ class Experience:
     def work(self, other: Future[Any] | None = None) -> None:
         """Runs one quantum. With nothing to generate, waits for a score, an answer of the environment, or `other`.
 
-        Without `other`, which is the training under way, engines that were replaced or join get their weights first. Groups
+        Without `other`, which is the training under way, engines that were replaced get their weights first. Groups
         are sent to the reward functions at once, except for those that complete the next batch: the next call sends them, so
         that the caller can start its log-probabilities before that.
         """
@@ -211,9 +211,9 @@ class Experience:
             self._scoring = [item for item in self._scoring if item.group.number not in too_old]
 
     def connect(self) -> None:
-        """Connects workers that were replaced, or engines that join, for a refit. Others leave."""
-        if self._engines.changing or self._engines.unconnected or not self.rollouts.serving:
-            self._rest_and_change()
+        """Connects engines that were replaced for a refit."""
+        if self._engines.unconnected or not self.rollouts.serving:
+            self.rest()  # replaces those that have failed since
             self._engines.connect()
 
     def replace(self, error: WorkerError) -> None:
@@ -224,16 +224,10 @@ class Experience:
     def _unfilled(self) -> bool:
         """Whether new engines wait for weights."""
         starting = not self._engines.ready and self.rollouts.generating
-        return self._engines.changing or (not self.rollouts.serving and not starting)
-
-    def _rest_and_change(self) -> None:
-        self.rest()  # replaces those that have failed since
-        change = self._engines.take_change()
-        if change is not None:
-            self.rollouts.resize(change.kept, change.shards)
+        return not self.rollouts.serving and not starting
 
     def _refill(self) -> None:
-        self._rest_and_change()
+        self.rest()  # replaces those that have failed since
         try:
             self._engines.refill(self.buffer.version)
             self.rollouts.serve()

@@ -190,19 +190,6 @@ class Rollouts:
         for shard in self._shards:
             shard.slots = self._slots
 
-    def resize(self, kept: Sequence[int], shards: int) -> None:
-        """Goes on with the engines `kept`, which are now the first of `shards`. Call `settle` first.
-
-        The requests of the others continue elsewhere, from their tokens. New ones get requests after a refit and `serve`.
-        """
-        leaving = [shard for number, shard in enumerate(self._shards) if number not in kept]
-        if running := [request for shard in leaving for request in shard.requests]:
-            made = self._made_so_far()
-            self._engines.abort([request for request in running if request in made])
-            self._move(running, made)
-        self._shards = [self._shards[number] for number in kept] + [ShardLoad(0) for _ in range(shards - len(kept))]
-        self.quantum_size.resize(kept, shards)
-
     def leave_questions(self) -> None:
         """Forgets unanswered calls of the environment before it closes. Their episodes stay `awaiting` in a checkpoint."""
         self._asked.clear()

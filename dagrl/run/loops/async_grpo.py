@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.scoring import ScoredGroup
@@ -56,7 +55,7 @@ def train_async(session: Session, reward: RewardRunner) -> None:
                 with exposed(metrics) if learning is None else nullcontext():
                     experience.work(learning)
                 if learning is None and early.wanted:
-                    session.recovered(partial(early.advance, experience.next_batch(), session.step + 1))
+                    early.advance(experience.next_batch(), session.step + 1)
                 continue
             learned, ended = learning.result()
             learning, metrics = None, metrics | learned

@@ -68,7 +68,7 @@ def generate_batch(session: Session, experience: Experience, early: EarlyWork) -
         experience.fill()
         experience.work()
         if early.wanted or experience.only_scores_missing:
-            session.recovered(partial(early.advance, experience.next_batch(), session.step + 1))
+            early.advance(experience.next_batch(), session.step + 1)
         session.stop.check()
     return groups
 

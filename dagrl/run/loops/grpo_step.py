@@ -110,14 +110,8 @@ def learn(
     take: Callable[[], Early],
     meanwhile: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """Trains the train workers on one batch of groups. `take` returns the work on it that was done with the current weights,
-    and after a failure what is left of that. `meanwhile` is called while the workers train, unless nothing is trained on."""
-    return session.recovered(lambda: _learn(session, groups, step, take, meanwhile))
-
-
-def _learn(
-    session: Session, groups: Sequence[ScoredGroup], step: int, take: Callable[[], Early], meanwhile: Callable[[], object]
-) -> dict[str, float]:
+    """Trains the train workers on one batch of groups. `take` returns the work on it that was done with the current weights.
+    `meanwhile` is called while the workers train, unless nothing is trained on."""
     config, replays = session.config, session.replays
     keys, batch = row_keys(config, groups), scored_batch(config, groups, step)
     splits = split_minibatches(config, batch)

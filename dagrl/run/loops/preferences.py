@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import numpy as np
@@ -51,9 +50,9 @@ def train_preferences(session: Session) -> None:
     while session.step < total:
         step = session.step + 1
         batch = collate_pairs([train[index] for index in sampler.take(config.policy.train_global_batch_size)])
-        metrics = session.recovered(partial(comparison.learn, batch, step))
+        metrics = comparison.learn(batch, step)
         if validation and (step == total or (config.preference.val_period and step % config.preference.val_period == 0)):
-            metrics |= session.recovered(partial(evaluate, session, comparison, validation))
+            metrics |= evaluate(session, comparison, validation)
         metrics |= session.replays.close_step(tokens=int(batch["lengths"].sum()))
         state = TrainState(step, _counters(config, sampler.state()), ranking_metric(config, stage, metrics))
         session.finish_step(stage, step, total, metrics, state)

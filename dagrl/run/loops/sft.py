@@ -6,7 +6,6 @@ It is the whole run of an algorithm that learns from demonstrations, and the sta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import cast
 
 from dagrl.config import Config, Json
@@ -38,9 +37,9 @@ def train_sft(session: Session) -> None:
         step = session.step + 1
         batch = collate([train[index] for index in sampler.take(config.policy.train_global_batch_size)])
         batch = batch.with_scalars(**learning_rate(config))
-        metrics = session.recovered(partial(replay_batch, session.replays, "demonstration_step", batch, step=step)).flat()
+        metrics = replay_batch(session.replays, "demonstration_step", batch, step=step).flat()
         if validation and (step == total or (config.sft.val_period and step % config.sft.val_period == 0)):
-            metrics |= session.recovered(partial(evaluate, session, validation))
+            metrics |= evaluate(session, validation)
         metrics |= session.replays.close_step(tokens=int(batch["lengths"].sum()))
         state = TrainState(step, {"sft_sampler": sampler.state()}, ranking_metric(config, stage, metrics))
         session.finish_step(stage, step, total, metrics, state)

@@ -34,7 +34,6 @@ from dagrl.runtime.executors.event_loop import actor_event_loop
 from dagrl.runtime.graph import Json
 from dagrl.runtime.passes.hosts import RELAY
 from dagrl.runtime.shapes import Batch
-from dagrl.runtime.spares import assigned_gpus
 from dagrl.runtime.worker import ReplayContext, replay_context
 
 logger = logging.getLogger(__name__)
@@ -405,7 +404,8 @@ def reset_tickets(worker: object, ticket: int) -> None:
 
 def where(worker: object) -> tuple[str, int, str, tuple[str, ...]]:
     """Returns the worker's host, process id, Ray node and GPUs."""
-    return socket.gethostname(), os.getpid(), str(ray.get_runtime_context().get_node_id()), tuple(assigned_gpus())
+    here = ray.get_runtime_context()
+    return socket.gethostname(), os.getpid(), str(here.get_node_id()), tuple(here.get_accelerator_ids().get("GPU", []))
 
 
 class Report(NamedTuple):

@@ -99,17 +99,10 @@ class Trainer:
             for gradient in self.gradient_tensors():
                 gradient.mul_(factor)
 
-    def step(
-        self,
-        lr: float | None,
-        apply: bool,
-        on_update: Callable[[], None] = lambda: None,
-        before_update: Callable[[], None] = lambda: None,
-    ) -> dict[str, float]:
+    def step(self, lr: float | None, apply: bool, on_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Clips the accumulated gradients and updates the weights. Returns `grad_norm` (before clipping) and `lr`.
 
-        `on_update` changes what has no gradients; it runs after the update, on every worker or on none. `before_update` is
-        called before anything changes, and after the last collective that precedes it.
+        `on_update` changes what has no gradients; it runs after the update, on every worker or on none.
 
         Without `apply`, does everything but the update. A step whose gradient norm is zero, or not finite on any worker, is
         skipped on all and counted: otherwise moments and weight decay would change weights without a learning signal.
@@ -120,8 +113,6 @@ class Trainer:
             self.optimizer.prepare_grads()
             total = self._gradient_norm()
             norm, usable = torch.stack([total, _all_agree(torch.isfinite(total) & (total > 0))]).tolist()
-            if apply:
-                before_update()
             if usable:
                 self._clip(total, norm)
             if usable and apply:

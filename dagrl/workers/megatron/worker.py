@@ -68,17 +68,14 @@ class MegatronWorker(MegatronWorkerState):
                 with counting(trainer, microbatches, batch.rows) as load:
                     losses = run_losses(trainer.chunks, trainer.model_pass, microbatches, scored, True)
             load = load.after(before.loads)
-            shared = trainer.step(rate, not in_warmup(), load.update_expert_biases, self._begin_update)
+            shared = trainer.step(rate, not in_warmup(), load.update_expert_biases)
             early = divided(before.metrics, algorithm, denominators)
             metrics = merge_step_metrics([early, losses.read(), StepMetrics(shared=shared)])
             experts = load.read()
         seconds = time.perf_counter() - started
         whole = before.with_part(metrics, seconds, batch["lengths"], microbatches.saved, load)
         figures = throughput_metrics(trainer.model.architecture, self.config.policy, self.context, self._device, whole)
-        reported = merge_step_metrics([metrics if self._reports else StepMetrics(), experts, figures])
-        if not in_warmup():
-            self._update_metrics = reported
-        return reported
+        return merge_step_metrics([metrics if self._reports else StepMetrics(), experts, figures])
 
     def accumulate_gradients(self, batch: Batch, loss: str) -> None:
         """Accumulates gradients of some rows of a global batch before the others exist; `train_step` adds the rest.

@@ -27,7 +27,6 @@ from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext
-from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.families.kv_scales import megatron_kv_scales
 from dagrl.workers.megatron import cpu
 from dagrl.workers.megatron.accumulation import AccumulatedParts
@@ -74,8 +73,6 @@ class MegatronWorkerBase:
         self._checkpoint_group: ProcessGroup | None = None
         self._aborted = False
         self._sending = False
-        self._last_update: tuple[str, int] | None = None
-        self._update_metrics: StepMetrics | None = None  # of the last update, once its replay has ended
         self._kv_scales: KvScales | None = None
         self._accumulated = AccumulatedParts()
         self._kept = KeptLogprobs()

@@ -10,28 +10,23 @@ from typing import TYPE_CHECKING
 
 from dagrl.config import Json
 from dagrl.config.settings import holds_reference
-from dagrl.errors import RunError
 from dagrl.machine import DeviceMemory
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.run.comparison import WeightDifference
-from dagrl.run.worker_protocols import Handover
-from dagrl.runtime.worker import in_warmup, running_replay
+from dagrl.runtime.worker import in_warmup
 from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.adapter_files import write_adapters
 from dagrl.workers.megatron.groups import gather_objects, run_on_all_ranks
 from dagrl.workers.megatron.hf_export import export_hf
 from dagrl.workers.megatron.manifest import identity_of
 from dagrl.workers.megatron.worker_base import MegatronWorkerBase
-from dagrl.workers.train.kept_logprobs import KeptLogprobs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dagrl.workers.megatron.peer_state import PeerState
-
 
 class MegatronWorkerState(MegatronWorkerBase):
-    """The state of a train worker: offloaded, saved, loaded, copied from a peer, compared and exported."""
+    """The state of a train worker: offloaded, saved, loaded, compared and exported."""
 
     def offload(self, what: tuple[str, ...]) -> None:
         """Moves some of `weights`, `gradients` and `optimizer` to host memory and frees the GPU memory.
@@ -186,54 +181,6 @@ class MegatronWorkerState(MegatronWorkerBase):
         pairs = ((name, tensor, had[name]) for name, tensor in self.weight_tensors().items())
         found = [different_weights(name, self.context.rank, saved, mine) for name, saved, mine in pairs]
         return len(had), [one for one in found if one is not None]
-
-    def last_update(self) -> tuple[str, int] | None:
-        """Returns the phase and the number of the last replay in which this worker began to update its weights."""
-        return self._last_update
-
-    def _begin_update(self) -> None:
-        self._check_aborted()  # an aborted collective has not agreed on anything
-        replay = running_replay()
-        self._last_update = None if replay is None else (replay.phase, replay.replay)
-        self._update_metrics = None
-
-    def take_over(self) -> Handover:
-        """Forgets what a step under way has left. Returns the last update of the weights, and its metrics."""
-        self.finish_checkpoint()
-        self._accumulated, self._kept = AccumulatedParts(), KeptLogprobs()
-        return Handover(self._last_update, self._update_metrics)
-
-    def copy_state(self) -> PeerState:
-        """Returns everything that the next step depends on, for workers with the same part of the model.
-
-        Works after `abort` too.
-        """
-        import torch
-
-        from dagrl.workers.megatron.peer_state import copy_state
-
-        if self._trainer is None:
-            raise RunError("the worker is not set up and has no state")
-        if torch.cuda.is_available():
-            torch.cuda.set_device(self._device)
-            torch.cuda.synchronize()
-        reference = None if self._reference is None else self._reference.tensors
-        return copy_state(self._trainer, reference, self._more_state())
-
-    def restore_state(self, state: PeerState) -> None:
-        """Continues from the state of a worker with the same part of the model. All workers call it together."""
-        from dagrl.workers.megatron.peer_state import restore_state
-
-        trainer = self._ready("weights", "optimizer")
-        with self._running():
-            reference = restore_state(trainer, state, self._more_state())
-            if reference is not None:
-                self._keep_reference(reference)
-        if self.config.policy.reference_model_name is not None and holds_reference(self.config):
-            self.snapshot_reference()
-
-    def _more_state(self) -> list[Tensor]:
-        return [] if self._kv_scales is None else list(self._kv_scales.tensors.values())
 
     def export_hf(self, directory: str) -> None:
         """Writes the policy as a Hugging Face directory that transformers can load; all workers together.

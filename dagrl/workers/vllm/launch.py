@@ -369,9 +369,8 @@ def _local_rank(tp_rank: int) -> int:
     import ray
 
     if ray.is_initialized():
-        from dagrl.runtime.spares import assigned_gpus
-
-        index = device_index(assigned_gpus(), os.environ.get(VISIBLE))
+        assigned = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        index = device_index(assigned, os.environ.get(VISIBLE))
         return tp_rank if index is None else index
     return int(os.environ.get("LOCAL_RANK", tp_rank))
 

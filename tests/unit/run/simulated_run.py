@@ -34,7 +34,6 @@ from dagrl.rl.generation import (
 )
 from dagrl.rl.rewards import Judged, Rewards, check_failures
 from dagrl.rl.rollout import experience
-from dagrl.rl.rollout.engines import Change
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
@@ -129,11 +128,10 @@ class Engines:
     """The generation group: shards of `max_num_seqs` running requests each, at one policy version.
 
     An engine dies in a quantum or a refit with the probability `dying`. A new one is absent until `connect`, and has no
-    weights until a refit. Engines join and leave with the probability `scaling`, wherever the loop asks.
+    weights until a refit.
     """
 
-    def __init__(self, config: Config, dying: float = 0.0, seed: int = 0, scaling: float = 0.0) -> None:
-        self.resizing = Resizes(self, scaling, seed)
+    def __init__(self, config: Config, dying: float = 0.0, seed: int = 0) -> None:
         self.dying, self._random = dying, random.Random(seed)  # noqa: S311
         self.dead: set[int] = set()
         self.absent: set[int] = set()  # starting
@@ -198,7 +196,7 @@ class Engines:
 
     @property
     def unconnected(self) -> bool:
-        return bool(self.absent) or self.resizing.change is not None
+        return bool(self.absent)
 
     @property
     def ready(self) -> bool:
@@ -208,7 +206,6 @@ class Engines:
         """See `EngineReplacement`."""
         assert not self.dead
         self.absent.clear()
-        self.resizing.make()
 
     def _quantum(self, shard: dict[int, dict[str, Any]], steps: int) -> Any:
         finished = []
@@ -243,39 +240,6 @@ class Engines:
     def _made(number: int, request: dict[str, Any], reason: str) -> FinishedRequest:
         tokens, versions = ([item[at] for item in request["made"]] for at in (0, 1))
         return FinishedRequest(number, tokens, [logprob_of(version) for version in versions], versions, reason)
-
-
-class Resizes:
-    """In place of `Resizing`: another number of engines from 1 to 4, of which any stay."""
-
-    def __init__(self, engines: Engines, likely: float, seed: int) -> None:
-        self._engines, self._likely, self._random = engines, likely, random.Random(seed)  # noqa: S311
-        self.change: Change | None = None
-        self.made: list[Change] = []
-
-    @property
-    def ready(self) -> bool:
-        return self._random.random() < self._likely
-
-    def take_change(self) -> Change | None:
-        if self._random.random() < self._likely:
-            before = self._engines.layout.dp
-            kept = sorted(self._random.sample(range(before), self._random.randint(1, before)))
-            self.change = Change(tuple(kept), max(len(kept), self._random.randint(1, 4)))
-        return self.change
-
-    def make(self) -> None:
-        """Makes the change that was taken. Engines that leave have no requests, and new ones no weights."""
-        engines, change = self._engines, self.change
-        if change is None:
-            return
-        assert not any(requests for shard, requests in enumerate(engines.requests) if shard not in change.kept)
-        new = range(len(change.kept), change.shards)
-        engines.requests = [engines.requests[shard] for shard in change.kept] + [{} for _ in new]
-        engines.empty = {number for number, shard in enumerate(change.kept) if shard in engines.empty} | {*new}
-        engines.layout = ParallelLayout(dp=change.shards)
-        self.made.append(change)
-        self.change = None
 
 
 def logprob_of(version: int) -> float:
@@ -409,9 +373,8 @@ class Run:
         stop_at: int | None = None,
         resumed: Checkpoint | None = None,
         dying: float = 0.0,
-        scaling: float = 0.0,
     ) -> None:
-        self.config, self.world, self.engines = config, World(seed), Engines(config, dying, seed, scaling)
+        self.config, self.world, self.engines = config, World(seed), Engines(config, dying, seed)
         self.trained: dict[int, list[ScoredGroup]] = {}
         self.metrics: list[dict[str, float]] = []
         self.replays: list[tuple[str, bool]] = []  # what was submitted (True) and read, in order

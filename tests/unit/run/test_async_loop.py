@@ -128,15 +128,13 @@ def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, 
 
 @settings(deadline=None, max_examples=25)
 @given(seed=seeds, loop=st.sampled_from([{}, asynchronous(0, True), asynchronous(2, True)]), turns=st.booleans())
-def test_engines_that_die_join_or_leave_at_any_moment_cost_no_step_and_no_token(
-    seed: int, loop: dict[str, Any], turns: bool
-) -> None:
+def test_engines_that_die_at_any_moment_cost_no_step_and_no_token(seed: int, loop: dict[str, Any], turns: bool) -> None:
     """Nothing is lost, trained twice, or made without weights, whether an engine dies in a quantum or a refit.
 
     Other engines continue the sequences of a dead one after the tokens that its quanta had returned.
     """
     config = configuration(loop, turns=turns).model_copy(update={"on_failure": "restart"})
-    run = Run(config, seed, dying=0.05, scaling=0.2)
+    run = Run(config, seed, dying=0.05)
     assert run.train() is None
     assert sorted(numbers_of(run.trained)) == list(range(STEPS * PROMPTS))
     check_tokens(run.trained, loop.get("max_trajectory_age_steps", 0))

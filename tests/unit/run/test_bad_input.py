@@ -580,22 +580,6 @@ TABLE = [
         (f"reward.function: {__name__}:half takes (number: ", "; expected: prompts, completions and references by position"),
         (f"reward.function={__name__}:half",),
     ),
-    Row("spares that replace nothing", ("spares.train is 1", "Set on_failure=restart"), ("spares.train=1",)),
-    Row(
-        "spares of workers that the algorithm lacks",
-        ("spares.generation is 1", "sft has no generation workers"),
-        ("algorithm=sft", "on_failure=restart", "spares.generation=1"),
-    ),
-    Row(
-        "spares of colocated workers",
-        ("spares.train is 1", "are shared", "Give each role its own GPUs, or spares.train=0"),
-        ("policy.generation.colocated.enabled=true", "on_failure=restart", "spares.train=1"),
-    ),
-    Row(
-        "spares for a part of a GPU",
-        ("spares.generation is 2", "cluster.gpus_per_worker is 0.5"),
-        ("cluster.gpus_per_worker=0.5", "on_failure=restart", "spares.generation=2"),
-    ),
     Row(
         "colocated and asynchronous",
         ("policy.generation.colocated.enabled", "take turns"),

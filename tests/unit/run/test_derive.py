@@ -14,7 +14,7 @@ from dagrl.config.file import all_keys, dump_config, load_config
 from dagrl.config.settings import generation_config, starts_together, warms_up_early
 from dagrl.errors import ConfigError
 from dagrl.machine import Gpu
-from dagrl.run import derive, memory_fit
+from dagrl.run import memory_fit
 from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps
 from dagrl.run.open_keys import Derived
 
@@ -208,21 +208,6 @@ def test_without_gpus(machine: Any) -> None:
     assert engine.kv_cache_memory_bytes is not None and engine.kv_cache_memory_bytes > 1280 * token
 
 
-def test_a_run_that_restarts_keeps_a_spare_engine_where_memory_allows(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(0)
-    shared = {"generation": {"colocated": {"enabled": True}}}
-    for gigabytes, more, spares in (
-        (32, {"on_failure": "restart"}, 1),
-        (32, {"on_failure": "restart", "spares": {"generation": 0}}, 0),
-        (32, {"on_failure": "restart", "policy": shared}, 0),
-        (32, {}, 0),
-        (8, {"on_failure": "restart"}, 0),
-    ):
-        monkeypatch.setattr(derive, "host_memory", lambda gigabytes=gigabytes: gigabytes * 10**9)
-        assert resolve(minimal(**more)).config.spares.generation == spares
-    assert resolve(minimal("sft", on_failure="restart"), demonstrations=300).config.spares.generation == 0
-
-
 def test_sft_takes_one_pass_and_the_longest_example(machine: Any) -> None:
     machine(0)
     derived = resolve(minimal("sft"), demonstrations=300)
@@ -286,8 +271,7 @@ def test_a_resolved_configuration_derives_nothing_more(machine: Any, tmp_path: P
     assert again == derived.config and derive_from_machine(again).reasons == {}
 
 
-def test_the_reference_says_which_keys_are_derived(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(derive, "host_memory", lambda: 64 << 30)
+def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
     marked = {key for key, field in all_keys() if isinstance(field.json_schema_extra, dict)}
     found: set[str] = set()
     for gpus in (0, 1, 2):
@@ -301,7 +285,6 @@ def test_the_reference_says_which_keys_are_derived(machine: Any, monkeypatch: py
         ):
             found |= set(resolve(config, demonstrations=rows).reasons)
         found |= set(resolve(minimal(policy=ADAPTERS)).reasons)
-        found |= set(resolve(minimal(on_failure="restart")).reasons)
         found |= set(resolve(minimal(grpo={"async_grpo": {"enabled": True}})).reasons)
     machine(1)
     found |= set(resolve(minimal(policy={"generation": {"max_new_tokens": 128}})).reasons)

@@ -52,7 +52,7 @@ def test_a_start_of_ray_that_fails_asks_nothing_of_it(monkeypatch: pytest.Monkey
         raise AttributeError("'Worker' object has no attribute 'gcs_client'")
 
     monkeypatch.setattr("dagrl.run.fleet.node_lives", node_lives)
-    Fleet(restarts=1).leave(DeadlineError("the lease of the workers did not answer"))
+    Fleet(restarts=1).leave(DeadlineError("Ray did not answer"))
 
 
 def test_a_cluster_without_its_raylet_is_given_up(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_training_is_warmed_up_while_generation_starts_where_its_state_stays(
     if not early:
         slow.go_on.set()
     with ExitStack() as stack:
-        groups = start_groups(config, {"train", "generation"}, stack, lambda: None, None, meanwhile)
+        groups = start_groups(config, {"train", "generation"}, stack, lambda: None, meanwhile)
     assert [group.role.name for group in groups] == ["train", "generation"]
     if early:
         assert slow.noted == [("train", "starts"), ("train", "is warmed up"), ("generation", "starts")]
@@ -196,7 +196,7 @@ def test_a_warm_up_that_fails_ends_the_start_of_generation(monkeypatch: pytest.M
         raise PhaseError((), "out of memory")
 
     with ExitStack() as stack, pytest.raises(PhaseError, match="out of memory"):
-        start_groups(load_config(EXAMPLE), {"train", "generation"}, stack, lambda: None, None, meanwhile)
+        start_groups(load_config(EXAMPLE), {"train", "generation"}, stack, lambda: None, meanwhile)
     assert [group.role.name for group in ended] == ["train"] and slow.noted == [("train", "starts")]
 
 
@@ -210,4 +210,4 @@ def test_generation_that_fails_ends_the_warm_up_of_training(monkeypatch: pytest.
             check()
 
     with ExitStack() as stack, pytest.raises(DeadlineError, match=r"timeouts\.start_s"):
-        start_groups(load_config(EXAMPLE), {"train", "generation"}, stack, lambda: None, None, meanwhile)
+        start_groups(load_config(EXAMPLE), {"train", "generation"}, stack, lambda: None, meanwhile)

@@ -62,8 +62,8 @@ def test_a_restart_does_not_read_data_and_model_again(tmp_path: Path, monkeypatc
     """They may have changed since the run began, or the Hub may be down."""
     read, resumed = [], []
 
-    def preflight(config: Config, *, checkpoints: bool) -> Inputs:
-        read.append(checkpoints)
+    def preflight(config: Config) -> Inputs:
+        read.append(config.name)
         return Inputs(config, {}, cast(Any, None), {})
 
     def prepare(config: Config, derived: object) -> None:
@@ -78,7 +78,7 @@ def test_a_restart_does_not_read_data_and_model_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr("dagrl.run.start.prepare_run_directory", prepare)
     with pytest.raises(PhaseError):
         run_with_restarts(run, configuration(max_restarts=2, output_dir=str(tmp_path)))
-    assert read == [True] and resumed == [False, True, True]
+    assert read == ["run"] and resumed == [False, True, True]
 
 
 def test_the_last_failure_is_raised() -> None:

@@ -171,7 +171,6 @@ def test_grpo_validates_by_its_own_step_count_and_at_the_end(period: int, valida
     ("begins", "changed"),
     [
         (True, {}),
-        (False, {"record_of_driver": MagicMock()}),
         (False, {"stop": MagicMock(requested=True)}),
         (False, {"checkpoints": MagicMock(due=lambda state: True)}),
     ],

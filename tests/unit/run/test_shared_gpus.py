@@ -19,7 +19,7 @@ class Bundles:
 
     released = False
 
-    def __init__(self, count: int, timeout_s: float, owner: None) -> None:
+    def __init__(self, count: int, timeout_s: float) -> None:
         self.count = count
 
     def release(self) -> None:

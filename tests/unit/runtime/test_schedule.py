@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -367,39 +366,6 @@ def test_groups_over_the_same_actors_are_replaced_together(colocated: Scheduler)
     colocated.replace_group(reference)  # type: ignore[arg-type]
     colocated.recover()
     assert train.gates == reference.gates == [[0, 0]]
-
-
-class Resizable(Group):
-    def resize(self, shards: Sequence[int], joining: Group | None = None) -> list[Any]:
-        joined = joining.actors if joining else []
-        self.actors = [*(self.actors[shard] for shard in shards), *joined]
-        self.locations = [SimpleNamespace(node=f"host{rank}") for rank in range(len(self.actors))]
-        self.layout = ParallelLayout(dp=len(self.actors))
-        self.role = replace(self.role, layout=self.layout)
-        return []
-
-
-def test_a_group_that_is_resized_leaves_the_turns_of_groups_after_it(made: list[Graph]) -> None:
-    reference, train = Resizable(2, name="reference"), Group()
-    with Scheduler([reference, train]) as scheduler:  # type: ignore[list-item]
-        for item in (elsewhere, other):
-            scheduler.add(item, warmup_value=0)
-        scheduler.compile()
-        kept, *trains = made[0], *made[2:]
-
-        def replay() -> None:
-            for item in (elsewhere, other, other):
-                for graph in made:
-                    graph.results = [0]
-                scheduler.replay(item, 0).result()
-
-        replay()
-        scheduler.resize("reference", [0], Group(2, name="reference"))  # type: ignore[arg-type]
-        replay()
-        scheduler.resize("reference", [0])
-        replay()
-    assert [tickets_of(graph) for graph in trains] == [[*range(6)]] * 2
-    assert [packet.header.tickets["reference"] for packet in kept.taken] == [0, 1, 2]
 
 
 def test_a_group_in_place_of_another_has_its_role_and_layout(scheduler: Scheduler, made: list[Graph]) -> None:
