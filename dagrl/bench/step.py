@@ -56,8 +56,6 @@ class Variant:
     """One row: the loop (plain Ray, synchronous or asynchronous), updates in flight or not, the maximal age, the request
     order.
 
-    `in_turn` switches `grpo.overlap_logprobs` and `grpo.overlap_training` off; other variants keep the configuration's
-    values.
     """
 
     name: str
@@ -66,26 +64,24 @@ class Variant:
     in_flight: bool = True
     age: int = 0
     order: str = "longest_first"
-    in_turn: bool = False
 
 
 Measured = Mapping[Variant, Sequence[Sequence[Metrics]]]
 """The metrics of the counted steps, by variant and round."""
 
 PLAIN = Variant("plain Ray", plain=True, enabled=False)
-FIFO = Variant("sync, fifo", enabled=False, order="fifo", in_turn=True)
-OVERLAPPED = Variant("sync, overlapped", enabled=False)
-ON_REQUEST = (PLAIN, FIFO, OVERLAPPED)
+FIFO = Variant("sync, fifo", enabled=False, order="fifo")
+ON_REQUEST = (PLAIN, FIFO)
 """Measured only if `--variants` names them. `sync, fifo` starts requests in the order of plain calls, so it differs from
-`sync` in the order alone. Both, like plain calls, train on a batch once it is complete."""
+`sync` in the order alone."""
 
-PHASES = ("generate", "reward", "logprobs", "reference_logprobs", "accumulate_gradients", "train_step", "refit")
+PHASES = ("generate", "reward", "logprobs", "reference_logprobs", "train_step", "refit")
 
 WAITING = tuple(Variant(f"async, age {age}", in_flight=False, age=age) for age in (2, 4, 8))
 """Updates that wait for running sequences, at ages for which dagrl warns of little gain. Measured last."""
 
 VARIANTS = (
-    Variant("sync", enabled=False, in_turn=True),
+    Variant("sync", enabled=False),
     Variant("async, age 1", in_flight=False, age=1),
     *(Variant(f"in flight, age {age}", age=age) for age in (1, 2, 4, 8)),
     *WAITING,
@@ -159,10 +155,6 @@ def measure(
 
     Each turn starts from the first weights, saved in `first_weights`, or from the current ones if None.
     """
-    if OVERLAPPED in variants and not config.grpo.overlap_training:
-        raise ConfigError(
-            f"--variants has {OVERLAPPED.name!r}, but grpo.overlap_training is false; set it and overlap_logprobs to true"
-        )
     if PLAIN in variants:
         config = with_plain_workers(config)
     measured: dict[Variant, list[Sequence[Metrics]]] = {}
@@ -221,8 +213,7 @@ def begin_again(session: Session, config: Config, variant: Variant, first_weight
             "max_trajectory_age_steps": variant.age,
         }
     )
-    overlap = {name: False for name in ("overlap_logprobs", "overlap_training") if variant.in_turn}
-    grpo = config.grpo.model_copy(update={"async_grpo": settings, "max_num_steps": steps, **overlap})
+    grpo = config.grpo.model_copy(update={"async_grpo": settings, "max_num_steps": steps})
     generation = generation_config(session.config).model_copy(update={"request_order": variant.order})
     policy = session.config.policy.model_copy(update={"generation": generation})
     session.replays.hold("train")

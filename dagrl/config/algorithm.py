@@ -191,14 +191,6 @@ class GrpoConfig(Section):
 
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
 
-    overlap_logprobs: bool = False
-    """Compute log-probabilities of finished sequences while the rest of the batch is generated. Needs separate train GPUs.
-    Rows are batched in the order they finish, so results may differ in their last bits from run to run."""
-
-    overlap_training: bool = False
-    """Accumulate gradients of scored groups while the rest of the batch is generated. Needs `overlap_logprobs` and one
-    optimizer step per batch (`train_global_batch_size` = prompts x generations)."""
-
     async_grpo: AsyncGrpoConfig = AsyncGrpoConfig()
 
     val_period: NonNegativeInt = 10

@@ -53,7 +53,6 @@ def check_settings(config: Config) -> None:
         _truncation_mistakes,
         _async_mistakes,
         _on_policy_mistakes,
-        _overlap_mistakes,
         _agent_mistakes,
         colocation_mistakes,
         delta_mistakes,
@@ -208,23 +207,6 @@ def _on_policy_mistakes(config: Config) -> Mistakes:
     }
 
 
-def _overlap_mistakes(config: Config) -> Mistakes:
-    """What keeps `grpo.overlap_training` from training on rows before the batch is complete, in any order."""
-    grpo, on = config.grpo, "grpo.overlap_training is true, but grpo."
-    if not grpo.overlap_training or not generates(config):
-        return {}
-    return {
-        f"{on}overlap_logprobs is false: the gradients of a row need its log-probabilities. Set both to true": (
-            not grpo.overlap_logprobs
-        ),
-        **_several_steps(config, "grpo.overlap_training", "the first step would change the weights during generation"),
-        f"{on}num_prompts_per_step is 1: there is nothing to train on before the batch is complete. Set "
-        "overlap_training=false, or take more prompts per step": grpo.num_prompts_per_step == 1,
-        "grpo.overlap_training and reward.shuffle are both true: rewards shuffled over the batch are not known until it is "
-        "complete. Set one to false": config.reward.shuffle,
-    }
-
-
 def _several_steps(config: Config, option: str, why: str) -> dict[str, bool]:
     """The mistake that a generated batch has several optimizer steps, which the enabled `option` rules out."""
     samples, size = samples_per_step(config), config.policy.train_global_batch_size
@@ -242,8 +224,6 @@ def _agent_mistakes(config: Config) -> Mistakes:
         "to false": config.environment.agent is not None and config.policy.router_replay,
         f"environment.max_conversations is {most}, but the algorithm has a critic, which judges samples of one "
         "conversation. Set max_conversations=1, or use an algorithm without a critic": most > 1 and uses_critic(config),
-        f"grpo.overlap_logprobs is true, and environment.max_conversations is {most}: early work takes samples of one "
-        "conversation. Set overlap_logprobs=false, or max_conversations=1": most > 1 and config.grpo.overlap_logprobs,
     }
 
 

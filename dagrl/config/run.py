@@ -72,9 +72,6 @@ class PhasesConfig(Section):
     train_step: str = "dagrl.graphs.train:train_step"
     """One optimizer step on generated samples."""
 
-    accumulate_gradients: str = "dagrl.graphs.train:accumulate_gradients"
-    """Gradients of a part of a batch, for `grpo.overlap_training`."""
-
     preference_step: str = "dagrl.graphs.preferences:preference_step"
     """One optimizer step on pairs of answers."""
 

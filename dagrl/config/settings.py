@@ -238,11 +238,6 @@ def sharing_roles(config: Config) -> tuple[str, ...]:
     return ("train", *others) if others else ()
 
 
-def shares_logprobs(config: Config) -> bool:
-    """Whether every train shard holds the log-probabilities of all rows, as any of them may train on a row."""
-    return config.grpo.overlap_logprobs
-
-
 def recomputes_kv_cache(config: Config) -> bool:
     """Whether running requests have their KV cache recomputed after a weight update."""
     return config.grpo.async_grpo.recompute_kv_cache_after_weight_updates

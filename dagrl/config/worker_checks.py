@@ -43,17 +43,13 @@ def refuse(mistakes: Mistakes, error: type[UserError] = ConfigError) -> None:
 
 def colocation_mistakes(config: Config) -> Mistakes:
     """What needs the train and generation workers of shared GPUs at once."""
-    ahead = {"async_grpo.enabled": config.grpo.async_grpo.enabled, "overlap_logprobs": config.grpo.overlap_logprobs}
     kept = config.policy.reference_weights == "device" and uses_reference(config)
-    both = {
-        f"policy.generation.colocated.enabled and grpo.{key} are both true, but colocated workers take turns on their GPUs; "
-        "set one to false": is_colocated(config) and on
-        for key, on in ahead.items()
-    }
-    return both | {
+    return {
+        "policy.generation.colocated.enabled and grpo.async_grpo.enabled are both true, but colocated workers take turns on "
+        "their GPUs; set one to false": is_colocated(config) and config.grpo.async_grpo.enabled,
         "policy.generation.colocated.enabled is true, but policy.reference_weights is 'device', which keeps the reference "
         "policy on the GPU during generation; set policy.reference_weights to host, or "
-        "policy.generation.colocated.exchange to never": takes_turns(config) and kept
+        "policy.generation.colocated.exchange to never": takes_turns(config) and kept,
     }
 
 
@@ -254,16 +250,10 @@ def expert_mistakes(config: Config) -> Mistakes:
     """Mistakes in the settings of a mixture of experts."""
     megatron = config.policy.megatron_cfg
     kind, weight = megatron.moe_router_load_balancing_type, megatron.moe_aux_loss_coeff
-    has_loss = bool(weight or megatron.moe_z_loss_coeff)
     return {
         f"policy.megatron_cfg.moe_router_load_balancing_type is {kind!r}, and moe_aux_loss_coeff {weight:g}; for a "
         "load-balancing loss set both, such as seq_aux_loss and 0.001, or else none and 0": (
             (kind == "none") != (weight == 0)
-        ),
-        "grpo.overlap_training is true, and the router has a loss (policy.megatron_cfg.moe_aux_loss_coeff, "
-        "moe_z_loss_coeff): its share of a step needs the tokens of the whole batch, which early gradients do not know. "
-        "Set overlap_training=false, or both coefficients to 0": (
-            generates(config) and config.grpo.overlap_training and has_loss
         ),
         f"policy.router_replay is true, but algorithm {config.algorithm!r} generates nothing to replay; set it to "
         "false": config.policy.router_replay and not generates(config),

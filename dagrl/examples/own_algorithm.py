@@ -17,7 +17,6 @@ class KlInReward(Algorithm):
 
     columns = ("prev_logprobs", "reference_logprobs")  # computed before each optimizer step, by one phase each
     average = "sequences"  # over each sequence's tokens, then over sequences
-    independent_groups = True  # a prompt's advantages need no other prompt: training may begin before the batch is complete
 
     def advantages(self, rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
         """Rewards minus their prompt's mean. Both arrays are [prompts, completions]."""

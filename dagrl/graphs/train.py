@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dagrl.runtime.phase import Input, Shard, Value, join, phase
+from dagrl.runtime.phase import Input, Shard, Value, phase
 from dagrl.runtime.shapes import Field
 
 ROWS = {"tokens": Field("int64"), "lengths": Field("int64", "row"), "loss_mask": Field("float32")}
@@ -27,12 +27,6 @@ def train_step(train: Shard, batch: Input) -> Value:
     """One optimizer step on generated sequences, by the run's algorithm."""
     metrics = train.map("train_step", batch, loss="policy")
     return train.reduce("merge_metrics", metrics)
-
-
-@phase(inputs=SAMPLES)
-def accumulate_gradients(train: Shard, batch: Input) -> Value:
-    """Accumulates gradients of a part of a step while other sequences are generated. `train_step` adds the rest."""
-    return join(train.map("accumulate_gradients", batch, loss="policy"))
 
 
 @phase(inputs=ROWS)

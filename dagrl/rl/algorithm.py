@@ -27,7 +27,6 @@ from dagrl.config.settings import LearnsFrom, load_algorithm
 from dagrl.errors import ConfigError
 from dagrl.imports import load_class, running
 from dagrl.rl.advantages import (
-    GROUP,
     Floats,
     Lengths,
     asked_lengths,
@@ -87,19 +86,11 @@ class Algorithm:
         """
         return "tokens"
 
-    @property
-    def independent_groups(self) -> bool:
-        """Whether a group's advantages depend on its own rewards alone, so that `grpo.overlap_training` may begin with it.
-
-        False for an override of `advantages`, unless that says so by a class attribute.
-        """
-        return type(self).advantages is Algorithm.advantages and self.config.advantage.name == GROUP
-
     def advantages(self, rewards: Floats, valid: npt.NDArray[np.bool_]) -> npt.ArrayLike:
         """Returns the advantage of each completion, from rewards and validity: arrays [prompts, completions].
 
-        By default as `advantage.name` says. Gets all groups of a batch, except where `grpo.overlap_training` is on. An
-        override with a parameter `lengths` also gets the number of tokens that the policy sampled for each completion.
+        By default as `advantage.name` says. Gets all groups of a batch. An override with a parameter `lengths` also gets the
+        number of tokens that the policy sampled for each completion.
         """
         return configured_advantages(self.config, rewards, valid)
 

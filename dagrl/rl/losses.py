@@ -37,7 +37,7 @@ from dagrl.config import LossConfig
 from dagrl.errors import DataError
 from dagrl.rl.algorithm import Algorithm
 from dagrl.rl.token_losses import Sequences, TokenBatch, evaluate
-from dagrl.telemetry.metrics import COUNTS, KL, StepMetrics
+from dagrl.telemetry.metrics import KL
 
 
 @dataclass(frozen=True)
@@ -61,24 +61,6 @@ class Denominators:
 
 LOSS_TERMS = frozenset({"loss", "policy_loss", KL})
 """Sums that are divided like the loss. The others are means over tokens, or counts."""
-
-UNDIVIDED = Denominators(1.0, 1.0)
-"""For a part of a batch that is not complete yet; `divided` and `loss_denominator` apply the denominators later."""
-
-
-def loss_denominator(algorithm: Algorithm, denominators: Denominators) -> float:
-    """Returns the divisor of the loss, and so of every gradient."""
-    return denominators.tokens if algorithm.average == "tokens" else denominators.sequences
-
-
-def divided(metrics: StepMetrics, algorithm: Algorithm, denominators: Denominators) -> StepMetrics:
-    """Divides the metrics of a loss computed with `UNDIVIDED` by the `denominators` of the whole batch."""
-    whole = loss_denominator(algorithm, denominators)
-    sums = {
-        name: value if name in COUNTS else value / (whole if name in LOSS_TERMS else denominators.tokens)
-        for name, value in metrics.sums.items()
-    }
-    return StepMetrics(sums, metrics.maxima, metrics.shared)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import torch
 from dagrl.config import ALGORITHMS, Config
 from dagrl.errors import ConfigError
 from dagrl.imports import running
-from dagrl.rl import advantages
 from dagrl.rl.algorithm import KEY, Algorithm, advantages_of, algorithm_of, column_phases, token_advantages_of
 from dagrl.rl.gae import rewards_at_end
 from dagrl.rl.losses import Denominators, batch_loss, row_sums
@@ -65,16 +64,10 @@ def _logprobs(generator: torch.Generator) -> torch.Tensor:
 
 
 def try_advantages(algorithm: Algorithm) -> None:
-    """Computes advantages of random rewards. Raises ConfigError if that fails, or needs a batch that is not complete."""
+    """Computes advantages of random rewards. Raises ConfigError if that fails."""
     config = algorithm.config
     rewards = np.random.default_rng(0).random((2, max(config.grpo.num_generations_per_prompt, 2)))
     advantages_of(algorithm, rewards, np.ones_like(rewards, np.bool_), lambda: np.full_like(rewards, TOKENS))
     if algorithm.critic:
         mask = np.ones((ROWS, TOKENS), np.float32)
         token_advantages_of(algorithm, rewards_at_end(rewards[:, 0], mask), mask, mask)
-    if config.grpo.overlap_training and not algorithm.independent_groups:
-        raise ConfigError(
-            f"grpo.overlap_training trains on groups before the batch is complete, but {advantages.KEY} "
-            f"{config.advantage.name!r} of {KEY} {config.algorithm} may need the whole batch; set grpo.overlap_training to "
-            f"false, {advantages.KEY} to {advantages.GROUP}, or the class attribute `independent_groups` of your own to True"
-        )

@@ -170,8 +170,7 @@ def _replicas(derived: Derived, most: int) -> int:
 def _may_share(config: Config) -> bool:
     """Whether train and generation workers may take turns on their GPUs, and no other roles need some."""
     kept = config.policy.reference_weights == "device" and uses_reference(config)
-    ahead = config.grpo.async_grpo.enabled or config.grpo.overlap_logprobs
-    return not (kept or ahead or config.policy.megatron_cfg.cuda_graphs or model_roles(config))
+    return not (kept or config.grpo.async_grpo.enabled or config.policy.megatron_cfg.cuda_graphs or model_roles(config))
 
 
 def _set_rates(derived: Derived) -> None:
@@ -210,7 +209,7 @@ def _needs_no_earlier_logprobs(config: Config) -> bool:
     """Whether training finds the log-probabilities from before a batch's only step itself."""
     one_step = config.policy.train_global_batch_size == samples_per_step(config)
     weighs_tokens = config.loss_fn.truncated_importance_sampling_type in ("tis", "icepop")
-    return config.algorithm == "grpo" and one_step and weighs_tokens and not config.grpo.overlap_logprobs
+    return config.algorithm == "grpo" and one_step and weighs_tokens
 
 
 def _set_lengths(derived: Derived) -> None:

@@ -30,9 +30,6 @@ from dagrl.rl.rollout.rollouts import request_slots
 from dagrl.rl.routed_experts import ROUTED_EXPERTS, routed_layers
 from dagrl.runtime.shapes import Bucket, Field, InputSpec, Scalar
 
-CHUNKS = 8
-"""Early work on a batch is done in chunks of at least 1/CHUNKS of it. Each chunk has a fixed cost, such as a weight swap."""
-
 REFERENCE_LOGPROBS = COLUMN_PHASES["reference_logprobs"]
 
 STEP: Mapping[str, Scalar] = {"step": 0}
@@ -81,19 +78,14 @@ def preference_plans(config: Config) -> list[PhasePlan]:
 
 def grpo_plans(config: Config) -> list[PhasePlan]:
     """The phases of the loop over generated samples, and of the demonstrations before it if there are any."""
-    samples = samples_per_step(config)
-    chunks = chunk_buckets(config, early=config.grpo.overlap_training)
-    batch = config.policy.train_global_batch_size * rows_per_sample(config)
-    steps = chunks if config.grpo.overlap_training else train_buckets(config, batch)
-    rows = chunk_buckets(config, early=config.grpo.overlap_logprobs)
+    rows = train_buckets(config, samples_per_step(config) * rows_per_sample(config))
+    minibatch = train_buckets(config, config.policy.train_global_batch_size * rows_per_sample(config))
     plans = [
-        PhasePlan("train_step", steps, scalars=STEP),
+        PhasePlan("train_step", minibatch, scalars=STEP),
         *(PhasePlan(name, rows, scalars=STEP) for name in logprob_phases(config)),
         generate_plan(config),
         PhasePlan("refit", value=0),
     ]
-    if config.grpo.overlap_training:
-        plans.append(PhasePlan("accumulate_gradients", chunks, scalars=STEP))
     if config.policy.offload_optimizer_for_logprob:
         plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
     if uses_teacher(config):
@@ -101,7 +93,7 @@ def grpo_plans(config: Config) -> list[PhasePlan]:
     if uses_critic(config):
         plans += critic_plans(config)
     if has_fp8_kv_cache(config):
-        plans.append(PhasePlan("calibrate_kv_scales", train_buckets(config, samples * rows_per_sample(config))))
+        plans.append(PhasePlan("calibrate_kv_scales", rows))
     return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans
 
 
@@ -110,7 +102,7 @@ def with_records(config: Config, plans: Sequence[PhasePlan], hf_config: Mapping[
     if not config.policy.router_replay:
         return list(plans)
     sizes = routed_layers(hf_config)
-    users = ("train_step", "accumulate_gradients", "logprobs", "reference_logprobs")
+    users = ("train_step", "logprobs", "reference_logprobs")
     fields = {ROUTED_EXPERTS: Field(sizes.field_dtype)}
     found = [replace(plan, fields=fields) if plan.name in users else plan for plan in plans]
     requests = request_slots(generation_config(config).vllm_cfg.max_num_seqs)  # that an engine may return at once
@@ -126,7 +118,8 @@ def logprob_phases(config: Config) -> tuple[str, ...]:
 
 def teacher_plans(config: Config, rows: tuple[Bucket, ...]) -> list[PhasePlan]:
     """The phases of a teacher on workers of its own. `rows`: the buckets in which train workers get its results."""
-    own = chunk_buckets(role_config(config, TEACHER), early=config.grpo.overlap_logprobs)
+    teacher = role_config(config, TEACHER)
+    own = train_buckets(teacher, samples_per_step(teacher) * rows_per_sample(teacher))
     return [
         PhasePlan("teacher_logprobs", own, row_bytes(own, columns=2)),
         PhasePlan("keep_reference_logprobs", rows, scalars=STEP),
@@ -150,22 +143,6 @@ def train_buckets(config: Config, rows: int) -> tuple[Bucket, ...]:
     """Buckets of one train shard for `rows` rows over all shards, at every width of `policy.sequence_buckets`."""
     per_shard = math.ceil(rows / config.policy.megatron_cfg.layout.dp)
     return tuple(Bucket(per_shard, width) for width in bucket_widths(config.policy))
-
-
-def chunk_buckets(config: Config, early: bool) -> tuple[Bucket, ...]:
-    """Buckets for a whole batch of samples; with `early` also for the least chunk, twice that, and so on."""
-    samples = samples_per_step(config) * rows_per_sample(config)
-    rows = least_chunk(config) if early else samples
-    buckets: tuple[Bucket, ...] = ()
-    while rows < samples:
-        buckets += train_buckets(config, rows)
-        rows *= 2
-    return tuple(dict.fromkeys((*buckets, *train_buckets(config, samples))))
-
-
-def least_chunk(config: Config) -> int:
-    """The least rows of a chunk while more of the batch is to come."""
-    return max(1, samples_per_step(config) // CHUNKS)
 
 
 def generate_plan(config: Config) -> PhasePlan:

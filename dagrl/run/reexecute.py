@@ -227,8 +227,7 @@ def _prepare(config: Config, request: Request, start: Path | None) -> Config:
 
 
 def _compare(request: Request, again: Config, lines: Sequence[Line], recorded: Recorded | None) -> Comparison:
-    early = generates(again) and again.grpo.overlap_training  # gradients are summed in the order in which sequences finish
-    found, bounds = RunPaths.of(again).directory, EXACT if request.exact and not early else BOUNDS[again.policy.precision]
+    found, bounds = RunPaths.of(again).directory, EXACT if request.exact else BOUNDS[again.policy.precision]
     if recorded is None:
         return compare(request.directory, found, lines, request.step, bounds=bounds)
     comparison = compare(request.directory, found, lines, request.step, columns=(), only_found=True, bounds=bounds)

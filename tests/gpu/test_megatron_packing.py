@@ -157,21 +157,6 @@ def test_shared_prefixes_are_as_close_to_float32_as_whole_sequences(graphs: bool
     assert found[True][0] < 1.2 * found[False][0] + 1e-3 and found[True][1] < 1.2 * found[False][1] + 1e-3
 
 
-@pytest.mark.parametrize(("precision", "limit"), [("float32", 1e-5), ("bfloat16", 0.05)])
-def test_accumulated_gradients_are_those_of_the_whole_batch(
-    precision: str, limit: float, model: Path, truth: reference.Run
-) -> None:
-    config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **WAYS["packed"])
-    batch = reference.make_batch()
-    with single_worker(config, TestedWorker) as made:
-        made.accumulate_gradients(batch.select([7]), "likelihood")  # of an abandoned step
-        for number, rows in enumerate(([0, 4, 5], [6])):
-            made.accumulate_gradients(batch.select(rows).with_scalars(parts=float(number)), "likelihood")
-        metrics = made.train_step(batch.select([1, 2, 3, 7]).with_scalars(parts=2.0, lr=0.0), "likelihood")
-        assert error(reference.assemble([made.gradients()]), truth.gradients) < limit
-    assert metrics.sums["loss"] == pytest.approx(truth.losses[0], rel=limit / 5)
-
-
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_reference_weights_are_swapped_in_and_out(where: str, sharded: bool, model: Path) -> None:

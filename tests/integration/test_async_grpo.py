@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -18,11 +18,10 @@ import pytest
 from dagrl.config import Config
 from dagrl.errors import StopRequestedError
 from dagrl.rl.rollout.batches import train_batch
-from dagrl.rl.rollout.episodes import Episode, Sample
+from dagrl.rl.rollout.episodes import Sample
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.loops import grpo_step
-from dagrl.run.loops.early_work import EarlyWork
 from dagrl.run.train import run_with_restarts, train
 from dagrl.telemetry.record import read_metrics
 from tests.integration.unigram_task import ASKED
@@ -142,34 +141,24 @@ def check_versions(config: Config, batches: Trained, first: int = 0, max_age: in
 def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both score every group once, and early work changes no losses."""
+    """Both score every group once."""
     monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
-    chunks = watched_chunks(monkeypatch)
-    early = {"grpo": {"overlap_logprobs": True, "overlap_training": True}, "executor": "compiled"}
-    cases = {
-        "sync": {},
-        "async": {"grpo": {"async_grpo": {**ASYNC, "max_trajectory_age_steps": 0}}},
-        "overlap": early,
-    }
+    cases = {"sync": {}, "async": {"grpo": {"async_grpo": {**ASYNC, "max_trajectory_age_steps": 0}}}}
     runs = {}
     for name, sections in cases.items():
-        chunks.clear()  # a synchronous batch without the options may be one, while it waits for its scores
         config = configuration(tmp_path, name, **sections)
         train(config)
         runs[name] = steps_of(config)
-    early_samples = [key for chunk in chunks for key in chunk]
-    assert len(chunks) >= STEPS and len(early_samples) == len(set(early_samples)), "in every step, and none twice"
-    for sync, asynchronous, overlap in zip(*runs.values(), strict=True):
+    for sync, asynchronous in zip(*runs.values(), strict=True):
         assert [sync.get(name) for name in COMPARED] == [asynchronous.get(name) for name in COMPARED]
         assert asynchronous["staleness/policy_age_max"] == 0
-        check_close(overlap, sync)
-        assert 0 < overlap["timing_s/logprobs"] and 0 < overlap["timing_s/reference_logprobs"]
+        assert 0 < sync["timing_s/logprobs"] and 0 < sync["timing_s/reference_logprobs"]
     assert len(runs["sync"]) == STEPS
     assert runs["sync"][-1]["reward/mean"] != runs["sync"][0]["reward/mean"]
-    assert numbers_of(trained) == 3 * list(range(STEPS * PROMPTS))
+    assert numbers_of(trained) == 2 * list(range(STEPS * PROMPTS))
     asked = [json.loads(line)[0] for line in (tmp_path / "asked").read_text().splitlines()]
     groups = [prompts[0] for prompts in asked if len(prompts) == GENERATIONS]
-    assert len(groups) == 3 * len(set(groups)) == 3 * STEPS * PROMPTS
+    assert len(groups) == 2 * len(set(groups)) == 2 * STEPS * PROMPTS
 
 
 COMPARED = (
@@ -184,7 +173,7 @@ def check_close(step: dict[str, Any], other: dict[str, Any]) -> None:
         assert step[name] == other[name]
 
 
-@pytest.mark.slow  # test_megatron_accumulation.py and the unit tests of losses have the forced ratio too
+@pytest.mark.slow  # test_megatron_kept_logprobs.py and the unit tests of losses have the forced ratio too
 def test_logprobs_from_the_step_itself_change_no_losses(tmp_path: Path) -> None:
     sections: dict[str, dict[str, Any]] = {"plain": {}, "forced": {"loss_fn": {"force_on_policy_ratio": True}}}
     configs = [configuration(tmp_path, name, **more) for name, more in sections.items()]
@@ -195,19 +184,6 @@ def test_logprobs_from_the_step_itself_change_no_losses(tmp_path: Path) -> None:
         assert "timing_s/logprobs" not in forced and 0 < forced["timing_s/reference_logprobs"]
 
 
-def watched_chunks(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
-    """The samples of each early chunk of log-probabilities."""
-    chunks: list[list[tuple[int, int]]] = []
-    start = EarlyWork._start_chunk
-
-    def watched(self: EarlyWork, episodes: Mapping[tuple[int, int], Episode]) -> None:
-        chunks.append(list(episodes))
-        start(self, episodes)
-
-    monkeypatch.setattr(EarlyWork, "_start_chunk", watched)
-    return chunks
-
-
 @pytest.mark.parametrize("in_flight", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["in flight", "finish first"])
 def test_ages_versions_and_numbers(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, in_flight: bool
@@ -215,13 +191,12 @@ def test_ages_versions_and_numbers(
     finish_running = Experience.finish_running
     monkeypatch.setattr(Experience, "finish_running", lambda self: (time.sleep(0.05), finish_running(self)))
     settings = {**ASYNC, "in_flight_weight_updates": in_flight, "max_trajectory_age_steps": 2 if in_flight else 1}
-    overlap = {"overlap_logprobs": True, "overlap_training": True}
     config = configuration(
         tmp_path,
         "ages",
         policy=TWO_ENGINES,
         # groups that wait are more than that many batches: without dynamic sampling, no reason to give up
-        grpo={"async_grpo": settings, "max_num_steps": 8, "dynamic_sampling_max_gen_batches": 1, **overlap},
+        grpo={"async_grpo": settings, "max_num_steps": 8, "dynamic_sampling_max_gen_batches": 1},
         data={"task_args": {"train_s": 0.03, "engine_step_s": 0.004}},
         loss_fn={"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0},
     )

@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 
 from dagrl.bench import step
-from dagrl.bench.deadline import BenchDeadline
-from dagrl.config import Config
-from dagrl.config.file import load_config
 from dagrl.errors import ConfigError
-from dagrl.run.session import Session
 from dagrl.telemetry.metrics import VALIDATION
 from tests.integration.test_async_grpo import one_cluster
 
@@ -36,39 +32,28 @@ WORKERS = 3  # one trains, two generate
 
 def test_rows_of_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[step.Metrics] = []
-    overlap: dict[str, tuple[bool, bool]] = {}
-    run_variant, begin_again = step.run_variant, step.begin_again
+    run_variant = step.run_variant
 
     def watched(*words: Any) -> Any:
         taken = run_variant(*words)
         counted.extend(taken)
         return taken
 
-    def begun(session: Session, config: Config, variant: step.Variant, *rest: Any) -> Session:
-        begun = begin_again(session, config, variant, *rest)
-        overlap[variant.name] = (begun.config.grpo.overlap_logprobs, begun.config.grpo.overlap_training)
-        return begun
-
     monkeypatch.setattr(step, "run_variant", watched)
-    monkeypatch.setattr(step, "begin_again", begun)
     parser = argparse.ArgumentParser()
     step.add_arguments(parser)
     rows_file = tmp_path / "rows.json"
     options = ["--config", str(SIMULATED), "--json", str(rows_file), "--rounds", "1", "--steps", "1"]
-    overlapping = ("grpo.overlap_logprobs=true", "grpo.overlap_training=true")
-    variants = ("sync, overlapped", "sync", "in flight, age 1")
-    step.run(parser.parse_args([*SMALL, *overlapping, *options, "--variants", "; ".join(variants)]))
+    variants = ("sync, fifo", "sync", "in flight, age 1")
+    step.run(parser.parse_args([*SMALL, *options, "--variants", "; ".join(variants)]))
     rows = json.loads(rows_file.read_text())["rows"]
     assert tuple(row["variant"] for row in rows) == variants
-    assert overlap == {variant: (variant != "sync", variant != "sync") for variant in variants}, (
-        "sync does one thing after the other"
-    )
-    overlapped, sync, in_flight = rows
-    assert (overlapped["policy_age_max"], overlapped["speedup"], sync["policy_age_max"]) == (0, 1, 0)
+    fifo, sync, in_flight = rows
+    assert (fifo["policy_age_max"], fifo["speedup"], sync["policy_age_max"]) == (0, 1, 0)
     assert len(counted) == 1 + 1 + 2
     assert not [name for steps in counted for name in steps if name.startswith(VALIDATION)], "validation never counts"
     assert 0 <= in_flight["policy_age_mean"] <= in_flight["policy_age_max"] <= 1
-    for row, steps in ((overlapped, 1), (sync, 1), (in_flight, 2)):  # a burst at age 1 has two steps
+    for row, steps in ((fifo, 1), (sync, 1), (in_flight, 2)):  # a burst at age 1 has two steps
         assert (row["rounds"], row["steps"]) == (1, steps)
         tokens, sequences = row["tokens_per_s"] * row["step_s"] * steps, 16 * steps
         assert tokens == pytest.approx(round(tokens)) and sequences * 3 <= tokens <= sequences * 48, "whole tokens"
@@ -85,9 +70,3 @@ def test_the_comparison_controls_for_the_order_of_requests() -> None:
 def test_an_unknown_variant_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"found asynk; choose from plain Ray; .*sync"):
         step.chosen("sync; asynk")
-
-
-def test_overlapped_needs_overlap_training(tmp_path: Path) -> None:
-    config = load_config(SIMULATED, [*SMALL, f"output_dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"'sync, overlapped', but grpo\.overlap_training is false; set it"):
-        next(step.measure(config, step.chosen("sync, overlapped"), None, 1, BenchDeadline(None)))

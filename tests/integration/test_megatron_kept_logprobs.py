@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dagrl.config import GrpoConfig, LossConfig
+from dagrl.config import LossConfig
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
-from tests.integration.test_megatron_accumulation import gradients_of
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, shard_batches, train
 
 LOSS = LossConfig(reference_policy_kl_penalty=0.1)
@@ -30,9 +29,9 @@ def keep(group: Group, batch: Batch, model: str, *, exchanged: bool = False) -> 
     group.call("keep_logprobs", per_rank=[(shards[group.layout.coordinates(rank).dp], model) for rank in ranks])
 
 
-def keep_columns(group: Group, batch: Batch, *, exchanged: bool) -> None:
+def keep_columns(group: Group, batch: Batch) -> None:
     """Gives the workers columns that others computed."""
-    shards = shard_batches(batch, group.layout)[:: -1 if exchanged else 1]
+    shards = shard_batches(batch, group.layout)
     ranks = range(group.layout.world_size)
     group.call("keep_columns", per_rank=[(shards[group.layout.coordinates(rank).dp],) for rank in ranks])
 
@@ -70,27 +69,41 @@ def test_losses_and_gradients_are_equal(
         np.testing.assert_array_equal(found[1][name], gradient, err_msg=name)
 
 
-def test_a_row_may_train_on_another_shard_where_chunks_come_early(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
-    """With `grpo.overlap_logprobs` alone: otherwise the rows that are missing are an error."""
+def test_a_row_that_another_shard_computed_is_an_error(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     config = reference.make_config(tiny_models["qwen3"], optimizer=UNCLIPPED).model_copy(update={"loss_fn": LOSS})
     batch = identified(reference.make_batch(grpo=True).with_scalars(lr=0.0))
-    layout, found = ParallelLayout(dp=2), {}
-    for early in (False, True):
-        grpo = GrpoConfig(overlap_logprobs=early)
-        with megatron_pool.group(layout, config.model_copy(update={"grpo": grpo})) as group:
-            group.call("snapshot_reference")
-            for model in ("policy", "reference"):
-                keep(group, batch, model, exchanged=early)
-            found[early] = train(group, batch, "policy")
-            later = batch.with_scalars(step=9)  # now the reference policy's come from elsewhere
-            keep(group, later, "policy", exchanged=early)
-            given = {"reference_logprobs": logprobs(group, later, "reference")["logprobs"], "row_ids": batch["row_ids"]}
-            keep_columns(group, Batch({**given, "lengths": batch["lengths"]}, later.scalars), exchanged=early)
-            assert train(group, later, "policy") == found[early]
-            if not early:
-                keep(group, batch.with_scalars(step=8), "policy", exchanged=True)
-                with pytest.raises(WorkerError, match="rows whose prev_logprobs this worker does not hold"):
-                    train(group, batch.with_scalars(step=8), "policy")
-    assert found[True] == found[False]
+    with megatron_pool.group(ParallelLayout(dp=2), config) as group:
+        group.call("snapshot_reference")
+        for model in ("policy", "reference"):
+            keep(group, batch, model)
+        found = train(group, batch, "policy")
+        later = batch.with_scalars(step=9)  # now the reference policy's come from elsewhere
+        keep(group, later, "policy")
+        given = {"reference_logprobs": logprobs(group, later, "reference")["logprobs"], "row_ids": batch["row_ids"]}
+        keep_columns(group, Batch({**given, "lengths": batch["lengths"]}, later.scalars))
+        assert train(group, later, "policy") == found
+        keep(group, batch.with_scalars(step=8), "policy", exchanged=True)
+        with pytest.raises(WorkerError, match="rows whose prev_logprobs this worker does not hold"):
+            train(group, batch.with_scalars(step=8), "policy")
+
+
+def test_a_forced_ratio_needs_no_logprobs_before_the_step(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+    """Metrics and gradients equal those of the step that gets `logprobs` in its batch."""
+    config = reference.make_config(tiny_models["qwen3"], optimizer=UNCLIPPED, **PACKED)
+    batch = reference.make_batch(grpo=True).with_scalars(lr=0.0)
+    with megatron_pool.group(ParallelLayout(tp=2, cp=2), config) as group:
+        rows = logprobs(group, batch)
+        mask = batch["loss_mask"]
+        expected = train(group, batch.with_fields(prev_logprobs=rows["logprobs"] * mask), "policy")
+        gradients = gradients_of(group)
+    expected["policy/entropy"] = float((rows["entropy"] * mask).sum() / mask.sum())
+    forced = config.model_copy(update={"loss_fn": LossConfig(force_on_policy_ratio=True)})
+    with megatron_pool.group(ParallelLayout(tp=2, cp=2), forced) as group:
+        assert train(group, batch, "policy") == pytest.approx(expected, rel=1e-5, abs=2e-6)
+        for name, gradient in gradients_of(group).items():
+            scale = float(np.abs(gradients[name]).max()) or 1.0
+            np.testing.assert_allclose(gradient / scale, gradients[name] / scale, atol=5e-6, err_msg=name)
+
+
+def gradients_of(group: Group) -> dict[str, Any]:
+    return dict(reference.assemble(group.call("gradients")))

@@ -84,7 +84,6 @@ def critic_step_by_hand(table: Any, batch: Batch, returns: Any) -> Any:
     [
         pytest.param({}, marks=pytest.mark.slow, id="sync"),
         pytest.param({"async_grpo": ASYNC, "num_generations_per_prompt": 1, "num_prompts_per_step": 12}, id="async"),
-        pytest.param({"overlap_logprobs": True}, marks=pytest.mark.slow, id="early"),
     ],
 )
 def test_advantages_and_the_critic_are_those_by_hand(grpo: dict[str, Any], tmp_path: Path, learned: list[Any]) -> None:
@@ -150,19 +149,12 @@ def write_teacher(directory: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "grpo",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"overlap_logprobs": True, "overlap_training": True}, id="early"),
-    ],
-)
-def test_a_teacher_on_workers_of_its_own_is_learned(grpo: dict[str, Any], tmp_path: Path) -> None:
+def test_a_teacher_on_workers_of_its_own_is_learned(tmp_path: Path) -> None:
     """The reverse KL of the metrics is that of the teacher's distribution, and falls."""
     write_teacher(tmp_path / "teacher")
     teacher = {**TEACHER, "model_name": str(tmp_path / "teacher")}
     loss_fn = {"name": "distill", "reference_policy_kl_penalty": 0}
-    config = configuration(tmp_path, "taught", teacher=teacher, loss_fn=loss_fn, grpo={"max_num_steps": 8, **grpo})
+    config = configuration(tmp_path, "taught", teacher=teacher, loss_fn=loss_fn, grpo={"max_num_steps": 8})
     train(config)
     preferred = np.linspace(-0.5, 0.5, SIZE)
     preferred[TAUGHT] = 3.0

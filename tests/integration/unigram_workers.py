@@ -98,35 +98,15 @@ class UnigramTrainer(UnigramState):
         self.kept, self.reference = KeptLogprobs(), self.logits.clone()
 
     def train_step(self, batch: Batch, loss: str) -> StepMetrics:
-        from dagrl.rl.algorithm import algorithm_for
-        from dagrl.rl.losses import Denominators, divided, loss_denominator
+        from dagrl.rl.losses import Denominators
 
-        algorithm = algorithm_for(loss, self.config)
         self.need("weights", "gradients", "optimizer")
         counts = Denominators(*(batch.number(f"global_valid_{unit}") for unit in ("tokens", "sequences")))
-        parts = self._parts_before(batch)
         gradient, metrics = self._gradient(batch, loss, counts)
-        for part, found in parts:
-            gradient = gradient + part / loss_denominator(algorithm, counts)
-            metrics = merge_step_metrics([metrics, divided(found, algorithm, counts)])
         time.sleep(0.0 if in_warmup() else float(self.config.data.task_args.get("train_s", 0.0)))  # type: ignore[arg-type]
         if not in_warmup():
             self.logits -= self.config.policy.megatron_cfg.optimizer.lr * gradient
         return metrics
-
-    def accumulate_gradients(self, batch: Batch, loss: str) -> None:
-        from dagrl.rl.losses import UNDIVIDED
-
-        self.need("weights", "gradients")
-        part = self._gradient(batch, loss, UNDIVIDED)
-        if not in_warmup():
-            self.parts = [*self._parts_before(batch), part]
-
-    def _parts_before(self, batch: Batch) -> list[tuple[Any, StepMetrics]]:
-        wanted = int(batch.number("parts", 0))
-        found, self.parts = self.parts if wanted else [], []
-        assert len(found) == wanted
-        return found
 
     def _gradient(self, batch: Batch, loss: str, counts: Any) -> tuple[Any, StepMetrics]:
         import torch

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -32,7 +32,7 @@ from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.functions.answers import Answers, split_done
 from dagrl.rl.rewards import RewardRunner, join_rewards, rewards_of
 from dagrl.rl.rollout.engines import GenerationEngines, PromptData, Stop
-from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, new_group, request_seeds, samples_of
+from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
 from dagrl.rl.rollout.judged import reward_texts, reward_values
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import (
@@ -64,20 +64,6 @@ DECODED_GROUPS = 8
 """Groups decoded at once, in parallel."""
 
 WAIT_S = 1.0  # between two checks of the stop signal while there is nothing to generate
-SCORES_S = 0.01  # between two looks for scores of which all are needed
-
-
-@dataclass(frozen=True)
-class NextBatch:
-    """Groups of the next training batch. `others` are being generated or scored, and may still be dropped."""
-
-    scored: Sequence[ScoredGroup]
-    others: Sequence[RolloutGroup] = ()
-
-    def episodes(self) -> dict[tuple[int, int], Episode]:
-        """Returns all sequences, finished or not, by group number and place in the group."""
-        groups = [*(group.group for group in self.scored), *self.others]
-        return {(group.number, place): episode for group in groups for place, episode in enumerate(group.episodes)}
 
 
 @dataclass
@@ -105,12 +91,9 @@ class Experience:
         grpo, self._config, self._prompts, self._engines = config.grpo, config, prompts, engines
         self._reward, self._stop = reward, stop
         self._last = config.sft.max_num_steps + grpo.max_num_steps
-        ahead = max_age_steps or grpo.use_dynamic_sampling or grpo.overlap_logprobs or grpo.overlap_training
-        self._in_turn = not ahead
         self.sampler = open_sampler(prompts.train, config.data)
         self.buffer = TrajectoryBuffer[ScoredGroup](grpo.num_prompts_per_step, max_age_steps, version=version)
         self.rollouts = Rollouts(config, engines, prompts.tokenizer, environment)
-        self._generated: list[RolloutGroup] = []  # not sent to the reward functions yet
         self._scoring: list[_Scoring] = []
         self._validated: list[_Scoring] = []
         self._dropped_groups: list[ScoredGroup] = []  # by dynamic sampling, since the last batch was taken
@@ -145,16 +128,11 @@ class Experience:
     def work(self, other: Future[Any] | None = None) -> None:
         """Runs one quantum. With nothing to generate, waits for a score, an answer of the environment, or `other`.
 
-        Without `other`, which is the training under way, engines that were replaced get their weights first. Groups
-        are sent to the reward functions at once, except for those that complete the next batch: the next call sends them, so
-        that the caller can start its log-probabilities before that.
+        Without `other`, which is the training under way, engines that were replaced get their weights first.
         """
-        self._score()
         while other is None and self._unfilled:
             self._refill()
-        if self.rollouts.generating:
-            self._generated = self.rollouts.advance()
-        else:
+        if not self.rollouts.generating:
             awaited: list[Future[Any]] = [*self.rollouts.awaited, *([] if other is None else [other])]
             awaited += [item.answers for item in self._scoring]
             awaited += [item.answers for item in self._validated if not item.answers.done()]
@@ -163,13 +141,8 @@ class Experience:
                     f"no batch can become complete: nothing is being generated, scored or answered; groups: "
                     f"{self.buffer.counts()}"
                 )
-            if self._in_turn and other is None and not self.rollouts.awaited:
-                wait(awaited, SCORES_S, FIRST_EXCEPTION)  # nothing can begin before all scores are known
-            else:
-                wait(awaited, WAIT_S, FIRST_COMPLETED)
-            self._generated = self.rollouts.advance()
-        if not self.only_scores_missing or other is not None:
-            self._score()
+            wait(awaited, WAIT_S, FIRST_COMPLETED)
+        self._score(self.rollouts.advance())
         self._take_scores()
 
     def take(self) -> list[ScoredGroup] | None:
@@ -186,18 +159,6 @@ class Experience:
         check_groups(self._config, self._reward, [*self._dropped_groups, *groups])
         self._dropped_groups = []
         return groups
-
-    @property
-    def only_scores_missing(self) -> bool:
-        """Whether the next batch is known and generated. False where other groups may still take the place of its own."""
-        return self._in_turn and bool(self._generated or self._scoring) and not self.rollouts.busy
-
-    def next_batch(self) -> NextBatch:
-        """Returns the groups that are certain to be in the next batch unless they are dropped."""
-        wanted = self.buffer.next_batch()
-        scored = [group.payload for group in self.buffer.finished() if group.number in wanted]
-        others = [*self._generated, *(item.group for item in self._scoring), *self.rollouts.groups]
-        return NextBatch(scored, [group for group in others if group.number in wanted])
 
     def advance(self, version: int) -> None:
         """Marks the last taken batch as trained; generation has `version`."""
@@ -379,9 +340,8 @@ class Experience:
         else:
             self.rollouts.start(saved.group)
 
-    def _score(self, complete: Sequence[RolloutGroup] = ()) -> None:
+    def _score(self, complete: Sequence[RolloutGroup]) -> None:
         """Sends groups to the reward functions, which work on the first while later ones are decoded."""
-        complete, self._generated = [*self._generated, *complete], []
         for start in range(0, len(complete), DECODED_GROUPS):
             decoded = complete[start : start + DECODED_GROUPS]
             left = iter(samples_of(self._prompts.tokenizer, *decoded))

@@ -134,13 +134,6 @@ class TrajectoryBuffer(Generic[Payload]):
         """Returns the generating groups: number -> version it was started with."""
         return dict(self._generating)
 
-    def next_batch(self) -> set[int]:
-        """Returns the groups certain to be in the next batch unless dropped: of the oldest, those finished or due."""
-        started = self._started_at()
-        oldest = sorted(started, key=lambda number: (started[number], number))[: self.groups_per_step]
-        due = self.version - self.max_age_steps
-        return {number for number in oldest if number in self._finished or started[number] <= due}
-
     def finished(self) -> list[Taken[Payload]]:
         """Returns the finished groups that are not taken, by number."""
         return sorted(self._finished.values(), key=lambda group: group.number)

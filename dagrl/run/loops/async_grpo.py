@@ -3,8 +3,7 @@
 The main thread replays quanta of generation, collects rewards, and submits refits. A second thread replays the training
 phases of one step at a time. A refit runs between two quanta, when the engines are at rest, so it needs no pause protocol:
 running requests continue from their KV cache (`in_flight_weight_updates`), have it recomputed, or finish first. The number
-of groups that may start bounds the age of samples (`dagrl.rl.rollout.trajectories`). While no step is running, the main
-thread starts early work on the next batch (`dagrl.run.loops.early_work`), and the second thread takes it.
+of groups that may start bounds the age of samples (`dagrl.rl.rollout.trajectories`).
 
 Sources: NeMo-RL's asynchronous GRPO (docs/guides/async-grpo.md); PipelineRL (Piche et al. 2025, arXiv:2509.19128) for
 updates in flight, AReaL (Fu et al. 2025, arXiv:2505.24298) for ages.
@@ -19,7 +18,6 @@ from contextlib import contextmanager, nullcontext
 
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.loops.early_work import EarlyWork
 from dagrl.run.loops.grpo_step import (
     begin_step,
     exposed,
@@ -40,7 +38,6 @@ def train_async(session: Session, reward: RewardRunner) -> None:
     metrics = begin_step()
     with (
         open_experience(session, reward, max_age_steps=settings.max_trajectory_age_steps) as experience,
-        EarlyWork(session.config, session.replays) as early,
         training_thread() as thread,
     ):
         start_policy(session, experience)
@@ -49,13 +46,11 @@ def train_async(session: Session, reward: RewardRunner) -> None:
             if learning is None:
                 session.stop.check()
                 if (groups := experience.take()) is not None:
-                    learning = thread.submit(timed_learn, session, groups, session.step + 1, early)
+                    learning = thread.submit(timed_learn, session, groups, session.step + 1)
                     metrics |= experience.metrics(groups)
             if learning is None or not learning.done():
                 with exposed(metrics) if learning is None else nullcontext():
                     experience.work(learning)
-                if learning is None and early.wanted:
-                    early.advance(experience.next_batch(), session.step + 1)
                 continue
             learned, ended = learning.result()
             learning, metrics = None, metrics | learned
@@ -67,11 +62,9 @@ def train_async(session: Session, reward: RewardRunner) -> None:
             metrics = begin_step()
 
 
-def timed_learn(
-    session: Session, groups: Sequence[ScoredGroup], step: int, early: EarlyWork
-) -> tuple[dict[str, float], float]:
-    """Runs `learn` with the early work; returns its metrics and when it ended (`time.perf_counter`)."""
-    return learn(session, groups, step, early.take), time.perf_counter()
+def timed_learn(session: Session, groups: Sequence[ScoredGroup], step: int) -> tuple[dict[str, float], float]:
+    """Runs `learn`; returns its metrics and when it ended (`time.perf_counter`)."""
+    return learn(session, groups, step), time.perf_counter()
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.loops.async_grpo import train_async
-from dagrl.run.loops.early_work import EarlyWork
 from dagrl.run.loops.grpo_step import (
     begin_step,
     exposed,
@@ -42,33 +41,25 @@ def train_samples(session: Session) -> None:
 def train_grpo(session: Session, reward: RewardRunner) -> None:
     """Runs the GRPO steps that are left. Step numbers continue from the SFT steps."""
     last = session.config.sft.max_num_steps + session.config.grpo.max_num_steps
-    with (
-        open_experience(session, reward, max_age_steps=0) as experience,
-        EarlyWork(session.config, session.replays) as early,
-    ):
+    with open_experience(session, reward, max_age_steps=0) as experience:
         start_policy(session, experience)
         while session.step < last:
             step, metrics = session.step + 1, begin_step()
             with exposed(metrics):
-                groups = generate_batch(session, experience, early)
+                groups = generate_batch(session, experience)
             summary = cache(partial(experience.metrics, groups))
-            metrics |= learn(session, groups, step, early.take, partial(use_training_time, session, experience, summary))
+            metrics |= learn(session, groups, step, partial(use_training_time, session, experience, summary))
             metrics |= summary()
             metrics |= update(session, experience, time.perf_counter())
             finish_step(session, experience, metrics)
             del groups, summary  # now, while engines work: it takes a while to free so many tokens
 
 
-def generate_batch(session: Session, experience: Experience, early: EarlyWork) -> list[ScoredGroup]:
-    """Draws, completes and scores prompts until a batch is complete. Early work on it may be done by then.
-
-    Log-probabilities of a batch that only waits for its scores are early work too.
-    """
+def generate_batch(session: Session, experience: Experience) -> list[ScoredGroup]:
+    """Draws, completes and scores prompts until a batch is complete."""
     while (groups := experience.take()) is None:
         experience.fill()
         experience.work()
-        if early.wanted or experience.only_scores_missing:
-            early.advance(experience.next_batch(), session.step + 1)
         session.stop.check()
     return groups
 

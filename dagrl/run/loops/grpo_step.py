@@ -16,7 +16,7 @@ from dagrl.errors import WorkerError
 from dagrl.refit import RefitReport
 from dagrl.rl.agents.runner import open_environment
 from dagrl.rl.rewards import RewardRunner
-from dagrl.rl.rollout.batches import row_keys, scored_batch
+from dagrl.rl.rollout.batches import scored_batch
 from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
@@ -25,9 +25,8 @@ from dagrl.run.checkpoints import ranking_metric
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.calibration import calibrate, calibrate_on_prompts
 from dagrl.run.loops.critic import CriticStep
-from dagrl.run.loops.early_work import Early
 from dagrl.run.loops.logprobs import ShardRows, compute_logprobs, split_minibatches
-from dagrl.run.loops.optimizer_step import Rest, replay_batch
+from dagrl.run.loops.optimizer_step import replay_batch
 from dagrl.run.replays import Replays
 from dagrl.run.resume import REFERENCE
 from dagrl.run.session import Session
@@ -107,25 +106,25 @@ def learn(
     session: Session,
     groups: Sequence[ScoredGroup],
     step: int,
-    take: Callable[[], Early],
     meanwhile: Callable[[], object] = lambda: None,
+    *,
+    known: bool = False,
 ) -> dict[str, float]:
-    """Trains the train workers on one batch of groups. `take` returns the work on it that was done with the current weights.
-    `meanwhile` is called while the workers train, unless nothing is trained on."""
+    """Trains the train workers on one batch of groups. `meanwhile` is called while they train, unless nothing is trained on.
+
+    `known`: they have the log-probabilities of all samples already.
+    """
     config, replays = session.config, session.replays
-    keys, batch = row_keys(config, groups), scored_batch(config, groups, step)
+    batch = scored_batch(config, groups, step)
     splits = split_minibatches(config, batch)
     judged = uses_critic(config)
     at_once = judged and not replays.takes_turns(CRITIC)  # otherwise its steps follow its values, without a turn in between
     critic = CriticStep(session, batch) if at_once else None
-    early = take()  # may wait for log-probabilities
-    compute_logprobs(config, replays, batch, splits, [key in early.known for key in keys], step)
+    if not known:
+        compute_logprobs(config, replays, batch, splits, step)
     critic = CriticStep(session, batch) if judged and critic is None else critic
     batch = batch if critic is None else critic.judged_batch()
     session.stop.check()  # the last point at which the weights are those of the last finished step
-    assert early.accumulated <= {group for group, _ in keys}, "gradients of a group that is not in the batch"
-    left = [row for row, (group, _) in enumerate(keys) if group not in early.accumulated]
-    rest = Rest(left, early.parts) if early.parts else None
     log = session.recorder.rollouts
     with log.keeping(groups, batch, step) if log is not None else nullcontext(lambda: None) as keep:
         if critic is not None:
@@ -133,7 +132,7 @@ def learn(
         metrics: dict[str, float] = {}
         warms_up = critic is not None and step - config.sft.max_num_steps <= config.critic.warmup_steps
         if not warms_up:
-            metrics |= optimize(config, replays, batch, step, splits, rest, lambda: (keep(), meanwhile()))
+            metrics |= optimize(config, replays, batch, step, splits, lambda: (keep(), meanwhile()))
         if critic is not None:
             metrics |= critic.finish(step)
     return metrics | calibrate(config, replays, batch) | {"trained_tokens": float(batch["lengths"].sum())}
@@ -243,19 +242,17 @@ def optimize(
     batch: Batch,
     step: int,
     splits: Sequence[ShardRows] | None = None,
-    rest: Rest | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Takes one optimizer step for the rows of each `policy.train_global_batch_size` samples; returns the metrics of all.
 
     A minibatch without a token in the loss is skipped and counted; `grpo.overlong_filtering` can leave one. `splits` are the
-    rows of each shard, by minibatch. With a `rest`, the batch is one minibatch. `meanwhile` is called when each has begun.
+    rows of each shard, by minibatch. `meanwhile` is called when each has begun.
     """
     rows = rows_per_sample(config)
     size = config.policy.train_global_batch_size * rows
     batch = batch.with_scalars(step=step)
     minibatches = [batch.share(number, batch.rows // size) for number in range(batch.rows // size)]
-    assert rest is None or len(minibatches) == 1
     unplaced: list[ShardRows | None] = [None] * len(minibatches)
     steps = [
         replay_batch(
@@ -264,7 +261,6 @@ def optimize(
             minibatch,
             step=step,
             shard_rows=shard_rows,
-            rest=rest,
             least_sequences=minibatch.rows // rows if config.loss_fn.count_masked_sequences else 0,
             meanwhile=meanwhile,
         )

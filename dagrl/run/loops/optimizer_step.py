@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
 from dagrl.run.loops.logprobs import ShardRows
 from dagrl.run.replays import Replays
@@ -16,14 +15,6 @@ from dagrl.telemetry.metrics import GRAD_NORM, SKIPPED_STEPS, StepMetrics, merge
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Rest:
-    """The rows of a batch that are left when the gradients of the others are accumulated, in `parts` replays."""
-
-    rows: Sequence[int]
-    parts: int
-
-
 def replay_batch(
     replays: Replays,
     phase: str,
@@ -31,19 +22,15 @@ def replay_batch(
     *,
     step: int,
     shard_rows: ShardRows | None = None,
-    rest: Rest | None = None,
     least_sequences: int = 0,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> StepMetrics:
     """Replays `phases.<phase>` on `batch` in step `step` and returns the metrics over all shards.
 
-    `shard_rows` are the rows of each shard, if the caller decides. With `rest`, only its rows are replayed, but losses are
-    normalized over the whole batch. Means over sequences divide by `least_sequences` if fewer have a token in the loss.
-    `meanwhile` is called while the workers train.
+    `shard_rows` are the rows of each shard, if the caller decides. Means over sequences divide by `least_sequences` if fewer
+    have a token in the loss. `meanwhile` is called while the workers train.
     """
     batch = _with_counts(batch, least_sequences)
-    if rest is not None:
-        batch = batch.select(rest.rows).with_scalars(parts=float(rest.parts))
     return _merged(replays.replay(phase, batch, shard_rows, meanwhile), step)
 
 

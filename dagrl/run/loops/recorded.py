@@ -22,7 +22,7 @@ from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.rewards import Rewards
-from dagrl.rl.rollout.batches import row_ids, row_keys, sample_keys, scored_batch
+from dagrl.rl.rollout.batches import row_ids, sample_keys, scored_batch
 from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, RolloutGroup, Sample, request_seeds
 from dagrl.rl.rollout.record import KEPT, NO_REWARD
 from dagrl.rl.rollout.rollouts import Rollouts
@@ -30,7 +30,6 @@ from dagrl.rl.rollout.scoring import ScoredGroup, scored_group
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.calibration import calibrate_on_prompts
-from dagrl.run.loops.early_work import Early
 from dagrl.run.loops.grpo_step import begin_policy, learn
 from dagrl.run.loops.logprobs import begin_logprobs, end_logprobs, logprob_batch, split_minibatches, whole_rows
 from dagrl.run.loops.sft import train_sft
@@ -49,7 +48,6 @@ KEEP = "keep_columns"  # method of train workers
 TRAINED = "trained_tokens"  # metric
 
 OF_GENERATION = frozenset({GENERATE, "refit"})
-EARLY = "accumulate_gradients"
 
 
 def sample_phases(config: Config) -> tuple[str, ...]:
@@ -103,8 +101,8 @@ def run_recorded(config: Config, recorded: Recorded) -> None:
 
 
 def _plans(config: Config, phases: Collection[str]) -> list[PhasePlan]:
-    """The phases of the run without those of early work, and of generation if it is not executed."""
-    left_out = {EARLY} if GENERATE in phases else {EARLY, *OF_GENERATION}
+    """The phases of the run, without generation if it is not executed."""
+    left_out = frozenset[str]() if GENERATE in phases else OF_GENERATION
     return [plan for plan in grpo_plans(config) if plan.name not in left_out]
 
 
@@ -121,12 +119,10 @@ def _train_step(session: Session, rows: Sequence[Row], *, known: bool) -> None:
     config, step = session.config, session.step + 1
     groups = scored_groups(config, rows)
     columns = kept_batch(config, groups, rows, step) if known and KEEP in session.train.role.methods else None
-    early = Early()
     if columns is not None:
         session.replays.hold("train", keep_generation_weights=True)
         session.train.call(KEEP, columns, deadline=config.timeouts.replay)
-        early = Early(known=set(row_keys(config, groups)))
-    _finish(session, learn(session, groups, step, lambda: early))
+    _finish(session, learn(session, groups, step, known=columns is not None))
 
 
 def _score(session: Session, rows: Sequence[Row], names: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ all-reduces and one read per step turn the counts into metrics. Imported only wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -41,13 +41,6 @@ class ExpertLoad:
     model: ModelChunks
     counts: StepCounts | None = None
     replays: bool = False  # whether the batch has a record of experts
-
-    def after(self, earlier: Sequence[ExpertLoad]) -> ExpertLoad:
-        """Returns the load of a whole batch, of which `earlier` parts were accumulated before."""
-        if self.counts is None or not earlier:
-            return self
-        counts = self.counts.after([part.counts for part in earlier if part.counts is not None])
-        return ExpertLoad(self.model, counts, self.replays or any(part.replays for part in earlier))
 
     def update_expert_biases(self) -> None:
         """Moves each expert's bias by the update rate: up if it had fewer tokens than the mean, down if more.

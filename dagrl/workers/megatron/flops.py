@@ -21,7 +21,6 @@ from dagrl.telemetry.metrics import (
     TRAIN_TOKENS,
     StepMetrics,
 )
-from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.architecture import Architecture
 
 if TYPE_CHECKING:
@@ -94,20 +93,23 @@ def throughput_metrics(
     policy: PolicyConfig,
     context: WorkerContext,
     device: torch.device,
-    step: AccumulatedParts,
+    *,
+    seconds: float,
+    lengths: Any,
+    saved: Any,
 ) -> StepMetrics:
     """Returns this worker's equal share of a shard's FLOPs and tokens of a step, its time and memory.
 
-    Tokens are those of all rows; the FLOPs are without those of saved prefixes.
+    Tokens are those of all rows, `lengths`; the FLOPs are without those of the prefixes of lengths `saved`.
     """
     import torch
 
     part = context.layout.dp / context.layout.world_size
     own = f"{RANK}{context.rank}/"
-    tflop = step_tflop(model, step.lengths) - step_tflop(model, step.saved)
-    counts = {TRAIN_TFLOP: part * tflop, TRAIN_TOKENS: part * float(step.lengths.sum())}
+    tflop = step_tflop(model, lengths) - step_tflop(model, saved)
+    counts = {TRAIN_TFLOP: part * tflop, TRAIN_TOKENS: part * float(lengths.sum())}
     sums = {**counts, **{own + name: value for name, value in counts.items()}, TRAIN_RANKS: 1.0}
-    maxima = {TRAIN_SECONDS: step.seconds, f"{own}train_seconds": step.seconds}
+    maxima = {TRAIN_SECONDS: seconds, f"{own}train_seconds": seconds}
     on_gpu = device.type == "cuda"
     if on_gpu:
         memory = torch.cuda.max_memory_allocated(device) / 2**30

@@ -7,7 +7,6 @@ microbatches, context-parallel and data-parallel workers, never averaged. Import
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from dagrl.rl.algorithm import Algorithm
@@ -87,21 +85,6 @@ def run_losses(
 ) -> BatchLosses:
     """Computes the losses of all microbatches. With `backward`, accumulates and reduces gradients."""
     return BatchLosses(_run(chunks, model_pass, batch, loss, forward_only=not backward), batch)
-
-
-def accumulate_losses(chunks: list[Any], model_pass: ModelPass, batch: Microbatches, loss: MicrobatchLoss) -> BatchLosses:
-    """Computes losses and accumulates gradients on each worker without reducing them."""
-    config = get_model_config(chunks[0])  # shared by all chunks
-    kept = config.finalize_model_grads_func, config.no_sync_func
-    # The schedule's own no_sync ends before the last microbatch.
-    config.finalize_model_grads_func = config.no_sync_func = None
-    try:
-        with ExitStack() as stack:
-            for chunk in chunks:
-                stack.enter_context(chunk.no_sync())
-            return run_losses(chunks, model_pass, batch, loss, backward=True)
-    finally:
-        config.finalize_model_grads_func, config.no_sync_func = kept
 
 
 def run_logprobs(chunks: list[Any], model_pass: ModelPass, batch: Microbatches, layer: OutputLayer | None) -> list[Tensor]:

@@ -15,7 +15,7 @@ layer's router the microbatch, also when activations are recomputed. Imported on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,15 +66,6 @@ class StepCounts:
     def copy(self, rows: int) -> StepCounts:
         """Returns a copy for `rows` rows."""
         return StepCounts(self.tokens.clone(), self.by_row[:, : rows + 1].clone(), self.sums.clone(), self.seen.clone())
-
-    def after(self, earlier: Sequence[StepCounts]) -> StepCounts:
-        """Returns the counts of this batch and of `earlier` parts of it, each with means over its own tokens."""
-        parts = [*earlier, self]
-        tokens = torch.stack([part.tokens for part in parts])
-        means = torch.stack([part.sums[:, :3] * part.tokens for part in parts]).sum(0) / tokens.sum()
-        pairs = torch.stack([part.sums[:, 3:] for part in parts]).sum(0)
-        by_row = torch.cat([self.by_row, *(part.by_row[:, 1:] for part in earlier)], 1)
-        return StepCounts(tokens.sum(), by_row, torch.cat([means, pairs], 1), self.seen)
 
 
 class _Choice:

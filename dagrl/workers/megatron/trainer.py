@@ -93,12 +93,6 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def scale_gradients(self, factor: float) -> None:
-        """Scales the gradients accumulated on this worker."""
-        with torch.no_grad():
-            for gradient in self.gradient_tensors():
-                gradient.mul_(factor)
-
     def step(self, lr: float | None, apply: bool, on_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Clips the accumulated gradients and updates the weights. Returns `grad_norm` (before clipping) and `lr`.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.config import Json
-from dagrl.config.settings import generates, sends_adapters, shares_logprobs
+from dagrl.config.settings import generates, sends_adapters
 from dagrl.errors import RunError
 from dagrl.refit import RankPlan, RefitReport, RefitSender, commit_together
 from dagrl.refit.slices import WeightSlice
@@ -23,7 +23,6 @@ from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker import current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 from dagrl.workers.families.hf_config import model_keys
-from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.worker_state import MegatronWorkerState
 
 if TYPE_CHECKING:
@@ -44,10 +43,8 @@ class MegatronWorker(MegatronWorkerState):
         """Runs one optimizer step on the shard's rows: `tokens`, `lengths`, `loss_mask`, and what the loss reads.
 
         `loss` names the algorithm (`algorithm_for`). `batch.scalars`: `global_valid_tokens` and `global_valid_sequences` of
-        the global batch; optional `lr` replaces the schedule's; optional `parts` is the number of earlier
-        `accumulate_gradients` with other rows of that batch. A warm-up replay does everything except the update.
+        the global batch; optional `lr` replaces the schedule's. A warm-up replay does everything except the update.
         """
-        from dagrl.rl.losses import divided, loss_denominator
         from dagrl.workers.megatron.expert_load import counting
         from dagrl.workers.megatron.flops import throughput_metrics
         from dagrl.workers.megatron.forward_backward import run_losses
@@ -55,58 +52,29 @@ class MegatronWorker(MegatronWorkerState):
         trainer, rate = self._ready("weights", "gradients"), batch.number("lr") if "lr" in batch.scalars else None
         algorithm = algorithm_for(loss, self.config)
         batch = self._with_kept(batch, algorithm)
-        denominators, before = _denominators(batch), self._take_accumulated(batch)
+        denominators = _denominators(batch)
         started = time.perf_counter()
         with self._running(training=True):
             for microbatches in self._microbatches(batch, "train"):
                 trainer.offloader.begin_due()
-                if before.parts:
-                    trainer.scale_gradients(1 / loss_denominator(algorithm, denominators))
-                else:
-                    trainer.zero_gradients()
+                trainer.zero_gradients()
                 scored = self._microbatch_loss(algorithm, denominators)
                 with counting(trainer, microbatches, batch.rows) as load:
                     losses = run_losses(trainer.chunks, trainer.model_pass, microbatches, scored, True)
-            load = load.after(before.loads)
             shared = trainer.step(rate, not in_warmup(), load.update_expert_biases)
-            early = divided(before.metrics, algorithm, denominators)
-            metrics = merge_step_metrics([early, losses.read(), StepMetrics(shared=shared)])
+            metrics = merge_step_metrics([losses.read(), StepMetrics(shared=shared)])
             experts = load.read()
         seconds = time.perf_counter() - started
-        whole = before.with_part(metrics, seconds, batch["lengths"], microbatches.saved, load)
-        figures = throughput_metrics(trainer.model.architecture, self.config.policy, self.context, self._device, whole)
+        figures = throughput_metrics(
+            trainer.model.architecture,
+            self.config.policy,
+            self.context,
+            self._device,
+            seconds=seconds,
+            lengths=batch["lengths"],
+            saved=microbatches.saved,
+        )
         return merge_step_metrics([metrics if self._reports else StepMetrics(), experts, figures])
-
-    def accumulate_gradients(self, batch: Batch, loss: str) -> None:
-        """Accumulates gradients of some rows of a global batch before the others exist; `train_step` adds the rest.
-
-        `batch.scalars`: `parts` is the number of earlier parts of that batch; with 0 or without it, gradients start at zero.
-        They are gradients of an undivided sum and stay on each worker until `train_step`. A warm-up replay leaves nothing.
-        """
-        from dagrl.rl.losses import UNDIVIDED
-        from dagrl.workers.megatron.expert_load import counting
-        from dagrl.workers.megatron.forward_backward import accumulate_losses
-
-        trainer, before = self._ready("weights", "gradients"), self._take_accumulated(batch)
-        algorithm = algorithm_for(loss, self.config)
-        batch = self._with_kept(batch, algorithm)
-        started = time.perf_counter()
-        with self._running(training=True):
-            for microbatches in self._microbatches(batch, "train"):
-                if not before.parts:
-                    trainer.zero_gradients()
-                undivided = self._microbatch_loss(algorithm, UNDIVIDED)
-                with counting(trainer, microbatches, batch.rows) as load:
-                    losses = accumulate_losses(trainer.chunks, trainer.model_pass, microbatches, undivided)
-            metrics = losses.read()
-        if not in_warmup():
-            seconds = time.perf_counter() - started
-            self._accumulated = before.with_part(metrics, seconds, batch["lengths"], microbatches.saved, load)
-
-    def _take_accumulated(self, batch: Batch) -> AccumulatedParts:
-        """Takes the accumulated parts that the batch continues. They cannot be continued again, even after a failure."""
-        found, self._accumulated = self._accumulated, AccumulatedParts()
-        return found.before(int(batch.number("parts", 0)))
 
     def evaluate(self, batch: Batch, loss: str) -> StepMetrics:
         """Computes the losses of `train_step` without a step."""
@@ -150,20 +118,14 @@ class MegatronWorker(MegatronWorkerState):
         return None if found is None else sums_of(batch, found["logprobs"])
 
     def keep_logprobs(self, batch: Batch, model: Literal["policy", "reference"] = "policy") -> None:
-        """Computes `logprobs` and keeps them for the `train_step` of the rows with the same `row_ids`.
-
-        Where a row may be trained on by another shard (`shares_logprobs`), every shard gets the rows of all.
-        """
+        """Computes `logprobs` and keeps them for the `train_step` of the rows with the same `row_ids`."""
         columns = self._logprobs(batch, model, self._ready().model_pass)
         if columns:
             names = ("prev_logprobs", "entropy") if model == "policy" else ("reference_logprobs",)
             self._keep(batch, dict(zip(names, columns, strict=False)))
 
     def keep_columns(self, batch: Batch) -> None:
-        """Keeps the token fields of `batch` for the `train_step` of the rows with the same `row_ids`.
-
-        Where a row may be trained on by another shard (`shares_logprobs`), every shard gets the rows of all.
-        """
+        """Keeps the token fields of `batch` for the `train_step` of the rows with the same `row_ids`."""
         import torch
 
         with self._running():
@@ -171,23 +133,16 @@ class MegatronWorker(MegatronWorkerState):
             self._keep(batch, {name: torch.tensor(field, device=self._device) for name, field in fields.items()})
 
     def _keep(self, batch: Batch, columns: Mapping[str, Tensor]) -> None:
-        from dagrl.workers.train.microbatches import gather_shard_rows
-
-        values = list(columns.values())
-        if shares_logprobs(self.config) and self.context.layout.dp > 1:
-            batch, values = gather_shard_rows(batch, values, self._parallel_rank())
         if not in_warmup():
-            self._kept.keep(batch, **{name: value.cpu().numpy() for name, value in zip(columns, values, strict=True)})
+            self._kept.keep(batch, **{name: value.cpu().numpy() for name, value in columns.items()})
 
     def kept_logprobs(self) -> dict[str, dict[int, Array]]:
         """Returns the log-probabilities that this worker keeps for the current step, by name and row id: float32 [tokens].
 
-        Given by one worker of the shard (last stage, tp 0, cp 0); by the first shard only if that holds all rows
-        (`shares_logprobs`). Empty on the others.
+        Given by one worker of the shard (last stage, tp 0, cp 0); empty on the others.
         """
         place = self.context.coordinates
-        repeated = shares_logprobs(self.config) and place.dp
-        return {} if place.tp or place.cp or repeated else self._kept.columns()
+        return {} if place.tp or place.cp else self._kept.columns()
 
     def _with_kept(self, batch: Batch, algorithm: Algorithm) -> Batch:
         """Adds the columns that this worker keeps. Only the last stage, which computes the loss, keeps any."""

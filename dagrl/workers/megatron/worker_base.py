@@ -29,7 +29,6 @@ from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.families.kv_scales import megatron_kv_scales
 from dagrl.workers.megatron import cpu
-from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.adapter_files import check_adapters, read_adapters
 from dagrl.workers.megatron.adapter_slices import targets, trained_adapters
 from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture
@@ -74,7 +73,6 @@ class MegatronWorkerBase:
         self._aborted = False
         self._sending = False
         self._kv_scales: KvScales | None = None
-        self._accumulated = AccumulatedParts()
         self._kept = KeptLogprobs()
         self.start_parts = StartParts()
         self._warm_widths: dict[str, set[int]] = {}  # widths of packed microbatches, by phase

@@ -14,7 +14,6 @@ from dagrl.machine import DeviceMemory
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.run.comparison import WeightDifference
 from dagrl.runtime.worker import in_warmup
-from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.adapter_files import write_adapters
 from dagrl.workers.megatron.groups import gather_objects, run_on_all_ranks
 from dagrl.workers.megatron.hf_export import export_hf
@@ -40,8 +39,6 @@ class MegatronWorkerState(MegatronWorkerBase):
         trainer = self._ready()
         with self._running():
             trainer.offload(what)
-        if "gradients" in what:
-            self._accumulated = AccumulatedParts()
 
     def reload(self, what: tuple[str, ...]) -> None:
         """Reverses `offload`. Addresses of tensors may change."""

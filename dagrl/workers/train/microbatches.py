@@ -139,23 +139,6 @@ def split_batch(
     return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), rank, shared, saved)
 
 
-def gather_shard_rows(batch: Batch, columns: Sequence[Tensor], rank: ParallelRank) -> tuple[Batch, list[Tensor]]:
-    """Gathers `row_ids` and `lengths` of `batch`, and its `columns` [rows, width], from all data-parallel shards.
-
-    All shards replay the same bucket, so their shapes are equal. Returns the rows shard after shard.
-    """
-    names = ("row_ids", "lengths")
-    numbers = torch.stack([torch.tensor(batch[name], device=rank.device) for name in names])
-    values = torch.stack(list(columns))
-    gathered = []
-    for part in (numbers, values):
-        parts = [torch.empty_like(part) for _ in range(rank.layout.dp)]
-        dist.all_gather(parts, part, group=rank.data_group)
-        gathered.append(torch.cat(parts, dim=1))
-    fields = dict(zip(names, gathered[0].cpu().numpy(), strict=True))
-    return Batch(fields, batch.scalars), list(gathered[1])
-
-
 def warmup_batches(batch: Batch, rule: SplitRule, rank: ParallelRank, seen: set[int]) -> Iterator[Batch]:
     """Yields the batch; for packed microbatches first one batch for each width that they may be padded to.
 

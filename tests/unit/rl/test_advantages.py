@@ -207,10 +207,3 @@ def test_advantages_may_ask_for_lengths(own: bool) -> None:
 def test_an_advantage_that_cannot_be_is_an_error_before_the_run(keys: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         try_advantages(algorithm_of(config_of(**keys)))
-
-
-def test_advantages_over_the_batch_need_the_whole_batch() -> None:
-    config = config_of(name="batch")
-    early = config.model_copy(update={"grpo": config.grpo.model_copy(update={"overlap_training": True})})
-    with pytest.raises(ConfigError, match="overlap_training"):
-        try_advantages(algorithm_of(early))

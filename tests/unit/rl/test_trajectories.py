@@ -175,18 +175,6 @@ def test_finished_groups_of_one_version_are_taken_by_number() -> None:
     assert [group.number for group in buffer.take() or ()] == [10, 11]
 
 
-def test_the_next_batch_has_the_oldest_groups_that_are_finished_or_due() -> None:
-    buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=2, max_age_steps=1, version=7)
-    buffer.next_number = 13
-    for number, version in ((12, 7), (11, 7), (10, 6)):
-        buffer.restart(number, version)
-    assert buffer.next_batch() == {10}, "due now, whenever it is finished; any other may come before 11"
-    buffer.finish(12, "")
-    assert buffer.next_batch() == {10}, "12 only if 11 is not finished before it"
-    buffer.finish(11, "")
-    assert buffer.next_batch() == {10, 11}
-
-
 def test_finished_and_untrained_groups_are_listed_by_number() -> None:
     buffer: TrajectoryBuffer[str] = TrajectoryBuffer(groups_per_step=1, max_age_steps=2)
     for number in reversed([buffer.start() for _ in range(3)]):

@@ -48,7 +48,6 @@ from dagrl.runtime.replay import ReplayTiming
 from dagrl.runtime.shapes import Batch
 
 TOKENS = 16
-LOGPROBS = ("logprobs", "reference_logprobs")
 UNANSWERED = "?"
 """A prompt whose samples get no rewards."""
 
@@ -448,11 +447,10 @@ class Run:
         return Environment(self.world) if config.environment.enabled else nullcontext()
 
     def _learn(
-        self, session: Any, groups: Sequence[ScoredGroup], step: int, early: Any, meanwhile: Any = lambda: None
+        self, session: Any, groups: Sequence[ScoredGroup], step: int, meanwhile: Any = lambda: None
     ) -> dict[str, float]:
         assert step == session.step + 1
         session.stop.check()
-        early()
         for _ in range(2):  # as if the first attempt had failed
             meanwhile()
         self.trained[step] = list(groups)
@@ -464,9 +462,7 @@ class Run:
         return self.stop_at is not None and self._checks >= self.stop_at
 
     def submit(self, name: str, value: Any, rows: Sequence[npt.NDArray[np.intp]] = ()) -> Any:
-        """Runs the phase at once, in the order of submission. Log-probabilities are nothing."""
-        if name in LOGPROBS:
-            return []
+        """Runs the phase at once, in the order of submission."""
         self.replays.append((name, True))
         if name == "generate":
             return self.engines.generate(value, rows)
@@ -476,8 +472,6 @@ class Run:
     def collect(
         self, name: str, results: Any, busy_s: Callable[[Any], float | None] | None = None
     ) -> tuple[Any, CountedReplay]:
-        if name in LOGPROBS:
-            return [], CountedReplay(name, ("train",), ReplayTiming(0.0, 1.0, (1.0,), None), 1.0, 0.0)
         self.replays.append((name, False))
         if name == "generate":
             self.world.tick()

@@ -591,11 +591,6 @@ TABLE = [
         ("policy.generation.colocated.enabled=true", "refit.delta=lossless"),
     ),
     Row("delta refits as CUDA graphs", ("refit.delta", "cuda_graph"), ("refit.delta=lossless", "refit.cuda_graph=true")),
-    Row(
-        "colocated with overlapped log-probabilities",
-        ("grpo.overlap_logprobs", "take turns"),
-        ("policy.generation.colocated.enabled=true", "grpo.overlap_logprobs=true"),
-    ),
     *(
         Row(
             f"{section} call timeout below its answer timeout",
@@ -667,11 +662,6 @@ TABLE = [
         ),
     ),
     Row(
-        "gradients before the critic's values",
-        ("grpo.overlap_training trains on groups before the batch is complete", "of algorithm ppo may need the whole batch"),
-        ("algorithm=ppo", "grpo.overlap_training=true", "grpo.overlap_logprobs=true"),
-    ),
-    Row(
         "a critic that is not there",
         ("critic.model_name", "'no/such/critic' is not a directory"),
         ("algorithm=ppo", "critic.model_name=no/such/critic"),
@@ -720,32 +710,6 @@ TABLE = [
             "loss_fn.truncated_importance_sampling_ratio=2",
             "loss_fn.truncated_importance_sampling_type=seq-product-mask-tis",
         ),
-    ),
-    Row(
-        "overlapped training without overlapped log-probabilities",
-        ("grpo.overlap_training is true, but grpo.overlap_logprobs is false", "Set both to true"),
-        ("grpo.overlap_training=true",),
-    ),
-    Row(
-        "overlapped training with several optimizer steps",
-        ("several optimizer steps", "policy.train_global_batch_size 4", "Set policy.train_global_batch_size="),
-        ("grpo.overlap_training=true", "grpo.overlap_logprobs=true", "policy.train_global_batch_size=4"),
-    ),
-    Row(
-        "overlapped training with one group per batch",
-        ("grpo.num_prompts_per_step is 1", "take more prompts per step"),
-        (
-            "grpo.overlap_training=true",
-            "grpo.overlap_logprobs=true",
-            "grpo.num_prompts_per_step=1",
-            "grpo.num_generations_per_prompt=8",
-            "policy.train_global_batch_size=8",
-        ),
-    ),
-    Row(
-        "overlapped training with shuffled rewards",
-        ("grpo.overlap_training and reward.shuffle are both true", "Set one to false"),
-        ("grpo.overlap_training=true", "grpo.overlap_logprobs=true", "reward.shuffle=true"),
     ),
     Row(
         "colocated with reference weights on the GPU",
@@ -814,11 +778,6 @@ TABLE = [
                 "loss without a kind",
                 ("moe_router_load_balancing_type is 'none'", "moe_aux_loss_coeff 0.01", "set both"),
                 (f"{MEGATRON}.moe_aux_loss_coeff=0.01", MIXTURE),
-            ),
-            (
-                "loss with early gradients",
-                ("grpo.overlap_training is true, and the router has a loss", "Set overlap_training=false"),
-                (f"{MEGATRON}.moe_z_loss_coeff=0.01", "grpo.overlap_training=true", "grpo.overlap_logprobs=true", MIXTURE),
             ),
             (
                 "loss without experts",
@@ -954,15 +913,6 @@ TABLE = [
         "several conversations and a critic",
         ("environment.max_conversations is 2, but the algorithm has a critic",),
         ("environment.agent=tests.integration.agent_task:adds_twice", "environment.max_conversations=2", "algorithm=ppo"),
-    ),
-    Row(
-        "several conversations and early log-probabilities",
-        ("grpo.overlap_logprobs is true, and environment.max_conversations is 3", "max_conversations=1"),
-        (
-            "environment.agent=tests.integration.agent_task:adds_twice",
-            "environment.max_conversations=3",
-            "grpo.overlap_logprobs=true",
-        ),
     ),
     Row("architecture", ("model_type",), ("policy.random_init.hf_config.model_type=gpt9",)),
     *(

@@ -53,7 +53,7 @@ class Recorded:
 def step(config: Config, batch: Batch) -> Recorded:
     recorded: Any = Recorded()
     splits = split_minibatches(config, batch)
-    compute_logprobs(config, recorded, batch, splits, [False] * batch.rows, 1)
+    compute_logprobs(config, recorded, batch, splits, 1)
     optimize(config, recorded, batch, 1, splits)
     return recorded  # type: ignore[no-any-return]
 

@@ -21,7 +21,7 @@ from dagrl.runtime.shapes import check_batch, field_types
 
 ROOT = Path(__file__).parents[3]
 MODEL = {"model_type": "qwen3_moe", "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2}
-CONFIG = load_config(ROOT / "examples" / "grpo_quickstart.yaml", ["policy.router_replay=true", "grpo.overlap_logprobs=true"])
+CONFIG = load_config(ROOT / "examples" / "grpo_quickstart.yaml", ["policy.router_replay=true"])
 
 
 def made(number: int, tokens: list[int], first: int) -> FinishedRequest:

@@ -23,7 +23,6 @@ from dagrl.telemetry.metrics import (
     join_optimizer_steps,
     merge_step_metrics,
 )
-from dagrl.workers.megatron.accumulation import AccumulatedParts
 from dagrl.workers.megatron.architecture import read_architecture
 from dagrl.workers.megatron.flops import PASSES, peak_tflops, sequence_flops, step_tflop, throughput_metrics, token_flops
 
@@ -85,7 +84,9 @@ def step_of(layout: ParallelLayout, seconds: list[float], lengths: list[list[int
             policy,
             WorkerContext("train", rank, layout, 0, 1.0),
             torch.device("cpu"),
-            AccumulatedParts(seconds=seconds[rank], lengths=np.array(lengths[layout.coordinates(rank).dp])),
+            seconds=seconds[rank],
+            lengths=np.array(lengths[layout.coordinates(rank).dp]),
+            saved=np.zeros(0, np.int64),
         )
         for rank in range(layout.world_size)
     ]
