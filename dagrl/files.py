@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from dagrl.errors import ConfigError
+from dagrl.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,46 @@ PART = ".part"
 
 PRIVATE = 0o750
 """Mode of directories that hold a user's data: samples, weights, configuration. Others cannot read below them."""
+
+
+_READ_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file's size and checksum."""
+
+    size: int
+    crc32: int
+
+
+def fingerprint(path: Path) -> FileEntry:
+    """Reads a file and returns its size and checksum."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_BYTES):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return FileEntry(size, checksum)
+
+
+def verify_files(directory: Path, files: Mapping[str, FileEntry], read_up_to: float = math.inf) -> None:
+    """Raises CheckpointError for the first of a checkpoint's `files` that is missing or damaged.
+
+    Files of more than `read_up_to` bytes are not read; their sizes are compared.
+    """
+    advice = f"remove {directory} to resume from the checkpoint before it"
+    for name, entry in files.items():
+        path = directory / name
+        try:
+            found = fingerprint(path) if entry.size <= read_up_to else FileEntry(path.stat().st_size, entry.crc32)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing; {advice}") from error
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}; {advice}") from error
+        if found.size != entry.size:
+            raise CheckpointError(f"{path} is damaged: it has {found.size} bytes, the manifest says {entry.size}; {advice}")
+        if found != entry:
+            raise CheckpointError(f"{path} is damaged: its CRC-32 differs from the manifest's; {advice}")
 
 
 def write_whole(path: Path, content: str) -> None:
@@ -84,21 +127,32 @@ def free_name(path: Path) -> Path:
     return free
 
 
+OLD = ".old"
+"""Suffix of a directory that is being removed."""
+
+
 def replace_directory(partial: Path, target: Path) -> None:
-    """Gives a complete directory its name, and then deletes the one that had it.
+    """Moves a finished directory into place and deletes the old one.
 
     The content reaches the disk first, so that after a power failure no directory of that name is torn.
     """
     sync_tree(partial)
-    old = Path(f"{target}.old")
-    if old.exists():
-        shutil.rmtree(old)
+    old = target.with_name(target.name + OLD)
     if target.exists():
+        remove_directory(old)
         target.rename(old)
     partial.rename(target)
     sync_directory(target.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    remove_directory(old)
+
+
+def remove_directory(directory: Path) -> None:
+    """Removes a directory, if it exists. Logs if it is in use, as by readers on NFS or a writer of a failed attempt."""
+    try:
+        if directory.exists():
+            shutil.rmtree(directory)
+    except OSError as error:
+        logger.warning("cannot remove %s (%s); the next checkpoint or start tries it again", directory, error.strerror)
 
 
 def require_writable(directory: Path, key: str) -> None:

@@ -163,7 +163,7 @@ def measure(
         sys.stderr.write(f"workers ready and warm after {time.monotonic() - started:.1f} s\n")
         session.train.call("snapshot_reference")
         if first_weights is not None:
-            session.train.call("save_checkpoint", str(first_weights), {}, deadline=config.timeouts.checkpoint)
+            session.train.call("save_checkpoint", str(first_weights), deadline=config.timeouts.checkpoint)
         turns = product(range(1, rounds + 1), variants)
         for number, variant in deadline.each(turns, lambda turn: f"{turn[1].name} (round {turn[0]})"):
             started = time.monotonic()

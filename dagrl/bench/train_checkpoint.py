@@ -30,15 +30,14 @@ def checkpoint_stalls(ours: DagrlSteps, step_s: float, directory: Path) -> list[
         try:
             found.append(_one(ours, step_s, path))
         finally:
-            for left in (path, Path(f"{path}.partial")):
-                shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
     return found
 
 
 def _one(ours: DagrlSteps, step_s: float, path: Path) -> Row:
     """Returns a checkpoint's bytes, the copy to the host, the steps until it is written, its completion, and its stall."""
     started, deadline = time.perf_counter(), Deadline(DEADLINE_S, "bench.train_checkpoint.DEADLINE_S")
-    ours.group.call("save_checkpoint", str(path), {}, True, deadline=deadline)
+    ours.group.call("save_checkpoint", str(path), True, deadline=deadline)
     copied, steps = time.perf_counter(), 0
     while not all(ours.group.call("checkpoint_written")):
         if steps == MOST_STEPS or time.perf_counter() - started > DEADLINE_S:

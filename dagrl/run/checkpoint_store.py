@@ -2,17 +2,17 @@
 
     checkpoints/
       step_00000010/
-        manifest.json      every file with its size, and the CRC-32 of small ones; written last
+        manifest.json      every file with its size and CRC-32; written last
         state.json         step, data position, policy version, counters, metric
-        train/ ...         the train workers' part
-      step_00000020.tmp/   a save that is running, or was interrupted
+        train/ critic/     what the workers of these roles wrote
+      step_00000020.tmp/   a save that is running, or was interrupted; whole if it has a manifest
       step_00000005.old/   a checkpoint being removed
 
     store = CheckpointStore(directory, keep_top_k=2, keep_last_k=3)
     store.recover(resume=True)                        # once, at the start
     latest = store.latest()                           # the verified newest checkpoint, or None
     with store.saving(TrainState(step=10, ...)) as directory:
-        train.call("save_checkpoint", str(directory / "train"))
+        ...                                           # write files into it
 
 This module handles files only. Workers read and write their own parts.
 """
@@ -24,7 +24,6 @@ import logging
 import math
 import re
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -34,15 +33,25 @@ from pydantic import TypeAdapter, ValidationError
 
 from dagrl.config import Json
 from dagrl.errors import CheckpointError
-from dagrl.files import PRIVATE, naming, sync_directory, sync_tree, write_whole
+from dagrl.files import (
+    OLD,
+    PRIVATE,
+    FileEntry,
+    fingerprint,
+    naming,
+    remove_directory,
+    replace_directory,
+    sync_tree,
+    verify_files,
+    write_whole,
+)
 from dagrl.telemetry.record import RunPaths
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
-OLD = ".old"  # suffix of a checkpoint that is being removed
-SMALL_FILE_BYTES = 1 << 20  # larger files have no checksum, which would take long; their size still shows truncation
+SMALL_FILE_BYTES = 1 << 20  # the driver reads files up to this size; the workers that load them read larger ones
 _NAME = re.compile(r"step_(\d{8,})(\.tmp|\.old)?")
 
 
@@ -65,14 +74,6 @@ class Checkpoint:
 
     directory: Path
     state: TrainState
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A file of a manifest: its bytes, and its checksum if it is small."""
-
-    size: int
-    crc32: int | None
 
 
 class CheckpointStore:
@@ -104,11 +105,11 @@ class CheckpointStore:
         """
         self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         for path, _, suffix in self._entries():
-            if suffix == ".tmp" and _is_whole(path) and not path.with_suffix("").exists():
-                path.rename(path.with_suffix(""))
+            if suffix == ".tmp" and (path / MANIFEST).is_file():
+                replace_directory(path, path.with_suffix(""))
             elif suffix:
                 logger.info("removing %s, left over from a save that did not finish", path)
-                _discard(path)
+                remove_directory(path)
         if not resume:
             self.refuse_earlier()
 
@@ -137,16 +138,16 @@ class CheckpointStore:
         with self.discarding(directory):
             yield directory
 
-    def publish(self, state: TrainState, directory: Path) -> None:
-        """Completes a checkpoint whose parts are all written, and removes checkpoints that need not be kept."""
+    def publish(self, state: TrainState, directory: Path, written: Mapping[str, FileEntry] | None = None) -> None:
+        """Completes a checkpoint whose parts are all written, and removes checkpoints that need not be kept.
+
+        `written` has files whose size and checksum are known, by their path in `directory`. The others are read.
+        """
         with self.discarding(directory):
             write_whole(directory / STATE, json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
-            _write_manifest(directory)
             sync_tree(directory)
-        final = self._final(state)
-        self._remove(final)
-        directory.rename(final)
-        sync_directory(self.root)
+            _write_manifest(directory, written or {})
+        replace_directory(directory, self._final(state))
         self._prune()
 
     @contextmanager
@@ -197,7 +198,7 @@ class CheckpointStore:
     def _prune(self) -> None:
         for path, _, suffix in self._entries():
             if suffix == OLD:
-                _discard(path)
+                remove_directory(path)
         if self._keep_best is None and self._keep_last is None:
             return
         checkpoints = self.all()
@@ -209,7 +210,7 @@ class CheckpointStore:
     def _remove(self, directory: Path) -> None:
         """Renames a checkpoint before removing it, so that a crash cannot leave half of it under its name."""
         if directory.exists():
-            _discard(directory.rename(directory.with_suffix(OLD)))
+            remove_directory(directory.rename(directory.with_suffix(OLD)))
 
     def _directories(self) -> list[Path]:
         return [path for path, _, suffix in self._entries() if not suffix]
@@ -246,15 +247,17 @@ def load_checkpoint_directory(directory: Path) -> Checkpoint:
 
 
 def verify(directory: Path) -> None:
-    """Compares a checkpoint with its manifest. Raises CheckpointError for the first file that differs."""
-    for name, entry in _read_manifest(directory).items():
-        path = directory / name
-        if not path.is_file():
-            raise _damaged(directory, f"the file {name} is missing")
-        if (size := path.stat().st_size) != entry.size:
-            raise _damaged(directory, f"{name} has {size} bytes; its manifest says {entry.size}")
-        if entry.crc32 is not None and _crc32(path) != entry.crc32:
-            raise _damaged(directory, f"{name} has other content than when it was saved (its CRC-32 differs)")
+    """Compares a checkpoint with its manifest, except the contents of `large_files`. Raises CheckpointError."""
+    files = _read_manifest(directory)
+    mine = {name: entry for name, entry in files.items() if "/" not in name}
+    verify_files(directory, mine)
+    verify_files(directory, {name: entry for name, entry in files.items() if name not in mine}, SMALL_FILE_BYTES)
+
+
+def large_files(directory: Path, role: str) -> dict[str, FileEntry]:
+    """Returns those files of a role's part whose contents `verify` does not read."""
+    files = _read_manifest(directory).items()
+    return {name: entry for name, entry in files if entry.size > SMALL_FILE_BYTES and name.startswith(f"{role}/")}
 
 
 def read_state(directory: Path) -> TrainState:
@@ -271,21 +274,21 @@ def read_state(directory: Path) -> TrainState:
     return state
 
 
-def _write_manifest(directory: Path) -> None:
+def _write_manifest(directory: Path, written: Mapping[str, FileEntry]) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    entries = {
-        path.relative_to(directory).as_posix(): {
-            "size": path.stat().st_size,
-            "crc32": _crc32(path) if path.stat().st_size <= SMALL_FILE_BYTES else None,
-        }
-        for path in files
-    }
+    names = {path.relative_to(directory).as_posix(): path for path in files}
+    if missing := sorted(written.keys() - names.keys()):
+        raise CheckpointError(
+            f"workers wrote {directory / missing[0]}, but the driver does not find it. Put output_dir, and "
+            "checkpointing.checkpoint_dir if set, on a file system that all hosts share"
+        )
+    entries = {name: asdict(written.get(name) or fingerprint(path)) for name, path in names.items()}
     write_whole(directory / MANIFEST, json.dumps({"format": FORMAT, "files": entries}, indent=1))
 
 
-def _read_manifest(directory: Path) -> dict[str, _Entry]:
+def _read_manifest(directory: Path) -> dict[str, FileEntry]:
     try:
-        files = TypeAdapter(dict[str, _Entry]).validate_python(_read_json(directory, MANIFEST).get("files"))
+        files = TypeAdapter(dict[str, FileEntry]).validate_python(_read_json(directory, MANIFEST).get("files"))
     except ValidationError as error:
         raise _damaged(directory, f"{MANIFEST} does not list files with their sizes ({error})") from error
     if STATE not in files:
@@ -314,27 +317,7 @@ def _read_json(directory: Path, name: str) -> dict[str, object]:
     return content
 
 
-def _discard(directory: Path) -> None:
-    """Removes a directory. What is in use, as by readers on NFS or a writer of a failed attempt, does not end the run."""
-    try:
-        shutil.rmtree(directory)
-    except OSError as error:
-        logger.warning("cannot remove %s (%s); the next checkpoint or start tries it again", directory, error.strerror)
-
-
-def _is_whole(directory: Path) -> bool:
-    try:
-        load_checkpoint_directory(directory)
-    except CheckpointError:
-        return False
-    return True
-
-
 def _damaged(directory: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint {directory} is damaged: {what}. Remove the directory to resume from the checkpoint before it"
     )
-
-
-def _crc32(path: Path) -> int:
-    return zlib.crc32(path.read_bytes())

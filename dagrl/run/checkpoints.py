@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dagrl.config import Config
 from dagrl.config.settings import algorithm_name
 from dagrl.errors import CheckpointError, ConfigError
-from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore, TrainState
+from dagrl.files import FileEntry, verify_files
+from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore, TrainState, large_files
 from dagrl.run.replays import Replays
+from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.metrics import VALIDATION
 
@@ -84,17 +87,17 @@ class Checkpoints:
             self._finish()
 
     def _write(self) -> None:
-        background = self.config.checkpointing.async_save
+        background, files = self.config.checkpointing.async_save, dict[str, FileEntry]()
         with self.store.writing(self.state) as directory:
-            for role, group in self.groups.items():
+            for role in self.groups:
                 self._hold(role)
-                self._call(group, "save_checkpoint", str(directory / role), {}, *([True] if background else []))
+                files |= self._files(role, "save_checkpoint", str(directory / role), *([True] if background else []))
             for write in self.parts:
                 write(directory)
         if background:
             self._pending = (self.state, directory)
         else:
-            self._publish(self.state, directory)
+            self._publish(self.state, directory, files)
 
     def _finish(self) -> None:
         """Waits for the pending checkpoint and publishes it."""
@@ -102,27 +105,52 @@ class Checkpoints:
             return
         (state, directory), self._pending = self._pending, None
         with self.store.discarding(directory):
-            for group in self.groups.values():
-                self._call(group, "finish_checkpoint")
-        self._publish(state, directory)
+            files = {name: entry for role in self.groups for name, entry in self._files(role, "finish_checkpoint").items()}
+        self._publish(state, directory, files)
 
-    def _publish(self, state: TrainState, directory: Path) -> None:
+    def _files(self, role: str, method: str, *arguments: object) -> dict[str, FileEntry]:
+        """Calls a method that writes a role's part. Returns the files that workers know, by their path in the checkpoint."""
+        answers = self._call(self.groups[role], method, *arguments)
+        return {f"{role}/{name}": entry for files in answers for name, entry in (files or {}).items()}
+
+    def _publish(self, state: TrainState, directory: Path, files: Mapping[str, FileEntry]) -> None:
         with self.store.discarding(directory):
             for role in self.groups:
                 require_shared(directory / role)
-        self.store.publish(state, directory)
+        self.store.publish(state, directory, files)
 
     def _load(self, directory: Path) -> None:
         for role, group in self.groups.items():
             self._hold(role)
-            self._call(group, "load_checkpoint", str(directory / role))
+            load_role(group, role, directory, self.config.timeouts.checkpoint)
 
     def _hold(self, role: str) -> None:
         """Gives the role its memory, where groups share GPUs."""
         self.replays.hold(role, keep_generation_weights=True)
 
-    def _call(self, group: WorkerGroup, method: str, *arguments: object) -> list[object]:
+    def _call(self, group: WorkerGroup, method: str, *arguments: object) -> list[Any]:
         return group.call(method, *arguments, deadline=self.config.timeouts.checkpoint)
+
+
+def load_role(group: WorkerGroup, role: str, checkpoint: Path, deadline: Deadline) -> None:
+    """Loads a role's part of a verified checkpoint into its workers, which first verify the contents of large files."""
+    verify_role(group, role, checkpoint, deadline)
+    group.call("load_checkpoint", str(checkpoint / role), deadline=deadline)
+
+
+def verify_role(group: WorkerGroup, role: str, checkpoint: Path, deadline: Deadline) -> None:
+    """Verifies the contents of a role's large files, a share of them in each worker's process. Raises CheckpointError."""
+    files, workers = list(large_files(checkpoint, role).items()), group.actors
+    if files:
+        shares = [dict(files[rank :: len(workers)]) for rank in range(len(workers))]
+        refs = [
+            actor.__ray_call__.remote(_verify_share, checkpoint, share) for actor, share in zip(workers, shares, strict=True)
+        ]
+        group.wait(refs, deadline, "verify_files")
+
+
+def _verify_share(_: object, checkpoint: Path, files: Mapping[str, FileEntry]) -> None:
+    verify_files(checkpoint, files)
 
 
 def ranking_metric(config: Config, stage: str, metrics: Mapping[str, float]) -> float | None:

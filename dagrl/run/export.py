@@ -22,6 +22,7 @@ from dagrl.config.roles import TRAIN
 from dagrl.errors import ConfigError
 from dagrl.files import require_writable, write_whole
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState, load_checkpoint_directory
+from dagrl.run.checkpoints import load_role
 from dagrl.run.derive import derive_from_machine
 from dagrl.run.fleet import single_group
 from dagrl.run.hub import with_local_models
@@ -81,7 +82,7 @@ def _export(source: Path, target: Path, overrides: Sequence[str]) -> Path:
     model = saved.with_name("init_model") if config.policy.random_init is not None else Path(str(config.policy.model_name))
     tokenizer = load_tokenizer(config.policy)
     with single_group(with_absolute_paths(config, model), TRAIN) as group:
-        group.call("load_checkpoint", str(checkpoint.directory / TRAIN), deadline=config.timeouts.checkpoint)
+        load_role(group, TRAIN, checkpoint.directory, config.timeouts.checkpoint)
         group.call("export_hf", str(target.absolute()), deadline=config.timeouts.checkpoint)
     tokenizer.save_pretrained(target)
     return target
@@ -98,7 +99,7 @@ def _import(policy: Mapping[str, Json], target: Path, overrides: Sequence[str]) 
         store = CheckpointStore(paths.checkpoints)
         store.recover(resume=False)
         with store.saving(TrainState(0)) as part:
-            group.call("save_checkpoint", str(part / TRAIN), {}, deadline=config.timeouts.checkpoint)
+            group.call("save_checkpoint", str(part / TRAIN), deadline=config.timeouts.checkpoint)
     return paths.checkpoints / "step_00000000"
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from dagrl.config import Config, Json
 from dagrl.config.roles import CRITIC, TEACHER
 from dagrl.config.settings import generates, holds_reference, is_colocated, sharing_roles
+from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.worker import RefitWorker
@@ -25,11 +26,15 @@ from dagrl.runtime.shapes import Array, Batch
 class TrainWorker(Protocol):
     """Every train worker."""
 
-    def save_checkpoint(self, directory: str, state: dict[str, Json], /) -> None:
-        """Writes everything that the next step depends on, and the driver's `state`, to `directory`."""
+    def save_checkpoint(self, directory: str, /) -> Mapping[str, FileEntry] | None:
+        """Writes everything that the next step depends on to `directory`. All workers are called together.
 
-    def load_checkpoint(self, directory: str, /) -> dict[str, Json]:
-        """Restores a checkpoint and returns the driver's state. Changes nothing if it raises CheckpointError."""
+        Returns size and CRC-32 of files that this worker wrote, by their path in `directory`. The driver computes those of
+        files that no worker returns.
+        """
+
+    def load_checkpoint(self, directory: str, /) -> None:
+        """Restores a checkpoint. Its files are verified."""
 
 
 class RolloutTrainWorker(TrainWorker, RefitWorker, Protocol):
@@ -68,14 +73,14 @@ class CheckpointChecker(Protocol):
 class BackgroundSaver(Protocol):
     """A train worker that writes checkpoints during training (`checkpointing.async_save`)."""
 
-    def save_checkpoint(self, directory: str, state: dict[str, Json], background: bool = False, /) -> None:
-        """With `background`, copies the state and returns; the copy is written while training continues."""
+    def save_checkpoint(self, directory: str, background: bool = False, /) -> Mapping[str, FileEntry] | None:
+        """With `background`, copies the state and returns None; the copy is written while training continues."""
 
     def checkpoint_written(self) -> bool:
         """Whether this worker has written its part."""
 
-    def finish_checkpoint(self) -> None:
-        """Waits for the checkpoint and completes it."""
+    def finish_checkpoint(self) -> Mapping[str, FileEntry] | None:
+        """Waits for the checkpoint. Returns the files as `save_checkpoint` does."""
 
 
 class HuggingFaceExporter(Protocol):

@@ -64,7 +64,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     with open_session(config, grpo_plans) as session:
         train_sft(session)
         session.train.call("snapshot_reference")
-        session.train.call("save_checkpoint", str(output / "sft"), {})
+        session.train.call("save_checkpoint", str(output / "sft"))
         yield session
 
 

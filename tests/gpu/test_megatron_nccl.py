@@ -108,20 +108,17 @@ def test_a_checkpoint_resumes_in_another_layout(
     models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """Ranks agree on files over Gloo, and gather a sharded optimizer's pieces over training's NCCL groups.
-
-    One checkpoint is written in the background while training changes the state.
-    """
+    """Ranks agree on files over Gloo. One checkpoint is written in the background while training changes the state."""
     batch, (layout, policy) = reference.make_batch(), first
     with pool.group(layout, reference.make_config(models["qwen3"], **policy)) as group:
         train(group, batch)
-        group.call("save_checkpoint", str(tmp_path / "step-1"), {"step": 1})
-        group.call("save_checkpoint", str(tmp_path / "background"), {"step": 1}, True)
+        group.call("save_checkpoint", str(tmp_path / "step-1"))
+        group.call("save_checkpoint", str(tmp_path / "background"), True)
         went_on = [train(group, batch) for _ in range(2)]
         group.call("finish_checkpoint")
     for other, settings, name in others:
         with pool.group(other, reference.make_config(models["qwen3"], **settings)) as group:
-            assert group.call("load_checkpoint", str(tmp_path / name)) == [{"step": 1}] * other.world_size
+            group.call("load_checkpoint", str(tmp_path / name))
             resumed = [train(group, batch) for _ in range(2)]
         for found, expected in zip(resumed, went_on, strict=True):
             assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)

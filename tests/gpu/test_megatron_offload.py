@@ -15,11 +15,11 @@ from dagrl.bench.train_inputs import single_worker, train_batch
 from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.train import checkpoint
 from dagrl.workers.train.host_memory import StagingBuffers
 from dagrl.workers.train.offload import StatePart
 
 pytest.importorskip("megatron.core")
-from dagrl.workers.megatron import checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -129,14 +129,14 @@ def test_a_background_checkpoint_has_the_state_at_its_start(
     worker: MegatronWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing starts only after a step has changed weights and optimizer."""
-    write, trained = checkpoint._write_buckets, threading.Event()
-    monkeypatch.setattr(checkpoint, "_write_buckets", lambda *given: (trained.wait(60), write(*given)))
+    save, trained = checkpoint.save, threading.Event()
+    monkeypatch.setattr(checkpoint, "save", lambda *given: (trained.wait(60), save(*given))[1])
     before = [tensor.cpu() for tensor in held(worker)]
-    worker.save_checkpoint(str(tmp_path / "c"), {"step": 1}, True)
+    worker.save_checkpoint(str(tmp_path / "c"), True)
     worker.train_step(BATCH, "likelihood")
     assert not worker.checkpoint_written()
     trained.set()
     worker.finish_checkpoint()
-    assert worker.load_checkpoint(str(tmp_path / "c")) == {"step": 1}
+    worker.load_checkpoint(str(tmp_path / "c"))
     for found, value in zip(held(worker), before, strict=True):
         assert torch.equal(found.cpu(), value)

@@ -141,19 +141,11 @@ class TestedWorker(MegatronWorker):
         timeouts = self.config.timeouts.model_copy(update={"checkpoint_s": seconds})
         self.config = self.config.model_copy(update={"timeouts": timeouts})
 
-    def stall_writing(self, marker: str) -> None:
-        """Makes checkpoints stop before their last file and create `marker`."""
-        from dagrl.workers.megatron import checkpoint
+    def stall_writing(self) -> None:
+        """Makes checkpoints stop before their first file."""
+        from dagrl.workers.train import checkpoint
 
-        write = checkpoint._write_buckets
-
-        def stall(request: Any, buckets: list[Any]) -> None:
-            write(request, buckets)
-            Path(buckets[-1][0]).unlink()
-            Path(marker).touch()
-            threading.Event().wait()
-
-        checkpoint._write_buckets = stall
+        checkpoint.save = lambda *_: threading.Event().wait()  # type: ignore[assignment, return-value]
 
     def attention_runs(self, batch: Batch) -> list[int]:
         """Returns how often each layer's attention runs in a step without update."""
@@ -236,38 +228,44 @@ class TestedWorker(MegatronWorker):
 
     def hold_writing(self, marker: str) -> None:
         """Delays writing the next checkpoint until `marker` exists."""
-        from dagrl.workers.megatron import checkpoint
+        from dagrl.workers.train import checkpoint
 
-        write = checkpoint._write_buckets
+        save = checkpoint.save
 
-        def write_later(request: Any, buckets: list[Any]) -> None:
-            checkpoint._write_buckets = write
+        def save_later(*given: Any) -> Any:
+            checkpoint.save = save
             while not Path(marker).exists():
                 time.sleep(0.01)
-            write(request, buckets)
+            return save(*given)
 
-        checkpoint._write_buckets = write_later
+        checkpoint.save = save_later
 
     def slow_disk(self, seconds: float) -> None:
-        """Delays writing and reading of checkpoint files by `seconds`."""
-        from torch.distributed.checkpoint import FileSystemReader
+        """Delays writing and reading of the next checkpoint's files by `seconds`."""
+        from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-        from dagrl.workers.megatron import checkpoint
+        for owner, name in ((FileSystemWriter, "write_data"), (FileSystemReader, "read_data")):
+            own = getattr(owner, name)
 
-        write, read = checkpoint._write_buckets, FileSystemReader.read_data
+            def slowly(files: Any, *given: Any, owner: Any = owner, name: str = name, own: Any = own) -> Any:
+                time.sleep(seconds)
+                setattr(owner, name, own)
+                return own(files, *given)
 
-        def write_slowly(request: Any, buckets: list[Any]) -> None:
-            time.sleep(seconds)
-            write(request, buckets)
-            checkpoint._write_buckets = write
+            setattr(owner, name, slowly)
 
-        def read_slowly(reader: Any, *args: Any) -> Any:
-            time.sleep(seconds)
-            FileSystemReader.read_data = read  # type: ignore[method-assign]
-            return read(reader, *args)
+    def fill_disk(self, full: bool) -> None:
+        """Makes writing the next checkpoint's files fail, if the disk is `full`."""
+        from torch.distributed.checkpoint import FileSystemWriter
 
-        checkpoint._write_buckets = write_slowly
-        FileSystemReader.read_data = read_slowly  # type: ignore[method-assign]
+        own = FileSystemWriter.write_data
+
+        def fail(*_: Any) -> None:
+            FileSystemWriter.write_data = own  # type: ignore[method-assign]
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        if full:
+            FileSystemWriter.write_data = fail  # type: ignore[assignment, method-assign]
 
     def resident_bytes(self) -> dict[str, int]:
         """Returns the bytes of each part of the train state on the worker's device."""

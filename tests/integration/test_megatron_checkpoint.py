@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron workers: load in any layout, write during training, survive crashes, detect damage."""
+"""Checkpoints of Megatron workers: load in any layout, write during training, fail on all workers together."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dagrl.files import verify_files
 from dagrl.runtime.layout import ParallelLayout
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
@@ -57,15 +58,16 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
             train(group, batch)
         train(group, batch.with_scalars(global_valid_tokens=1e-45))  # gradients beyond all numbers: skipped
         group.call("snapshot_reference")
-        group.call("save_checkpoint", directory, {"step": 2, "seen": [1, 2]})
+        files = group.call("save_checkpoint", directory)
         weights = reference.assemble(group.call("weights"))
         moments = None if "optimizer" in policy else reference.assemble(group.call("moments"))
         went_on = [train(group, batch) for _ in range(2)]
         kept = logprobs(group, batch, "reference")["logprobs"]
-    assert not list(tmp_path.glob("*.partial")) and not list(tmp_path.glob("*.old"))
+    verify_files(Path(directory), {name: entry for part in files for name, entry in part.items()})
+    assert sum(map(len, files)) == len(list(Path(directory).glob("*.distcp")))
     for other, settings in [first, *others]:
         with megatron_pool.group(other, config_of(tiny_models[model], settings)) as group:
-            assert group.call("load_checkpoint", directory) == [{"step": 2, "seen": [1, 2]}] * other.world_size
+            group.call("load_checkpoint", directory)
             _assert_equal(reference.assemble(group.call("weights")), weights)
             if moments is not None and "optimizer" not in settings:
                 _assert_equal(reference.assemble(group.call("moments")), moments)
@@ -97,15 +99,13 @@ def test_a_background_checkpoint_has_the_state_at_its_start(
         train(group, batch)
         before = group.call("state")
         group.call("hold_writing", str(trained))
-        group.call("save_checkpoint", str(directory), {}, True)
+        group.call("save_checkpoint", str(directory), True)
         train(group, batch)
         assert not any(group.call("checkpoint_written"))
         trained.touch()
         _wait_for(lambda: all(group.call("checkpoint_written")))
-        assert not directory.exists()  # renamed only when it is complete on all workers
-        group.call("save_checkpoint", str(tmp_path / "next"), {}, True)  # completes the previous one
-        assert directory.exists()
-        group.call("finish_checkpoint")
+        files = group.call("finish_checkpoint")
+        verify_files(directory, {name: entry for part in files for name, entry in part.items()})
         group.call("reseed", 99)
         assert all(
             (now["random.cpu"] != then["random.cpu"]).any() for now, then in zip(group.call("state"), before, strict=True)
@@ -123,96 +123,60 @@ def test_a_slow_disk_has_until_the_checkpoint_deadline(
         before = group.call("state")
         group.call("shorten_collectives", 1.5)
         group.call("slow_disk", per_rank=[(0.0,), (2.0,)])
-        group.call("save_checkpoint", directory, {"step": 1})
-        assert group.call("load_checkpoint", directory) == [{"step": 1}] * 2
+        group.call("save_checkpoint", directory)
+        group.call("load_checkpoint", directory)
         _assert_same_states(group.call("state"), before)
 
 
-def test_a_late_background_failure_raises_on_all_workers(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_of_one_worker_raises_on_all(
+    background: bool, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """One worker's directory disappears before it writes. The previous checkpoint stays, and the next save works."""
-    directory = str(tmp_path / "checkpoint")
+    """The next save works."""
     with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
-        group.call("save_checkpoint", directory, {"step": 1})
-        group.call("slow_disk", per_rank=[(0.0,), (1.0,)])
-        group.call("save_checkpoint", directory, {"step": 2}, True)
-        _wait_for(lambda: group.call("checkpoint_written")[0])  # a writer keeps the directory from being removed
-        shutil.rmtree(f"{directory}.partial")
-        for rank in range(2):
-            group.start(rank, "finish_checkpoint")
-        for rank in range(2):
-            with pytest.raises(WorkerError, match=r"checkpoint\.partial") as caught:
-                group.finish(rank)
-            assert caught.value.kind == "CheckpointError"
-        assert group.call("load_checkpoint", directory) == [{"step": 1}] * 2
-        group.call("save_checkpoint", directory, {"step": 3})
-        assert group.call("load_checkpoint", directory) == [{"step": 3}] * 2
+        before = group.call("state")
+        group.call("fill_disk", per_rank=[(False,), (True,)])
+        if background:
+            group.call("save_checkpoint", str(tmp_path / "first"), True)
+        method = ("finish_checkpoint",) if background else ("save_checkpoint", str(tmp_path / "first"))
+        _fails(group, r"cannot write .*first: .*No space left on device", *method)
+        group.call("save_checkpoint", str(tmp_path / "second"))
+        group.call("load_checkpoint", str(tmp_path / "second"))
+        _assert_same_states(group.call("state"), before)
 
 
-def test_a_killed_or_stuck_save_keeps_the_previous_checkpoint(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    batch, directory, marker = reference.make_batch(), str(tmp_path / "checkpoint"), tmp_path / "stalled"
-    config = reference.make_config(tiny_models["qwen3"])
+def test_a_stuck_save_is_an_error_after_the_deadline(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     pool = MegatronPool(1)
-    with pytest.raises(BrokenPipeError), pool.group(SINGLE, config) as group:  # the pool's process is gone at the end
-        train(group, batch)
-        saved = group.call("state")
-        group.call("save_checkpoint", directory, {"step": 1})
-        train(group, batch)
-        group.call("stall_writing", str(marker))
+    with pytest.raises(BrokenPipeError), pool.group(SINGLE, reference.make_config(tiny_models["qwen3"])) as group:
+        group.call("stall_writing")
         group.call("shorten_checkpoints", 0.5)
-        group.call("save_checkpoint", directory, {"step": 2}, True)
-        with pytest.raises(WorkerError, match=r"not written after 0 s|not written after 1 s"):
+        group.call("save_checkpoint", str(tmp_path / "checkpoint"), True)
+        with pytest.raises(WorkerError, match=r"checkpoint is not written after [01] s; .*Raise timeouts\.checkpoint_s"):
             group.call("finish_checkpoint")
-        marker.unlink()
-        group.start(0, "save_checkpoint", directory, {"step": 2})
-        _wait_for(marker.exists)
         os.kill(pool.processes[0].pid or 0, signal.SIGKILL)
         pool.processes[0].join(10)
     pool.close()
-    with megatron_pool.group(SINGLE, config) as group:
-        assert group.call("load_checkpoint", directory) == [{"step": 1}]
-        _assert_same_states(group.call("state"), saved)
-        group.call("save_checkpoint", directory, {"step": 3})  # replaces the rest of the killed save
-        assert group.call("load_checkpoint", directory) == [{"step": 3}]
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["checkpoint"]
 
 
-def test_damaged_and_foreign_checkpoints_are_rejected(
+def test_a_checkpoint_of_another_model_is_rejected(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    config, directory = reference.make_config(tiny_models["qwen3"]), tmp_path / "checkpoint"
-    with megatron_pool.group(DP2, config) as group:
-        group.call("save_checkpoint", str(directory), {"step": 1})
-        group.call("save_checkpoint", str(directory), {"step": 2})
-        assert group.call("load_checkpoint", str(directory)) == [{"step": 2}] * 2
+    """On every worker, with its state unchanged."""
+    directory = tmp_path / "checkpoint"
+    with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"])) as group:
+        group.call("save_checkpoint", str(directory))
         before = group.call("state")
-
-        _rejected(group, tmp_path / "nothing", "cannot read .*manifest.json")
-        part = max(directory.glob("__1_*.distcp"), key=lambda path: path.stat().st_size)
-        whole = part.read_bytes()
-        part.write_bytes(whole[: len(whole) // 2])
-        _rejected(group, directory, f"{part.name} has .* damaged")
-        flipped = bytearray(whole)
-        flipped[len(whole) // 2] ^= 1
-        part.write_bytes(bytes(flipped))
-        _rejected(group, directory, f"{part.name} has .* damaged")
-        part.unlink()
-        _rejected(group, directory, f"{part.name} is missing")
-        manifest = json.loads((directory / "manifest.json").read_text())
-        (directory / "manifest.json").write_text(json.dumps({**manifest, "format": "other"}))
-        _rejected(group, directory, "format 'other'")
-        (directory / "manifest.json").write_text(json.dumps([manifest]))
-        _rejected(group, directory, "manifest.json holds a JSON list; expected an object of format")
+        _fails(group, r"cannot read .*worker\.json", "load_checkpoint", str(tmp_path / "nothing"))
+        metadata = (directory / ".metadata").read_bytes()
+        (directory / ".metadata").write_bytes(metadata.replace(b"final_layernorm", b"final_layernorX"))
+        _fails(group, r"cannot load .*: it has no .*final_layernorm", "load_checkpoint", str(directory))
+        (directory / ".metadata").write_bytes(metadata)
         _assert_same_states(group.call("state"), before)
-        part.write_bytes(whole)
-        (directory / "manifest.json").write_text(json.dumps(manifest))
     with megatron_pool.group(DP2, reference.make_config(tiny_models["llama"])) as group:
-        _rejected(group, directory, r"written with model .*model_type = qwen3 \(this run: llama\)")
+        message = r"written with model .*model_type = qwen3 \(this run: llama\)"
+        _fails(group, message, "load_checkpoint", str(directory))
     with megatron_pool.group(DP2, reference.make_config(tiny_models["qwen3"], **BFLOAT16)) as group:
-        _rejected(group, directory, "written with precision float32, this run has bfloat16")
+        _fails(group, "written with precision float32, this run has bfloat16", "load_checkpoint", str(directory))
 
 
 def test_an_equivalent_config_json_resumes(
@@ -222,14 +186,14 @@ def test_an_equivalent_config_json_resumes(
     directory, edited, batch = tmp_path / "checkpoint", tmp_path / "edited", reference.make_batch()
     with megatron_pool.group(SINGLE, reference.make_config(tiny_models["qwen3"])) as group:
         train(group, batch)
-        group.call("save_checkpoint", str(directory), {"step": 1})
+        group.call("save_checkpoint", str(directory))
         went_on = train(group, batch)
     shutil.copytree(tiny_models["qwen3"], edited)
     config = json.loads((edited / "config.json").read_text())
     rope = config.pop("rope_parameters")
     (edited / "config.json").write_text(json.dumps({**config, "rope_theta": rope["rope_theta"], "eos_token_id": [7, 9]}))
     with megatron_pool.group(SINGLE, reference.make_config(edited)) as group:
-        assert group.call("load_checkpoint", str(directory)) == [{"step": 1}]
+        group.call("load_checkpoint", str(directory))
         assert train(group, batch) == went_on
     (edited / "config.json").write_text(json.dumps({**config, "rope_theta": 7.0}))
     with megatron_pool.group(SINGLE, reference.make_config(edited)) as group:
@@ -238,10 +202,10 @@ def test_an_equivalent_config_json_resumes(
             group.finish(0)
 
 
-def _rejected(group: Group, directory: Path, message: str) -> None:
-    """Every worker raises, including those whose own file is intact."""
+def _fails(group: Group, message: str, method: str, *args: str) -> None:
+    """Every worker raises, including those that could go on."""
     for rank in range(2):
-        group.start(rank, "load_checkpoint", str(directory))
+        group.start(rank, method, *args)
     for rank in range(2):
         with pytest.raises(WorkerError, match=message) as caught:
             group.finish(rank)

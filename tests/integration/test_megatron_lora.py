@@ -309,10 +309,10 @@ def test_a_run_resumes_in_another_layout(
     with megatron_pool.group(first[0], configs[0]) as group:
         for _ in range(2):
             train(group, batch)
-        group.call("save_checkpoint", str(directory), {"step": 2})
+        group.call("save_checkpoint", str(directory))
         went_on = [train(group, batch)["loss"] for _ in range(2)]
     with megatron_pool.group(second[0], configs[1]) as group:
-        assert group.call("load_checkpoint", str(directory))[0] == {"step": 2}
+        group.call("load_checkpoint", str(directory))
         np.testing.assert_allclose([train(group, batch)["loss"] for _ in range(2)], went_on, atol=1e-5, rtol=0)
     weights = sum(path.stat().st_size for path in tiny_models[model].glob("*.safetensors"))
     assert sum(path.stat().st_size for path in directory.iterdir()) < 3 * weights  # adapters with moments, no base weights

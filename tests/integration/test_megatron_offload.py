@@ -60,7 +60,7 @@ def test_offloaded_parts_cannot_be_used(megatron_pool: MegatronPool, tiny_models
     with megatron_pool.group(ParallelLayout(), config) as group:
         group.call("offload", ("optimizer",))
         logprobs(group, batch)
-        for method, *args in [("save_checkpoint", str(tmp_path / "c"), {}), ("reset_optimizer",)]:
+        for method, *args in [("save_checkpoint", str(tmp_path / "c")), ("reset_optimizer",)]:
             with pytest.raises(WorkerError, match=r"needs the optimizer, which are offloaded; call reload\("):
                 group.call(method, *args)
         with pytest.raises(WorkerError, match="needs the optimizer"):

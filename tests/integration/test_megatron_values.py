@@ -140,7 +140,7 @@ def test_a_critic_resumes_in_another_layout(
     batch, directory = value_batch(), str(tmp_path / "critic")
     with megatron_pool.group(ParallelLayout(tp=2), config, kind="value") as group:
         train(group, batch, "value")
-        group.call("save_checkpoint", directory, {})
+        group.call("save_checkpoint", directory)
         values, step = own_values(group, batch), train(group, batch, "value")
     with megatron_pool.group(ParallelLayout(pp=2), config, kind="value") as group:
         assert np.abs(own_values(group, batch) - values).max() > 1e-4

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dagrl.config import Config, Json
+from dagrl.config import Config
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.generation import (
     FinishedRequest,
@@ -181,13 +181,13 @@ class UnigramTrainer(UnigramState):
         self.need("weights")
         return self.end.send(version)
 
-    def save_checkpoint(self, directory: str, state: dict[str, Json]) -> None:
+    def save_checkpoint(self, directory: str) -> None:
         self.need("weights", "optimizer")
         Path(directory).mkdir(parents=True, exist_ok=True)
         content = {"logits": self.logits.tolist(), "reference": self.reference.tolist()}
         (Path(directory) / "logits.json").write_text(json.dumps(content))
 
-    def load_checkpoint(self, directory: str) -> dict[str, Json]:
+    def load_checkpoint(self, directory: str) -> None:
         import torch
 
         self.need("weights", "optimizer")
@@ -195,7 +195,6 @@ class UnigramTrainer(UnigramState):
         content = json.loads((Path(directory) / "logits.json").read_text())
         self.logits.copy_(torch.tensor(content["logits"]))
         self.reference = torch.tensor(content["reference"])
-        return {}
 
 
 class LimitedTrainer(UnigramTrainer):
@@ -256,17 +255,16 @@ class UnigramCritic(UnigramState):
     def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
         return merge_step_metrics(parts)
 
-    def save_checkpoint(self, directory: str, state: dict[str, Json]) -> None:
+    def save_checkpoint(self, directory: str) -> None:
         self.need("weights", "optimizer")
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / "values.json").write_text(json.dumps(self.table.tolist()))
 
-    def load_checkpoint(self, directory: str) -> dict[str, Json]:
+    def load_checkpoint(self, directory: str) -> None:
         import torch
 
         self.need("weights", "optimizer")
         self.table.copy_(torch.tensor(json.loads((Path(directory) / "values.json").read_text())))
-        return {}
 
 
 class UnigramTeacher(UnigramState):

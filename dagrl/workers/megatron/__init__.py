@@ -9,7 +9,7 @@ Where to find what:
     model      `architecture.py` reads `config.json`, `model.py` builds the layers: `attention.py`, `router.py`,
                `dispatch.py` and `experts.py`, and `lora.py` for adapters
     weights    `weights.py` says what each rank holds; `hf_load.py` and `hf_export.py` read and write Hugging Face files,
-               `checkpoint.py` (`sharding.py`, `manifest.py`) checkpoints
+               `checkpoint.py` (`sharding.py`, `identity.py`) checkpoints
     memory     `reference.py` swaps the weights of the policy and the reference policy
 """
 

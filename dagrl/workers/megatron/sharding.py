@@ -1,18 +1,19 @@
-"""Train state as Megatron-Core's sharded tensors: the entries that a rank saves to a checkpoint and loads from it.
+"""Train state as pieces of global tensors: what a rank saves to a checkpoint and loads from it.
 
 Every weight, moment and float32 master weight is a box of a global tensor that does not depend on the layout
 (`sharded_state_dict` of Megatron's modules). One data-parallel replica writes each box: in turns if all hold it; with a
-sharded optimizer the one that holds most of it, after receiving the rest. So a checkpoint can be loaded in any layout, with
-or without a sharded optimizer. Imported only where Megatron is.
+sharded optimizer each writes its own range of the flat parameter, as a few boxes. So a checkpoint can be loaded in any
+layout, with or without a sharded optimizer. Imported only where Megatron is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import add
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -20,56 +21,51 @@ from torch import Tensor
 
 from dagrl.workers.megatron.lora import LayerAdapters
 from dagrl.workers.megatron.trainer import Trainer
+from dagrl.workers.train.checkpoint import Piece, range_boxes
 
 STATE = "optimizer.state"  # prefix of Megatron's own optimizers
 REFERENCE = "reference"
 
 ElementRange = tuple[int, int]
-ToHost = Callable[[Tensor], Tensor]
-"""Copies a tensor to host memory. The copy may complete asynchronously on the current stream."""
 
 
 @dataclass(frozen=True)
 class ShardedParameter:
-    """One weight of this rank: local name, Megatron's sharding, and the group of its data-parallel replicas."""
+    """One weight of this rank: local name, Megatron's boxes of it from top to bottom, and its data-parallel replicas.
+
+    A fused gate and up projection has two boxes, others one. `is_replica`: another tensor- or pipeline-parallel rank writes
+    the same boxes.
+    """
 
     name: str
     parameter: Tensor
-    sharded: Any  # ShardedTensor, or ShardedTensorFactory
+    boxes: Sequence[Any]  # ShardedTensor
+    is_replica: bool
     group: Any
 
-    @property
-    def is_replica(self) -> bool:
-        """Whether another tensor- or pipeline-parallel rank writes the same box."""
-        return any(self.sharded.replica_id[:-1])
+    def pieces(self, prefix: str, content: Tensor, span: ElementRange | None = None) -> Iterator[Piece]:
+        """Yields the pieces of a tensor of the parameter's shape, or of the elements `span` of one, which `content` has."""
+        first, last = span or (0, self.parameter.numel())
+        flat, taken, below = content.view(-1), 0, 0
+        for box in self.boxes:
+            above, below = below, below + box.data.numel()
+            shape = (*(1 for _ in range(box.prepend_axis_num)), *box.local_shape)
+            for at, size in range_boxes(shape, max(first, above) - above, min(last, below) - above):
+                part, taken = flat[taken : taken + math.prod(size)].view(size), taken + math.prod(size)
+                offsets = tuple(map(add, box.global_offset, at))
+                yield Piece(f"{prefix}{box.key}", part, offsets, tuple(box.global_shape), box.allow_shape_mismatch)
 
-    def entry(self, key: str, data: Tensor) -> Any:
-        """Returns a sharded tensor of the same box with other content and name, written by this rank."""
-        main = (0,) * len(self.sharded.replica_id)
-        if isinstance(self.sharded, ShardedTensorFactory):
-            return replace(self.sharded, key=key, data=data, replica_id=main)
-        return replace(self.sharded, key=key, data=data, dtype=data.dtype, replica_id=main)
+    def weights(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
+        """Yields the pieces of the weight and, if there is one, of the reference policy's."""
+        yield from self.pieces("", self.parameter.data)
+        if reference is not None:
+            yield from self.pieces(f"{REFERENCE}.", reference[self.name])
 
-    def weights(self, reference: Mapping[str, Tensor] | None) -> list[Any]:
-        """Returns the entries of the weight and, if there is one, of the reference policy's."""
-        others = [] if reference is None else [self.entry(f"{REFERENCE}.{self.sharded.key}", reference[self.name])]
-        return [self.entry(self.sharded.key, self.parameter.data), *others]
-
-
-@dataclass(frozen=True)
-class LoadTarget:
-    """Loads `entry.key` to `entry.data`. If `into` is set, the range `span` is then copied to `into`."""
-
-    entry: Any
-    into: Tensor | None = None
-    span: ElementRange = (0, 0)
-
-    def receive(self, loaded: Tensor) -> None:
-        """Copies loaded content to its target, unless it is there already."""
-        if self.into is not None:
-            self.into.copy_(loaded.reshape(-1)[slice(*self.span)])
-        elif loaded.data_ptr() != self.entry.data.data_ptr():
-            self.entry.data.copy_(loaded.view_as(self.entry.data))
+    def states(self, trainer: Trainer) -> Iterator[Piece]:
+        """Yields the pieces of moments and any master weight; with a sharded optimizer those of this rank's range."""
+        span = _span(trainer, self) if _is_sharded(trainer) else None
+        for name, content in _local_states(trainer, self).items():
+            yield from self.pieces(f"{STATE}.{name}.", content, span)
 
 
 def sharded_parameters(trainer: Trainer) -> list[ShardedParameter]:
@@ -90,50 +86,41 @@ def _sharded(trainer: Trainer, weights: Mapping[str, Tensor]) -> list[ShardedPar
             if isinstance(value, ShardedTensor | ShardedTensorFactory):
                 sharded[id(value.data)] = value
     return [
-        ShardedParameter(name, weight, sharded[id(weight)], _replica_group(weight))
+        ShardedParameter(name, weight, _boxes(sharded[id(weight)]), _is_replica(sharded[id(weight)]), _replica_group(weight))
         for name, weight in sorted(weights.items())
     ]
 
 
-def entries_to_save(trainer: Trainer, reference: Mapping[str, Tensor] | None, to_host: ToHost) -> list[Any]:
-    """Returns the sharded tensors that this rank saves: live tensors, and gathered ones copied by `to_host`.
+def _boxes(sharded: Any) -> list[Any]:
+    boxes = sharded.build() if isinstance(sharded, ShardedTensorFactory) else [sharded]
+    assert all(box.data.is_contiguous() for box in boxes), f"{sharded.key} is not split along its first axis"
+    return list(boxes)
 
-    A collective over the data-parallel replicas, which send each other their shards.
-    """
-    entries = []
+
+def _is_replica(sharded: Any) -> bool:
+    return any(sharded.replica_id[:-1])
+
+
+def pieces_to_save(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
+    """Yields what this rank saves: live tensors."""
     for number, shard in enumerate(sharded_parameters(trainer)):
         mine = number % dist.get_world_size(shard.group) == dist.get_rank(shard.group)
-        if _is_sharded(trainer):
-            states = _gathered_states(trainer, shard, to_host)
-        else:
-            states = _local_states(trainer, shard) if mine else {}
-        if shard.is_replica:
-            continue
-        entries += shard.weights(reference) if mine else []
-        entries += [shard.entry(_state_key(shard, name), tensor) for name, tensor in states.items()]
+        if mine and not shard.is_replica:
+            yield from shard.weights(reference)
+        if (mine or _is_sharded(trainer)) and not shard.is_replica:
+            yield from shard.states(trainer)
     for shard in sharded_biases(trainer):
         if not shard.is_replica and not dist.get_rank(shard.group):
-            entries += shard.weights(reference)
-    return entries
+            yield from shard.weights(reference)
 
 
-def load_targets(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> Iterator[LoadTarget]:
-    """Yields the target of each tensor in a checkpoint. `reference` is set if it has a reference policy.
-
-    Elements outside the checkpoint (vocabulary padding) become 0.
-    """
-    for shard in (*sharded_biases(trainer), *sharded_parameters(trainer)):
-        shard.parameter.data.zero_()
-        yield from map(LoadTarget, shard.weights(reference))
-        if not shard.parameter.requires_grad:
-            continue
-        span = _spans(trainer, shard)[dist.get_rank(shard.group)] if _is_sharded(trainer) else None
-        for name, tensor in _local_states(trainer, shard).items():
-            if span is None:
-                yield LoadTarget(shard.entry(_state_key(shard, name), tensor.zero_()))
-            else:
-                whole = torch.zeros(shard.parameter.shape, dtype=tensor.dtype)
-                yield LoadTarget(shard.entry(_state_key(shard, name), whole), tensor, span)
+def pieces_to_load(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
+    """Yields what this rank loads, in place. `reference` is set if the checkpoint has a reference policy."""
+    for shard in sharded_biases(trainer):
+        yield from shard.weights(reference)
+    for shard in sharded_parameters(trainer):
+        yield from shard.weights(reference)
+        yield from shard.states(trainer)
 
 
 def step_count(trainer: Trainer) -> float:
@@ -147,10 +134,6 @@ def set_step_count(trainer: Trainer, count: float) -> None:
     for inner in trainer.inner_optimizers():
         for state in inner.state.values():
             state["step"].fill_(count)
-
-
-def _state_key(shard: ShardedParameter, name: str) -> str:
-    return f"{STATE}.{name}.{shard.sharded.key}"
 
 
 def _replica_group(parameter: Tensor) -> Any:
@@ -190,42 +173,15 @@ def _main_parameter(trainer: Trainer, shard: ShardedParameter) -> Tensor | None:
     return None
 
 
-def _spans(trainer: Trainer, shard: ShardedParameter) -> list[ElementRange]:
-    """Returns the elements of the flat parameter that each replica updates. Buckets are split into equal shards."""
+def _span(trainer: Trainer, shard: ShardedParameter) -> ElementRange:
+    """Returns the elements of the flat parameter that this replica updates. Buckets are split into equal shards."""
     for chunk in trainer.chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             if shard.parameter in buffer.param_index_map:
-                return _spans_in(buffer, shard.parameter)
+                start, stop, number = buffer.param_index_map[shard.parameter]
+                bucket, replicas = buffer.buckets[number], buffer.data_parallel_world_size
+                share = bucket.grad_data.numel() // replicas
+                first = bucket.offset + dist.get_rank(shard.group) * share
+                low, high = max(start, first), min(stop, first + share)
+                return (low - start, high - start) if low < high else (0, 0)
     raise AssertionError(f"{shard.name} is in no gradient buffer")
-
-
-def _spans_in(buffer: Any, parameter: Tensor) -> list[ElementRange]:
-    start, stop, number = buffer.param_index_map[parameter]
-    bucket = buffer.buckets[number]
-    share = bucket.grad_data.numel() // buffer.data_parallel_world_size
-    spans = []
-    for rank in range(buffer.data_parallel_world_size):
-        first = bucket.offset + rank * share
-        low, high = max(start, first), min(stop, first + share)
-        spans.append((low - start, high - start) if low < high else (0, 0))
-    return spans
-
-
-def _gathered_states(trainer: Trainer, shard: ShardedParameter, to_host: ToHost) -> dict[str, Tensor]:
-    """Gathers a parameter's states, with a sharded optimizer, on the replica that holds most; {} on the others."""
-    spans, rank = _spans(trainer, shard), dist.get_rank(shard.group)
-    owner = max(range(len(spans)), key=lambda replica: spans[replica][1] - spans[replica][0])
-    held, found = _local_states(trainer, shard), {}
-    if rank != owner:
-        for tensor in held.values():
-            dist.send(tensor, dist.get_global_rank(shard.group, owner), group=shard.group)
-        return {}
-    for name, tensor in held.items():
-        whole = torch.empty(shard.parameter.numel(), dtype=tensor.dtype, device=tensor.device)
-        for replica, span in enumerate(spans):
-            if replica == owner:
-                whole[slice(*span)] = tensor
-            elif span[0] < span[1]:
-                dist.recv(whole[slice(*span)], dist.get_global_rank(shard.group, replica), group=shard.group)
-        found[name] = to_host(whole).view(shard.parameter.shape)
-    return found

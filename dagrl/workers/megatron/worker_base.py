@@ -34,7 +34,7 @@ from dagrl.workers.megatron.adapter_slices import targets, trained_adapters
 from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture
 from dagrl.workers.megatron.groups import abort_groups, end_groups, start_checkpoint_group, start_groups
 from dagrl.workers.megatron.hf_load import ParameterShapes, check_hf, has_scalar_head, load_hf, read_hf_config
-from dagrl.workers.megatron.manifest import identity_of, read_manifest
+from dagrl.workers.megatron.identity import identity_of, read_worker_file
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
 from dagrl.workers.train.kept_logprobs import KeptLogprobs
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from dagrl.workers.megatron.checkpoint import CheckpointSave
     from dagrl.workers.megatron.kv_scales import KvScales
     from dagrl.workers.megatron.lora import Adapters
     from dagrl.workers.megatron.model import ModelChunks
     from dagrl.workers.megatron.reference import ReferenceModel, ReferencePolicy
     from dagrl.workers.megatron.trainer import Trainer
+    from dagrl.workers.train.checkpoint import Saving
     from dagrl.workers.train.offload import StatePart
 
 
@@ -68,7 +68,7 @@ class MegatronWorkerBase:
         self._adapters: Adapters | None = None
         self._sender: RefitSender | None = None
         self._channel: Channel | None = None
-        self._saving: CheckpointSave | None = None
+        self._saving: Saving | None = None
         self._checkpoint_group: ProcessGroup | None = None
         self._aborted = False
         self._sending = False
@@ -99,7 +99,7 @@ class MegatronWorkerBase:
     @classmethod
     def check_checkpoint(cls, config: Config, hf_config: Mapping[str, Json], directory: str) -> None:
         """Raises CheckpointError if the model, its precision or its adapters differ from those of a checkpoint."""
-        read_manifest(Path(directory), identity_of(config.policy, cls.model_config(hf_config)))
+        read_worker_file(Path(directory), identity_of(config.policy, cls.model_config(hf_config)))
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dagrl.config import Json
 from dagrl.config.settings import holds_reference
+from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.run.comparison import WeightDifference
@@ -17,7 +18,7 @@ from dagrl.runtime.worker import in_warmup
 from dagrl.workers.megatron.adapter_files import write_adapters
 from dagrl.workers.megatron.groups import gather_objects, run_on_all_ranks
 from dagrl.workers.megatron.hf_export import export_hf
-from dagrl.workers.megatron.manifest import identity_of
+from dagrl.workers.megatron.identity import identity_of
 from dagrl.workers.megatron.worker_base import MegatronWorkerBase
 
 if TYPE_CHECKING:
@@ -121,54 +122,47 @@ class MegatronWorkerState(MegatronWorkerBase):
         self._reference = None  # free its memory before allocating
         self._reference = ReferencePolicy(weights, self.config.policy.reference_weights, self._device)
 
-    def save_checkpoint(self, directory: str, state: dict[str, Json], background: bool = False) -> None:
-        """Writes everything the next step depends on, and the driver's `state`, to `directory`; all workers together.
+    def save_checkpoint(self, directory: str, background: bool = False) -> dict[str, FileEntry] | None:
+        """Writes everything the next step depends on to `directory`; all workers together.
 
-        A background checkpoint is still being written when this returns. `finish_checkpoint`, or the next save, completes
-        and renames it.
+        Returns size and checksum of the files that this worker wrote. With `background` the state is copied and still being
+        written on return; `finish_checkpoint` returns the files then.
         """
-        from dagrl.workers.megatron.checkpoint import CheckpointSave
+        from dagrl.workers.megatron.checkpoint import start_saving
 
         trainer = self._ready("weights", "optimizer")
         with self._running():
             self._finish_saving()
-            identity = self._identity
             reference = None if self._reference is None else self._reference.tensors
             group = self._files_group
-            self._saving = CheckpointSave(directory, trainer, reference, state, identity, group, background=background)
-            if not background:
-                self._finish_saving()
+            self._saving = start_saving(directory, trainer, reference, self._identity, group, background=background)
+            return None if background else self._finish_saving()
 
     def checkpoint_written(self) -> bool:
-        """Whether this worker has written its part of a background checkpoint."""
+        """Whether a background checkpoint is written by all workers."""
         return self._saving is None or self._saving.is_written
 
-    def finish_checkpoint(self) -> None:
-        """Completes a background checkpoint within `timeouts.checkpoint_s`; all workers together."""
+    def finish_checkpoint(self) -> dict[str, FileEntry] | None:
+        """Waits for a background checkpoint, at most `timeouts.checkpoint_s`; all workers together."""
         self._ready()
         with self._running():
-            self._finish_saving()
+            return self._finish_saving()
 
-    def _finish_saving(self) -> None:
+    def _finish_saving(self) -> dict[str, FileEntry] | None:
         saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.finish(self.config.timeouts.checkpoint_s)
+        return None if saving is None else saving.finish(self.config.timeouts.checkpoint_s)
 
-    def load_checkpoint(self, directory: str) -> dict[str, Json]:
-        """Loads a checkpoint of the same model from any layout. Returns the driver's state.
-
-        Raises CheckpointError, with everything unchanged, if that is not possible.
-        """
+    def load_checkpoint(self, directory: str) -> None:
+        """Loads a checkpoint of the same model from any layout. Raises CheckpointError."""
         from dagrl.workers.megatron.checkpoint import load_checkpoint
 
         trainer = self._ready("weights", "optimizer")
         with self._running():
             self._finish_saving()
-            reference, state = load_checkpoint(directory, trainer, self._identity, self._files_group)
+            reference = load_checkpoint(directory, trainer, self._identity, self._files_group)
             self._reference = None
             if reference is not None and holds_reference(self.config) and self._reference_model is None:
                 self._keep_reference(reference)
-        return state
 
     def compare_checkpoint(self, directory: str) -> tuple[int, list[WeightDifference]]:
         """Loads a checkpoint as `load_checkpoint`. Returns the number of its tensors here, and those that differ from what

@@ -29,7 +29,7 @@ from dagrl.runtime.phase import Input, Shard, Value, phase
 from dagrl.telemetry.record import RunPaths, lock_run
 from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.megatron.hf_load import read_hf_config
-from dagrl.workers.megatron.manifest import FORMAT, identity_of
+from dagrl.workers.megatron.identity import FORMAT, WORKER, identity_of
 from tests.integration.unigram_workers import UnigramTrainer
 
 MODEL = {
@@ -1211,11 +1211,11 @@ def save_checkpoint(config: Config, model: Path) -> None:
     """Saves step 3 of the run as its train workers would: with the identity of the model in the `config.json` of `model`."""
     inputs, paths = preflight(config), RunPaths.of(config)
     identity = identity_of(inputs.config.policy, read_hf_config(model))
-    head = {"format": FORMAT, "identity": identity, "reference": False, "state": {}, "layout": {}, "files": {}}
+    head = {"format": FORMAT, "identity": identity}
     position = open_sampler(inputs.prompts, inputs.config.data).state()
     with CheckpointStore(paths.checkpoints).saving(TrainState(3, {"grpo_sampler": position, REFERENCE: False})) as part:
         (part / "train").mkdir()
-        (part / "train" / "manifest.json").write_text(json.dumps(head))
+        (part / "train" / WORKER).write_text(json.dumps(head))
     paths.config.write_text("name: bad\n")
 
 

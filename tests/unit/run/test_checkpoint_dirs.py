@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from dagrl.errors import CheckpointError
-from dagrl.files import replace_directory
-from dagrl.run.checkpoint_store import CheckpointStore, TrainState, load_checkpoint_directory
+from dagrl.files import FileEntry, replace_directory
+from dagrl.run import checkpoint_store
+from dagrl.run.checkpoint_store import CheckpointStore, TrainState, large_files, load_checkpoint_directory
 from tests.unit.run.full_disk import full_disk
 
 
@@ -215,7 +216,7 @@ def lose_manifest(directory: Path) -> None:
 
 
 def tear_state(directory: Path) -> None:
-    (directory / "state.json").write_text('{"format": 1, "st')
+    (directory / "state.json").write_text('{"format": 2, "st')
 
 
 def other_format(directory: Path) -> None:
@@ -223,17 +224,17 @@ def other_format(directory: Path) -> None:
 
 
 def lists_nothing(directory: Path) -> None:
-    (directory / "manifest.json").write_text('{"format": 1, "files": {}}')
+    (directory / "manifest.json").write_text('{"format": 2, "files": {}}')
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, "train/rank_0.pt has 3 bytes; its manifest says 17"),
-        (flip, "train/rank_0.pt has other content"),
-        (lose, "train/rank_0.pt is missing"),
+        (truncate, "train/rank_0.pt is damaged: it has 3 bytes, the manifest says 17; remove .*/step_00000001 to resume"),
+        (flip, "train/rank_0.pt is damaged: its CRC-32 differs"),
+        (lose, "train/rank_0.pt is missing; remove .*/step_00000001 to resume from the checkpoint before it"),
         (lose_manifest, "has no manifest.json"),
-        (tear_state, "state.json has 17 bytes"),
+        (tear_state, "state.json is damaged: it has 17 bytes"),
         (other_format, "has format 99"),
         (lists_nothing, "does not list state.json"),
     ],
@@ -243,6 +244,32 @@ def test_damage_is_an_error_naming_the_file(store: CheckpointStore, damage: Call
     damage(directory)
     with pytest.raises(CheckpointError, match=message):
         store.latest()
+
+
+def test_large_files_of_workers_are_read_by_those_who_load_them(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sizes are compared. The driver reads its own files, however large."""
+    monkeypatch.setattr(checkpoint_store, "SMALL_FILE_BYTES", 10)
+    directory = save(store, 1)
+    assert list(large_files(directory, "train")) == ["train/rank_0.pt"] and not large_files(directory, "critic")
+    flip(directory)
+    assert store.latest() is not None
+    truncate(directory)
+    with pytest.raises(CheckpointError, match="the manifest says 17"):
+        store.latest()
+    directory = save(store, 2)
+    (directory / "state.json").write_text((directory / "state.json").read_text().replace("5", "6"))
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged: its CRC-32 differs"):
+        store.latest()
+
+
+def test_files_that_workers_wrote_elsewhere_are_an_error(store: CheckpointStore) -> None:
+    with store.writing(TrainState(1)) as directory:
+        pass
+    with pytest.raises(CheckpointError, match=r"workers wrote .*train/a, but the driver does not find it\. Put output_dir"):
+        store.publish(TrainState(1), directory, {"train/a": FileEntry(1, 2)})
+    assert not list(store.root.iterdir())
 
 
 def lose_state(directory: Path) -> None:

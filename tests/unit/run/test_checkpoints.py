@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -10,8 +12,9 @@ import pytest
 
 from dagrl.config import Config
 from dagrl.errors import CheckpointError
-from dagrl.run.checkpoint_store import CheckpointStore, TrainState
-from dagrl.run.checkpoints import Checkpoints, DriverPart
+from dagrl.files import FileEntry
+from dagrl.run.checkpoint_store import MANIFEST, SMALL_FILE_BYTES, CheckpointStore, TrainState
+from dagrl.run.checkpoints import Checkpoints, DriverPart, load_role
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.worker_group import WorkerGroup
 
@@ -32,9 +35,10 @@ class Writers:
             directory = self.elsewhere or Path(args[0])
             directory.mkdir()
             (directory / "part").write_text("weights")
+            return [{"part": FileEntry(7, 9)}, None] if len(args) == 1 else [None, None]
         if method == "finish_checkpoint" and self.error is not None:
             raise self.error
-        return [True, self.written]
+        return [None, {"part": FileEntry(7, 9)}] if method == "finish_checkpoint" else [True, self.written]
 
 
 def make(tmp_path: Path, background: bool) -> tuple[Checkpoints, Writers]:
@@ -50,6 +54,10 @@ def save(checkpoints: Checkpoints, step: int, *parts: DriverPart) -> None:
     checkpoints.save()
 
 
+def entry(directory: Path) -> object:
+    return json.loads((directory / MANIFEST).read_text())["files"]["train/part"]
+
+
 def steps(checkpoints: Checkpoints) -> list[int]:
     return [checkpoint.state.step for checkpoint in checkpoints.store.all()]
 
@@ -57,9 +65,10 @@ def steps(checkpoints: Checkpoints) -> list[int]:
 def test_a_synchronous_save_is_complete_on_return(tmp_path: Path) -> None:
     checkpoints, writers = make(tmp_path, background=False)
     save(checkpoints, 1, lambda directory: (directory / "driver").touch())
-    latest = checkpoints.store.latest()
-    assert latest is not None and (latest.directory / "driver").exists() and (latest.directory / "train" / "part").exists()
+    (latest,) = checkpoints.store.all()
+    assert (latest.directory / "driver").exists() and (latest.directory / "train" / "part").exists()
     assert writers.calls == ["save_checkpoint"]
+    assert entry(latest.directory) == {"size": 7, "crc32": 9}, "as the worker said, without reading it again"
 
 
 def test_a_background_save_is_published_when_all_workers_have_written(tmp_path: Path) -> None:
@@ -82,6 +91,7 @@ def test_the_next_save_and_the_end_wait_for_the_pending_one(tmp_path: Path) -> N
     assert steps(checkpoints) == [1]
     checkpoints.save_last()
     assert steps(checkpoints) == [2]  # and keep_top_k holds
+    assert entry(checkpoints.store.root / "step_00000002") == {"size": 7, "crc32": 9}
 
 
 def test_a_failed_background_save_is_an_error_and_keeps_the_earlier_one(tmp_path: Path) -> None:
@@ -107,3 +117,42 @@ def test_weights_on_another_host_are_an_error(tmp_path: Path, background: bool) 
         save(checkpoints, 1)
         checkpoints.save_last()
     assert steps(checkpoints) == [] and not list(checkpoints.store.root.glob("*.tmp"))
+
+
+class Readers:
+    """Three train workers whose processes are this one."""
+
+    def __init__(self) -> None:
+        self.read: list[list[str]] = []
+        self.loaded: list[str] = []
+        self.actors = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=self._run)) for _ in range(3)]
+
+    def _run(self, function: Any, checkpoint: Path, share: dict[str, FileEntry]) -> None:
+        self.read.append(sorted(share))
+        function(None, checkpoint, share)
+
+    def wait(self, refs: list[None], deadline: Deadline, method: str) -> None:
+        pass
+
+    def call(self, method: str, directory: str, *, deadline: Deadline) -> None:
+        self.loaded.append(directory)
+
+
+def test_each_large_file_is_verified_by_one_worker_before_loading(tmp_path: Path) -> None:
+    store, readers = CheckpointStore(tmp_path), Readers()
+    with store.saving(TrainState(1)) as directory:
+        for name in ("train", "critic"):
+            (directory / name).mkdir()
+            for number in range(4):
+                (directory / name / f"{number}").write_bytes(bytes(SMALL_FILE_BYTES + 1))
+            (directory / name / "small").touch()
+    latest, deadline = store.latest(), Deadline(1.0, "t")
+    assert latest is not None
+    load_role(cast(WorkerGroup, readers), "train", latest.directory, deadline)
+    assert readers.read == [["train/0", "train/3"], ["train/1"], ["train/2"]]
+    assert readers.loaded == [str(latest.directory / "train")]
+    with (latest.directory / "train" / "2").open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(CheckpointError, match=r"train/2 is damaged: its CRC-32 differs from the manifest's; remove .*step_"):
+        load_role(cast(WorkerGroup, readers), "train", latest.directory, deadline)
+    assert len(readers.loaded) == 1

@@ -17,7 +17,7 @@ from dagrl.config import Config, DataConfig
 from dagrl.config.file import load_config
 from dagrl.data.examples import read_jsonl
 from dagrl.errors import CheckpointError, ConfigError, DataError
-from dagrl.run.checkpoint_store import MANIFEST, STATE, CheckpointStore, TrainState, load_checkpoint_directory
+from dagrl.run.checkpoint_store import FORMAT, MANIFEST, STATE, CheckpointStore, TrainState, load_checkpoint_directory
 from dagrl.telemetry.record import prepare_run_directory
 
 VALID = {"name": "fuzz", "algorithm": "sft", "policy": {}, "data": {}}
@@ -73,14 +73,14 @@ def test_a_checkpoint_cut_or_flipped_at_any_byte_is_found(
 @given(content=CONTENT)
 def test_other_content_in_a_checkpoint_is_an_error(saved: Path, tmp_path: Path, name: str, content: Any) -> None:
     assert loads_or_says_why(saved, tmp_path, name, json.dumps(content).encode()) is None
-    shaped = {"format": 1, "files": {STATE: content}, "step": 7, "counters": content}
+    shaped = {"format": FORMAT, "files": {STATE: content}, "step": 7, "counters": content}
     found = loads_or_says_why(saved, tmp_path, name, json.dumps(shaped).encode())
     assert found is None or found.step == 7
 
 
 def test_a_manifest_cannot_name_files_outside_its_checkpoint(saved: Path, tmp_path: Path) -> None:
     manifest = json.loads((saved / MANIFEST).read_text())
-    manifest["files"]["../../secret"] = {"size": 0, "crc32": None}
+    manifest["files"]["../../secret"] = {"size": 0, "crc32": 0}
     (tmp_path.parent / "secret").touch()
     assert loads_or_says_why(saved, tmp_path, MANIFEST, json.dumps(manifest).encode()) is None
 

@@ -1,13 +1,11 @@
-"""The manifest of a train checkpoint: the model's identity, and every file with size and CRC-32.
+"""Which model a Megatron checkpoint is of: it loads into the same model at the same precision, in any layout.
 
-It is written last and read first. A checkpoint loads into the same model at the same precision, in any layout. Pure; needs
-neither torch nor Megatron.
+Needs neither torch nor Megatron. The manifest of the whole checkpoint has the checksum of `worker.json`.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,64 +14,36 @@ from dagrl.config import Json, PolicyConfig
 from dagrl.errors import CheckpointError, ConfigError
 from dagrl.workers.megatron.architecture import read_architecture
 
-MANIFEST = "manifest.json"
-FORMAT = "dagrl-megatron-2"
-_READ_BYTES = 1 << 24
-_OBJECTS = ("identity", "identity.model", "state", "layout", "files")
-_FIELDS = {**dict.fromkeys(_OBJECTS, dict), "identity.precision": str, "reference": bool}
-_JSON_TYPES = {dict: "an object", bool: "true or false", str: "text"}
+WORKER = "worker.json"
+FORMAT = "dagrl-megatron-3"
 
 
 def identity_of(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns what `read_manifest` compares between the writing and the reading run."""
+    """Returns what `read_worker_file` compares between the writing and the reading run."""
     peft = policy.megatron_cfg.peft
     adapters = peft.model_dump(mode="json", exclude={"enabled", "adapter_path", "refit"}) if peft.enabled else None
     return {"precision": policy.precision, "adapters": adapters, "model": dict(sorted(hf_config.items()))}
 
 
-def fingerprint(path: Path) -> dict[str, int]:
-    """Returns size and CRC-32 of a file."""
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return {"bytes": path.stat().st_size, "crc32": checksum}
-
-
-def read_manifest(directory: Path, identity: Mapping[str, Json]) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint that a run of this `identity` can load.
+def read_worker_file(directory: Path, identity: Mapping[str, Json]) -> dict[str, Any]:
+    """Returns `worker.json` of a checkpoint that a run of this `identity` can load.
 
     Raises CheckpointError if it cannot be read or has another format, precision or model. Models are equal if they compute
     the same (`Architecture.computed`), however `config.json` expresses it.
     """
-    path = directory / MANIFEST
+    path = directory / WORKER
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; expected a directory written by save_checkpoint") from error
-    manifest = _well_formed(path, content)
-    _check_same(directory, manifest["identity"], identity)
-    return manifest
-
-
-def _well_formed(path: Path, content: object) -> dict[str, Any]:
-    if not isinstance(content, dict):
         raise CheckpointError(
-            f"{path} holds a JSON {type(content).__name__}; expected an object of format {FORMAT!r}, as save_checkpoint "
-            "writes it. Resume from another checkpoint"
-        )
-    if content.get("format") != FORMAT:
+            f"cannot read {path}: {error}; expected a directory written by save_checkpoint. Resume from another checkpoint"
+        ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
-            f"{path} has format {content.get('format')!r}, expected {FORMAT!r}; it is not a checkpoint of this dagrl version"
+            f"{path} has format {found!r}, expected {FORMAT!r}; it is not a checkpoint of this dagrl version"
         )
-    for field, kind in _FIELDS.items():
-        parent, _, name = field.rpartition(".")
-        held = content[parent] if parent else content
-        if not isinstance(held.get(name), kind):
-            found = f"{field} = {held[name]!r:.60}" if name in held else f"no {field}"
-            raise CheckpointError(
-                f"{path} has {found}, expected {_JSON_TYPES[kind]}; it is damaged; resume from another checkpoint"
-            )
+    _check_same(directory, content["identity"], identity)
     return content
 
 
