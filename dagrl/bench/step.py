@@ -39,7 +39,6 @@ from dagrl.config.settings import device_count, generation_config
 from dagrl.errors import ConfigError
 from dagrl.rl.rewards import RewardRunner
 from dagrl.run.checkpoint_store import TrainState
-from dagrl.run.loops.async_grpo import train_async
 from dagrl.run.loops.grpo import train_grpo
 from dagrl.run.plans import grpo_plans
 from dagrl.run.session import Session
@@ -192,7 +191,7 @@ def run_loop(session: Session, reward: RewardRunner, variant: Variant) -> Sequen
     """Returns the metrics that the variant's loop adds to the session's."""
     before = len(read_metrics(session.recorder.paths.metrics))
     session.replays.close_step(tokens=0)
-    loop = train_plain if variant.plain else train_async if variant.enabled else train_grpo
+    loop = train_plain if variant.plain else train_grpo
     loop(session, reward)
     session.checkpoints.parts.clear()
     return read_metrics(session.recorder.paths.metrics)[before:]

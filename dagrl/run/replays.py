@@ -51,28 +51,16 @@ class Replays:
         if self.shared is not None:
             self.shared.give_to(roles, keep_generation_weights=keep_generation_weights)
 
-    def replay(
-        self,
-        name: str,
-        value: object,
-        rows: Sequence[npt.NDArray[np.intp]] | None = None,
-        meanwhile: Callable[[], object] = lambda: None,
-    ) -> Any:
-        """Replays a phase and waits for its result. `rows[shard]` are the rows each shard gets (see `Scheduler.replay`).
-
-        Calls `meanwhile` once the replay has begun.
-        """
-        self.hold(*self.phases[name].roles)
-        with self.clock.measure(name):
-            replay = self.submit(name, value, rows)
-            meanwhile()
-            return self._result(name, replay)[0]
+    def replay(self, name: str, value: object, rows: Sequence[npt.NDArray[np.intp]] | None = None) -> Any:
+        """Replays a phase and waits for its result. `rows[shard]` are the rows each shard gets (see `Scheduler.replay`)."""
+        return self.collect(name, self.submit(name, value, rows))[0]
 
     def submit(self, name: str, value: object, rows: Sequence[npt.NDArray[np.intp]] | None = None) -> Replay:
         """Starts a replay that `collect` reads; `rows` as in `replay`."""
         phase = self.phases[name]
         self.hold(*phase.roles)
-        replay = self.scheduler.replay(phase, value, rows=rows)
+        with self.clock.measure(name):
+            replay = self.scheduler.replay(phase, value, rows=rows)
         if self.shared is not None:
             self._running = [(one, running) for one, running in self._running if not running.done] + [(phase, replay)]
         return replay
@@ -92,12 +80,7 @@ class Replays:
         worked; without it, or if it returns None, all roles count as busy for the longest path.
         """
         with self.clock.measure(name):
-            return self._result(name, replay, busy_s)
-
-    def _result(
-        self, name: str, replay: Replay, busy_s: Callable[[Any], float | None] | None = None
-    ) -> tuple[Any, CountedReplay]:
-        result = replay.result()
+            result = replay.result()
         assert replay.timing is not None
         return result, self.count(name, replay.timing, busy_s(result) if busy_s else None)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cache, partial
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
 
@@ -68,23 +67,19 @@ class RolloutLog:
         """Waits until all files are written. Raises the OSError of one that could not be."""
         self._check(0)
 
-    @contextmanager
-    def keeping(self, groups: Sequence[ScoredGroup], batch: Batch, step: int) -> Iterator[Callable[[], object]]:
-        """Keeps the samples of `step`, whose log-probabilities the train workers hold until the block, which trains, ends.
+    def keep(self, groups: Sequence[ScoredGroup], batch: Batch, step: int) -> KeptSamples:
+        """Begins to keep the samples of `step`: a thread reads their log-probabilities from the train workers, and prepares
+        what `KeptSamples.write` writes. Call that once the step has succeeded, before the next one begins.
 
-        The block calls what it is given while the workers train: then a thread reads and prepares what is written after it.
         Raises the OSError of an earlier file.
         """
         self._check()
-        prepare = cache(partial(self._prepare, groups, batch, step))
-        yield prepare
-        kept, prepared = prepare()
-        kept.result()
-        self._writing.append(self._pool.submit(self._write, prepared, step))
+        columns = self._pool.submit(kept_columns, self._train, self._deadline)
+        return KeptSamples(self, step, columns, self._pool.submit(self._rows, groups, batch, columns, step))
 
-    def _prepare(self, groups: Sequence[ScoredGroup], batch: Batch, step: int) -> tuple[Future[Kept], Future[Prepared]]:
-        kept = self._pool.submit(kept_columns, self._train, self._deadline)
-        return kept, self._pool.submit(self._rows, groups, batch, kept, step)
+    def write(self, prepared: Future[Prepared], step: int) -> None:
+        """Writes a step's samples in the thread."""
+        self._writing.append(self._pool.submit(self._write, prepared, step))
 
     def _rows(self, groups: Sequence[ScoredGroup], batch: Batch, kept: Future[Kept], step: int) -> Prepared:
         rows = rollout_rows(groups, batch, kept.result(), step, self._texts)
@@ -109,6 +104,21 @@ class RolloutLog:
 
     def _write_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
         self._files.write(step, untrained_rows(untrained, step, self._texts), OTHER)
+
+
+@dataclass(frozen=True)
+class KeptSamples:
+    """Samples of a step, whose log-probabilities (`columns`) the train workers hold until the next step."""
+
+    log: RolloutLog
+    step: int
+    columns: Future[Kept]
+    prepared: Future[Prepared]
+
+    def write(self) -> None:
+        """Writes them, once their log-probabilities have come."""
+        self.columns.result()
+        self.log.write(self.prepared, self.step)
 
 
 def kept_columns(train: WorkerGroup, deadline: Deadline) -> Kept:

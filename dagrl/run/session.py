@@ -54,25 +54,10 @@ class Session:
         last = self.last_step is not None and step == self.last_step.number
         return not (last or self.stop.requested or self.checkpoints.due(step))
 
-    def finish_step(
-        self,
-        stage: str,
-        position: int,
-        total: int,
-        metrics: dict[str, float],
-        state: TrainState,
-        begin_next: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Records a finished step and saves it if it is due. Leaves the loop after `last_step` or if a stop is requested.
-
-        Calls `begin_next` before it records the step, unless something has to happen between this step and the next.
-        """
-        if self.goes_straight_on(state.step):
-            begin_next()
-        if (
-            self.checkpoints.due(state.step) and self.recorder.rollouts is not None
-        ):  # a resumed run does not take the step again
-            self.recorder.rollouts.flush()
+    def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
+        """Records a finished step and saves it if it is due. Leaves the loop after `last_step` or if a stop is requested."""
+        if self.checkpoints.due(state.step) and self.recorder.rollouts is not None:
+            self.recorder.rollouts.flush()  # a resumed run does not take the step again
         self.recorder.step(stage, state.step, position, total, metrics)
         self.checkpoints.finish_step(state)
         self.stop.check()

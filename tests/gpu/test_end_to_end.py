@@ -18,7 +18,6 @@ from dagrl.rl.rollout.episodes import new_group, request_seeds
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.engines import WorkerEngines
-from dagrl.run.loops.async_grpo import train_async
 from dagrl.run.loops.grpo import train_grpo
 from dagrl.run.loops.sft import train_sft
 from dagrl.run.plans import PhasePlan, grpo_plans
@@ -86,7 +85,7 @@ def run(session: Session, reward: RewardRunner, **grpo: Any) -> list[dict[str, A
     """The metrics of GRPO steps from the weights after SFT."""
     before, config = begin_again(session), session.config
     changed = replace(session, config=config.model_copy(update={"grpo": config.grpo.model_copy(update=grpo)}))
-    (train_async if changed.config.grpo.async_grpo.enabled else train_grpo)(changed, reward)
+    train_grpo(changed, reward)
     return [dict(line) for line in read_metrics(session.recorder.paths.metrics)[before:] if "loss" in line]
 
 

@@ -21,7 +21,8 @@ from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.episodes import Sample
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.loops import grpo_step
+from dagrl.run.loops import grpo
+from dagrl.run.loops.policy_update import PolicyUpdate
 from dagrl.run.train import run_with_restarts, train
 from dagrl.telemetry.record import read_metrics
 from tests.integration.unigram_task import ASKED
@@ -100,14 +101,13 @@ def one_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     """The batches trained on."""
     batches: Trained = []
-    learn = grpo_step.learn
+    begin_update = grpo.begin_update
 
-    def watched(session: Any, groups: list[ScoredGroup], step: int, *early: Any) -> dict[str, float]:
+    def watched(session: Any, groups: list[ScoredGroup], step: int) -> PolicyUpdate:
         batches.append(groups)
-        return learn(session, groups, step, *early)
+        return begin_update(session, groups, step)
 
-    for module in ("grpo", "async_grpo"):
-        monkeypatch.setattr(f"dagrl.run.loops.{module}.learn", watched)
+    monkeypatch.setattr(grpo, "begin_update", watched)
     return batches
 
 

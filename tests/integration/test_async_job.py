@@ -20,8 +20,9 @@ from dagrl.errors import StopRequestedError
 from dagrl.rl.rollout.episodes import Episode
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.loops import async_grpo, grpo_step
-from dagrl.run.replays import Replays
+from dagrl.run.loops import grpo
+from dagrl.run.loops.policy_update import PolicyUpdate
+from dagrl.run.session import Session
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import numbers_of, one_cluster, saved_groups, stop_after
@@ -79,18 +80,18 @@ def joined(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[list[ScoredGroup]]]:
     """The batches trained on. Each version that generation receives is exported."""
     batches: list[list[ScoredGroup]] = []
-    learn, refit = grpo_step.learn, grpo_step.refit
+    begin_update, refit = grpo.begin_update, grpo.refit
 
-    def watched(session: Any, groups: list[ScoredGroup], step: int, *early: Any) -> dict[str, float]:
+    def watched(session: Any, groups: list[ScoredGroup], step: int) -> PolicyUpdate:
         batches.append(groups)
-        return learn(session, groups, step, *early)
+        return begin_update(session, groups, step)
 
-    def exported(replays: Replays, experience: Experience, version: int, *meanwhile: Any) -> dict[str, float]:
-        replays.scheduler.groups["train"].call("export_hf", str(tmp_path / f"version{version}"))
-        return refit(replays, experience, version, *meanwhile)
+    def exported(session: Session, experience: Experience, version: int) -> dict[str, float]:
+        session.train.call("export_hf", str(tmp_path / f"version{version}"))
+        return refit(session, experience, version)
 
-    monkeypatch.setattr(async_grpo, "learn", watched)
-    monkeypatch.setattr(grpo_step, "refit", exported)
+    monkeypatch.setattr(grpo, "begin_update", watched)
+    monkeypatch.setattr(grpo, "refit", exported)
     yield batches
 
 

@@ -19,7 +19,7 @@ from dagrl.errors import RunError, StopRequestedError
 from dagrl.rl.rollout.episodes import Episode
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.trajectory_file import read_trajectories
-from dagrl.run.loops import grpo_step
+from dagrl.run.loops import policy_update
 from dagrl.run.train import train
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.record import RunPaths
@@ -160,8 +160,8 @@ def failing(output: Path, share: float) -> Config:
 def test_failed_samples_are_not_trained_on(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are counted. Loss, baseline and mean use the other samples only."""
     batches: list[Batch] = []
-    optimize = grpo_step.optimize
-    monkeypatch.setattr(grpo_step, "optimize", lambda *args: batches.append(args[2]) or optimize(*args))
+    submit = policy_update.submit_steps
+    monkeypatch.setattr(policy_update, "submit_steps", lambda *args: batches.append(args[2]) or submit(*args))
     config = failing(tmp_path, share=0.9)
     train(config)
     for batch, groups, line in zip(batches, trained, steps_of(config), strict=True):

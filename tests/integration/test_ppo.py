@@ -14,7 +14,7 @@ from dagrl.config.file import load_config
 from dagrl.errors import CheckpointError, StopRequestedError
 from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.loops import critic, grpo_step
+from dagrl.run.loops import critic, policy_update
 from dagrl.run.session import LastStep
 from dagrl.run.train import train
 from dagrl.runtime.shapes import Batch
@@ -53,14 +53,14 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[ScoredGroup], Ba
             return batch
 
     groups: list[list[ScoredGroup]] = []
-    scored = grpo_step.scored_batch
+    scored = policy_update.scored_batch
 
     def watched(config: Config, given: list[ScoredGroup], step: int) -> Batch:
         groups.append(given)
         return scored(config, given, step)
 
-    monkeypatch.setattr(grpo_step, "CriticStep", Watched)
-    monkeypatch.setattr(grpo_step, "scored_batch", watched)
+    monkeypatch.setattr(policy_update, "CriticStep", Watched)
+    monkeypatch.setattr(policy_update, "scored_batch", watched)
     return seen
 
 

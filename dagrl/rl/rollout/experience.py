@@ -145,6 +145,20 @@ class Experience:
         self._score(self.rollouts.advance())
         self._take_scores()
 
+    def next_batch(self) -> list[ScoredGroup]:
+        """Generates until a batch is complete, and takes it. Raises StopRequestedError if a stop is requested."""
+        while (groups := self.take()) is None:
+            self._stop.check()
+            self.fill()
+            self.work()
+        return groups
+
+    def work_until(self, update: Future[Any]) -> None:
+        """Generates what later steps train on, until `update` is done."""
+        while not update.done():
+            self.fill()
+            self.work(update)
+
     def take(self) -> list[ScoredGroup] | None:
         """Returns a batch for the next training step, or None if no batch is complete.
 

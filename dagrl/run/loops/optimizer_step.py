@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 
-from dagrl.run.loops.logprobs import ShardRows
+import numpy as np
+import numpy.typing as npt
+
 from dagrl.run.replays import Replays
 from dagrl.runtime.replay import Replay
 from dagrl.runtime.shapes import Batch
@@ -14,46 +16,39 @@ from dagrl.telemetry.metrics import GRAD_NORM, SKIPPED_STEPS, StepMetrics, merge
 
 logger = logging.getLogger(__name__)
 
+ShardRows = Sequence[npt.NDArray[np.intp]]
+"""The rows of each shard."""
+
 
 def replay_batch(
-    replays: Replays,
-    phase: str,
-    batch: Batch,
-    *,
-    step: int,
-    shard_rows: ShardRows | None = None,
-    least_sequences: int = 0,
-    meanwhile: Callable[[], object] = lambda: None,
+    replays: Replays, phase: str, batch: Batch, *, step: int, shard_rows: ShardRows | None = None
 ) -> StepMetrics:
     """Replays `phases.<phase>` on `batch` in step `step` and returns the metrics over all shards.
 
-    `shard_rows` are the rows of each shard, if the caller decides. Means over sequences divide by `least_sequences` if fewer
-    have a token in the loss. `meanwhile` is called while the workers train.
+    `shard_rows` are the rows of each shard, if the caller decides.
     """
-    batch = _with_counts(batch, least_sequences)
-    return _merged(replays.replay(phase, batch, shard_rows, meanwhile), step)
+    return collect_batch(replays, phase, submit_batch(replays, phase, batch, shard_rows), step=step)
 
 
-def submit_batch(replays: Replays, phase: str, batch: Batch) -> Replay:
-    """Starts what `replay_batch` does; `collect_batch` waits for it."""
-    return replays.submit(phase, _with_counts(batch))
+def submit_batch(
+    replays: Replays, phase: str, batch: Batch, shard_rows: ShardRows | None = None, least_sequences: int = 0
+) -> Replay:
+    """Starts what `replay_batch` does. Adds what losses are divided by: tokens in the loss, and rows with at least one.
+
+    Means over sequences divide by `least_sequences` if fewer have a token in the loss.
+    """
+    tokens = batch["loss_mask"].sum(axis=1, dtype="float64")
+    sequences = max(int((tokens > 0).sum()), least_sequences)
+    batch = batch.with_scalars(global_valid_tokens=float(tokens.sum()), global_valid_sequences=float(sequences))
+    return replays.submit(phase, batch, shard_rows)
 
 
 def collect_batch(replays: Replays, phase: str, replay: Replay, *, step: int) -> StepMetrics:
-    """Returns the metrics of a replay that `submit_batch` started."""
-    return _merged(replays.collect(phase, replay)[0], step)
+    """Returns the metrics of a replay that `submit_batch` started.
 
-
-def _with_counts(batch: Batch, least_sequences: int = 0) -> Batch:
-    """Adds what losses are divided by: the tokens in the loss, and the rows with at least one."""
-    tokens = batch["loss_mask"].sum(axis=1, dtype="float64")
-    sequences = max(int((tokens > 0).sum()), least_sequences)
-    return batch.with_scalars(global_valid_tokens=float(tokens.sum()), global_valid_sequences=float(sequences))
-
-
-def _merged(parts: Iterable[StepMetrics], step: int) -> StepMetrics:
-    """Warns of a skipped step: the workers' own warnings stay in Ray's logs. They count skipped steps over the run."""
-    metrics = merge_step_metrics(parts)
+    Warns of a skipped step: the workers' own warnings stay in Ray's logs. They count skipped steps over the run.
+    """
+    metrics = merge_step_metrics(replays.collect(phase, replay)[0])
     norm, skipped = metrics.shared.get(GRAD_NORM), int(metrics.shared.get(SKIPPED_STEPS, 0))
     if norm is not None and not (math.isfinite(norm) and norm > 0):
         what = "optimizer step skipped, weights unchanged"

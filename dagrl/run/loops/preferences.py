@@ -19,8 +19,7 @@ from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import PairLosses, PreferenceAlgorithm, pair_losses, sum_phases
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.checkpoints import ranking_metric
-from dagrl.run.loops.logprobs import ShardRows
-from dagrl.run.loops.optimizer_step import replay_batch
+from dagrl.run.loops.optimizer_step import ShardRows, replay_batch
 from dagrl.run.replays import Replays
 from dagrl.run.resume import REFERENCE
 from dagrl.run.session import Session

@@ -8,7 +8,6 @@ decided which version made a token. The steps before it, from the checkpoint on,
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,9 +28,16 @@ from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import ScoredGroup, scored_group
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.engines import WorkerEngines
-from dagrl.run.loops.calibration import calibrate_on_prompts
-from dagrl.run.loops.grpo_step import begin_policy, learn
-from dagrl.run.loops.logprobs import begin_logprobs, end_logprobs, logprob_batch, split_minibatches, whole_rows
+from dagrl.run.loops.grpo import begin_policy
+from dagrl.run.loops.policy_update import (
+    begin_logprobs,
+    begin_update,
+    calibrate_on_prompts,
+    end_logprobs,
+    logprob_batch,
+    split_minibatches,
+    whole_rows,
+)
 from dagrl.run.loops.sft import train_sft
 from dagrl.run.plans import PhasePlan, grpo_plans, logprob_phases
 from dagrl.run.session import LastStep, Session
@@ -122,7 +128,7 @@ def _train_step(session: Session, rows: Sequence[Row], *, known: bool) -> None:
     if columns is not None:
         session.replays.hold("train", keep_generation_weights=True)
         session.train.call(KEEP, columns, deadline=config.timeouts.replay)
-    _finish(session, learn(session, groups, step, known=columns is not None))
+    _finish(session, begin_update(session, groups, step, known=columns is not None).result()[0])
 
 
 def _score(session: Session, rows: Sequence[Row], names: Sequence[str]) -> None:
@@ -136,8 +142,8 @@ def _score(session: Session, rows: Sequence[Row], names: Sequence[str]) -> None:
         replays.replay(name, logprob_batch(batch, step), rows=shards)
     end_logprobs(config, replays, step)
     log = session.recorder.rollouts
-    with log.keeping(groups, batch, step) if log is not None and names else nullcontext():
-        pass
+    if log is not None and names:
+        log.keep(groups, batch, step).write()
     _finish(session, {TRAINED: float(batch["lengths"].sum())})
 
 

@@ -12,7 +12,7 @@ import torch
 
 from dagrl.config import Config
 from dagrl.rl.losses import Denominators
-from dagrl.run.loops.grpo_step import optimize
+from dagrl.run.loops.policy_update import collect_steps, split_minibatches, submit_steps
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics, join_optimizer_steps, merge_step_metrics
 from tests.unit.rl.losses_by_kind import LOSSES
@@ -46,13 +46,14 @@ def take_step(batch: Batch) -> StepMetrics:
 def optimized(batch: Batch) -> tuple[dict[str, float], int]:
     calls: list[Batch] = []
 
-    def replay(phase: str, minibatch: Batch, rows: object, meanwhile: object) -> list[StepMetrics]:
+    def submit(phase: str, minibatch: Batch, rows: object) -> Batch:
         assert phase == "train_step"
         calls.append(minibatch)
-        return [take_step(minibatch)]
+        return minibatch
 
-    replays: Any = SimpleNamespace(replay=replay)
-    return optimize(CONFIG, replays, batch, 1), len(calls)
+    replays: Any = SimpleNamespace(submit=submit, collect=lambda phase, minibatch: ([take_step(minibatch)], None))
+    steps = submit_steps(CONFIG, replays, batch, 1, split_minibatches(CONFIG, batch))
+    return collect_steps(replays, steps, 1), len(calls)
 
 
 def test_metrics_are_those_of_the_whole_batch() -> None:

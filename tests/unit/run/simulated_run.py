@@ -38,7 +38,7 @@ from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
 from dagrl.run.engines import WorkerEngines
-from dagrl.run.loops import async_grpo, grpo, grpo_step
+from dagrl.run.loops import grpo
 from dagrl.run.model import character_tokenizer
 from dagrl.run.replay_times import CountedReplay
 from dagrl.run.session import Session
@@ -347,8 +347,7 @@ class SimulatedReplays:
     ) -> tuple[Any, CountedReplay]:
         return self._run.collect(name, replay, busy_s)
 
-    def replay(self, name: str, value: Any, rows: Any = None, meanwhile: Any = lambda: None) -> Any:
-        meanwhile()
+    def replay(self, name: str, value: Any, rows: Any = None) -> Any:
         return self._run.replay(name, value, rows)
 
     def exclude_wait(self, role: str) -> None:
@@ -408,11 +407,10 @@ class Run:
 
     def train(self) -> TrainState | None:
         """Runs all steps. Returns the state of the checkpoint if the run was stopped."""
-        loop = async_grpo.train_async if self.config.grpo.async_grpo.enabled else grpo.train_grpo
         self.reward = reward = Reward(self.world, self.config.reward.max_failed_share)
         with self._simulated():
             try:
-                loop(self.session, reward)  # type: ignore[arg-type]
+                grpo.train_grpo(self.session, reward)  # type: ignore[arg-type]
             except StopRequestedError:
                 return self.session.checkpoints.state
             finally:
@@ -433,12 +431,11 @@ class Run:
         thread = SimpleNamespace(submit=lambda work, *words: self.world.later(12, lambda: work(*words)))
         with ExitStack() as stack:
             for target, name, value in (
-                (grpo_step, "Experience", opened),
-                (grpo_step, "open_environment", self._environment),
+                (grpo, "Experience", opened),
+                (grpo, "open_environment", self._environment),
                 (experience, "wait", self.world.wait),
-                (async_grpo, "training_thread", lambda: nullcontext(thread)),
-                (async_grpo, "learn", self._learn),
-                (grpo, "learn", self._learn),
+                (grpo, "training_thread", lambda: nullcontext(thread)),
+                (grpo, "begin_update", self._begin_update),
             ):
                 stack.enter_context(patch.object(target, name, value))
             yield
@@ -446,15 +443,14 @@ class Run:
     def _environment(self, config: Config, _: object) -> Any:
         return Environment(self.world) if config.environment.enabled else nullcontext()
 
-    def _learn(
-        self, session: Any, groups: Sequence[ScoredGroup], step: int, meanwhile: Any = lambda: None
-    ) -> dict[str, float]:
+    def _begin_update(self, session: Any, groups: Sequence[ScoredGroup], step: int) -> Any:
         assert step == session.step + 1
         session.stop.check()
-        for _ in range(2):  # as if the first attempt had failed
-            meanwhile()
+        return SimpleNamespace(result=lambda: self._trained(groups, step))
+
+    def _trained(self, groups: Sequence[ScoredGroup], step: int) -> tuple[dict[str, float], float]:
         self.trained[step] = list(groups)
-        return {"trained_tokens": 1.0}
+        return {"trained_tokens": 1.0}, 0.0
 
     def look(self) -> bool:
         """Whether a stop is requested."""

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -33,8 +34,7 @@ from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.rollout.trajectory_file import read_trajectories
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
-from dagrl.run.loops import grpo
-from dagrl.run.loops.grpo_step import refit
+from dagrl.run.loops.grpo import prepare_next, refit
 from dagrl.runtime.shapes import Batch
 from tests.unit.run.simulated_run import UNANSWERED, Reward, Run, engines_of, logprob_of
 
@@ -163,45 +163,41 @@ def test_a_quantum_is_queued_behind_every_update_in_flight() -> None:
 
 @pytest.mark.parametrize("loop", [{}, asynchronous(0, True)], ids=["sync", "async"])
 def test_idle_engines_have_their_next_requests_prepared(loop: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """During training, or in the asynchronous loop during a refit, unless a validation comes first.
+    """During training, unless a validation comes first.
 
     No quantum runs before the refit has succeeded: ages are 0 then.
     """
     run, while_training, in_refit = Run(configuration(loop), seed=0), list[bool](), list[bool]()
-    learn, collect = run._learn, run.collect
+    trained, collect = run._trained, run.collect
 
-    def watched_learn(*words: Any) -> Any:
-        learned = learn(*words)
+    def watched_training(*words: Any) -> Any:
         while_training.append(run.experience.rollouts.generating)
-        return learned
+        return trained(*words)
 
     def watched_collect(name: str, *words: Any) -> Any:
         in_refit.extend([run.experience.rollouts.generating] * (name == "refit"))
         return collect(name, *words)
 
-    monkeypatch.setattr(run, "_learn", watched_learn)
+    monkeypatch.setattr(run, "_trained", watched_training)
     monkeypatch.setattr(run, "collect", watched_collect)
     assert run.train() is None
     straight_on = [step % 2 == 1 for step in range(1, STEPS + 1)]
     assert in_refit == [False, *straight_on]
-    assert while_training == ([False] * STEPS if loop else straight_on)
+    assert while_training == straight_on
     assert ("generate", True) not in [
         after for (name, sent), after in pairwise(run.replays) if (name, sent) == ("refit", True)
     ]
 
 
-def test_agents_do_not_begin_while_workers_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_do_not_begin_while_workers_train() -> None:
     """Their clients would wait for the whole training step."""
-    begun: list[bool] = []
-    monkeypatch.setattr(grpo, "prepare_next", lambda *_: begun.append(True))
     for agent in (None, "my_agents:solve"):
-        config = SimpleNamespace(environment=SimpleNamespace(agent=agent))
-        grpo.use_training_time(
-            cast(Any, SimpleNamespace(config=config)),
-            cast(Any, SimpleNamespace(rollouts=SimpleNamespace(running=False))),
-            lambda: None,
-        )
-    assert begun == [True]
+        run = Run(configuration({}), seed=0)
+        experience = MagicMock(rollouts=MagicMock(running=False))
+        environment = run.config.environment.model_copy(update={"agent": agent})
+        config = run.config.model_copy(update={"environment": environment})
+        prepare_next(replace(run.session, config=config), experience)
+        assert experience.fill.called == (agent is None)
 
 
 @pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
@@ -586,8 +582,8 @@ def test_quanta_are_queued_behind_a_refit_unless_memory_moves(moves: bool | None
 
     shared = None if moves is None else SimpleNamespace(moves=moves)
     replays = SimpleNamespace(shared=shared, submit=lambda *_: asked.append("refit"), collect=collect)
-    rollouts = SimpleNamespace(look_ahead=lambda: asked.append("quantum"), serve=lambda: asked.append("serve"))
-    experience = SimpleNamespace(rollouts=rollouts, connect=lambda: asked.append("connect"))
-    refit(cast("Any", replays), cast("Any", experience), 1, rollouts.look_ahead)
+    rollouts = MagicMock(running=True, look_ahead=lambda: asked.append("quantum"), serve=lambda: asked.append("serve"))
+    experience = MagicMock(rollouts=rollouts, connect=lambda: asked.append("connect"))
+    refit(cast("Any", SimpleNamespace(replays=replays)), experience, 1)
     between = [] if moves else ["quantum"]
     assert asked == ["connect", "refit", *between, "read", "serve"]

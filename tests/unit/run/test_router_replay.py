@@ -14,7 +14,7 @@ from dagrl.rl.rollout.batches import scored_batch, with_experts
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, token_rows
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, field_bytes
-from dagrl.run.loops.logprobs import logprob_batch
+from dagrl.run.loops.policy_update import logprob_batch
 from dagrl.run.plans import grpo_plans, with_records
 from dagrl.run.start import load_phases
 from dagrl.runtime.shapes import check_batch, field_types

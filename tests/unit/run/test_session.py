@@ -21,9 +21,9 @@ from dagrl.refit import RefitReport
 from dagrl.rl.rollout.dispatch import QuantumSize
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
 from dagrl.run.checkpoints import ranking_metric
-from dagrl.run.loops import grpo_step
-from dagrl.run.loops.grpo_step import begin_step, exposed, finish_step, mean_pause, refit, start_policy
-from dagrl.run.loops.optimizer_step import replay_batch
+from dagrl.run.loops import grpo
+from dagrl.run.loops.grpo import exposed, finish_step, mean_pause, refit, start_policy
+from dagrl.run.loops.optimizer_step import replay_batch, submit_batch
 from dagrl.run.model import character_tokenizer
 from dagrl.run.recorder import Recorder
 from dagrl.run.replay_times import CountedReplay
@@ -82,7 +82,7 @@ def test_a_plot_that_fails_does_not_change_how_a_run_ends(tmp_path: Path, caplog
 def test_a_skipped_optimizer_step_is_logged(norm: float | None, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A norm of None is that of accumulated gradients."""
     shared = {"skipped_steps": 2.0, **({} if norm is None else {"grad_norm": norm})}
-    replays: Any = MagicMock(replay=lambda *words: [StepMetrics({"loss": 1.0}, {}, shared)])
+    replays: Any = MagicMock(collect=lambda *words: ([StepMetrics({"loss": 1.0}, {}, shared)], None))
     replay_batch(replays, "train_step", Batch({"loss_mask": np.ones((1, 2)), "lengths": np.array([2])}), step=7)
     told = f"step 7: gradient norm is {norm}: optimizer step skipped, weights unchanged (2 so far)"
     assert (told in caplog.text) == warned and (bool(caplog.text) == warned)
@@ -90,11 +90,11 @@ def test_a_skipped_optimizer_step_is_logged(norm: float | None, warned: bool, ca
 
 @pytest.mark.parametrize(("least", "sequences"), [(0, 2), (3, 3), (1, 2)])
 def test_sequences_without_a_token_in_the_loss_count_if_asked(least: int, sequences: int) -> None:
-    replays: Any = MagicMock(replay=MagicMock(return_value=[StepMetrics({"loss": 1.0}, {}, {})]))
+    replays: Any = MagicMock()
     mask = np.array([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]])
     batch = Batch({"loss_mask": mask, "lengths": np.full(3, 2)})
-    replay_batch(replays, "train_step", batch, step=1, least_sequences=least)
-    sent = replays.replay.call_args.args[1]
+    submit_batch(replays, "train_step", batch, least_sequences=least)
+    sent = replays.submit.call_args.args[1]
     assert (sent.number("global_valid_tokens"), sent.number("global_valid_sequences")) == (3, sequences)
 
 
@@ -110,7 +110,7 @@ def test_a_stop_saves_if_checkpoints_are_enabled(enabled: bool, monkeypatch: pyt
 @pytest.mark.parametrize(("penalty", "kept"), [(0.01, True), (0.0, False)])
 def test_a_reference_policy_is_kept_only_for_a_penalty(penalty: float, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("refit", "calibrate_on_prompts"):
-        monkeypatch.setattr(grpo_step, name, lambda *args: {})
+        monkeypatch.setattr(grpo, name, lambda *args: {})
     session: Any = MagicMock(config=configuration(penalty=penalty), step=3)
     session.checkpoints = SimpleNamespace(resumed=None, state=TrainState(3))
     start_policy(session, MagicMock(state=lambda: {"grpo_next_group": 0}))
@@ -140,8 +140,8 @@ def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
         validate=lambda *, may_stop: may_stop,
         restore=lambda counters, place: done.append((counters, place)),
     )
-    monkeypatch.setattr(grpo_step, "calibrate_on_prompts", lambda *words: done.append("calibrate"))
-    monkeypatch.setattr(grpo_step, "refit", lambda replays, experience, version: done.append(("refit", version)))
+    monkeypatch.setattr(grpo, "calibrate_on_prompts", lambda *words: done.append("calibrate"))
+    monkeypatch.setattr(grpo, "refit", lambda session, experience, version: done.append(("refit", version)))
     start_policy(session, experience)
     begins = [("train", True), "snapshot_reference", "reset_optimizer", "calibrate", ("refit", 3), ("grpo", True), "lap"]
     goes_on = ["calibrate", ("refit", 5), (counters, Path("step_00000005")), "lap"]
@@ -160,7 +160,7 @@ def test_grpo_validates_by_its_own_step_count_and_at_the_end(period: int, valida
         experience: Any = SimpleNamespace(
             state=dict, take_untrained=list, validate=lambda: {"validation/reward": 0.25}, begin=lambda: None
         )
-        finish_step(session, experience, {"trained_tokens": 7.0})
+        finish_step(session, experience, step + 1, {"trained_tokens": 7.0})
         stage, position, total, metrics, state = session.finish_step.call_args.args
         assert (stage, position, total, state.step, metrics["tokens"]) == ("grpo", step - 2, 5, step + 1, 7)
         found += [position] if state.metric is not None else []
@@ -179,20 +179,23 @@ def test_the_next_step_begins_before_a_step_is_recorded_unless_its_state_is_save
     begins: bool, changed: dict[str, Any]
 ) -> None:
     done: list[str] = []
-    rollouts = SimpleNamespace(flush=lambda: done.append("flushed"))
+    rollouts = SimpleNamespace(flush=lambda: done.append("flushed"), keep_untrained=lambda *untrained: None)
     recorder = SimpleNamespace(step=lambda *step: done.append("recorded"), rollouts=rollouts)
     pieces = {"stop": MagicMock(requested=False), "checkpoints": MagicMock(due=lambda state: False), **changed}
-    names = ("config", "inputs", "train", "generation", "replays")
-    session = Session(**dict.fromkeys(names, MagicMock()), recorder=cast(Any, recorder), **pieces)
-    session.finish_step("grpo", 1, 5, {}, TrainState(1), begin_next=lambda: done.append("begun"))
+    parts = dict.fromkeys(("inputs", "train", "generation", "replays"), MagicMock())
+    session = Session(
+        config=configuration().with_keys({"grpo.val_period": 0}), **parts, recorder=cast(Any, recorder), **pieces
+    )
+    experience: Any = SimpleNamespace(state=dict, take_untrained=list, begin=lambda: done.append("begun"))
+    finish_step(session, experience, 1, {"trained_tokens": 1.0})
     before = ["begun"] if begins else [] if "stop" in changed else ["flushed"]
     assert done == [*before, "recorded"]
 
 
 def test_exposed_generation_is_summed_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([1.0, 3.0, 10.0, 14.0])
-    monkeypatch.setattr(grpo_step, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    metrics = begin_step()
+    monkeypatch.setattr(grpo, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    metrics = {"timing_s/exposed_generation": 0.0}
     for _ in range(2):
         with exposed(metrics):
             pass
@@ -204,7 +207,7 @@ def test_the_pause_of_a_refit_is_that_of_the_slowest_generation_worker() -> None
     sender = RefitReport(1, 16, 0, 9.0)
     reports = [RefitReport(1, 0, 8, 0.5), [RefitReport(1, 0, 8, 0.1, 2.0), sender], RefitReport(1, 0, 8, 0.2, 1.0)]
     replays: Any = MagicMock(collect=lambda *words, **keys: (reports, None))
-    assert refit(replays, MagicMock(), 1) == {"timing_s/update_pause": 2.0, "perf/refit_bytes": 24.0}
+    assert refit(MagicMock(replays=replays), MagicMock(), 1) == {"timing_s/update_pause": 2.0, "perf/refit_bytes": 24.0}
     assert mean_pause(reports) == pytest.approx(3.5 / 3) and mean_pause([sender]) is None
 
 
