@@ -109,7 +109,7 @@ class WorkerFailure:
 FULL = "The GPU's memory is full. "
 ENGINE_IS_FULL = FULL + (
     "Lower policy.generation.vllm_cfg.kv_cache_memory_bytes, gpu_memory_utilization, max_num_seqs or "
-    "max_num_batched_tokens, or raise tensor_parallel_size"
+    "vllm_kwargs.max_num_batched_tokens, or raise tensor_parallel_size"
 )
 TRAINER_IS_FULL = FULL + (
     "Lower policy.train_micro_batch_size (with sequence packing, train_mb_tokens and logprob_mb_tokens), or set "

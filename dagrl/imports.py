@@ -22,7 +22,6 @@ EXTRAS = {
     "matplotlib": ("tracking",),
     "wandb": ("tracking",),
     "mlflow": ("tracking",),
-    "trackio": ("tracking",),
     "math_verify": ("math",),
     "datasets": ("datasets",),
     "verifiers": ("verifiers",),

@@ -212,7 +212,7 @@ def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
     os.environ.update(PRIORITY)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if hosts == 1:
-        with ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), object_store_memory=_store()), {"OMP_NUM_THREADS": "1"}):
+        with ray_cluster(ClusterConfig(num_cpus=os.cpu_count()), {"OMP_NUM_THREADS": "1"}, store_bytes=_store()):
             yield ()
         return
     from ray.cluster_utils import Cluster

@@ -35,7 +35,7 @@ from dagrl.bench.plain import train_plain, with_plain_workers
 from dagrl.bench.report import Row, add_outputs, count, drawing, print_rows, report_rows
 from dagrl.config import Config
 from dagrl.config.file import load_config
-from dagrl.config.settings import device_count, generation_config
+from dagrl.config.settings import device_count
 from dagrl.errors import ConfigError
 from dagrl.rl.rewards import RewardRunner
 from dagrl.run.checkpoint_store import TrainState
@@ -52,27 +52,21 @@ Metrics = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """One row: the loop (plain Ray, synchronous or asynchronous), updates in flight or not, the maximal age, the request
-    order.
-
-    """
+    """One row: the loop (plain Ray, synchronous or asynchronous), updates in flight or not, the maximal age."""
 
     name: str
     plain: bool = False
     enabled: bool = True
     in_flight: bool = True
     age: int = 0
-    order: str = "longest_first"
 
 
 Measured = Mapping[Variant, Sequence[Sequence[Metrics]]]
 """The metrics of the counted steps, by variant and round."""
 
 PLAIN = Variant("plain Ray", plain=True, enabled=False)
-FIFO = Variant("sync, fifo", enabled=False, order="fifo")
-ON_REQUEST = (PLAIN, FIFO)
-"""Measured only if `--variants` names them. `sync, fifo` starts requests in the order of plain calls, so it differs from
-`sync` in the order alone."""
+ON_REQUEST = (PLAIN,)
+"""Measured only if `--variants` names it."""
 
 PHASES = ("generate", "reward", "logprobs", "reference_logprobs", "train_step", "refit")
 
@@ -213,13 +207,11 @@ def begin_again(session: Session, config: Config, variant: Variant, first_weight
         }
     )
     grpo = config.grpo.model_copy(update={"async_grpo": settings, "max_num_steps": steps})
-    generation = generation_config(session.config).model_copy(update={"request_order": variant.order})
-    policy = session.config.policy.model_copy(update={"generation": generation})
     session.replays.hold("train")
     if first_weights is not None:
         session.train.call("load_checkpoint", str(first_weights))
     session.checkpoints.state = TrainState(config.sft.max_num_steps)
-    return replace(session, config=session.config.model_copy(update={"grpo": grpo, "policy": policy}))
+    return replace(session, config=session.config.model_copy(update={"grpo": grpo}))
 
 
 def as_row(config: Config, variant: Variant, rounds: Sequence[Sequence[Metrics]]) -> Row:

@@ -236,7 +236,7 @@ def as_row(
     low, middle, high = np.percentile(seconds, [25, 50, 75]).tolist()
     gpus, tokens = case.layout.world_size, int(batch["lengths"].sum())
     tflops = float(step_tflop(read_architecture(case.shape.config), batch["lengths"])) / middle / gpus
-    peak = peak_tflops(ours.device_name, config.policy.precision, config.policy.megatron_cfg.peak_tflops)
+    peak = peak_tflops(ours.device_name, config.policy.precision)
     return {
         "case": case.name,
         "who": by.name,

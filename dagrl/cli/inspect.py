@@ -30,6 +30,10 @@ from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.options import SchedulerOptions
+
+GPUS_PER_HOST = 8
+"""GPUs of the hosts over which ranks are spread, if they do not fit on one."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,7 @@ def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = Non
         target_dtype=generation_dtype(config),
         aliases=TIED_HEAD if hf_config.get("tie_word_embeddings") else None,
         bucket_bytes=config.refit.bucket_bytes,
-        hosts=None if shared else _hosts(config, len(sources), len(destinations)),
-        replicate_in_host=config.refit.replicate_in_host,
-        speeds=LinkSpeeds.of_gb_per_s(config.refit.in_host_gb_per_s, config.refit.between_hosts_gb_per_s),
+        hosts=None if shared else _hosts(len(sources), len(destinations)),
         mailboxes=shared,
     )
 
@@ -121,16 +123,15 @@ def _descriptions(describe: Callable[[int], Sequence[WeightSlice]], layout: Para
     return [described[key] for key in keys]
 
 
-def _hosts(config: Config, train: int, generation: int) -> list[int] | None:
+def _hosts(train: int, generation: int) -> list[int] | None:
     """Returns the host of each channel rank if ranks fill hosts in order, or None if all fit on one host.
 
     Train and generation workers share a host only if all of them fit on one.
     """
-    size = config.refit.gpus_per_host
-    if train + generation <= size:
+    if train + generation <= GPUS_PER_HOST:
         return None
-    first = -(-train // size)
-    return [rank // size for rank in range(train)] + [first + rank // size for rank in range(generation)]
+    first = -(-train // GPUS_PER_HOST)
+    return [rank // GPUS_PER_HOST for rank in range(train)] + [first + rank // GPUS_PER_HOST for rank in range(generation)]
 
 
 def _drawer(output: Path | None) -> Callable[[Sequence[Drawing]], str]:
@@ -144,7 +145,7 @@ def _drawer(output: Path | None) -> Callable[[Sequence[Drawing]], str]:
 
 def _report(config: Config, plan: PhasePlan, graph: PhaseGraph) -> PhaseReport:
     input_bytes = channel_bytes(load_phase(config.phases, plan.name), plan.buckets)
-    result_bytes = plan.result_bytes or config.executor_cfg.result_bytes
+    result_bytes = plan.result_bytes or SchedulerOptions.result_bytes
     buffers: dict[int | None, int] = {None: input_bytes}
     buffers |= dict.fromkeys(range(len(graph.nodes)), result_bytes)
     groups = {role: layout for role, layout in layouts(config).items() if role in graph.widths}
@@ -165,7 +166,7 @@ def _refit_text(config: Config, hf_config: Mapping[str, Json]) -> str:
     if plan is None:
         return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
     train, summary = layouts(config)["train"].world_size, plan.summary()
-    text = summary.text(LinkSpeeds.of_gb_per_s(config.refit.in_host_gb_per_s, config.refit.between_hosts_gb_per_s))
+    text = summary.text(LinkSpeeds())
     if config.refit.delta != "off":
         text += f"\n  refit.delta: a train rank keeps a copy of what it sends, at most {max(summary.sent) / 1e6:,.3f} MB"
     return f"{text}\n  the first {train} ranks are train workers, the others generation workers"

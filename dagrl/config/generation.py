@@ -59,23 +59,14 @@ class VllmConfig(Section):
     max_num_seqs: PositiveInt = derived(64, "GPUs: an engine's share of a batch, at most 512; else 64")
     """Sequences that an engine decodes at once."""
 
-    max_num_batched_tokens: PositiveInt | None = None
-    """Tokens of one engine step. null: vLLM's default."""
-
     enforce_eager: bool = derived(True, "GPUs: false; else true")
     """Run the model without torch.compile and CUDA graphs."""
-
-    async_scheduling: bool | None = None
-    """Prepare the next engine step while the current one computes. null: where vLLM can, with `tensor_parallel_size` 1."""
 
     num_scheduler_steps: PositiveInt | None = None
     """Decode steps for each run of vLLM's scheduler, while every request decodes. A sequence may compute that many tokens
     less one after its end. Always 1 with `stop_strings`, an agent or `policy.router_replay`. null: 16 on GPUs, else 1."""
 
     speculative: SpeculativeConfig = SpeculativeConfig()
-
-    enable_prefix_caching: bool = True
-    """Share the KV cache of common prefixes, such as the prompt of a GRPO group."""
 
     gpu_memory_utilization: float = derived(0.6, "0.6 if colocated, else 0.85", gt=0, lt=1)
     """Share of the GPU's memory for vLLM. Used when `kv_cache_memory_bytes` is null."""
@@ -111,19 +102,12 @@ class ForcedLengths(Section):
     sigma: NonNegativeFloat = 1.0
     """Standard deviation of the length's logarithm."""
 
-    between_prompts: float = Field(default=0.5, ge=0, le=1)
-    """Share of the variance that all requests of a prompt have in common."""
-
 
 class ColocatedConfig(Section):
     """Train and generation workers on the same GPUs, taking turns: one side frees its memory while the other works."""
 
     enabled: bool = derived(False, "true on a machine with GPUs if no layout is set and both roles may take turns")
     """Place both groups on the same GPUs."""
-
-    train_share: float = Field(default=0.5, gt=0, lt=1)
-    """Fraction of a GPU that Ray accounts to the train worker, together with a critic and a teacher there; the generation
-    worker gets the rest."""
 
     exchange: Literal["auto", "always", "never"] = "auto"
     """What leaves the GPU while the other role works. auto: only what does not fit, by the memory that is free during
@@ -132,10 +116,6 @@ class ColocatedConfig(Section):
     start_together: bool = derived(False, "true if both roles' memory at their start is known and fits the GPUs")
     """Start generation next to a train state that is on the GPU, not after that has moved to the host. Needs
     `vllm_cfg.kv_cache_memory_bytes`, as free memory cannot be measured meanwhile. With `exchange: never` it is so anyway."""
-
-    sleep_level: Literal[1, 2] = derived(2, "1 if refits send adapters alone, else 2")
-    """Where generation's weights are while it sleeps during training. 1: in host memory. 2: dropped, and sent again by the
-    refit."""
 
 
 class GenerationConfig(Section):
@@ -163,13 +143,8 @@ class GenerationConfig(Section):
     """Token ids that end a completion, in addition to those of the tokenizer, config.json and generation_config.json."""
 
     quantum_engine_steps: PositiveInt | None = None
-    """Engine steps of one `generate` replay. null: chosen by `quantum_seconds` and the measured replay overhead."""
-
-    quantum_seconds: PositiveFloat = 0.5
-    """Longest time that a weight update waits for running quanta. Unused if `quantum_engine_steps` is set."""
-
-    request_order: Literal["longest_first", "fifo"] = "longest_first"
-    """Order of new requests. `longest_first` sorts by the lengths of past completions of the same prompt."""
+    """Engine steps of one `generate` replay. null: chosen by the measured replay overhead, so that a weight update waits
+    for running quanta for at most half a second."""
 
     forced_lengths: ForcedLengths | None = None
     """Fixed completion lengths, for benchmarks. null: completions end where the model ends them."""

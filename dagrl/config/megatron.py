@@ -153,12 +153,6 @@ class MegatronConfig(LayoutConfig):
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
     """Layers of the last pipeline stage. null: as many as the middle stages."""
 
-    tp_comm_overlap: bool = False
-    """Must be false: Megatron's user-buffer overlap needs Transformer Engine's layers.
-
-    The Megatron layers in use always overlap the reduction of input gradients with the weight gradients.
-    """
-
     activation_checkpointing: bool = derived(False, "true if a sequence does not fit the GPU without, else false")
     """Recompute activations in the backward pass. Saves memory and runs the recomputed layers twice."""
 
@@ -199,9 +193,6 @@ class MegatronConfig(LayoutConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
-
-    peak_tflops: PositiveFloat | None = None
-    """Peak TFLOP/s of a GPU, the denominator of the MFU. null: looked up by the GPU's name, for bfloat16."""
 
     @property
     def layout(self) -> ParallelLayout:

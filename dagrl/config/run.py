@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dagrl.config.algorithm import (
     AdvantageConfig,
@@ -44,23 +44,8 @@ class RefitConfig(Section):
     bucket_bytes: PositiveInt | None = None
     """Bytes sent at once. null: 64 to 512 MB by the model's size; at most 256 MB if colocated, by the number of ranks."""
 
-    kv_scale_margin: float = Field(default=1.0, ge=1)
-    """Factor on the calibrated scales of an FP8 KV cache."""
-
-    replicate_in_host: bool = True
-    """Send each byte to a host once and copy it there to the other ranks that need it."""
-
     cuda_graph: bool | Literal["auto"] = "auto"
     """Replay a refit between GPUs as one CUDA graph. `auto`: measure both and keep the faster."""
-
-    gpus_per_host: PositiveInt = 8
-    """GPUs per host, with which `dagrl inspect` assigns ranks to hosts."""
-
-    in_host_gb_per_s: PositiveFloat = 450.0
-    """Speed of a link within a host, in GB/s per direction. Orders the messages of a refit."""
-
-    between_hosts_gb_per_s: PositiveFloat = 50.0
-    """Speed of a link between hosts, in GB/s per direction."""
 
 
 class PhasesConfig(Section):
@@ -158,14 +143,8 @@ class WandbConfig(Section):
     project: str = "dagrl"
     """Project of the run."""
 
-    entity: str | None = None
-    """User or team that owns the project. null: your default."""
-
     name: str | None = None
     """Name of the run. null: `name`."""
-
-    tags: tuple[str, ...] = ()
-    """Tags of the run."""
 
 
 class MlflowConfig(Section):
@@ -180,19 +159,6 @@ class MlflowConfig(Section):
     tracking_uri: str | None = None
     """Server or store, such as `http://mlflow:5000` or `sqlite:///runs/mlflow.db`. null: `MLFLOW_TRACKING_URI`, or MLflow's
     own default."""
-
-
-class TrackioConfig(Section):
-    """trackio."""
-
-    project: str = "dagrl"
-    """Project of the run."""
-
-    name: str | None = None
-    """Name of the run. null: `name`."""
-
-    space_id: str | None = None
-    """Space on the Hugging Face Hub that shows the run, such as `me/runs`. null: a database on this machine."""
 
 
 class LoggerConfig(Section):
@@ -211,16 +177,9 @@ class LoggerConfig(Section):
 
     mlflow: MlflowConfig = MlflowConfig()
 
-    trackio_enabled: bool = False
-    """Send metrics to trackio."""
-
-    trackio: TrackioConfig = TrackioConfig()
-
-    rollouts_enabled: bool = True
-    """Keep every sample in `rollouts/`, for `dagrl view`: trained on, validated and dropped."""
-
-    rollouts_max_bytes: PositiveInt | None = 10 << 30
-    """Largest size of `rollouts/`. Above it the oldest steps are deleted. null: no limit."""
+    rollouts_max_bytes: NonNegativeInt | None = 10 << 30
+    """Largest size of `rollouts/`, which has every sample for `dagrl view`: trained on, validated and dropped. Above it the
+    oldest steps are deleted. 0: none is kept. null: no limit."""
 
     trace_enabled: bool = True
     """Write `trace.json`, a timeline of the run for Perfetto."""
@@ -249,7 +208,7 @@ class TlsConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The Ray cluster. CPUs, GPUs, memory and directory apply to a cluster that dagrl starts, not to one at `address`."""
+    """The Ray cluster. CPUs and GPUs apply to a cluster that dagrl starts, not to one at `address`."""
 
     address: str | None = None
     """Address of a running Ray cluster. null: start Ray on this machine."""
@@ -262,15 +221,6 @@ class ClusterConfig(Section):
 
     gpus_per_worker: NonNegativeFloat | None = None
     """GPUs of each worker; a fraction lets workers share one. null: 1 if the machine has GPUs, else 0."""
-
-    max_workers: PositiveInt | None = None
-    """Maximum number of workers. null: one per GPU, or 8 per CPU core on a machine without GPUs."""
-
-    object_store_memory: PositiveInt = 256 << 20
-    """Bytes of Ray's object store."""
-
-    temp_dir: PathText | None = None
-    """Ray's directory for sockets and logs. null: `/tmp/ray`."""
 
     tls: TlsConfig | None = None
     """Encrypt the edges between hosts. null: they are authenticated, but not encrypted."""
@@ -321,24 +271,6 @@ class ExecutorConfig(Section):
     engine: Literal["dagrl", "ray"] = "dagrl"
     """What runs compiled graphs. `dagrl`: our own loop and channels, on the Ray versions listed in docs/runtime.md. `ray`:
     Ray's loop and channels, unpatched, with the same results and more time per replay; also what runs on any other Ray."""
-
-    fuse_shards: bool = False
-    """Compile the data-parallel shards of a host into one graph. By default each shard has a graph of its own, which
-    replays, fails and is replaced by itself. A fused graph costs less per replay and compiles faster, but fails as a whole.
-    """
-
-    max_in_flight: PositiveInt | dict[str, PositiveInt] = 2
-    """Replays of a phase under way at once; a further one waits for the oldest. A mapping sets it per phase, by the phase's
-    name, and for all others under `default`: `{default: 2, generate: 3}`."""
-
-    overlap_communication: bool = False
-    """Overlap transfers between accelerators with computation, in phases with such edges (`.via("nccl")`)."""
-
-    arity: int = Field(default=8, ge=2)
-    """Children of a node in the tree that joins results; measured in docs/scaling.md."""
-
-    result_bytes: int = Field(default=1 << 20, ge=1 << 14)
-    """Bytes reserved for a result. Inputs are sized by the largest bucket."""
 
 
 def _directory_name(name: str) -> str:

@@ -99,6 +99,14 @@ def sends_adapters(config: Config) -> bool:
     return peft.enabled and peft.refit == "adapters" and generates(config)
 
 
+def keeps_weights(config: Config) -> bool:
+    """Whether generation needs weights that no refit sends: base weights under adapters, or those of a learned drafter.
+
+    They go to host memory while it sleeps. Otherwise all weights are dropped, as the next refit brings them.
+    """
+    return sends_adapters(config) or generation_config(config).vllm_cfg.speculative.model is not None
+
+
 def has_fp8_kv_cache(config: Config) -> bool:
     """Whether generation's KV cache is in FP8. Train workers then calibrate its scales, and refits send them."""
     generation = config.policy.generation

@@ -58,7 +58,7 @@ def adapter_mistakes(config: Config) -> Mistakes:
     if not sends_adapters(config):
         return {}
     peft, generation = config.policy.megatron_cfg.peft, generation_config(config)
-    vllm, drops = generation.vllm_cfg, generation.colocated.enabled and generation.colocated.sleep_level == 2
+    vllm = generation.vllm_cfg
     mistakes = {
         f"megatron_cfg.peft.dim is {peft.dim}, but vLLM's LoRA slots have at most {SLOT_RANKS[-1]}": peft.dim
         > SLOT_RANKS[-1],
@@ -66,7 +66,6 @@ def adapter_mistakes(config: Config) -> Mistakes:
             vllm.precision == "fp8"
         ),
         "generation.vllm_cfg.kv_cache_dtype is fp8, whose scales come with the weights": has_fp8_kv_cache(config),
-        "generation.colocated.sleep_level is 2, which drops base weights that no refit brings back": drops,
     }
     advice = "change it, or set policy.megatron_cfg.peft.refit=merged"
     return {f"policy.{mistake}; {advice}": made for mistake, made in mistakes.items()}
@@ -86,10 +85,6 @@ def speculation_mistakes(config: Config) -> Mistakes:
         f"and {key}.model is set, which an n-gram drafter lacks; remove it": not learned and drafter.model is not None,
         f"and prompt_lookup_min = {drafter.prompt_lookup_min} is above prompt_lookup_max = {drafter.prompt_lookup_max}; "
         "lower it": not learned and drafter.prompt_lookup_min > drafter.prompt_lookup_max,
-        "and policy.generation.colocated.sleep_level is 2, which drops the drafter's weights; no refit brings them back; "
-        "set it to 1": learned and generation.colocated.enabled and generation.colocated.sleep_level == 2,
-        "and policy.generation.vllm_cfg.async_scheduling is true, but the next step's drafts need this one's tokens; set it "
-        "to false": bool(vllm.async_scheduling),
         "and policy.generation.vllm_cfg.num_scheduler_steps is above 1, but every step has drafts of its own; set it to 1": (
             (vllm.num_scheduler_steps or 1) > 1
         ),
@@ -136,9 +131,6 @@ def communication_mistakes(config: Config) -> Mistakes:
         ),
         f"{key}.overlap_grad_reduce and policy.megatron_cfg.cuda_graphs are both true: a replayed backward pass cannot "
         "start reductions. Set one to false": ddp.overlap_grad_reduce and megatron.cuda_graphs,
-        "policy.megatron_cfg.tp_comm_overlap is true, which needs Transformer Engine's linear layers. Train workers "
-        "build Megatron's local layers, which always overlap the reduction of input gradients with weight gradients. "
-        "Set tp_comm_overlap=false": megatron.tp_comm_overlap,
     }
 
 

@@ -62,7 +62,6 @@ class Refit:
         record: RecordMode = "auto",
         delta: DeltaMode = "off",
         bucket_bytes: int | None = None,
-        replicate_in_host: bool = True,
         speeds: LinkSpeeds | None = None,
         timeout_s: float = 60.0,
         connect_timeout_s: float = 600.0,
@@ -81,7 +80,7 @@ class Refit:
         - `verify`: `off`, `checksum` or `bitwise`. `record`: replay a refit as one CUDA graph; `auto` measures both.
         - `delta`: `lossless` sends only what changed since the last refit, never as a CUDA graph. Each sender keeps a copy
           of what it sends.
-        - `bucket_bytes`, `replicate_in_host`, `speeds`: see `plan_refit`.
+        - `bucket_bytes`, `speeds`: see `plan_refit`.
         - `timeout_s`: limit of every wait in a refit. `connect_timeout_s`: limit of this call.
 
         Raises RefitPlanError before any channel is opened if the groups cannot be connected.
@@ -105,7 +104,6 @@ class Refit:
             aliases=TIED_HEAD if tied_embeddings else None,
             bucket_bytes=bucket_bytes,
             hosts=hosts,
-            replicate_in_host=replicate_in_host,
             speeds=speeds,
             mailboxes=kind == "ipc",
             devices=devices if kind == "ipc" else (),

@@ -29,6 +29,9 @@ FloatArray = npt.NDArray[np.float32]
 FIRST_QUANTUM = 16
 """Engine steps of a quantum before their duration is known."""
 
+QUANTUM_SECONDS = 0.5
+"""Longest time that a weight update waits for running quanta, unless `quantum_engine_steps` is set."""
+
 
 def quantum_steps(batch: Batch, shard: int) -> int:
     """Returns the engine steps of a quantum on one shard: the scalar `engine_steps`, one for all shards or one per shard."""

@@ -45,6 +45,8 @@ PRIORITY = {"RAY_worker_niceness": "0"}
 SLOW_NODE = "timed out during startup"
 """What Ray says of a node that does not answer within 30 s, as on a busy machine. No setting changes this time."""
 
+LOGS = "session_latest/logs of Ray's directory ($RAY_TMPDIR, else /tmp/ray)"
+
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Names of this host, for which Ray takes its address in the network."""
 
@@ -74,27 +76,30 @@ def gpus_here(config: ClusterConfig) -> int:
 
 @contextmanager
 def ray_cluster(
-    config: ClusterConfig, environment: Mapping[str, str] | None = None, *, teardown_s: float = 8.0
+    config: ClusterConfig,
+    environment: Mapping[str, str] | None = None,
+    *,
+    store_bytes: int = 256 << 20,
+    teardown_s: float = 8.0,
 ) -> Iterator[None]:
     """Joins the cluster at `config.address`, or starts one on this machine that ends with the block.
 
-    `environment` is set in every worker process. At the end, semaphores that killed workers left behind are removed, and a
-    local cluster that has not ended within `teardown_s` is killed. Raises ConfigError if nothing listens at the address,
-    RunError if Ray fails to join or to start.
+    `environment` is set in every worker process. `store_bytes`: of the object store of a cluster that it starts. At the end,
+    semaphores that killed workers left behind are removed, and a local cluster that has not ended within `teardown_s` is
+    killed. Raises ConfigError if nothing listens at the address, RunError if Ray fails to join or to start.
     """
     if config.address:
         _require_listener(config.address)
     os.environ.update(QUIET | ({} if config.address else LEAN) | (PRIORITY if gpus_per_worker(config) else {}))
     before = semaphores()
     try:
-        _start(config, environment or {}, teardown_s)
+        _start(config, environment or {}, store_bytes, teardown_s)
     except SystemExit as ended:  # Ray's own handler turns SIGTERM into this during start
         if ended.code == signal.SIGTERM:
             raise KeyboardInterrupt from ended
         raise
     except Exception as error:  # Ray raises plain exceptions here
-        what = f"{_could_not(config)}: {error}. Its logs are in session_latest/logs of /tmp/ray (or cluster.temp_dir)"
-        raise RunError(what) from error
+        raise RunError(f"{_could_not(config)}: {error}. Its logs are in {LOGS}") from error
     processes = cluster_processes()
     try:
         with ended_with_this_process(processes):
@@ -129,30 +134,30 @@ def _require_listener(address: str) -> None:
     )
 
 
-def _start(config: ClusterConfig, environment: Mapping[str, str], teardown_s: float) -> None:
+def _start(config: ClusterConfig, environment: Mapping[str, str], store_bytes: int, teardown_s: float) -> None:
     """Joins a cluster, or starts one, for a second time if its node was too slow for Ray."""
     try:
-        _init(config, environment, teardown_s)
+        _init(config, environment, store_bytes, teardown_s)
     except Exception as error:  # Ray raises plain exceptions here
         if config.address or SLOW_NODE not in str(error):
             raise
         logger.warning("Ray's node did not answer within the 30 s that Ray gives it; starting another")
-        _init(config, environment, teardown_s)
+        _init(config, environment, store_bytes, teardown_s)
 
 
-def _init(config: ClusterConfig, environment: Mapping[str, str], teardown_s: float) -> None:
+def _init(config: ClusterConfig, environment: Mapping[str, str], store_bytes: int, teardown_s: float) -> None:
     """Calls `ray.init`. Ends what it has started if it raises."""
     import ray
 
     try:
         with children_apart(), lean_node():
-            ray.init(**_arguments(config), runtime_env={"env_vars": {**QUIET, **environment}})
+            ray.init(**_arguments(config, store_bytes), runtime_env={"env_vars": {**QUIET, **environment}})
     except BaseException:
         _shutdown(cluster_processes(), teardown_s)
         raise
 
 
-def _arguments(config: ClusterConfig) -> dict[str, Any]:
+def _arguments(config: ClusterConfig, store_bytes: int) -> dict[str, Any]:
     """Arguments of `ray.init`. A running cluster has its own sizes."""
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if config.address:
@@ -161,9 +166,8 @@ def _arguments(config: ClusterConfig) -> dict[str, Any]:
         "address": "local",
         "num_cpus": config.num_cpus,
         "num_gpus": config.num_gpus,
-        "object_store_memory": config.object_store_memory,
+        "object_store_memory": store_bytes,
         "include_dashboard": False,
-        "_temp_dir": config.temp_dir,
         **quiet,
     }
 

@@ -32,8 +32,8 @@ TRAIN_PARTS = (WEIGHTS, "optimizer", "gradients")
 
 GENERATION_PARTS = (WEIGHTS, KV_CACHE)
 
-KEEP_WEIGHTS = 1
-"""The sleep level at which vLLM moves its weights to host memory, so that no refit is needed afterwards."""
+KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
+"""The sleep levels at which vLLM moves its weights to host memory, and at which it drops them, as a refit brings them."""
 
 MARGIN = 0.03
 """The share of a GPU that stays free when memory is kept resident: allocators fragment, and libraries allocate late."""

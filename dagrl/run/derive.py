@@ -18,7 +18,6 @@ from dagrl.config.settings import (
     is_colocated,
     model_roles,
     samples_per_step,
-    sends_adapters,
     uses_reference,
     width_key,
 )
@@ -56,8 +55,6 @@ def derive_from_machine(config: Config) -> Derived:
         _use_gpus(derived)
     if gives_scores(algorithm_of(derived.config)):
         derived.set("policy.worker", "dagrl.workers.megatron:MegatronValueWorker", "a reward model has a scalar head")
-    if sends_adapters(derived.config):
-        derived.set(f"{ROLLOUT}.colocated.sleep_level", 1, "refits send adapters alone")
     _set_rates(derived)
     _set_batch(derived)
     _set_lengths(derived)

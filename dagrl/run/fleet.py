@@ -27,7 +27,6 @@ from typing import Any, Self
 from dagrl.config import Config
 from dagrl.config.roles import GENERATION, role_config
 from dagrl.config.settings import (
-    generation_config,
     is_colocated,
     layouts,
     sharing_roles,
@@ -37,7 +36,7 @@ from dagrl.config.settings import (
     warms_up_early,
 )
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
-from dagrl.run.cluster import gpus_per_worker, ray_cluster
+from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
 from dagrl.run.local_cluster import cluster_processes, ended_processes, node_lives
 from dagrl.run.preflight import Inputs, worker_classes
@@ -86,8 +85,7 @@ class Fleet:
         if ended := ended_processes(self._processes):
             raise ClusterError(
                 f"Ray's {' and '.join(ended)} ended under the run; expected: alive until its end. Look into "
-                "session_latest/logs of /tmp/ray (or cluster.temp_dir), and at the machine's memory. To go on: "
-                "checkpointing.resume=true"
+                f"{LOGS}, and at the machine's memory. To go on: checkpointing.resume=true"
             )
 
     def check_node(self) -> None:
@@ -271,6 +269,5 @@ def shared_resources(config: Config, stack: ExitStack) -> dict[str, Resources]:
     stack.callback(bundles.release)
     shares = dict.fromkeys(roles, 1 / len(roles))
     if is_colocated(config):
-        train = generation_config(config).colocated.train_share
-        shares = {**dict.fromkeys(roles, train / (len(roles) - 1)), GENERATION: 1 - train}
+        shares = {**dict.fromkeys(roles, 0.5 / (len(roles) - 1)), GENERATION: 0.5}
     return {role: Resources(num_gpus=share, bundles=bundles) for role, share in shares.items()}

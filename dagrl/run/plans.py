@@ -24,7 +24,7 @@ from dagrl.config.settings import (
     uses_teacher,
 )
 from dagrl.rl.algorithm import COLUMN_PHASES, algorithm_of, column_phases
-from dagrl.rl.generation import CONSTRAINT_BYTES, FIRST_QUANTUM, OPTION_BYTES
+from dagrl.rl.generation import CONSTRAINT_BYTES, FIRST_QUANTUM, OPTION_BYTES, QUANTUM_SECONDS
 from dagrl.rl.preferences import sum_phases
 from dagrl.rl.rollout.rollouts import request_slots
 from dagrl.rl.routed_experts import ROUTED_EXPERTS, routed_layers
@@ -159,7 +159,7 @@ def generate_plan(config: Config) -> PhasePlan:
         scalars={
             "engine_steps": steps,
             "stream": 1,
-            "seconds": generation.quantum_seconds,
+            "seconds": QUANTUM_SECONDS,
             **_room_for_options(config, requests),
         },
     )

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKERS_PER_CORE = 8
-"""Workers allowed per CPU core on a machine without GPUs, unless `cluster.max_workers` is set."""
+"""Workers allowed per CPU core on a machine without GPUs."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def trace_phases(config: Config, workers: Mapping[str, type]) -> dict[str, Phase
     for key in (plan.name for plan in run_plans(config)):
         phase = load_phase(config.phases, key)
         with running(getattr(config.phases, key), f"phases.{key}"):
-            graphs[key] = phase.trace(roles, config.executor_cfg.arity)
+            graphs[key] = phase.trace(roles)
     return graphs
 
 
@@ -275,8 +275,6 @@ def check_machine(config: Config) -> None:
 
 def _most_workers(config: Config) -> tuple[int | None, str]:
     cluster = config.cluster
-    if cluster.max_workers is not None:
-        return cluster.max_workers, f"cluster.max_workers is {cluster.max_workers}"
     if cluster.address is not None:
         return None, ""
     gpus = gpus_here(cluster)
@@ -285,7 +283,7 @@ def _most_workers(config: Config) -> tuple[int | None, str]:
         return int(gpus / share), f"this machine has {gpus} GPUs and a worker takes {share:g} (cluster.gpus_per_worker)"
     cores = cluster.num_cpus or cpu_count()
     most = cores * WORKERS_PER_CORE
-    return most, f"{cores} CPU cores hold {most} ({WORKERS_PER_CORE} a core, or set cluster.max_workers)"
+    return most, f"{cores} CPU cores hold {most} ({WORKERS_PER_CORE} a core; cluster.num_cpus sets the cores)"
 
 
 def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:

@@ -125,7 +125,6 @@ def on_cpu(config: Config) -> Config:
         vllm = config.policy.generation.vllm_cfg
         engine = {
             "enforce_eager": True,
-            "async_scheduling": None,
             "num_scheduler_steps": None,
             "kv_cache_dtype": "auto",
             "precision": None if vllm.precision == "fp8" else vllm.precision,
@@ -205,7 +204,7 @@ def _prepare(config: Config, request: Request, start: Path | None) -> Config:
 
     It writes no checkpoints, and nothing to trackers.
     """
-    silent = ("tensorboard", "wandb", "mlflow", "trackio", "trace", "plot")
+    silent = ("tensorboard", "wandb", "mlflow", "trace", "plot")
     config = config.with_keys(
         {
             "name": f"step_{request.step:06d}",

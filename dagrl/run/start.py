@@ -25,16 +25,17 @@ from dagrl.config.settings import (
     generation_dtype,
     holds_reference,
     is_colocated,
+    keeps_weights,
     layouts,
     model_names,
     sharing_roles,
     starts_resident,
 )
 from dagrl.errors import ClusterError, StopRequestedError
-from dagrl.refit import LinkSpeeds, Refit
+from dagrl.refit import Refit
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
 from dagrl.run.checkpoints import Checkpoints
-from dagrl.run.colocated import SharedDevices
+from dagrl.run.colocated import DROP_WEIGHTS, KEEP_WEIGHTS, SharedDevices
 from dagrl.run.encryption import tls_files
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
@@ -187,7 +188,7 @@ def _rollout_log(
     resumed: Checkpoint | None,
     trace: TraceWriter | None,
 ) -> RolloutLog | None:
-    if not config.logger.rollouts_enabled or not generates(config):
+    if config.logger.rollouts_max_bytes == 0 or not generates(config):
         return None
     step = resumed.state.step if resumed else 0
     files = RolloutFiles(paths.rollouts, max_bytes=config.logger.rollouts_max_bytes, resumed_step=step)
@@ -250,7 +251,7 @@ def _shared_devices(config: Config, groups: Mapping[str, WorkerGroup], clock: Ph
     if not is_colocated(config) or GENERATION not in groups:
         return None
     states = {role: groups[role] for role in sharing_roles(config) if role in groups and role != GENERATION}
-    level, exchange = (colocated := generation_config(config).colocated).sleep_level, colocated.exchange
+    exchange, level = generation_config(config).colocated.exchange, KEEP_WEIGHTS if keeps_weights(config) else DROP_WEIGHTS
     resident = starts_resident(config) or exchange == "never"
     return SharedDevices(states, groups[GENERATION], level, clock.measure, config.timeouts.replay, exchange, resident)
 
@@ -315,8 +316,6 @@ def connect_refit(config: Config, train: WorkerGroup, generation: WorkerGroup, i
         timeout_s=config.timeouts.collective_s,
         connect_timeout_s=config.timeouts.start_s,
         bucket_bytes=config.refit.bucket_bytes,
-        replicate_in_host=config.refit.replicate_in_host,
-        speeds=LinkSpeeds.of_gb_per_s(config.refit.in_host_gb_per_s, config.refit.between_hosts_gb_per_s),
     )
 
 
@@ -325,7 +324,7 @@ def scheduler_options(config: Config) -> SchedulerOptions:
     return SchedulerOptions(
         executor=config.executor,
         fallback=config.fallback,
-        **dict(config.executor_cfg),
+        engine=config.executor_cfg.engine,
         tls=tls_files(config.cluster),
         compile_s=config.timeouts.compile_s,
         warmup_s=config.timeouts.warmup_s,

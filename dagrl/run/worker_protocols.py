@@ -45,7 +45,7 @@ class RolloutTrainWorker(TrainWorker, RefitWorker, Protocol):
 
 
 class LogprobKeeper(Protocol):
-    """An optional method of train workers, for `logger.rollouts_enabled`."""
+    """An optional method of train workers, for the samples in `rollouts/`."""
 
     def kept_logprobs(self) -> Mapping[str, Mapping[int, Array]]:
         """Returns the log-probabilities of the current step, by name (`prev_logprobs`, `reference_logprobs`, `entropy`)

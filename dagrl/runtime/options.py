@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,19 +12,19 @@ from dagrl.runtime.executors.base import GraphLimits
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """How phases are compiled and how long anything may take; the fields are those of `executor_cfg` and `timeouts`.
+    """How phases are compiled and how long anything may take; engine and deadlines are those of the configuration.
 
     `engine`: compiled graphs run on dagrl's loop and channels, or on Ray's own. `fuse_shards`: data-parallel shards on the
-    same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once; a mapping
-    gives the number by phase name, with `default` (2) for all others. `overlap_communication`: graphs with accelerator edges
-    overlap their transfers with computation. `tls`: files with which edges between hosts are encrypted, by this engine.
+    same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once.
+    `overlap_communication`: graphs with accelerator edges overlap their transfers with computation. `tls`: files with which
+    edges between hosts are encrypted, by this engine.
     """
 
     executor: Literal["compiled", "eager"] = "compiled"
     engine: Engine = "dagrl"
     fallback: Literal["eager", "error"] = "eager"
     fuse_shards: bool = False
-    max_in_flight: int | Mapping[str, int] = 2
+    max_in_flight: int = 2
     overlap_communication: bool = False
     tls: TlsFiles | None = None
     arity: int = 8
@@ -36,12 +35,6 @@ class SchedulerOptions:
     grace_s: float = 30.0
     teardown_s: float = 8.0
 
-    def in_flight(self, phase: str) -> int:
-        """Returns how many replays of `phase` may be under way at once."""
-        if isinstance(self.max_in_flight, int):
-            return self.max_in_flight
-        return self.max_in_flight.get(phase, self.max_in_flight.get("default", 2))
-
     def limits(
         self, phase: str, input_bytes: int, result_bytes: int | None, max_in_flight: int | None, room_key: str
     ) -> GraphLimits:
@@ -51,7 +44,7 @@ class SchedulerOptions:
         return GraphLimits(
             input_bytes=input_bytes,
             result_bytes=result_bytes or self.result_bytes,
-            max_in_flight=max_in_flight or self.in_flight(phase),
+            max_in_flight=max_in_flight or self.max_in_flight,
             compile_s=self.compile_s,
             replay_s=self.replay_s,
             teardown_s=self.teardown_s,

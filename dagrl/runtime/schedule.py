@@ -176,8 +176,8 @@ class Scheduler:
         entries = self._entries.values()
         if self.options.overlap_communication and entries and not any(accelerated(entry.graph) for entry in entries):
             raise GraphError(
-                "executor_cfg.overlap_communication is set, but no phase has an edge between accelerators. Send values with "
-                '.via("nccl"), or leave it out'
+                "SchedulerOptions.overlap_communication is set, but no phase has an edge between accelerators. Send values "
+                'with .via("nccl"), or leave it out'
             )
 
     @property

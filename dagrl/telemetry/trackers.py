@@ -1,4 +1,4 @@
-"""Trackers of metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases, MLflow and trackio, any of them together.
+"""Trackers of metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases and MLflow, any of them together.
 
 Each is switched on by `logger.<name>_enabled`. A resumed run continues in the tracker's own run, whose id is kept in the
 run's directory. Metrics of stage `grpo` are named `grpo/<metric>`.
@@ -7,7 +7,6 @@ run's directory. Metrics of stage `grpo` are named `grpo/<metric>`.
 from __future__ import annotations
 
 import logging
-import math
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -92,8 +91,6 @@ class WandbTracker:
         section = config.logger.wandb
         self._run = wandb.init(
             project=section.project,
-            entity=section.entity,
-            tags=list(section.tags),
             name=section.name or config.name,
             id=_saved_id(directory / "wandb_id", lambda: uuid.uuid4().hex),
             resume="allow",
@@ -139,34 +136,10 @@ class MlflowTracker:
         self._client.set_terminated(self._run)
 
 
-class TrackioTracker:
-    """Logs to trackio: to a database on this machine, or to a Space on the Hugging Face Hub."""
-
-    def __init__(self, config: Config, directory: Path, resumed_step: int) -> None:
-        import trackio
-
-        section = config.logger.trackio
-        self._run = trackio.init(
-            project=section.project,
-            name=section.name or config.name,
-            space_id=section.space_id,
-            config=config.model_dump(mode="json"),
-            resume="allow" if resumed_step else "never",
-            embed=False,
-        )
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 TRACKERS: Mapping[str, type[Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
-    "trackio": TrackioTracker,
 }
 """Trackers by the name of their package, which is that of their key `logger.<name>_enabled`."""
 

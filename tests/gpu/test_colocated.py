@@ -89,8 +89,7 @@ def test_a_third_role_takes_turns_on_the_same_gpu(third: tuple[str, ...], exchan
 
 
 WAYS = {
-    "sleep level 1": "policy.generation.colocated.sleep_level=1",
-    "sleep level 2": "policy.generation.colocated.sleep_level=2",
+    "all weights": "policy.megatron_cfg.peft.enabled=false",
     "adapters alone": "policy.megatron_cfg.peft={enabled: true, refit: adapters}",
 }
 

@@ -34,7 +34,6 @@ def engine(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pyte
     content["grpo"]["async_grpo"]["recompute_kv_cache_after_weight_updates"] = True
     content["policy"]["generation"]["forced_lengths"] = {"median": NEW, "sigma": 0}  # no end of sequence
     content["policy"]["generation"]["vllm_cfg"] |= {
-        "async_scheduling": False,
         "speculative": {"method": request.param, "num_speculative_tokens": DRAFTS, **own},
     }
     with started(checkpoints, Config.model_validate(content)) as engine:

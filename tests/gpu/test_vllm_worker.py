@@ -104,7 +104,6 @@ def gpu_config(model: Path, eager: bool, tp: int = 1) -> Config:
     content["policy"]["generation"]["colocated"] = {"enabled": True}
     content["policy"]["generation"]["vllm_cfg"] |= {
         "enforce_eager": eager,
-        "async_scheduling": not eager,
         "max_num_seqs": 64,
         "kv_cache_memory_bytes": 2 << 30,
         "gpu_memory_utilization": 0.3,

@@ -33,7 +33,6 @@ AGENT = (
     "environment.agent=tests.integration.agent_task:adds_twice",
     "environment.max_conversations=2",
     "reward={function: null, weights: {sevens: 1.0, asked: 0.5}}",
-    "logger.rollouts_enabled=true",
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,6 @@ def test_rows_of_three_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert row["tokens_per_s_per_worker"] == pytest.approx(row["tokens_per_s"] / WORKERS)
         assert all(0 <= row[name] <= 1 for name in ("idle_train", "idle_generation", "quantum_overhead"))
         assert 0 <= row["exposed_generation_s"] < row["step_s"] and 0 < row["update_s"] < row["step_s"]
-
-
-def test_the_comparison_controls_for_the_order_of_requests() -> None:
-    sync = next(variant for variant in step.VARIANTS if variant.name == "sync")
-    assert any(replace(variant, name="sync", order="longest_first") == sync != variant for variant in step.ON_REQUEST)
 
 
 def test_an_unknown_variant_is_rejected() -> None:

@@ -34,7 +34,7 @@ SETTINGS = (
     "grpo.num_prompts_per_step=4",
     "grpo.max_num_steps=2",
     "reward.function=dagrl.bench.gpu.task:alternating",
-    "cluster.max_workers=3",
+    "cluster.num_cpus=2",
 )
 
 pytestmark = pytest.mark.slow

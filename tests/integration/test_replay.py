@@ -173,7 +173,7 @@ def test_a_batch_over_the_largest_bucket_is_refused(scheduler: Scheduler) -> Non
 
 
 def test_a_result_over_its_channel_is_an_error_that_names_the_limit(scheduler: Scheduler) -> None:
-    with pytest.raises(PhaseError, match="raise executor_cfg"):
+    with pytest.raises(PhaseError, match="raise SchedulerOptions"):
         scheduler.replay(large, 1 << 20).result()
     assert len(scheduler.replay(large, 10).result()) == 2
 

@@ -18,7 +18,10 @@ from tests.integration.vllm_ranks import Engine, Ranks, call, requests
 from tests.unit.workers.vllm_double import AsyncEngineDouble
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
-FEW_TOKENS = {"vllm_cfg": {"max_num_seqs": 8, "kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": 64}}
+FEW_TOKENS = {
+    "vllm_cfg": {"max_num_seqs": 8, "kv_cache_memory_bytes": 8 << 20},
+    "vllm_kwargs": {"max_num_batched_tokens": 64},
+}
 """Token limit of an engine step, below two long prompts."""
 
 

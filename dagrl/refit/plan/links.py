@@ -12,11 +12,6 @@ class LinkSpeeds:
     in_host: float = 450e9
     between_hosts: float = 50e9
 
-    @classmethod
-    def of_gb_per_s(cls, in_host: float, between_hosts: float) -> LinkSpeeds:
-        """Returns speeds given in GB/s, the unit of the configuration."""
-        return cls(in_host * 1e9, between_hosts * 1e9)
-
     def seconds(self, nbytes: int, crosses: bool) -> float:
         """Returns the duration of a message; `crosses`: from one host to another."""
         return nbytes / (self.between_hosts if crosses else self.in_host)
@@ -24,15 +19,14 @@ class LinkSpeeds:
 
 @dataclass(frozen=True)
 class Placement:
-    """The host of each channel rank, and whether a byte is sent to each other host only once."""
+    """The host of each channel rank. A byte is sent to each other host only once."""
 
     hosts: tuple[int, ...]
-    replicate_in_host: bool
 
     def may_relay(self, sources: int) -> bool:
         """Whether a destination may relay to another: two are on one host, and not all ranks. The first `sources` send."""
         hosts = self.hosts[sources:]
-        return self.replicate_in_host and len(set(self.hosts)) > 1 and len(set(hosts)) < len(hosts)
+        return len(set(self.hosts)) > 1 and len(set(hosts)) < len(hosts)
 
     def crosses(self, sender: int, receiver: int) -> bool:
         """Returns whether two ranks are on different hosts."""

@@ -160,7 +160,6 @@ def plan_refit(
     aliases: Mapping[str, str] | None = None,
     bucket_bytes: int | None = None,
     hosts: Sequence[int] | None = None,
-    replicate_in_host: bool = True,
     speeds: LinkSpeeds | None = None,
     direct_bytes: int | None = None,
     mailboxes: bool = False,
@@ -172,8 +171,8 @@ def plan_refit(
       (None: equal to `dtype`). What must be cast is staged.
     - `aliases`: maps a destination's parameter to the source parameter that fills it if the sources lack it (`TIED_HEAD`).
     - `bucket_bytes`: most bytes of a bucket (None: chosen by the bytes of a destination).
-    - `hosts`: the host of each channel rank (None: all on one). Sources on the destination's host are preferred.
-    - `replicate_in_host`: send a byte to each other host once, to one rank that wants it, which relays it to the others.
+    - `hosts`: the host of each channel rank (None: all on one). Sources on the destination's host are preferred. From
+      another host a byte is sent once, to one rank that wants it, which relays it to the others.
     - `speeds`: the speeds that buckets are ordered for.
     - `direct_bytes`: contiguous runs of at least this size are sent directly between tensors, as messages of their own
       (None: `DIRECT_BYTES` between two ranks in a host and with `mailboxes`, otherwise only what fills a bucket alone).
@@ -193,7 +192,7 @@ def plan_refit(
     most = max((sum(volume(one.box) for one in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
     pair = len(sources) + len(destinations) == 2 and (hosts is None or len(set(hosts)) == 1)
     mailboxed = len(destinations) if mailboxes else 0
-    placement = None if hosts is None else Placement(tuple(hosts), replicate_in_host)
+    placement = None if hosts is None else Placement(tuple(hosts))
     relays = placement is not None and placement.may_relay(len(sources))
     limits = _limits(most, pair, mailboxed, bucket_bytes, direct_bytes, relays)
     dtypes, speeds = (dtype, target_dtype or dtype), speeds or LinkSpeeds()
@@ -201,7 +200,7 @@ def plan_refit(
     with gc_paused():
         planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)
         buckets = planner.buckets()
-    digest = _digest(held, wanted, buckets, (dtype, aliases, limits, replicate_in_host))
+    digest = _digest(held, wanted, buckets, (dtype, aliases, limits))
     return RefitPlan(
         len(sources), len(destinations), digest, buckets, tuple(hosts or ()), mailboxes, tuple(devices), planner.moves
     )

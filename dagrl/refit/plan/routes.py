@@ -139,7 +139,7 @@ class _Chooser:
 
     def route(self, group: PartGroup) -> None:
         """Chooses a sender for every destination of `group`."""
-        if self._placement is None or not self._placement.replicate_in_host:
+        if self._placement is None:
             for rank in self._receivers(group):
                 self._send(group, rank)
             return

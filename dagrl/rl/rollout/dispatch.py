@@ -63,18 +63,14 @@ class ShardLoad:
         return sum(self.requests.values())
 
 
-def dispatch(
-    waiting: Sequence[PendingRequest], shards: Sequence[ShardLoad], *, longest_first: bool = True
-) -> list[list[PendingRequest]]:
+def dispatch(waiting: Sequence[PendingRequest], shards: Sequence[ShardLoad]) -> list[list[PendingRequest]]:
     """Returns the requests to send to each shard now, and adds them to its load. The rest keeps waiting.
 
-    Example: expected lengths 9, 5, 4 over two free shards of two slots give [9] and [5, 4]; first in, first out gives [9, 4]
-    and [5].
+    Example: expected lengths 9, 5, 4 over two free shards of two slots give [9] and [5, 4].
     """
-    order = sorted(waiting, key=lambda item: (item.cohort, -item.expected if longest_first else 0.0))
+    order = sorted(waiting, key=lambda item: (item.cohort, -item.expected))
     sent: list[list[PendingRequest]] = [[] for _ in shards]
-    loads = (shard.work if longest_first else len(shard.requests) for shard in shards)
-    free = [(load, index) for index, load in enumerate(loads) if shards[index].free > 0]
+    free = [(shard.work, index) for index, shard in enumerate(shards) if shard.free > 0]
     heapq.heapify(free)
     for item in order:
         if not free:
@@ -83,7 +79,7 @@ def dispatch(
         shards[index].requests[item.request_id] = item.expected
         sent[index].append(item)
         if shards[index].free > 0:
-            heapq.heappush(free, (load + (item.expected if longest_first else 1), index))
+            heapq.heappush(free, (load + item.expected, index))
     return sent
 
 

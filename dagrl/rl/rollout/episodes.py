@@ -197,7 +197,7 @@ def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[i
         return [min(max(round(config.median), 1), longest)] * len(seeds)
     shared = np.random.default_rng((seed, abs(key), 2)).normal()
     own = np.array([np.random.default_rng((request, 1)).normal() for request in seeds])
-    spread = math.sqrt(config.between_prompts) * shared + math.sqrt(1 - config.between_prompts) * own
+    spread = (shared + own) / math.sqrt(2)  # half of the variance is between prompts
     lengths: list[int] = np.clip(np.rint(config.median * np.exp(config.sigma * spread)), 1, longest).astype(int).tolist()
     return lengths
 

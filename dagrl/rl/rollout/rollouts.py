@@ -30,7 +30,7 @@ from dagrl.errors import WorkerError
 from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply
 from dagrl.rl.functions.answers import split_done
-from dagrl.rl.generation import FinishedRequest, Generated, fitting, options_text
+from dagrl.rl.generation import QUANTUM_SECONDS, FinishedRequest, Generated, fitting, options_text
 from dagrl.rl.rollout.agent_turns import AgentTurns, TurnEpisode, cancelled
 from dagrl.rl.rollout.dispatch import LengthHistory, PendingRequest, QuantumSize, ShardLoad, dispatch
 from dagrl.rl.rollout.engines import GenerationEngines, Quantum
@@ -68,12 +68,9 @@ class Rollouts:
         self._agents = AgentTurns(environment) if isinstance(environment, AgentRunner) else None
         self._environment = None if isinstance(environment, AgentRunner) else environment
         self._room = bucket_widths(config.policy)[-1]
-        self._longest_first = generation.request_order == "longest_first"
         self._slots = request_slots(generation.vllm_cfg.max_num_seqs)
         self._shards = [ShardLoad(self._slots) for _ in range(engines.shards)]
-        self.quantum_size = QuantumSize(
-            generation.quantum_engine_steps, generation.quantum_seconds, IN_FLIGHT, engines.shards
-        )
+        self.quantum_size = QuantumSize(generation.quantum_engine_steps, QUANTUM_SECONDS, IN_FLIGHT, engines.shards)
         self.history = LengthHistory(float(generation.max_new_tokens))
         self._groups: dict[int, RolloutGroup] = {}
         self._requests: dict[int, Turn] = {}  # waiting or in an engine
@@ -245,7 +242,7 @@ class Rollouts:
 
     def _submit(self) -> None:
         """Submits a quantum with the requests that fit."""
-        sent = dispatch(self._fitting(), self._shards, longest_first=self._longest_first)
+        sent = dispatch(self._fitting(), self._shards)
         chosen = [item.request_id for shard in sent for item in shard]
         for request in chosen:
             del self._waiting[request]

@@ -79,7 +79,7 @@ class Recorded:
         if step not in found:
             raise ConfigError(
                 f"{self.directory / 'rollouts'} has no samples of step {step}, on which training from the checkpoint on "
-                "depends. Keep them (logger.rollouts_enabled, logger.rollouts_max_bytes), or choose another step"
+                "depends. Keep them (logger.rollouts_max_bytes), or choose another step"
             )
         return read_rollouts(found[step])
 

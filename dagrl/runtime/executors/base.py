@@ -43,7 +43,7 @@ class GraphLimits:
     overlap_communication: bool = False
     tls: TlsFiles | None = None
     input_key: str = "input_bytes of Scheduler.add"
-    result_key: str = "executor_cfg.result_bytes"
+    result_key: str = "SchedulerOptions.result_bytes"
 
 
 class Executable(Protocol):

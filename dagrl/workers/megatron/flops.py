@@ -72,10 +72,8 @@ def step_tflop(model: Architecture, lengths: Any) -> float:
     return PASSES * sum(sequence_flops(model, int(length)) for length in lengths) / 1e12
 
 
-def peak_tflops(device_name: str, precision: str, override: float | None) -> float | None:
+def peak_tflops(device_name: str, precision: str) -> float | None:
     """Returns a device's peak TFLOP/s in bfloat16. None if unknown; there is no MFU then."""
-    if override is not None:
-        return override
     if precision != "bfloat16":
         return None
     return next((peak for name, peak in GPU_TFLOPS if _names(name, device_name)), None)
@@ -115,5 +113,5 @@ def throughput_metrics(
         memory = torch.cuda.max_memory_allocated(device) / 2**30
         maxima |= {PEAK_MEMORY: memory, f"{own}peak_memory_gib": memory}
     name = torch.cuda.get_device_name(device) if on_gpu else ""
-    peak = peak_tflops(name, policy.precision, policy.megatron_cfg.peak_tflops)
+    peak = peak_tflops(name, policy.precision)
     return StepMetrics(sums, maxima, {} if peak is None else {PEAK_TFLOPS: peak})

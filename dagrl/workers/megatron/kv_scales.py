@@ -46,8 +46,8 @@ class KvScales:
         self.tensors = {f"{name}.{kind}_scale": torch.ones(1, device=device) for name in self._attention for kind in KINDS}
 
     @contextmanager
-    def calibrating(self, margin: float) -> Iterator[None]:
-        """Measures forward passes in the block. At its end all workers set the scales to `margin` times the maximum.
+    def calibrating(self) -> Iterator[None]:
+        """Measures forward passes in the block. At its end all workers set the scales to the maximum.
 
         Layers that saw only zeros get a scale of 1.
         """
@@ -61,7 +61,7 @@ class KvScales:
             for hook in hooks:
                 hook.remove()
         dist.all_reduce(self._peaks, dist.ReduceOp.MAX)
-        scales = torch.where(self._peaks > 0, self._peaks * margin / LARGEST, 1.0)
+        scales = torch.where(self._peaks > 0, self._peaks / LARGEST, 1.0)
         for name, (layer, _) in self._attention.items():
             for column, kind in enumerate(KINDS):
                 self.tensors[f"{name}.{kind}_scale"].copy_(scales[layer, column : column + 1])

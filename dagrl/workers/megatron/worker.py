@@ -173,7 +173,7 @@ class MegatronWorker(MegatronWorkerState):
         if self._kv_scales is None:
             raise RunError("there are no scales to calibrate; set policy.generation.vllm_cfg.kv_cache_dtype=fp8")
         with self._running():
-            with nullcontext() if in_warmup() else self._kv_scales.calibrating(self.config.refit.kv_scale_margin):
+            with nullcontext() if in_warmup() else self._kv_scales.calibrating():
                 self._logprobs(without_padding(batch), "policy", plain_pass)  # hooks do not run in a recorded pass
             return self._kv_scales.largest()
 

@@ -15,7 +15,6 @@ from dagrl.run.cluster import gpus_per_worker
 OWN_ARGUMENTS = frozenset(
     {
         "additional_config",
-        "async_scheduling",
         "cpu_distributed_timeout_seconds",
         "disable_custom_all_reduce",
         "disable_log_stats",
@@ -24,7 +23,6 @@ OWN_ARGUMENTS = frozenset(
         "dtype",
         "enable_expert_parallel",
         "enable_lora",
-        "enable_prefix_caching",
         "enable_sleep_mode",
         "enforce_eager",
         "gpu_memory_utilization",
@@ -37,7 +35,6 @@ OWN_ARGUMENTS = frozenset(
         "max_lora_rank",
         "max_loras",
         "max_model_len",
-        "max_num_batched_tokens",
         "max_num_seqs",
         "model",
         "seed",

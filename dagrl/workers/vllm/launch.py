@@ -24,7 +24,6 @@ from urllib.parse import parse_qs, urlparse
 
 from dagrl.config import Config
 from dagrl.config.generation import SpeculativeConfig
-from dagrl.config.generation import VllmConfig as VllmSection
 from dagrl.config.settings import starts_together
 from dagrl.errors import DeadlineError, MissingDependencyError
 from dagrl.machine import VISIBLE, device_index
@@ -242,7 +241,6 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "max_model_len": vllm.max_model_len or config.policy.max_total_sequence_length,
         "max_num_seqs": vllm.max_num_seqs,
         "enforce_eager": vllm.enforce_eager,
-        "enable_prefix_caching": vllm.enable_prefix_caching,
         # Of no effect with a given KV cache, but this much must be free, next to what training may hold by now.
         "gpu_memory_utilization": 0.05 if starts_together(config) else vllm.gpu_memory_utilization,
         "kv_cache_memory_bytes": vllm.kv_cache_memory_bytes,
@@ -254,20 +252,19 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "enable_sleep_mode": require_generation(config).colocated.enabled and features.can_sleep(),
         # With it, ranks on H200 returned different tokens in the first batch after a start.
         "disable_custom_all_reduce": True,
-        "async_scheduling": _schedules_asynchronously(vllm, context.layout.tp),
         "speculative_config": _speculation(vllm.speculative),
         "distributed_timeout_seconds": timeout,
         "cpu_distributed_timeout_seconds": timeout,
     }
     if config.environment.agent is not None:  # whose requests the endpoint has checked with this backend
         arguments["structured_outputs_config"] = StructuredOutputsConfig(backend="xgrammar")
-    if vllm.max_num_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = vllm.max_num_batched_tokens
     assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"
     # Between prompt chunks a seeded request draws an extra random number, which vLLM's CPU backend cannot take back.
     on_gpu = torch.cuda.is_available()
-    whole_prompts = {} if on_gpu else {"enable_chunked_prefill": False}
-    return {**whole_prompts, **arguments, **require_generation(config).vllm_kwargs, **_compilation(config, on_gpu)}
+    defaults: dict[str, Any] = {"enable_prefix_caching": True} | ({} if on_gpu else {"enable_chunked_prefill": False})
+    if context.layout.tp > 1 or vllm.speculative.method is not None:  # drafts need the tokens of the step before
+        defaults["async_scheduling"] = False  # untested with several ranks on GPUs
+    return {**defaults, **arguments, **require_generation(config).vllm_kwargs, **_compilation(config, on_gpu)}
 
 
 def capture_sizes(most: int) -> list[int]:
@@ -298,13 +295,6 @@ def _compilation(config: Config, on_gpu: bool) -> dict[str, Any]:
     if on_gpu:
         ours["inductor_compile_config"] = {"combo_kernels": True, "benchmark_combo_kernel": False}
     return {"compilation_config": {**ours, **given}}
-
-
-def _schedules_asynchronously(vllm: VllmSection, ranks: int) -> bool | None:
-    """Returns the setting; None: where vLLM can. Several ranks are untested on GPUs and need an explicit true. Drafts need
-    the tokens of the step before."""
-    drafts = vllm.speculative.method is not None
-    return False if vllm.async_scheduling is None and (ranks > 1 or drafts) else vllm.async_scheduling
 
 
 def _speculation(drafter: SpeculativeConfig) -> dict[str, Any] | None:

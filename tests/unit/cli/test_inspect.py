@@ -56,10 +56,10 @@ def test_lengths_that_a_run_derives_from_its_data_are_said_to_be_assumed(
 
 def test_one_phase_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "pictures" / "step.mmd"
-    assert main(["inspect", GRPO, "--phase", "train_step", "-o", str(picture), "executor_cfg.result_bytes=65536"]) == 0
+    assert main(["inspect", GRPO, "--phase", "train_step", "-o", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "phase train_step: one of 2 equal graphs (dagrl.graphs.train:train_step)" in text
-    assert "64 KiB for a result" in text
+    assert "1 MiB for a result" in text
     assert "refit" not in text
     chart = picture.read_text()
     assert chart.startswith("flowchart LR\n") and len(re.findall(r"p0_n\d+\[", chart)) == 2
@@ -107,15 +107,14 @@ def test_the_refit_plan_sends_each_parameter_to_each_replica_once(precision: str
     assert halves.summary().received == (half + padded, half, half + padded, half)
 
 
-def test_the_refit_plan_over_hosts_and_its_floor() -> None:
-    overrides = [*GENERATION_DP2_TP2, "refit.gpus_per_host=4", "refit.between_hosts_gb_per_s=25"]
-    text = inspect_config(load_config(GRPO, overrides), "refit")
-    assert "GB/s in a host and 25 GB/s between hosts" in text and "2 hosts: " in text
-    plan = plan_config_refit(load_config(GRPO, overrides))
+def test_the_refit_plan_over_hosts_and_its_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dagrl.cli.inspect.GPUS_PER_HOST", 4)
+    config = load_config(GRPO, GENERATION_DP2_TP2)
+    text = inspect_config(config, "refit")
+    assert "GB/s in a host and 50 GB/s between hosts" in text and "2 hosts: " in text
+    plan = plan_config_refit(config)
     assert plan is not None and plan.hosts == (0, 0, 1, 1, 1, 1)
-    each = plan_config_refit(load_config(GRPO, [*overrides, "refit.replicate_in_host=false"]))
-    assert each is not None
-    assert plan.summary().crossing < 0.51 * each.summary().crossing  # two replicas on one host
+    assert plan.summary().crossing < 1.01 * sum(plan.summary().received[:2])  # once for two replicas on one host
 
 
 def test_replicas_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:

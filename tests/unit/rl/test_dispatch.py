@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from dagrl.rl.rollout.dispatch import FIRST_QUANTUM, LengthHistory, PendingRequest, QuantumSize, ShardLoad, dispatch
 
 
-def simulate(lengths: list[int], expected: list[float], shards: int, slots: int, *, longest_first: bool) -> list[int]:
+def simulate(lengths: list[int], expected: list[float], shards: int, slots: int) -> list[int]:
     """Returns the engine steps of each shard if every running request makes one token per step."""
     loads = [ShardLoad(slots) for _ in range(shards)]
     waiting = {number: PendingRequest(number, 0, value) for number, value in enumerate(expected)}
     left = dict(enumerate(lengths))
     done, step = [0] * shards, 0
     while left:
-        for sent in dispatch(list(waiting.values()), loads, longest_first=longest_first):
+        for sent in dispatch(list(waiting.values()), loads):
             for item in sent:
                 del waiting[item.request_id]
         step += 1
@@ -47,7 +47,7 @@ def test_longest_first_ends_sooner_and_more_evenly_than_fifo() -> None:
     gains, spreads, above = [], [], []
     for seed in range(10):
         lengths, expected = long_tailed(seed)
-        ends = {way: simulate(lengths, expected, 4, 8, longest_first=way) for way in (True, False)}
+        ends = {True: simulate(lengths, expected, 4, 8), False: simulate(lengths, [1.0] * len(lengths), 4, 8)}
         gains.append(max(ends[False]) / max(ends[True]))
         spreads.append(np.ptp(ends[True]) / np.ptp(ends[False]))
         above.append(max(ends[True]) / max(max(lengths), sum(lengths) / (4 * 8)))
@@ -61,16 +61,15 @@ def test_longest_first_ends_sooner_and_more_evenly_than_fifo() -> None:
     expected=st.lists(st.floats(1, 1000), max_size=40),
     shards=st.integers(1, 4),
     slots=st.integers(1, 8),
-    longest_first=st.booleans(),
 )
-def test_every_slot_is_used_once(expected: list[float], shards: int, slots: int, longest_first: bool) -> None:
+def test_every_slot_is_used_once(expected: list[float], shards: int, slots: int) -> None:
     loads = [ShardLoad(slots) for _ in range(shards)]
     waiting = [PendingRequest(number, 0, value) for number, value in enumerate(expected)]
-    sent = dispatch(waiting, loads, longest_first=longest_first)
+    sent = dispatch(waiting, loads)
     ids = [item.request_id for shard in sent for item in shard]
     assert len(ids) == len(set(ids)) == min(len(expected), shards * slots)
     assert [set(load.requests) for load in loads] == [{item.request_id for item in shard} for shard in sent]
-    if longest_first and ids:
+    if ids:
         kept_back = [item.expected for item in waiting if item.request_id not in ids]
         assert max(kept_back, default=0) <= min(expected[number] for number in ids)
 
@@ -82,9 +81,8 @@ def test_earlier_cohorts_are_sent_first() -> None:
 
 def test_the_docstrings_example() -> None:
     waiting = [PendingRequest(number, 0, value) for number, value in enumerate((9.0, 5.0, 4.0))]
-    for longest_first, lengths in ((True, [[9, 5][:1], [5, 4]]), (False, [[9, 4], [5]])):
-        sent = dispatch(waiting, [ShardLoad(2), ShardLoad(2)], longest_first=longest_first)
-        assert [[item.expected for item in shard] for shard in sent] == lengths
+    sent = dispatch(waiting, [ShardLoad(2), ShardLoad(2)])
+    assert [[item.expected for item in shard] for shard in sent] == [[9], [5, 4]]
 
 
 def test_expected_lengths_fall_back_to_the_mean_and_the_default() -> None:

@@ -322,17 +322,16 @@ def test_a_request_is_limited_to_the_rest_of_its_turn() -> None:
     assert sorted(bench.batches[0]["max_new_tokens"].tolist()) == [LIMIT - 6, LIMIT - 2]
 
 
-@pytest.mark.parametrize(("order", "sent"), [("longest_first", [1, 2, 9, 3]), ("fifo", [9, 2, 1, 3])])
-def test_requests_are_ordered_by_cohort_and_then_by_expected_length(order: str, sent: list[int]) -> None:
+def test_requests_are_ordered_by_cohort_and_then_by_expected_length() -> None:
     """Prompt 2 had a completion of 5 tokens; the mean of all completions is the limit."""
-    bench = Bench(request_order=order, vllm_cfg=VllmConfig(max_num_seqs=3))
+    bench = Bench(vllm_cfg=VllmConfig(max_num_seqs=3))
     bench.rollouts.history = LengthHistory(LIMIT)
     bench.rollouts.history.record(KEY + 2, 5)
     bench.rollouts.history.record(KEY, 2 * LIMIT - 5)
     for count, cohort in ((3, 1), (9, 0), (2, 0), (1, 0)):
         bench.rollouts.start(group(count, begun(count), cohort=cohort))
     bench.rollouts.look_ahead()
-    assert (bench.batches[0]["lengths"] - len(PROMPT)).tolist() == sent
+    assert (bench.batches[0]["lengths"] - len(PROMPT)).tolist() == [1, 2, 9, 3]
 
 
 def test_lengths_are_recorded_by_turn_and_by_prompt() -> None:

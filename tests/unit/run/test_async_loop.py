@@ -371,7 +371,7 @@ def test_a_resumed_run_with_fewer_steps_saves_the_remaining_groups(tmp_path: Pat
 
 def timed(config: Config) -> Config:
     """Sizes quanta by time, at most 0.5 s for both in flight."""
-    return config.with_keys({"policy.generation.quantum_engine_steps": None, "policy.generation.quantum_seconds": 0.5})
+    return config.with_keys({"policy.generation.quantum_engine_steps": None})
 
 
 def slow(config: Config) -> Config:

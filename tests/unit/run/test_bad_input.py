@@ -184,14 +184,6 @@ TABLE = [
                 (f"{PEFT}={{enabled: true, refit: adapters}}", "policy.generation.vllm_cfg.kv_cache_dtype=fp8"),
             ),
             (
-                "weights dropped in sleep",
-                "colocated.sleep_level is 2",
-                (
-                    f"{PEFT}={{enabled: true, refit: adapters}}",
-                    "policy.generation.colocated={enabled: true, sleep_level: 2}",
-                ),
-            ),
-            (
                 "some experts",
                 "has some experts of 'model.layers.0.mlp.experts.*.up_proj.weight' and not others",
                 (f"{PEFT}={{enabled: true, refit: adapters, target_modules: [layers.0.mlp.experts.1.up_proj]}}", MIXTURE),
@@ -309,7 +301,11 @@ TABLE = [
         ("cluster.tls", "executor=eager sends through Ray", "RAY_USE_TLS=1"),
         ("cluster.tls={certificate: a.pem, private_key: a.pem, authority: a.pem}", "executor=eager"),
     ),
-    Row("worker limit", ("2 workers", "cluster.max_workers is 1"), ("cluster.max_workers=1",)),
+    Row(
+        "worker limit",
+        ("9 workers", "1 CPU cores hold 8"),
+        ("cluster.num_cpus=1", "policy.generation.vllm_cfg.data_parallel_size=8"),
+    ),
     Row("missing data file", ("cannot read the data file 'no/such.jsonl'"), ("data.path=no/such.jsonl",)),
     Row("missing model", ("policy.model_name", "'no/model'"), ("policy.random_init=null", "policy.model_name=no/model")),
     Row("no data", ("data.path and data.task: found neither",), ("data.path=null",)),
@@ -718,8 +714,8 @@ TABLE = [
     ),
     Row(
         "engine argument that the worker sets",
-        ("vllm_kwargs sets async_scheduling", "vllm_cfg"),
-        ("policy.generation.vllm_kwargs={async_scheduling: true}",),
+        ("vllm_kwargs sets enforce_eager", "vllm_cfg"),
+        ("policy.generation.vllm_kwargs={enforce_eager: true}",),
     ),
     Row(
         "speculative decoding",
@@ -740,11 +736,6 @@ TABLE = [
         "drafts where a string ends a request",
         ("speculative.method is ngram", "one token at a time", "set policy.generation.vllm_cfg.speculative.method to null"),
         (f"{SPECULATIVE}.method=ngram", "policy.generation.stop_strings=[x]"),
-    ),
-    Row(
-        "a drafter that sleep would drop",
-        ("sleep_level is 2", "no refit brings them back", "set it to 1"),
-        (f"{SPECULATIVE}={{method: eagle, model: drafter}}", "policy.generation.colocated.enabled=true"),
     ),
     Row(
         "workers of a group sharing a GPU",
@@ -805,11 +796,6 @@ TABLE = [
                 ("policy.router_replay=true", "algorithm=sft", MIXTURE),
             ),
         )
-    ),
-    Row(
-        "overlapped tensor-parallel communication",
-        (f"{MEGATRON}.tp_comm_overlap is true", "Transformer Engine", "Set tp_comm_overlap=false"),
-        (f"{MEGATRON}.tp_comm_overlap=true", f"{MEGATRON}.tensor_model_parallel_size=2"),
     ),
     Row(
         "Transformer Engine without a GPU",

@@ -225,14 +225,6 @@ def test_lora_learns_faster(machine: Any) -> None:
         assert derived.reasons["policy.megatron_cfg.optimizer.lr"] == "LoRA"
 
 
-def test_engines_keep_base_weights_that_no_refit_sends(machine: Any) -> None:
-    machine(1)
-    derived = resolve(minimal(policy=ADAPTERS))
-    colocated = generation_config(derived.config).colocated
-    assert (colocated.enabled, colocated.sleep_level) == (True, 1)
-    assert derived.reasons["policy.generation.colocated.sleep_level"] == "refits send adapters alone"
-
-
 def test_sft_before_grpo_only_if_asked(machine: Any) -> None:
     machine(0)
     derived = resolve(minimal(sft={"max_num_epochs": 1}), demonstrations=300)

@@ -55,15 +55,14 @@ def test_a_critic_and_a_teacher_on_the_train_workers_gpus() -> None:
     assert bundles.released
 
 
-def test_generation_shares_as_configured() -> None:
-    colocated = {"policy.generation.colocated.enabled": True, "policy.generation.colocated.train_share": 0.3}
-    config = configuration(critic=CRITIC).with_keys(colocated)
+def test_generation_has_half_of_a_shared_gpu() -> None:
+    config = configuration(critic=CRITIC).with_keys({"policy.generation.colocated.enabled": True})
     assert sharing_roles(config) == ("train", "generation") and device_count(config) == 3 + 2
     with ExitStack() as stack:
         found = fleet.shared_resources(config, stack)
-        assert {role: resources.num_gpus for role, resources in found.items()} == {"train": 0.3, "generation": 0.7}
+        assert {role: resources.num_gpus for role, resources in found.items()} == {"train": 0.5, "generation": 0.5}
     config = config.with_keys({"critic.colocated": True})
     assert sharing_roles(config) == ("train", "critic", "generation") and device_count(config) == 3
     with ExitStack() as stack:
         shares = {role: resources.num_gpus for role, resources in fleet.shared_resources(config, stack).items()}
-        assert shares == {"train": 0.15, "critic": 0.15, "generation": 0.7}
+        assert shares == {"train": 0.25, "critic": 0.25, "generation": 0.5}

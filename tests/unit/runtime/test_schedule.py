@@ -763,7 +763,7 @@ def test_what_sets_the_room_for_results_is_named(scheduler: Scheduler, made: lis
     scheduler.compile()
     keys = {graph.phase: graph.limits.result_key for graph in made}
     assert keys["own"] == "result_bytes of Scheduler.add(own)"
-    assert keys["other"] == "executor_cfg.result_bytes, or result_bytes of Scheduler.add(other),"
+    assert keys["other"] == "SchedulerOptions.result_bytes, or result_bytes of Scheduler.add(other),"
 
 
 def test_workers_of_somebody_else_are_not_killed_by_a_teardown(made: list[Graph]) -> None:
@@ -1020,15 +1020,8 @@ def test_communication_to_overlap_must_exist(made: list[Graph]) -> None:
             scheduler.compile()
 
 
-def test_replays_in_flight_are_set_by_phase(made: list[Graph]) -> None:
-    options = SchedulerOptions(max_in_flight={"default": 4, "step": 3})
-    with Scheduler([Group(1)], options) as scheduler:  # type: ignore[list-item]
-        scheduler.add(step, buckets=[Bucket(1, 8)])
-        scheduler.add(other, warmup_value=0)
-        scheduler.compile()
-        assert [graph.limits.max_in_flight for graph in made] == [3, 4]
-    made.clear()
-    with Scheduler([Group(1)], SchedulerOptions(max_in_flight={"step": 3})) as scheduler:  # type: ignore[list-item]
+def test_a_phase_may_have_its_own_replays_in_flight(made: list[Graph]) -> None:
+    with Scheduler([Group(1)]) as scheduler:  # type: ignore[list-item]
         scheduler.add(step, buckets=[Bucket(1, 8)], max_in_flight=1)
         scheduler.add(other, warmup_value=0)
         scheduler.compile()

@@ -260,7 +260,7 @@ def test_a_tracker_that_fails_costs_neither_the_run_nor_other_trackers(
 @pytest.mark.parametrize(
     ("package", "key"),
     [
-        *((name, f"{name}_enabled") for name in ("tensorboard", "wandb", "mlflow", "trackio")),
+        *((name, f"{name}_enabled") for name in ("tensorboard", "wandb", "mlflow")),
         ("matplotlib", "plot_enabled"),
     ],
 )

@@ -75,13 +75,12 @@ def test_a_known_model_costs_what_its_parameters_say() -> None:
 QWEN3 = read_architecture({"model_type": "qwen3", **SIZES})
 
 
-def step_of(layout: ParallelLayout, seconds: list[float], lengths: list[list[int]], peak: float | None) -> StepMetrics:
+def step_of(layout: ParallelLayout, seconds: list[float], lengths: list[list[int]]) -> StepMetrics:
     """Returns the reports of all workers of a layout; `lengths` are those of each shard's rows."""
-    policy = PolicyConfig.model_validate({"megatron_cfg": {"peak_tflops": peak}})
     parts = [
         throughput_metrics(
             QWEN3,
-            policy,
+            PolicyConfig(),
             WorkerContext("train", rank, layout, 0, 1.0),
             torch.device("cpu"),
             seconds=seconds[rank],
@@ -93,11 +92,12 @@ def step_of(layout: ParallelLayout, seconds: list[float], lengths: list[list[int
     return merge_step_metrics(parts)
 
 
-def test_metrics_of_a_step_over_all_workers_and_of_each() -> None:
+def test_metrics_of_a_step_over_all_workers_and_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two shards of two workers with different rows and one slow worker."""
+    monkeypatch.setattr("dagrl.workers.megatron.flops.peak_tflops", lambda *device: 1e-3)
     layout, lengths = ParallelLayout(dp=2, tp=2), [[10, 30], [20]]
     seconds = [0.25, 0.25, 0.25, 0.5]
-    found = step_of(layout, seconds, lengths, peak=1e-3).flat()
+    found = step_of(layout, seconds, lengths).flat()
     tflop = [step_tflop(QWEN3, rows) for rows in lengths]
     assert found[TRAIN_SECONDS] == 0.5
     assert found[TRAIN_TOKENS_PER_SEC_PER_GPU] == pytest.approx(60 / 0.5 / 4)
@@ -113,13 +113,13 @@ def test_metrics_of_a_step_over_all_workers_and_of_each() -> None:
 
 
 def test_without_a_known_peak_no_worker_has_an_mfu() -> None:
-    found = step_of(ParallelLayout(dp=2), [0.25, 0.5], [[10], [20]], peak=None).flat()
+    found = step_of(ParallelLayout(dp=2), [0.25, 0.5], [[10], [20]]).flat()
     assert found["perf/rank_1/train_tflops"] > 0
     assert not [name for name in found if name.endswith("train_fp_utilization")]
 
 
 def test_rates_cover_all_optimizer_steps() -> None:
-    parts = [step_of(ParallelLayout(dp=2), [1.0, 2.0], rows, None) for rows in ([[10], [20]], [[30], [40]])]
+    parts = [step_of(ParallelLayout(dp=2), [1.0, 2.0], rows) for rows in ([[10], [20]], [[30], [40]])]
     parts = [replace(part, sums={**part.sums, VALID_TOKENS: weight}) for part, weight in zip(parts, (1.0, 9.0), strict=True)]
     found = join_optimizer_steps(parts).flat()
     assert found["perf/rank_0/train_seconds"] == 2.0 and found["perf/rank_1/train_seconds"] == 4.0
@@ -128,17 +128,16 @@ def test_rates_cover_all_optimizer_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "override", "peak"),
+    ("device", "precision", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", "bfloat16", None, 989.0),
-        ("NVIDIA H100 PCIe", "bfloat16", None, 756.0),
-        ("NVIDIA H200", "bfloat16", None, 989.0),
-        ("NVIDIA H20", "bfloat16", None, 148.0),
-        ("NVIDIA A100-SXM4-80GB", "bfloat16", None, 312.0),
-        ("NVIDIA H200", "float32", None, None),
-        ("", "bfloat16", None, None),
-        ("", "float32", 2.5, 2.5),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.0),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA H200", "bfloat16", 989.0),
+        ("NVIDIA H20", "bfloat16", 148.0),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
+        ("NVIDIA H200", "float32", None),
+        ("", "bfloat16", None),
     ],
 )
-def test_peaks_by_device_name(device: str, precision: str, override: float | None, peak: float | None) -> None:
-    assert peak_tflops(device, precision, override) == peak
+def test_peaks_by_device_name(device: str, precision: str, peak: float | None) -> None:
+    assert peak_tflops(device, precision) == peak
