@@ -167,8 +167,6 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
     add_overrides(replay, "keys that override the run's: its layout")
     replay.add_argument("--step", metavar="K", type=int, required=True, help="a step that the run has recorded")
-    replay.add_argument("--phase", metavar="P", help="only this phase, on recorded inputs, such as train_step")
-    replay.add_argument("--cpu", action="store_true", help="on this machine's CPUs; compared within bounds")
 
     view = command("view", _view, "show a run's curves, samples and conversations in a browser")
     add = view.add_argument
@@ -293,12 +291,11 @@ def _export(options: argparse.Namespace) -> None:
 
 def _replay(options: argparse.Namespace) -> None:
     from dagrl.cli.replay import report
-    from dagrl.run.reexecute import Request, replay_step
+    from dagrl.run.reexecute import replay_step
     from dagrl.run.train import train
 
     _log(options, "INFO")
-    request = Request(options.run, options.step, options.phase, options.cpu, tuple(options.overrides))
-    _print(report(replay_step(request, train)))
+    _print(report(replay_step(options.run, options.step, options.overrides, train)))
 
 
 def _view(options: argparse.Namespace) -> None:

@@ -53,10 +53,7 @@ class LogprobKeeper(Protocol):
 
 
 class ReplayedTrainWorker(Protocol):
-    """Optional methods of train workers, for `dagrl replay`."""
-
-    def keep_columns(self, batch: Batch, /) -> None:
-        """Keeps the token fields of `batch` for the optimizer step of the rows with the same `row_ids`."""
+    """An optional method of train workers, for `dagrl replay`."""
 
     def compare_checkpoint(self, directory: str, /) -> tuple[int, list[WeightDifference]]:
         """Loads a checkpoint. Returns the number of its tensors, and those in which the weights before differ from it."""

@@ -13,7 +13,7 @@ import torch
 
 from dagrl.config import Config
 from dagrl.config.file import load_config
-from dagrl.run.reexecute import Request, replay_step
+from dagrl.run.reexecute import replay_step
 from dagrl.run.train import train
 from tests.gpu.test_vllm_worker import PROMPTS, SHAPES, gpu_config, make_gpu_checkpoint, started
 from tests.integration.test_async_grpo import one_cluster
@@ -62,6 +62,6 @@ def test_a_step_is_executed_again_bit_for_bit(tmp_path: Path) -> None:
         "name=run",
     ]
     train(load_config(ROOT / "examples" / "grpo_quickstart.yaml", overrides))
-    found = replay_step(Request(tmp_path / "run", 64), train)
+    found = replay_step(tmp_path / "run", 64, (), train)
     assert [one.describe() for one in found.differences] == []
     assert found.weights > 0 and found.first_step == 63

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dagrl.cli.replay import report
 from dagrl.config import Config
-from dagrl.config.file import load_config
 from dagrl.errors import ConfigError, RunError
-from dagrl.machine import gpu_count
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState
 from dagrl.run.comparison import BOUNDS, EXACT, Bounds, WeightDifference, compare
-from dagrl.run.reexecute import Request, newest_checkpoint, on_cpu, replay_step
+from dagrl.run.reexecute import newest_checkpoint, replay_step
 from dagrl.run.session import LastStep
 from dagrl.telemetry.record import read_metrics
 from dagrl.telemetry.rollouts import RolloutFiles, read_rollouts, rollout_files
@@ -40,7 +39,7 @@ def change_metric(run: Path, step: int, name: str, value: float) -> None:
 
 
 def differences(old: Path, new: Path, bounds: Bounds = EXACT) -> list[str]:
-    found = compare(old, new, read_metrics(old / "metrics.jsonl"), step=2, bounds=bounds)
+    found = compare(old, new, 2, bounds)
     return [difference.describe() for difference in found.differences]
 
 
@@ -104,44 +103,23 @@ def test_within_bounds_what_differs_more_is_named(runs: tuple[Path, Path]) -> No
     ]
 
 
-def test_within_bounds_few_sequences_may_go_on_with_another_token(runs: tuple[Path, Path]) -> None:
-    """What follows such a token is not compared: another sequence has other log-probabilities."""
-    old, new = runs
-    rows = read_rollouts(rollout_files(old / "rollouts")[2])
-    change(new, 2, 1, "tokens", 5, 77)
-    change(new, 2, 1, "logprobs", 6, rows[1]["logprobs"][6] - 3.0)
-    assert differences(old, new, BOUNDS["float32"]) == []
-    for sample in (0, 2, 3):
-        change(new, 2, sample, "tokens", 7, 77)
-    assert [text.partition(" was ")[0] for text in differences(old, new, BOUNDS["float32"])] == [
-        "step 2: tokens of sample 0 at token 7"
-    ]
-
-
 def test_weights_may_differ_by_what_adam_does_to_a_gradient_of_either_sign(runs: tuple[Path, Path]) -> None:
     old, new = runs
     one = WeightDifference("decoder.layers.1.mlp.linear_fc1.weight", 3, (0, 5), 0.25, 0.2521, 2.1e-3, 1.0)
     for bounds, step_size, fits in ((BOUNDS["float32"], 1e-3, False), (BOUNDS["float32"], 2e-3, True), (EXACT, 1.0, False)):
-        found = compare(old, new, read_metrics(old / "metrics.jsonl"), step=2, bounds=bounds)
+        found = compare(old, new, 2, bounds)
         found.add_weights(26, [one], step_size)
         told = "step 2: decoder.layers.1.mlp.linear_fc1.weight of train worker 3 at [0, 5] was 0.25, and is now 0.2521"
         assert [each.describe() for each in found.differences] == ([] if fits else [told])
 
 
-def test_a_run_of_gpus_is_executed_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(
-        "name: run\nalgorithm: grpo\ndata: {}\ncluster: {address: auto, gpus_per_worker: 1}\npolicy:\n"
-        "  megatron_cfg: {cuda_graphs: true, tensor_model_parallel_size: 4}\n  precision: bfloat16\n"
-        "  generation: {colocated: {enabled: true}, vllm_cfg: {precision: fp8, enforce_eager: false}}"
-    )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    config = on_cpu(load_config(file))
-    assert gpu_count() == 0 and config.cluster.gpus_per_worker == 0 and config.cluster.address is None
-    generation, megatron = config.policy.generation, config.policy.megatron_cfg
-    assert generation is not None and not generation.colocated.enabled and not megatron.cuda_graphs
-    assert generation.vllm_cfg.enforce_eager and generation.vllm_cfg.precision is None
-    assert megatron.layout.tp == 4 and config.policy.precision == "bfloat16", "the run's own"
+def test_the_report_says_what_was_equal_or_lists_the_first_differences(runs: tuple[Path, Path]) -> None:
+    old, new = runs
+    assert report(compare(old, new, 2)) == ("bit-equal: steps 1 to 2: 88 tokens with their log-probabilities, 8 metrics\n")
+    change_metric(new, 2, "loss", 0.2501)
+    assert report(compare(old, new, 2, BOUNDS["float32"])).endswith(" metrics\n  loss: differs by at most 0.0001\n")
+    with pytest.raises(RunError, match=r"metrics differ\nstep 2: loss was 0\.25, and is now 0\.2501"):
+        report(compare(old, new, 2))
 
 
 def never(config: Config, step: LastStep) -> None:
@@ -151,18 +129,15 @@ def never(config: Config, step: LastStep) -> None:
 def test_what_cannot_be_executed_is_said_before_anything_starts(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run")
     with pytest.raises(ConfigError, match=r"no config\.yaml; expected the directory of a run"):
-        replay_step(Request(tmp_path, 1), never)
+        replay_step(tmp_path, 1, (), never)
     (run / "config.yaml").write_text("name: run\nalgorithm: grpo\npolicy: {}\ndata: {}\n")
     with pytest.raises(ConfigError, match=r"--step 3: .* has recorded steps 1 to 2"):
-        replay_step(Request(run, 3), never)
-    with pytest.raises(ConfigError, match=r"--phase generate: step 2 can be executed again by the phase demonstration_step"):
-        replay_step(Request(run, 2, "generate"), never)
-    (run / "config.yaml").write_text("name: run\nalgorithm: grpo\npolicy: {}\ndata: {}\nsft: {max_num_steps: 0}\n")
-    with pytest.raises(ConfigError, match=r"--phase refit: the records have the inputs of generate, logprobs, .*train_step"):
-        replay_step(Request(run, 2, "refit"), never)
+        replay_step(run, 3, (), never)
     with pytest.raises(ConfigError, match=r"^unknown key policy\.nothing \(command line\)"):
-        replay_step(Request(run, 2, overrides=("policy.nothing=1",)), never)
-    routed = "name: run\nalgorithm: grpo\npolicy: {router_replay: true}\ndata: {}\nsft: {max_num_steps: 0}\n"
-    (run / "config.yaml").write_text(routed)
-    with pytest.raises(ConfigError, match="rollouts/ does not have the experts of each token"):
-        replay_step(Request(run, 2, "train_step"), never)
+        replay_step(run, 2, ("policy.nothing=1",), never)
+    ahead = "{async_grpo: {enabled: true, max_trajectory_age_steps: 1}}"
+    (run / "config.yaml").write_text(
+        f"name: run\nalgorithm: grpo\npolicy: {{}}\ndata: {{}}\nsft: {{max_num_steps: 0}}\ngrpo: {ahead}\n"
+    )
+    with pytest.raises(ConfigError, match="trained asynchronously, and time decided which policy version"):
+        replay_step(run, 2, (), never)
