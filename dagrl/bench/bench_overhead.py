@@ -1,7 +1,5 @@
 """The overhead of a step under pytest-benchmark, for `--benchmark-compare`. Names are as in Ray's own benchmarks.
 
-`multiple args` has one shard per worker: `dagrl_compiled` runs one graph per shard, `dagrl_fused` one graph for all.
-
 pytest dagrl/bench/bench_overhead.py --benchmark-columns=median,iqr,max,rounds
 """
 
@@ -12,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from dagrl.bench.overhead import bench_cluster
-from dagrl.bench.variants import VARIANTS, Actors, StepSetup, argument, steps
-from dagrl.bench.worker import SMALL, payload
+from dagrl.bench.overhead import SIDES, Actors, Step, bench_cluster, compiled
 
 NAMES = {
     "single-actor": ("scatter-gather", 1),
@@ -30,10 +26,9 @@ def actors() -> Iterator[Actors]:
         yield Actors.start(4)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", NAMES)
-def test_overhead(benchmark: Any, actors: Actors, name: str, variant: str) -> None:
-    shape, workers = NAMES[name]
-    benchmark.group = f"{name}, {SMALL} B"
-    with steps(StepSetup(shape, SMALL, SMALL), actors.first(workers), [variant]) as (step,), step.awake():
-        benchmark.pedantic(step.run, (argument(shape, variant, workers, payload(SMALL)),), rounds=100, warmup_rounds=10)
+def test_overhead(benchmark: Any, actors: Actors, name: str, side: str) -> None:
+    benchmark.group = name
+    with compiled([side], Step(*NAMES[name]), actors) as made, made[side].awake():
+        benchmark.pedantic(made[side].act, rounds=100, warmup_rounds=10)

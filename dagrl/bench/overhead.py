@@ -1,255 +1,412 @@
 """Measures orchestration overhead: what one step over N workers costs when the workers do no work.
 
     dagrl bench overhead --quick                      a minute, on any machine
-    dagrl bench overhead --json F --plot F            N = 1 to 64, payloads of 100 B to 16 MiB, all variants side by side
+    dagrl bench overhead --json F --plot F            N = 1 to 64, payloads of 100 B to 16 MiB, all sides in turn
 
-The variants are described in `dagrl/bench/variants.py`: plain Ray calls, a hand-written Ray compiled graph, and dagrl's
-phases with one graph per data-parallel shard, fused, on Ray's engine, or eager. Each row of the JSON file has the variant,
-the numbers of workers, shards and hosts, and the bytes of one input and of one worker's result. Below the tables the command
-prints what each further shard costs as a graph of its own, compared with the fused form, then first steps after warm-up, and
-the 99th percentile of many replays with the processor time that waiting for a slow worker burns (`dagrl/bench/replays.py`).
+Sides of a step:
+- `dagrl`: a phase with one compiled graph per data-parallel shard, the default. `dagrl, Ray's engine`: the same phase with
+  `engine: ray`, Ray's compiled graph. `dagrl, eager`: under the eager executor.
+- `Ray graph`: one compiled graph over all workers, as one would write it by hand with Ray.
+- `Ray calls`: actor calls, with the input as an argument. `Ray calls, put`: with the input put into the object store once.
+
+Shapes have the names of Ray's own microbenchmarks (`ray/_private/ray_experimental_perf.py`): `scatter-gather` (one input to
+all, one result from each), `chain` (through all workers in turn), `multiple args` (one input per worker, each of which is a
+shard). `reduce` is the shape of dagrl's own phases: results are joined on the workers, and by the driver on Ray's sides.
+The last case, `many replays`, has the 99th percentile of `--replays` replays, the processor time of the driver and all
+workers in one (`cpu_us`), and the cores that they burn while they wait for a sleeping worker (`waiting_cores`).
+
+Sides with compiled graphs have actors of their own. Ray's graphs poll while they wait, so their actors are stopped (SIGSTOP)
+while another side takes its turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import ray
+from ray.dag import DAGContext, InputNode, MultiOutputNode
 
-from dagrl.bench.deadline import BenchDeadline, add_deadline
-from dagrl.bench.measure import FULL, QUICK, Effort, side_by_side, wait_for_quiet
-from dagrl.bench.replays import first_steps, waiting
-from dagrl.bench.report import (
-    Row,
-    add_outputs,
-    check_plot,
-    count,
-    plot,
-    print_replays,
-    print_shard_costs,
-    print_table,
-    report_rows,
-    whole_numbers,
-)
-from dagrl.bench.variants import ARITY, COUNTED, SHAPES, VARIANTS, Actors, Step, StepSetup, argument, steps
-from dagrl.bench.worker import SMALL, payload
+from dagrl import Batch, Bucket, Field, Input, ParallelLayout, Scheduler, SchedulerOptions, Shard, Value, WorkerGroup, phase
+from dagrl.bench import harness
+from dagrl.bench.harness import Column, Contest, Take, Turn
+from dagrl.bench.report import count
+from dagrl.bench.worker import SMALL, BenchWorker, payload
 from dagrl.config import ClusterConfig
 from dagrl.run.cluster import PRIORITY, ray_cluster
-from dagrl.runtime.edges.memory import copied_bytes
+from dagrl.runtime.phase import Phase
 
-KIB, MIB = 1 << 10, 1 << 20
-PAYLOADS = (SMALL, 64 * KIB, MIB, 16 * MIB)
-RESULTS = (MIB,)
-"""Sizes of a worker's result in addition to the small one, measured with a small input."""
-WORKERS = (1, 4, 8, 16, 32, 64)
-FIRST_STEP, WAITING, FIRST_STEP_WORKERS = "first step", "waiting", 8
-COUNTED_STEPS = 20
-"""Steps over which copied bytes are counted."""
+MIB = 1 << 20
+IN_FLIGHT, ENVELOPE, DEADLINE_S = 2, 1 << 16, 120
+PAUSE_S, WAIT_S = 0.25, 3.0
+REPLAYS_WORKERS = 8
+
+DAGRL: Mapping[str, Mapping[str, Any]] = {
+    "dagrl": {},
+    "dagrl, Ray's engine": {"engine": "ray"},
+    "dagrl, eager": {"executor": "eager"},
+}
+"""Scheduler options of dagrl's sides."""
+
+SIDES = (*DAGRL, "Ray graph", "Ray calls", "Ray calls, put")
+POLLING = ("Ray graph", "dagrl, Ray's engine")
+SHARED = ("Ray calls", "Ray calls, put", "dagrl, eager")
+"""Sides without compiled graphs; they share one set of actors."""
+
+
+@phase
+def scatter_gather(train: Shard, value: Input) -> Value:
+    """Sends the input to every worker and every result to the driver."""
+    return train.map("step", value)
+
+
+@phase
+def chain(train: Shard, value: Input) -> Value:
+    """Passes the input through all workers, one after another."""
+    passed = train[0].map("echo", value)
+    for worker in train.workers[1:]:
+        passed = train[worker].map("echo", passed)
+    return passed
+
+
+@phase(inputs={"tokens": Field("uint8"), "lengths": Field("int64", "row")})
+def multiple_args(train: Shard, batch: Input) -> Value:
+    """Sends each shard, of one worker, its own rows."""
+    return train.map("step", batch)
+
+
+@phase
+def reduced(train: Shard, value: Input) -> Value:
+    """Sends the input to every worker and joins the results on the workers."""
+    return train.reduce("merge", train.map("step", value))
+
+
+PHASES: Mapping[str, Phase] = {
+    "scatter-gather": scatter_gather,
+    "chain": chain,
+    "multiple args": multiple_args,
+    "reduce": reduced,
+}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: scatter-gather for all sizes, other shapes for small inputs; `reduce` for all arities and shards."""
+    """What is measured, and how long a turn is: at most `samples` steps or `seconds`, after `warmup` steps."""
 
-    workers: tuple[int, ...] = WORKERS
-    payloads: tuple[int, ...] = PAYLOADS
-    results: tuple[int, ...] = RESULTS
-    shapes: tuple[str, ...] = SHAPES
-    variants: tuple[str, ...] = VARIANTS
-    arities: tuple[int, ...] = (ARITY,)
-    shards: tuple[int, ...] = (1, 2, 4, 8)
-    hosts: int = 1
-    effort: Effort = FULL
-    large_at: tuple[int, ...] | None = None  # numbers of workers for large inputs and results; None: all
-    first_steps: int = 10  # fresh schedulers whose first step is measured
-    replays: int = 20_000  # replays whose 99th percentile is measured
+    workers: tuple[int, ...] = (1, 4, 8, 16, 32, 64)
+    payloads: tuple[int, ...] = (SMALL, MIB, 16 * MIB)
+    results: tuple[int, ...] = (MIB,)  # of a worker, besides the small one, with a small input
+    shapes: tuple[str, ...] = tuple(PHASES)
+    sides: tuple[str, ...] = SIDES
+    samples: int = 250
+    seconds: float = 0.12
+    warmup: int = 20
+    replays: int = 20_000
 
 
-QUICK_PLAN = Plan(
-    workers=(1, 2, 4), payloads=(SMALL, MIB), results=(), shards=(1, 2), effort=QUICK, first_steps=3, replays=2000
-)
+QUICK = Plan(workers=(1, 4), payloads=(SMALL, MIB), results=(), samples=40, warmup=5, replays=2000)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One case: a shape over a number of workers, and the bytes of an input and of one worker's result."""
+
+    shape: str
+    workers: int
+    payload_bytes: int = SMALL
+    result_bytes: int = SMALL
+
+    @property
+    def name(self) -> str:
+        """The case's name."""
+        sizes = f", input {_size(self.payload_bytes)}" if self.payload_bytes > SMALL else ""
+        sizes += f", results {_size(self.result_bytes)}" if self.result_bytes > SMALL else ""
+        return f"{self.shape}, {self.workers} worker{'s' * (self.workers > 1)}{sizes}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_outputs(parser)
-    parser.add_argument("--workers", type=_counts, help="numbers of workers, e.g. 1,8,64")
-    parser.add_argument("--payloads", type=whole_numbers, help="bytes of an input, e.g. 100,1048576")
-    parser.add_argument("--results", type=whole_numbers, help="bytes of a result in addition to the small one; 0: none")
-    parser.add_argument(
-        "--large-at", type=whole_numbers, help="workers for inputs over 1 MiB and large results; default: all"
-    )
-    parser.add_argument("--seconds", type=float, help="length of a variant's turn")
-    parser.add_argument("--first-steps", type=int, help="fresh schedulers whose first step is measured; 0: none")
+    harness.add_arguments(parser)
+    parser.add_argument("--workers", type=_list(count), help="numbers of workers, e.g. 1,8,64")
+    parser.add_argument("--payloads", type=_list(count), help="bytes of an input, e.g. 100,1048576")
+    parser.add_argument("--results", type=_list(count), help="bytes of a result, besides the small one")
+    parser.add_argument("--shapes", type=_list(_one_of(PHASES)), help=f"any of {', '.join(PHASES)}")
+    parser.add_argument("--sides", type=_one_of(SIDES), nargs="+", help=f"any of {'; '.join(SIDES)}")
+    parser.add_argument("--seconds", type=float, help="length of a turn")
     parser.add_argument("--replays", type=int, help="replays whose 99th percentile is measured; 0: none")
-    parser.add_argument("--shapes", type=_names_of(SHAPES), help=f"any of {', '.join(SHAPES)}")
-    parser.add_argument("--variants", type=_names_of(VARIANTS), help=f"any of {', '.join(VARIANTS)}")
-    parser.add_argument("--arities", type=whole_numbers, default=(ARITY,), help="arities of shape reduce, e.g. 2,4,8,16")
-    parser.add_argument("--shards", type=_counts, help="numbers of shards of shape reduce that divide its workers, e.g. 1,4")
-    parser.add_argument("--hosts", type=count, default=1, help="raylets to spread the workers over, all on this machine")
     parser.add_argument("--quick", action="store_true", help="few workers, few samples")
-    add_deadline(parser)
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.plot:
-        check_plot(options.plot)
-    base = QUICK_PLAN if options.quick else Plan()
-    names = {field.name for field in fields(Plan)}
-    plan = replace(base, **{name: given for name, given in vars(options).items() if name in names and given is not None})
-    if options.seconds:
-        plan = replace(plan, effort=replace(base.effort, seconds=options.seconds))
-    deadline = BenchDeadline(options.deadline)
+    given = {name: value for name in Plan.__dataclass_fields__ if (value := getattr(options, name, None)) is not None}
+    plan = replace(QUICK if options.quick else Plan(), **given)
+    with bench_cluster():
+        actors = Actors.start(max(plan.workers), plan.sides)
+        contests = [
+            Contest(step.name, {step.name: vars(step)}, partial(sides, plan, step, actors)) for step in steps_of(plan)
+        ]
+        many = Step("scatter-gather", min(max(plan.workers), REPLAYS_WORKERS))
+        name = f"many replays, {many.workers} workers"
+        if plan.replays and "dagrl" in plan.sides:
+            contests.append(Contest(name, {name: vars(many)}, partial(many_replays, name, plan, many, actors)))
+        harness.run(options, contests, [Column("CPU us", "cpu_us"), Column("waiting, cores", "waiting_cores")])
 
-    def show(rows: Sequence[Row]) -> None:
+
+def steps_of(plan: Plan) -> list[Step]:
+    """Returns all cases: every size in scatter-gather, inputs of up to 1 MiB for each worker, small ones in other shapes."""
+    steps = []
+    for workers in plan.workers:
         for shape in plan.shapes:
-            print_table(rows, shape)
-        print_shard_costs(rows)
-        print_replays(rows)
-
-    report_rows(options, measure(plan, deadline), show, plot, deadline=deadline)
-
-
-def measure(plan: Plan, deadline: BenchDeadline) -> Iterator[list[Row]]:
-    """Measures what the deadline allows of the plan, on a cluster of its own. Yields all rows so far."""
-    rows: list[Row] = []
-    with bench_cluster(plan.hosts) as host_resources:
-        actors = Actors.start(max(plan.workers), host_resources, plan.variants)
-        wait_for_quiet(plan.effort.settle_s)
-        nearest = min(plan.workers, key=lambda workers: abs(workers - FIRST_STEP_WORKERS))
-        for workers in plan.workers:
-            for case in deadline.each(_cases(plan, workers), partial(_name_of_case, workers)):
-                rows += _measure_case(plan, actors.first(workers), *case)
-                yield rows
-            if workers == nearest and "dagrl_compiled" in plan.variants:
-                counts = {FIRST_STEP: plan.first_steps, WAITING: plan.replays}
-                for shape in deadline.each([shape for shape, count in counts.items() if count]):
-                    rows.append(_with_small(plan, workers, actors, shape))
-                    yield rows
+            sizes = {"scatter-gather": plan.payloads, "multiple args": tuple(one for one in plan.payloads if one <= MIB)}
+            steps += [Step(shape, workers, size) for size in sizes.get(shape, (SMALL,))]
+            steps += [Step(shape, workers, SMALL, size) for size in plan.results if shape == "scatter-gather"]
+    return steps
 
 
-Case = tuple[str, int, int]
-"""Shape, arity, shards."""
+@dataclass(frozen=True)
+class Actors:
+    """The actors of each side, and the process ids of those that poll."""
+
+    of: Mapping[str, tuple[Any, ...]]
+    pids: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def start(count: int, sides: Sequence[str] = SIDES) -> Actors:
+        """Starts `count` actors for each set that `sides` need."""
+        actor = ray.remote(num_cpus=0, max_restarts=0)(BenchWorker)
+        sets = {"shared" if side in SHARED else side for side in sides}
+        started = {name: tuple(actor.remote() for _ in range(count)) for name in sorted(sets)}
+        pids = {
+            name: tuple(ray.get([one.pid.remote() for one in found], timeout=DEADLINE_S)) for name, found in started.items()
+        }
+        of = {side: started["shared" if side in SHARED else side] for side in sides}
+        return Actors(of, {side: pids[side] for side in sides if side in POLLING})
 
 
-def _cases(plan: Plan, workers: int) -> list[Case]:
-    """Returns each shape, `reduce` with each arity and each number of shards that divides the workers."""
-    cases: list[Case] = []
-    for shape in plan.shapes:
-        if shape == "reduce":
-            cases += [(shape, arity, shards) for arity in plan.arities for shards in plan.shards if workers % shards == 0]
-        else:
-            cases.append((shape, ARITY, workers if shape == "multiple args" else 1))
-    return cases
+@dataclass(frozen=True)
+class Ready:
+    """A compiled side: `act` runs a step; `pids` are processes to stop while another side runs."""
 
+    act: Callable[[], object]
+    pids: tuple[int, ...] = ()
 
-def _measure_case(plan: Plan, actors: Actors, shape: str, arity: int, shards: int) -> list[Row]:
-    """Measures one case, compiled once per size of results."""
-    rows: list[Row] = []
-    workers = actors.count
-    variants = [variant for variant in plan.variants if shards > 1 or variant != "dagrl_fused"]  # one shard: the same graph
-    own = {"arity": arity} if shape == "reduce" else {}
-    for result_bytes, payloads in _sizes(plan, shape, workers).items():
-        actors.set_result(result_bytes)
-        with steps(StepSetup(shape, max(payloads), result_bytes, arity, shards), actors, variants) as made:
-            for payload_bytes in payloads:
-                what = {"workers": workers, "shards": shards, "hosts": plan.hosts}
-                what |= {"payload_bytes": payload_bytes, "result_bytes": result_bytes, **own}
-                value = payload(payload_bytes)
-                inputs = {step.variant: argument(shape, step.variant, workers, value) for step in made}
-                timings = side_by_side(made, inputs, plan.effort)
-                for step in made:
-                    row = {"variant": step.variant, "shape": shape, **what, **timings[step.variant]}
-                    if step.variant in COUNTED:
-                        row["copied_bytes"] = _counted(step, inputs[step.variant], actors)
-                    rows.append(row)
-    return rows
-
-
-def _counted(step: Step, value: Any, actors: Actors) -> int:
-    """Returns the bytes that a step copies into edges and out of them, by the counters of the driver and all workers."""
-
-    def total() -> int:
-        return copied_bytes() + int(sum(ray.get([actor.copied.remote() for actor in actors.of[step.variant]])))
-
-    before = total()
-    with step.awake():
-        for _ in range(COUNTED_STEPS):
-            step.run(value)
-    return round((total() - before) / COUNTED_STEPS)
-
-
-def _with_small(plan: Plan, workers: int, actors: Actors, shape: str) -> Row:
-    """Measures first steps or many replays, with small inputs and results."""
-    actors.set_result(SMALL)
-    case = {"variant": "dagrl_compiled", "shape": shape, "workers": workers, "hosts": plan.hosts}
-    found = first_steps(workers, actors, plan.first_steps) if shape == FIRST_STEP else waiting(workers, actors, plan.replays)
-    return {**case, "payload_bytes": SMALL, "result_bytes": SMALL, **found}
-
-
-def _sizes(plan: Plan, shape: str, workers: int) -> dict[int, tuple[int, ...]]:
-    """Returns the sizes of inputs for each size of results."""
-    if shape in ("chain", "reduce"):
-        return {SMALL: (SMALL,)}
-    if shape == "multiple args":
-        return {SMALL: tuple(size for size in plan.payloads if size in (SMALL, MIB))}
-    large = plan.large_at is None or workers in plan.large_at
-    cases = {SMALL: tuple(size for size in plan.payloads if large or size <= MIB)}
-    return cases | ({size: (SMALL,) for size in plan.results if size} if large else {})
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Lets the side's processes run inside the block only."""
+        _signal(self.pids, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            _signal(self.pids, signal.SIGSTOP)
 
 
 @contextmanager
-def bench_cluster(hosts: int = 1) -> Iterator[Sequence[str]]:
-    """Starts a Ray cluster on this machine, of one or more raylets; yields a custom resource per raylet if several.
+def compiled(sides: Sequence[str], step: Step, actors: Actors) -> Iterator[dict[str, Ready]]:
+    """Yields the sides of a case, compiled; polling processes are stopped."""
+    with ExitStack() as stack:
+        made: dict[str, Ready] = {}
+        for side in sides:
+            mine, pids = actors.of[side][: step.workers], actors.pids.get(side, ())[: step.workers]
+            ray.get([actor.set_result.remote(step.result_bytes) for actor in mine], timeout=DEADLINE_S)
+            act, close = _makers[side](step, mine)
+            stack.callback(close)
+            stack.callback(_signal, pids, signal.SIGCONT)
+            _signal(pids, signal.SIGSTOP)
+            made[side] = Ready(partial(act, argument(step.shape, side, step.workers, payload(step.payload_bytes))), pids)
+        yield made
 
-    Workers get the process priority of GPU runs.
+
+@contextmanager
+def sides(plan: Plan, step: Step, actors: Actors) -> Iterator[dict[str, Take]]:
+    """Yields the turns of a case's sides."""
+    with compiled(plan.sides, step, actors) as made:
+        yield {side: partial(_turn, plan, step.name, ready) for side, ready in made.items()}
+
+
+def _turn(plan: Plan, name: str, ready: Ready) -> dict[str, Turn]:
+    taken: list[float] = []
+    with ready.awake():
+        started = time.perf_counter()
+        for _ in range(plan.warmup):
+            ready.act()
+            if time.perf_counter() - started > plan.seconds / 3:
+                break
+        started = time.perf_counter()
+        while len(taken) < plan.samples and (time.perf_counter() - started < plan.seconds or len(taken) < 3):
+            taken.append(_timed(ready.act))
+    return {name: Turn(taken)}
+
+
+@contextmanager
+def many_replays(name: str, plan: Plan, step: Step, actors: Actors) -> Iterator[dict[str, Take]]:
+    """Yields one side, dagrl, whose turn is many replays."""
+    mine = actors.of["dagrl"][: step.workers]
+
+    def turn(replay: Callable[[], object]) -> dict[str, Turn]:
+        before = _cpu_s(mine)
+        taken = [_timed(replay) for _ in range(plan.replays)]
+        spent = _cpu_s(mine) - before
+        ray.get(mine[0].set_pause.remote(PAUSE_S), timeout=DEADLINE_S)
+        replay()
+        started, before = time.perf_counter(), _cpu_s(mine)
+        while time.perf_counter() - started < WAIT_S:
+            replay()
+        burnt = (_cpu_s(mine) - before) / (time.perf_counter() - started)
+        ray.get(mine[0].set_pause.remote(0.0), timeout=DEADLINE_S)
+        return {name: Turn(taken, {"cpu_us": 1e6 * spent / plan.replays, "waiting_cores": burnt})}
+
+    with compiled(["dagrl"], step, actors) as made:
+        yield {"dagrl": partial(turn, made["dagrl"].act)}
+
+
+def _timed(act: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+def _cpu_s(actors: Sequence[Any]) -> float:
+    return time.process_time() + float(sum(ray.get([actor.cpu_s.remote() for actor in actors], timeout=DEADLINE_S)))
+
+
+Maker = Callable[[Step, Sequence[Any]], tuple[Callable[[Any], object], Callable[[], object]]]
+"""Compiles a side. Returns a function that runs one step, and one that releases what was compiled."""
+
+
+def _calls(put: bool, step: Step, actors: Sequence[Any]) -> tuple[Callable[[Any], object], Callable[[], object]]:
+    def act(value: Any) -> object:
+        if step.shape == "chain":
+            passed = ray.put(value) if put else value
+            for actor in actors:
+                passed = actor.echo.remote(passed)
+            return ray.get(passed)
+        own = value if step.shape == "multiple args" else [value]
+        sent = [ray.put(one) for one in own] if put else own
+        sent = sent if len(sent) == len(actors) else sent * len(actors)
+        parts = ray.get([actor.step.remote(one) for actor, one in zip(actors, sent, strict=True)])
+        return BenchWorker().merge(parts) if step.shape == "reduce" else parts
+
+    return act, lambda: None
+
+
+def _ray_graph(step: Step, actors: Sequence[Any]) -> tuple[Callable[[Any], object], Callable[[], object]]:
+    """Compiles the graph a user would write by hand, with buffers that never grow, in the driver and in the workers."""
+    context = DAGContext.get_current()
+    before = context.buffer_size_bytes
+    context.buffer_size_bytes = step.payload_bytes + ENVELOPE
+    context.get_timeout = context.submit_timeout = DEADLINE_S
+    size = (step.payload_bytes if step.shape == "chain" else step.result_bytes) + ENVELOPE
+    ray.get([actor.__ray_call__.remote(_set_buffer_bytes, size) for actor in actors], timeout=DEADLINE_S)
+    own = step.shape == "multiple args"
+    with InputNode() as start:
+        node: Any = start
+        if step.shape == "chain":
+            for actor in actors:
+                node = actor.echo.bind(node)
+        else:
+            node = MultiOutputNode([a.step.bind(start[i] if own else start) for i, a in enumerate(actors)])
+    graph = node.experimental_compile(_max_inflight_executions=IN_FLIGHT)
+    context.buffer_size_bytes = before
+
+    def act(value: Any) -> object:
+        found = ray.get(graph.execute(*value) if own else graph.execute(value))
+        return BenchWorker().merge(found) if step.shape == "reduce" else found
+
+    return act, graph.teardown
+
+
+def _set_buffer_bytes(worker: object, size: int) -> None:
+    DAGContext.get_current().buffer_size_bytes = size
+
+
+def _dagrl(
+    options: Mapping[str, Any], step: Step, actors: Sequence[Any]
+) -> tuple[Callable[[Any], object], Callable[[], object]]:
+    shards = len(actors) if step.shape == "multiple args" else 1
+    group = WorkerGroup.from_actors(list(actors), ParallelLayout(dp=shards, tp=len(actors) // shards))
+    # scatter-gather joins small results on the workers into one list, which must fit
+    largest = {"chain": step.payload_bytes, "scatter-gather": step.result_bytes * len(actors)}
+    limits: dict[str, Any] = {
+        "fallback": "error",
+        "max_in_flight": IN_FLIGHT,
+        "compile_s": DEADLINE_S,
+        "replay_s": DEADLINE_S,
+    }
+    limits["result_bytes"] = largest.get(step.shape, step.result_bytes) + ENVELOPE
+    scheduler = Scheduler([group], SchedulerOptions(**limits, **options))
+    mine = PHASES[step.shape]
+    if step.shape == "multiple args":
+        scheduler.add(mine, buckets=[Bucket(1, step.payload_bytes)])
+    else:
+        scheduler.add(mine, warmup_value=b"x", input_bytes=step.payload_bytes + ENVELOPE)
+    scheduler.compile()
+    scheduler.warmup()
+    return (lambda value: scheduler.replay(mine, value).result()), scheduler.close
+
+
+_makers: Mapping[str, Maker] = {
+    **{side: partial(_dagrl, options) for side, options in DAGRL.items()},
+    "Ray graph": _ray_graph,
+    "Ray calls": partial(_calls, False),
+    "Ray calls, put": partial(_calls, True),
+}
+
+
+def argument(shape: str, side: str, workers: int, value: Any) -> Any:
+    """Returns the argument with which a step of this shape and side brings `value` to every worker."""
+    if shape != "multiple args":
+        return value
+    if side not in DAGRL:
+        return [value] * workers
+    tokens = np.tile(np.frombuffer(value, dtype=np.uint8), (workers, 1))
+    return Batch({"tokens": tokens, "lengths": np.full(workers, tokens.shape[1])})
+
+
+@contextmanager
+def bench_cluster() -> Iterator[None]:
+    """Starts a Ray cluster on this machine. Workers get the process priority of GPU runs.
+
+    The object store has room for many steps of actor calls, which put a copy of the input per call.
     """
     os.environ.update(PRIORITY)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if hosts == 1:
-        with ray_cluster(ClusterConfig(num_cpus=os.cpu_count()), {"OMP_NUM_THREADS": "1"}, store_bytes=_store()):
-            yield ()
-        return
-    from ray.cluster_utils import Cluster
-
-    names = [f"host{number}" for number in range(hosts)]
-    cluster = Cluster()
-    for name in names:
-        cluster.add_node(num_cpus=2, resources={name: 1}, object_store_memory=2 << 30)
-    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
-    try:
-        yield names
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    store = min(16 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+    with ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), object_store_memory=store), {"OMP_NUM_THREADS": "1"}):
+        yield
 
 
-def _store() -> int:
-    """Returns the size of Ray's object store: room for many steps of plain calls, which put a copy of the input per call."""
-    return min(16 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
 
 
-def _name_of_case(workers: int, case: Case) -> str:
-    shape, arity, shards = case
-    return f"{shape} of {workers} workers" + (f", arity {arity}, {shards} shards" if shape == "reduce" else "")
+def _size(size: int) -> str:
+    for unit, name in ((MIB, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.0f} {name}"
+    return f"{size} B"
 
 
-def _names_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Returns the parser of an option that takes names from `known`."""
+def _list(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Returns the parser of an option such as `1,8,64`."""
 
-    def names(text: str) -> tuple[str, ...]:
-        found = tuple(text.split(","))
-        if unknown := [name for name in found if name not in known]:
-            raise argparse.ArgumentTypeError(f"found {', '.join(unknown)}; choose from {', '.join(known)}")
-        return found
+    def parsed(text: str) -> tuple[Any, ...]:
+        return tuple(parse(part) for part in text.split(","))
 
-    return names
+    return parsed
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(map(count, text.split(",")))
+def _one_of(known: Sequence[str] | Mapping[str, object]) -> Callable[[str], str]:
+    def name(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"found {text!r}; choose from {', '.join(known)}")
+        return text
+
+    return name

@@ -8,8 +8,6 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.runtime.edges.memory import copied_bytes
-
 SMALL = 100
 """Payloads up to this many bytes are byte strings, as in Ray's microbenchmarks; larger ones are arrays, as batches are."""
 
@@ -38,10 +36,6 @@ class BenchWorker:
         """Returns the input."""
         return value
 
-    def size(self, value: Payload) -> int:
-        """Returns the number of bytes of the input."""
-        return len(value)
-
     def set_result(self, size: int) -> None:
         """Sets the size of later results."""
         self.result = payload(size)
@@ -53,10 +47,6 @@ class BenchWorker:
     def merge(self, parts: list[object]) -> object:
         """Joins results into one."""
         return parts[0]
-
-    def copied(self) -> int:
-        """Returns the bytes this process has copied into edges and out of them."""
-        return copied_bytes()
 
     def cpu_s(self) -> float:
         """Returns the processor time this process has used."""
