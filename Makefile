@@ -82,7 +82,7 @@ audit: $(EXTRAS)
 
 # On a host with GPUs, in an environment with dagrl[gpu,bench,dev]; PARTS=refit,step runs these alone, LIMIT=200 each for so many seconds.
 gpu:
-	dagrl/bench/gpu/run_all.sh $(if $(PARTS),--parts $(PARTS)) $(if $(LIMIT),--limit $(LIMIT))
+	python3 -m dagrl.bench.gpu.run_all $(if $(PARTS),--parts $(PARTS)) $(if $(LIMIT),--limit $(LIMIT))
 
 # $(call environment,directory,lock file): with the CPU build of torch, which PyPI does not have.
 define environment

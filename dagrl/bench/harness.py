@@ -5,8 +5,9 @@
 
 A side is a function that takes a turn: some steps, and the seconds of each. Every round lets each side take one, in one
 order and then in the other, so that a disturbance meets all of them, and ratios are those of turns in the same round. The
-rows so far are written after every round. A side that fails is left out of later rounds, with the reason in the report; what the
-deadline does not allow is reported, too. A side that needs a process of its own runs it to its end in each turn (`execute`).
+rows so far are written after every round. A side that fails is left out of later rounds, with the reason in the report;
+what the deadline does not allow is reported, too. A side that needs a process of its own runs it to its end in each turn
+(`execute`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ ROOT = Path(__file__).parents[2]
 TIME_IS_UP = "the time is up"
 KEPT_STEPS = 200
 """Steps of a row up to which the report has each; `--more` needs them."""
+
+TERMINATION_S = 20.0
+"""How long a late process has to end by itself."""
 
 LATE = 100
 """Steps from which a row has their 99th percentile."""
@@ -321,16 +325,21 @@ def answer(work: Callable[..., Any]) -> None:
     Path(sys.argv[2]).write_text(json.dumps(work(**json.loads(sys.argv[1]))))
 
 
-def run_process(command: Sequence[str], limit_s: float, variables: Mapping[str, str] | None = None) -> None:
-    """Runs a command in a session of its own. Raises RunError with the end of its output if it fails or is late."""
-    with tempfile.TemporaryFile("w+") as log:
+def run_process(
+    command: Sequence[str], limit_s: float, variables: Mapping[str, str] | None = None, log: Path | None = None
+) -> None:
+    """Runs a command in a session of its own. Raises RunError with the end of its output if it fails or is late.
+
+    The output goes to `log`, if given. A late command first gets SIGTERM; what is left of its group is killed.
+    """
+    with log.open("w+") if log else tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(  # noqa: S603
             command,
             env=process_environment(variables),
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
@@ -341,13 +350,13 @@ def run_process(command: Sequence[str], limit_s: float, variables: Mapping[str, 
             if process.poll() is None:
                 process.terminate()
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
+                    process.wait(TERMINATION_S)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if code != 0:
-            log.seek(0)
-            tail = "".join(log.readlines()[-30:])
+            output.seek(0)
+            tail = "".join(output.readlines()[-30:])
             what = f"took longer than {limit_s:.0f} s" if code is None else f"ended with exit code {code}"
             raise RunError(f"{' '.join(command)[:200]} {what}; the end of its output:\n{tail}")
 

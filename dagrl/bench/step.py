@@ -1,9 +1,9 @@
 """Measures whole steps of `dagrl train`: one configuration with other keys on each side, each run to its end, in turn.
 
-    dagrl bench step                                          bench/step_simulated.yaml: workers that sleep, real everything else
-    dagrl bench step --config my_run.yaml --steps 8 [a.b=c ...]
+    dagrl bench step                                        workers that sleep; loops, scheduler and refit are real
+    dagrl bench step [a.b=c ...] --config my_run.yaml --steps 8
     dagrl bench step --sides "bf16:" "fp8: policy.generation.vllm_cfg.precision=fp8"
-    dagrl bench step --sides sync eager "in flight, age 2"    sides that are known by name
+    dagrl bench step --sides sync eager "in flight, age 2"  sides that are known by name
 
 Times and other numbers are those of `metrics.jsonl`. Every turn is a run of its own, from the same weights and seed. At a
 maximal age A (`grpo.async_grpo.max_trajectory_age_steps`), the first A + 1 steps build up the lead and the last A + 1 use it
@@ -30,7 +30,9 @@ from dagrl.errors import ConfigError, RunError
 
 CONFIG = Path(__file__).with_name("step_simulated.yaml")
 SETTLING = 2
-_ASYNC = "grpo.async_grpo.enabled=true grpo.async_grpo.in_flight_weight_updates={} grpo.async_grpo.max_trajectory_age_steps={}"
+_ASYNC = (
+    "grpo.async_grpo.enabled=true grpo.async_grpo.in_flight_weight_updates={} grpo.async_grpo.max_trajectory_age_steps={}"
+)
 KNOWN: Mapping[str, str] = {
     "sync": "grpo.async_grpo.enabled=false",
     "eager": "grpo.async_grpo.enabled=false executor=eager",
@@ -91,7 +93,9 @@ def overrides_of(side: str) -> list[str]:
 def turn(name: str, options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Turn]:
     """Runs the configuration once and returns its counted steps."""
     words = [*options.overrides, *overrides]
-    age = int(next((found[1] for word in reversed(words) if (found := re.search(r"max_trajectory_age_steps=(\d+)", word))), 0))
+    age = int(
+        next((found[1] for word in reversed(words) if (found := re.search(r"max_trajectory_age_steps=(\d+)", word))), 0)
+    )
     first, last = max(SETTLING, age + 1), age + 1
     steps = first + options.steps + last
     stage = "sft" if yaml.safe_load(options.config.read_text()).get("algorithm") == "sft" else "grpo"

@@ -6,17 +6,18 @@ Kernels are those that torch's profiler records in one step. Matrix products bel
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, Protocol
 
-from dagrl.bench.report import print_rows
+from dagrl.bench.harness import answer
+from dagrl.bench.train_inputs import single_worker, train_batch
+from dagrl.config.file import load_config
 
 OUTPUT_LAYER = "_TokenLogprobs"
 """Part of the names of the output layer's functions, forward and backward."""
 
-HEAD = (HEAD_PRODUCTS, VOCABULARY_SUMS) = ("output layer", "vocabulary sums")
-"""Kinds of kernels that are not the layers'."""
+OUTPUT_PRODUCTS = "output layer"
+"""Kind of the matrix products below the output layer."""
 
 FULL_BUFFER = "Command Buffer Full"
 """CUPTI's events of a launch that waited for room, which torch gives the kernels of that launch once more."""
@@ -28,7 +29,7 @@ KINDS = {
     "rotary": r"_rotate_kernel",
     "quantization": r"_quantize_kernel|AbsMaxOps|cast_transpose|amax_kernel",
     "swiglu": r"_swiglu_|silu",
-    VOCABULARY_SUMS: r"_row_sums|_row_gradients",
+    "vocabulary sums": r"_row_sums|_row_gradients",
     "optimizer": r"[Aa]dam|multi_tensor|foreach",
     "copies": r"[Mm]emcpy|[Mm]emset|copy|Cat",
 }
@@ -43,38 +44,21 @@ class Event(Protocol):
     cpu_parent: Any
 
 
-@dataclass(frozen=True)
-class StepParts:
-    """The milliseconds of a step's kernels by kind, and their sum."""
-
-    parts_ms: Mapping[str, float]
-    busy_ms: float
-
-
 def kind_of(kernel: str) -> str:
     """Returns the kind of a kernel by its name."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)), "elementwise")
 
 
-def step_parts(events: Iterable[Event]) -> StepParts:
-    """Sums the kernels of a step by kind. Products of the output layer are `output layer`."""
+def step_parts(events: Iterable[Event]) -> dict[str, float]:
+    """Returns the milliseconds of a step's kernels by kind, largest first. Products of the output layer are apart."""
     found: dict[str, float] = {}
     for event in events:
         for kernel in event.kernels if event.name != FULL_BUFFER else ():
             kind = kind_of(kernel.name)
             if kind == "products" and _below_output_layer(event):
-                kind = HEAD_PRODUCTS
+                kind = OUTPUT_PRODUCTS
             found[kind] = found.get(kind, 0.0) + kernel.duration / 1e3
-    ordered = {kind: round(found[kind], 2) for kind in sorted(found, key=lambda kind: -found[kind])}
-    return StepParts(ordered, round(sum(found.values()), 2))
-
-
-def print_parts(case: str, parts: StepParts, step_ms: float, layers_mfu: float | None) -> None:
-    """Prints the kinds with their shares of the step, and the MFU of the layers alone."""
-    rows = ((kind, f"{spent:.1f}", f"{spent / step_ms:.1%}") for kind, spent in parts.parts_ms.items())
-    title = f"{case}: step {step_ms:.1f} ms, kernels {parts.busy_ms:.1f} ms"
-    caption = "" if layers_mfu is None else f"MFU of the layers alone: {layers_mfu:.1%}"
-    print_rows(("kernels", "ms", "of the step"), rows, title, caption)
+    return {kind: round(found[kind], 2) for kind in sorted(found, key=lambda kind: -found[kind])}
 
 
 def _below_output_layer(event: Any) -> bool:
@@ -83,3 +67,26 @@ def _below_output_layer(event: Any) -> bool:
             return True
         event = event.cpu_parent
     return False
+
+
+def work(config: str) -> dict[str, float]:
+    """Takes some steps on one worker in this process, and profiles one more."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from dagrl.workers.megatron import MegatronWorker
+
+    settings = load_config(config)
+    policy = settings.policy
+    batch = train_batch(policy.train_global_batch_size, policy.max_total_sequence_length, vocabulary=512)
+    with single_worker(settings, MegatronWorker) as worker:
+        for _ in range(3):
+            worker.train_step(batch, "likelihood")
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            worker.train_step(batch, "likelihood")
+            torch.cuda.synchronize()
+        return step_parts(profiler.events())
+
+
+if __name__ == "__main__":
+    answer(work)

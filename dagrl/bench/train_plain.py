@@ -1,15 +1,12 @@
-"""A plain Megatron-Core training loop, the baseline of `bench train`: a process per rank, without Ray.
+"""A plain Megatron-Core training loop, the baseline of `bench train`: a process for each rank, without Ray.
 
-Every process executes the benchmark's commands (`dagrl.bench.turns`): `build` a case, take `steps`, `end` it. The
-loop is what a Megatron user writes: a GPTModel, DistributedDataParallel, Megatron's optimizer and pipeline schedule, and one
-metric read per step. Layers, weights, batch, microbatches and torch's fused Adam are those of dagrl's worker; the batch is
-on the device before the first step. The loss is either the worker's, whose output layer works in chunks, so that both take
-the same step, or Megatron's own cross-entropy over whole logits.
+The loop is what a Megatron user writes: DistributedDataParallel, Megatron's optimizer and pipeline schedule, and one metric
+read per step. Model, loss, weights, batch, microbatches and torch's fused Adam are those of dagrl's worker, so both take the
+same step; the batch is on the device before the first one.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 import warnings
@@ -23,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from dagrl.bench.turns import Told, serve
+from dagrl import Batch, ParallelLayout, WorkerContext
+from dagrl.bench.harness import answer
+from dagrl.bench.workloads import rows
 from dagrl.config import Config
-from dagrl.runtime.shapes import Batch
-from dagrl.runtime.worker import WorkerContext
-from dagrl.workers.families.megatron import padded_vocabulary
+from dagrl.config.file import load_config
+from dagrl.data.tokenization import collate, encode_demonstrations
 
 
 @dataclass
@@ -66,13 +64,7 @@ class Loop:
         return float(total / count)
 
 
-def _forward(microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    batch = next(microbatches)
-    output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.layer_inputs)
-    return output, partial(_loss, batch.data["loss_mask"])
-
-
-def _forward_chunked(layer: Any, microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+def _forward(layer: Any, microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
     from dagrl.workers.train.logprobs import token_logprobs
 
     batch = next(microbatches)
@@ -89,46 +81,38 @@ def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tenso
     return total, count.int(), {"loss": torch.stack((total.detach(), count))}
 
 
-def build(context: WorkerContext, config: Config, address: str, batch: Batch, chunked: bool) -> Loop:
+def build(context: WorkerContext, config: Config, address: str, batch: Batch) -> Loop:
     """Builds one rank's groups, model with the checkpoint's weights, optimizer and microbatches of `batch`, its shard's
-    batch.
-
-    `chunked`: use the loss of dagrl's worker.
-    """
+    batch."""
     from dagrl.workers.megatron import cpu
 
     cpu.adapt()
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import get_megatron_optimizer
-    from megatron.core.transformer.moe import moe_utils
 
     from dagrl.workers.megatron.architecture import read_architecture
     from dagrl.workers.megatron.groups import start_groups
     from dagrl.workers.megatron.hf_load import load_hf, read_hf_config
-    from dagrl.workers.megatron.model import build_model, transformer_config
+    from dagrl.workers.megatron.model import build_model
     from dagrl.workers.megatron.trainer import create_state, make_scheduler, optimizer_config
     from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
     from dagrl.workers.train.microbatches import split_batch
     from dagrl.workers.train.row_plans import ParallelRank, SplitRule
 
     _take_norms_at_once()
-    if not hasattr(moe_utils, "te_general_gemm"):  # as in `dagrl.workers.megatron.model.build_model`
-        moe_utils.te_general_gemm = None
     layout, device = context.layout, _device()
     start_groups(context, address, config.seed)
     hf_config = read_hf_config(str(config.policy.model_name))
-    architecture = read_architecture(hf_config)
-    built = build_model(architecture, config.policy, layout, device) if chunked else None
-    settings = built.config if built else transformer_config(architecture, config.policy, layout)
-    model = built.chunks[0] if built else _whole_model(architecture, settings, layout, device)
+    built = build_model(read_architecture(hf_config), config.policy, layout, device)
+    (model,) = built.chunks
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
     slices = megatron_weight_slices(hf_config, layout, context.rank)
     load_hf(str(config.policy.model_name), slices, parameter_shapes(hf_config), tensors)
     sharded = config.policy.megatron_cfg.optimizer.use_distributed_optimizer
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
-    wrapped = DistributedDataParallel(settings, ddp, model)
-    settings.finalize_model_grads_func = finalize_model_grads
+    wrapped = DistributedDataParallel(built.config, ddp, model)
+    built.config.finalize_model_grads_func = finalize_model_grads
     with cpu.cuda_type_names():
         optimizer = get_megatron_optimizer(optimizer_config(config), [wrapped], use_gloo_process_groups=False)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -136,7 +120,7 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch, ch
     rule = SplitRule.of(config.policy, "train")
     groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
     cut = split_batch(batch, rule, ParallelRank(layout, context.coordinates, *groups, device))
-    forward = partial(_forward_chunked, built.output_layer(1.0, None)) if built else _forward
+    forward = partial(_forward, built.output_layer(1.0, None))
     return Loop(wrapped, optimizer, make_scheduler(optimizer, config), cut, forward)
 
 
@@ -162,45 +146,6 @@ def _scale(chunk: int, overflow: Tensor, tensors: list[list[Tensor]], factor: fl
     torch._foreach_mul_(tensors[0], factor)
 
 
-def _whole_model(architecture: Any, settings: Any, layout: Any, device: torch.device) -> Any:
-    """Returns Megatron's GPTModel with its output layer."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    from dagrl.workers.megatron.model import inverse_frequencies, layer_specs
-
-    model = GPTModel(
-        config=settings,
-        transformer_layer_spec=layer_specs(settings, None),
-        vocab_size=padded_vocabulary(architecture.vocabulary, layout.tp),
-        max_sequence_length=architecture.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="rope",
-        rotary_base=architecture.rope["rope_theta"],
-    ).to(device)
-    model.rotary_pos_emb.inv_freq = inverse_frequencies(architecture).to(device)
-    return model
-
-
-def take_steps(loop: Loop, count: int) -> dict[str, Any]:
-    """Returns the seconds and losses of `count` steps, and the peak of memory in bytes."""
-    from dagrl.workers.megatron.cpu import cuda_type_names
-
-    seconds, losses = [], []
-    with cuda_type_names():
-        for _ in range(count):
-            dist.barrier()
-            start = time.perf_counter()
-            losses.append(loop.step())
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return {"seconds": seconds, "losses": losses, "peak": peak}
-
-
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -208,32 +153,38 @@ def _device() -> torch.device:
     return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
 
-def work(told: Told) -> None:
-    """Executes the benchmark's commands until the end. An error is reported and does not end the process."""
-    from dagrl.workers.megatron.groups import end_groups
+def work(config: str, address: str, layout: dict[str, Any], rank: int, steps: int) -> dict[str, Any]:
+    """Returns the seconds and losses of this rank's steps, and the peak of its GPU memory."""
+    from dagrl.workers.megatron.cpu import cuda_type_names
 
     warnings.simplefilter("ignore")
-    loop: Loop | None = None
-    while (command := told.turn()) is not None:
-        name, *arguments = command
-        try:
-            result: Any = None
-            if name == "build":
-                loop = build(*arguments)
-            elif name == "steps":
-                assert loop is not None
-                result = take_steps(loop, *arguments)
-            else:
-                loop = None
-                gc.collect()
-                end_groups()
-                torch.cuda.empty_cache()
-                if torch.cuda.is_available():
-                    torch.cuda.reset_peak_memory_stats()
-            told.answer(result)
-        except Exception:
-            told.fail()
+    settings, sizes = load_config(config), ParallelLayout(**layout)
+    context = WorkerContext("train", rank, sizes, settings.seed, 60.0)
+    loop = build(context, settings, address, shard_of(settings, context))
+    seconds, losses = [], []
+    with cuda_type_names():
+        for _ in range(steps):
+            dist.barrier()
+            start = time.perf_counter()
+            losses.append(loop.step())
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return {"seconds": seconds, "losses": losses, "peak_bytes": peak}
+
+
+def shard_of(config: Config, context: WorkerContext) -> Batch:
+    """Returns the rows of a data-parallel shard, as `dagrl train` makes them of the task."""
+    from transformers import AutoTokenizer
+
+    sizes: dict[str, Any] = config.data.task_args
+    examples = rows(**sizes).demonstrations
+    whole = collate(encode_demonstrations(examples, AutoTokenizer.from_pretrained(str(config.policy.model_name))))
+    mask = whole["loss_mask"]
+    scalars = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float(len(mask))}
+    return whole.with_scalars(**scalars).select(range(context.coordinates.dp, whole.rows, context.layout.dp))
 
 
 if __name__ == "__main__":
-    serve(work)
+    answer(work)

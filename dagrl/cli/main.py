@@ -35,15 +35,16 @@ COLLECT_EVERY = 10_000
 quarter of the processor time before the first worker starts goes into these looks."""
 
 BENCHES = {
-    "overhead": "overhead of a step over 1 to 64 workers: plain calls, Ray graphs, dagrl by shards",
-    "refit": "refits from Megatron to vLLM, compared with broadcasts",
+    "overhead": "steps over 1 to 64 workers that do no work: dagrl, Ray's compiled graphs, actor calls",
+    "refit": "refits from Megatron to vLLM, compared with broadcasts and vLLM's own transfers",
     "refit_plan": "time and memory of planning refits of full-size models, without weights",
     "refit_delta": "whole and delta refits over a slow link between network namespaces",
     "refit_architectures": "tiny models of every architecture that vLLM builds, refitted and compared with its own loader",
-    "train": "training steps compared with a plain Megatron loop: time, MFU, losses",
-    "peers": "GRPO and SFT steps and generation, compared with TRL, torchtitan and vLLM's own engines",
+    "step": "whole runs of `dagrl train`: any configuration, with other keys on each side",
+    "train": "SFT steps compared with a plain Megatron loop: time, MFU, losses",
+    "generate": "the generation of a step, compared with `LLM.generate` and vLLM's async engine",
+    "peers": "GRPO and SFT steps compared with TRL and torchtitan",
     "embed": "calls and training steps of verl's worker groups, its own and accelerated ones",
-    "step": "GRPO steps: plain Ray calls, synchronous, asynchronous, with in-flight weight updates",
 }
 """Modules of `dagrl.bench` and what each measures. Each has `add_arguments(parser)` and `run(options)`."""
 

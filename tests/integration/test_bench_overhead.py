@@ -1,41 +1,68 @@
-"""`bench overhead` in short: steps, first steps, and many replays with the processor time of waiting; and refits."""
+"""`bench overhead` and `bench step` in short; and refits under pytest-benchmark."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dagrl.bench import bench_refit
-from dagrl.bench import replays as module
-from dagrl.bench.replays import first_steps, waiting
-from dagrl.bench.variants import Actors
-
-WORKERS = 2
-
-
-def test_first_steps_many_replays_and_waiting(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WAIT_S", 1.0)
-    actors = Actors.start(WORKERS, (), ("dagrl_compiled",))
-    try:
-        first = first_steps(WORKERS, actors, 1)
-        found = waiting(WORKERS, actors, replays=200)
-    finally:
-        _end(actors)
-    assert first["n"] == 1 and first["later_us"] > 0
-    assert found["n"] == 200 and found["cpu_us"] > 0 and 0 < found["p50_us"] <= found["p99_us"] <= found["p999_us"]
-    assert found["ratio"] == pytest.approx(found["p99_us"] / found["p50_us"], abs=0.01)
-    assert 0 <= found["waiting_cpu_s"] < WORKERS + 1  # a waiting process burns at most a core
+from dagrl.bench.harness import run_process
+from dagrl.bench.overhead import PHASES, SIDES
+from dagrl.cli.main import main
+from dagrl.errors import RunError
 
 
-def _end(actors: Any) -> None:
-    import ray
+@pytest.mark.slow
+def test_every_side_of_every_shape_is_measured(tmp_path: Path) -> None:
+    words = ["--quick", "--workers", "2", "--payloads", "100", "--seconds", "0.01", "--rounds", "2", "--replays", "200"]
+    assert main(["bench", "overhead", *words, "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    found = [(row["shape"], row["side"]) for row in rows[:-1]]
+    assert found == [(shape, side) for shape in PHASES for side in SIDES]
+    many = rows[-1]
+    assert many["n"] == 400 and 0 < many["median_s"] <= many["p99_s"] and many["cpu_us"] > 0
+    assert 0 <= many["waiting_cores"] < 3, "each of three processes burns at most a core"
 
-    for actor in actors.of["dagrl_compiled"]:
-        ray.kill(actor)
+
+def test_a_process_that_fails_or_is_late_ends_with_its_output(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"(?s)ended with exit code 3; the end of its output:\nthe reason"):
+        run_process([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], 60)
+    code = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    with pytest.raises(RunError, match="took longer than 2 s"):
+        run_process([sys.executable, "-c", code], 2, log=tmp_path / "log")
+    child = Path("/proc", (tmp_path / "log").read_text().strip(), "stat")
+    until = time.monotonic() + 10
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < until, "the child lives"
+        time.sleep(0.05)
+
+
+SMALL = (
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "policy.train_global_batch_size=16",
+    "policy.max_total_sequence_length=48",
+    "policy.generation.max_new_tokens=32",
+    "policy.generation.forced_lengths.median=8",
+    "data.task_args={count: 16, train_s: 0.02, engine_step_s: 0.002}",
+)
+
+
+@pytest.mark.slow
+def test_whole_runs_are_compared(tmp_path: Path) -> None:
+    words = [*SMALL, "--steps", "2", "--rounds", "1", "--sides", "sync", "in flight, age 1"]
+    assert main(["bench", "step", *words, "--json", str(tmp_path / "rows.json")]) == 0
+    sync, in_flight = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (sync["n"], in_flight["n"], sync["staleness/policy_age_mean"]) == (2, 2, 0)
+    assert 0 < in_flight["staleness/policy_age_mean"] <= 1
+    for row in (sync, in_flight):
+        tokens = row["trained_tokens_per_s"] * sum(row["steps_s"][0])
+        assert 2 * 16 * 3 <= tokens <= 2 * 16 * 48 and 0 <= row["idle/train"] <= 1
 
 
 def test_refits_run_under_pytest_benchmark() -> None:

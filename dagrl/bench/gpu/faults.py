@@ -1,7 +1,5 @@
 """Kills workers with SIGKILL during a run: time until the driver knows, time until it trains again, and effect on losses.
 
-    python -m dagrl.bench.gpu.faults --json F [--places all_reduce,quantum,refit] [--deadline S] [--config YAML] [a.b=c ...]
-
 Two runs with the same seed: one undisturbed; the other loses a train worker in an all-reduce, a generation worker in a
 quantum and one in a refit, and goes on each time (`on_failure: restart`). They run at the same time, on separate GPUs if
 there are enough. Losses after each restart are compared with those of the undisturbed run. If a run fails or the deadline
@@ -10,7 +8,6 @@ passes, both are stopped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -24,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dagrl.bench.gpu.dying import DEATHS, PLACES, ask_for_death, died_at, has_died
-from dagrl.bench.report import Row, add_outputs, print_rows, report_rows
-from dagrl.errors import DagrlError, RunError
+from dagrl.bench.report import Row
+from dagrl.errors import RunError
 
 if TYPE_CHECKING:
     from dagrl.config import Config
@@ -35,35 +32,6 @@ DEATH_AT = {"all_reduce": 2, "quantum": 4, "refit": 7}
 """Policy version at each death; training step `v` makes version `v`."""
 
 END_S = 20.0  # for a run to stop
-
-
-def main() -> None:
-    """Runs, prints the table and writes the requested file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    options = parser.parse_intermixed_args()
-    try:
-        faults = measure(options.config, options.overrides, places_of(options.places), options.deadline)
-    except DagrlError as error:
-        raise SystemExit(f"faults: {error}") from error
-    report_rows(options, [faults], print_table)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="override keys of the configuration")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="configuration of both runs; default: %(default)s")
-    parser.add_argument("--places", default=",".join(PLACES), help="where workers die, in order; default: %(default)s")
-    add_outputs(parser, plot=False)
-    parser.add_argument("--deadline", type=float, default=540.0, metavar="S", help="stop both runs after S seconds")
-
-
-def places_of(text: str) -> list[str]:
-    """Returns the places of `--places`, in the order of the deaths. Raises SystemExit for an unknown one."""
-    asked = text.split(",")
-    if unknown := sorted(set(asked) - set(PLACES)):
-        raise SystemExit(f"--places: found {', '.join(unknown)}; choose from {','.join(PLACES)}")
-    return [place for place in PLACES if place in asked]
 
 
 def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES, deadline_s: float = 540.0) -> list[Row]:
@@ -211,14 +179,3 @@ def _steps(directory: Path) -> dict[int, Row]:
 
 def _lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def print_table(faults: Sequence[Row]) -> None:
-    """Prints the rows."""
-    columns = "in, role, told in phase, known after s, trained again after s, from step, steps, loss, grad norm"
-    rows = ([f"{value:.1e}" if name.endswith("difference") else value for name, value in one.items()] for one in faults)
-    print_rows(columns.split(", "), rows, "A worker killed with SIGKILL")
-
-
-if __name__ == "__main__":
-    main()

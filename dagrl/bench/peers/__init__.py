@@ -1,33 +1,155 @@
-"""dagrl compared with what people would install instead: TRL and vLLM's own engines, on the same GPU in the same run.
+"""Compares GRPO and SFT steps of `dagrl train` with TRL's trainers and torchtitan, on one GPU, in the same run.
 
-    dagrl bench peers --cases "grpo 0.6b 128" "sft 0.6b 16" "generate 0.6b 256" [--peers trl torchtitan vllm] [--json F]
+    dagrl bench peers --cases "grpo 0.6b 128" "sft 0.6b 16" [--peers trl trl-packed torchtitan] [--json F]
+    dagrl bench peers --cases "grpo 4b 512" --micro 4 --more peers.json --json peers.json
 
 A case is a kind, a model and the number of sequences of a step. `grpo`: a whole step, with 120 prompt tokens, groups of 8
-and completions of `--completion` tokens. `sft`: an optimizer step over sequences of `--length` tokens. `generate`: the
-generation of a GRPO step; dagrl's side is one engine in quanta, without Ray. Both sides start from the same checkpoint with
-random weights, in bfloat16 with float32 master weights, and take one optimizer step per batch. Each side runs in a process
-of its own. All start at the same time and take turns of `--steps` steps, up to `--pairs` times, after a turn of one step
-that is not counted. Between turns they give the memory that no tensor uses back, so the first step of a turn may be slower
-than the others. `--apart` starts each side for its turn alone, for models of which two do not fit on the GPU. Cases of
-`grpo` or `generate` in a row, of one model, share processes, which are built for the largest. Engines of dagrl and vLLM run
-at most 512 sequences at once.
-
-With `--deadline S`, every comparison gets a share of the time that is left, and at least one round of turns if it ends in
-time. The rows so far are written after every round; at the deadline sides that still work are killed. `--more F` adds pairs
-to the rows of another run, if hardware and packages are equal.
-
-`dagrl-fp8` is dagrl with weights in FP8, `dagrl-kv` with a KV cache in FP8, and `dagrl-fp8-kv` with both, to compare with
-bfloat16. The notes of a row have the seconds that each side took to start, next to the others, and for `grpo` of dagrl
-KL(generation || training), `gen_kl_error`.
-
-A row's ratio is the peer's time over dagrl's: the medians of a turn's steps, the median over rounds, and the lowest and the
-highest round. `tokens` are the completion tokens of a step (`sft`: all tokens). Peers whose package is not installed are
-left out and reported.
-`--tiny` also runs without a GPU, to try the benchmark.
+and completions of `--completion` tokens. `sft`: an optimizer step over sequences of `--length` tokens, which `trl-packed`
+packs. Every side runs to its end in each turn and has the GPU alone. All start from the same checkpoint with random weights,
+in bfloat16 with float32 master weights, and take one optimizer step per batch; engines have the same KV cache, attention and
+number of sequences at once. The first steps do not count. Ratios are the peer's time over dagrl's. Peers whose package is
+not installed are left out and reported. `--tiny` also runs without a GPU, to try the benchmark.
 """
 
 from __future__ import annotations
 
-from dagrl.bench.peers.command import add_arguments, run
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-__all__ = ["add_arguments", "run"]
+import yaml
+
+from dagrl.bench import harness
+from dagrl.bench.harness import Column, Contest, Take, Turn, execute, medians, train_run
+from dagrl.bench.models import SHAPES, write_with_tokenizer
+from dagrl.bench.report import Row, count
+from dagrl.bench.train import sft_config
+from dagrl.bench.workloads import MODELS, RolloutCase, grpo_config, rollout_case
+from dagrl.errors import ConfigError
+
+SETTLING = 2
+SFT_MICROBATCH = 8
+KV_SHARE = 0.4
+RECORDED = ("0.6b",)
+"""Models whose launches take as long as their kernels, so that dagrl records SFT microbatches as CUDA graphs."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A peer: its package, and the module of its side by kind."""
+
+    package: str
+    modules: Mapping[str, str]
+    packed: bool = False
+
+
+PEERS: Mapping[str, Peer] = {
+    "trl": Peer("trl", {"grpo": "dagrl.bench.peers.trl", "sft": "dagrl.bench.peers.trl"}),
+    "trl-packed": Peer("trl", {"sft": "dagrl.bench.peers.trl"}, packed=True),
+    "torchtitan": Peer("torchtitan", {"sft": "dagrl.bench.peers.titan"}),
+}
+COLUMNS = (Column("tokens/s", "tokens_per_s", "{:,.0f}"), Column("KL", "gen_kl_error", "{:.1e}"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    harness.add_arguments(parser)
+    cases = ["grpo 0.6b 128", "grpo 0.6b 512", "sft 0.6b 16"]
+    parser.add_argument("--cases", nargs="+", default=cases, metavar="CASE", help="'KIND MODEL SEQUENCES' each")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="default: all that are installed")
+    parser.add_argument("--steps", type=count, default=4, help="counted steps of a turn")
+    parser.add_argument("--completion", type=count, default=256, help="tokens of a completion")
+    parser.add_argument("--length", type=count, default=2048, help="tokens of an SFT sequence")
+    parser.add_argument("--micro", type=count, help="sequences of a microbatch in GRPO; default: 16, for 4b 4")
+    parser.add_argument("--tiny", action="store_true", help="a narrow model in float32, also without a GPU")
+
+
+def run(options: argparse.Namespace) -> None:
+    missing = {name: PEERS[name].package for name in options.peers if not find_spec(PEERS[name].package)}
+    left_out = {name: f"{package} is not installed" for name, package in missing.items()}
+    peers = {name: PEERS[name] for name in options.peers if name not in missing}
+    with tempfile.TemporaryDirectory() as directory:
+        contests = [contest(text, options, peers, Path(directory)) for text in options.cases]
+        harness.run(options, contests, COLUMNS, finish, left_out)
+
+
+def contest(text: str, options: argparse.Namespace, peers: Mapping[str, Peer], directory: Path) -> Contest:
+    """Returns the contest of a case. Raises ConfigError if it is malformed or unknown."""
+    kind, _, rest = text.partition(" ")
+    model, _, sequences = rest.partition(" ")
+    if kind not in ("grpo", "sft"):
+        raise ConfigError(f"case {text!r}: expected KIND MODEL SEQUENCES, with a kind of grpo or sft; found {kind!r}")
+    if kind == "grpo":
+        case = rollout_case(
+            text, model, sequences, options.completion, micro=options.micro, tiny=options.tiny, kv_share=KV_SHARE
+        )
+        sizes = {"tokens": case.sequences * case.completion, "micro": case.micro, "kv_bytes": case.kv_bytes}
+        opened: Callable[[], Any] = partial(grpo_sides, case, options, peers, directory)
+    else:
+        if model not in MODELS or not sequences.isdecimal():
+            raise ConfigError(f"case {text!r}: expected a model of {', '.join(MODELS)} and a number of sequences")
+        sizes = {"tokens": int(sequences) * options.length, "length": options.length}
+        opened = partial(sft_sides, text, model, int(sequences), options, peers, directory)
+    return Contest(text, {text: sizes}, opened)
+
+
+@contextmanager
+def grpo_sides(
+    case: RolloutCase, options: argparse.Namespace, peers: Mapping[str, Peer], directory: Path
+) -> Iterator[dict[str, Take]]:
+    """Yields the turns of all sides of GRPO."""
+    model, config = write_with_tokenizer(case.shape, directory, case.precision), directory / "grpo.yaml"
+    config.write_text(yaml.safe_dump(grpo_config(case, model)))
+    order = {"case": asdict(case), "model": str(model), "steps": options.steps + SETTLING}
+    theirs = {
+        name: partial(peer_turn, case.name, peer.modules["grpo"], order)
+        for name, peer in peers.items()
+        if "grpo" in peer.modules
+    }
+    yield {"dagrl": partial(dagrl_turn, case.name, config, "grpo", options.steps), **theirs}
+
+
+@contextmanager
+def sft_sides(
+    name: str, size: str, rows: int, options: argparse.Namespace, peers: Mapping[str, Peer], directory: Path
+) -> Iterator[dict[str, Take]]:
+    """Yields the turns of all sides of SFT."""
+    shape, precision = SHAPES[MODELS[size]], "float32" if options.tiny else "bfloat16"
+    shape = shape.narrowed() if options.tiny else shape
+    model, config, micro = (
+        write_with_tokenizer(shape, directory, precision),
+        directory / "sft.yaml",
+        min(SFT_MICROBATCH, rows),
+    )
+    values = sft_config(model, rows, options.length, micro, precision)
+    values["policy"]["megatron_cfg"]["cuda_graphs"] = size in RECORDED and not options.tiny
+    config.write_text(yaml.safe_dump(values))
+    order = {"model": str(model), "shape": dict(shape.config), "rows": rows, "length": options.length, "micro": micro}
+    order["steps"] = options.steps + SETTLING
+    theirs = {
+        other: partial(peer_turn, name, peer.modules["sft"], order | {"packed": peer.packed})
+        for other, peer in peers.items()
+        if "sft" in peer.modules
+    }
+    yield {"dagrl": partial(dagrl_turn, name, config, "sft", options.steps), **theirs}
+
+
+def dagrl_turn(name: str, config: Path, stage: str, steps: int) -> dict[str, Turn]:
+    """Runs `dagrl train`. The last step, which validates, does not count."""
+    lines = train_run(config, [f"{stage}.max_num_steps={SETTLING + steps + 1}"])[SETTLING:-1]
+    return {name: Turn([line["timing_s/total"] for line in lines], medians(lines, ("gen_kl_error",)))}
+
+
+def peer_turn(name: str, module: str, order: Mapping[str, Any]) -> dict[str, Turn]:
+    """Runs a peer's process."""
+    return {name: Turn(execute(module, order)[SETTLING:])}
+
+
+def finish(rows: list[Row]) -> list[Row]:
+    """Adds the completion tokens (SFT: all tokens) per second."""
+    return [row | {"tokens_per_s": row["tokens"] / row["median_s"]} for row in rows]

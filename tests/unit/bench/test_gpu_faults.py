@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 
 from dagrl.bench.gpu.dying import PLACES, ask_for_death, has_died
-from dagrl.bench.gpu.faults import DEATH_AT, _fault, places_of, run_together
+from dagrl.bench.gpu.faults import DEATH_AT, _fault, run_together
 from dagrl.errors import RunError
 
 
 def test_workers_die_in_the_order_of_versions() -> None:
-    assert places_of("refit,quantum") == ["quantum", "refit"]
     assert sorted(PLACES, key=DEATH_AT.__getitem__) == list(PLACES)
-    with pytest.raises(SystemExit, match="--places: found quanta; choose from all_reduce,quantum,refit"):
-        places_of("refit,quanta")
 
 
 def write_run(directory: Path, lines: dict[int, tuple[float, float]]) -> None:

@@ -1,8 +1,7 @@
-"""Reports of benchmarks: their commit, old files without one, and the cost per shard."""
+"""Reports of benchmarks: files, tables and plots."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -32,24 +31,25 @@ def test_uncommitted_changes_are_marked(monkeypatch: pytest.MonkeyPatch, status:
     assert commit.__wrapped__() == "", "outside a checkout"
 
 
-def test_shard_cost_is_relative_to_the_fused_graph(capsys: pytest.CaptureFixture[str]) -> None:
-    case = {"shape": "reduce", "workers": 8, "shards": 4, "hosts": 1, "payload_bytes": 100, "result_bytes": 100, "arity": 8}
-    rows = [
-        {**case, "variant": variant, "p50_us": us} for variant, us in (("dagrl_compiled", 190.0), ("dagrl_fused", 100.0))
-    ]
-    rows.append({**case, "variant": "dagrl_compiled", "shards": 1, "p50_us": 90.0})
-    report.print_shard_costs(rows)
-    assert capsys.readouterr().out.splitlines() == [
-        "reduce, 8 workers, 100 B: 4 graphs cost +90 us over one fused graph, +30.0 us per further shard"
-    ]
-
-
 def test_a_written_report_reads_back(tmp_path: Path) -> None:
     written = BenchReport(
         [{"variant": "a", "p50_us": 1.5}], "dagrl bench overhead", left_out={"chain of 8 workers": "the time is up"}
     )
     written.write(tmp_path / "report.json")
     assert BenchReport.read(tmp_path / "report.json") == written
-    old = {"hardware": "2-core host", "versions": {"python": "3.11"}, "command": "dagrl bench overhead", "rows": []}
-    (tmp_path / "old.json").write_text(json.dumps(old))
-    assert BenchReport.read(tmp_path / "old.json").commit == ""
+
+
+def test_rows_can_be_drawn_on_any_machine(tmp_path: Path) -> None:
+    row = {"case": "chain", "side": "dagrl", "median_s": 2e-3, "low_s": 1e-3, "high_s": 4e-3}
+    report.plot([row, {**row, "side": "Ray graph"}, {**row, "case": "reduce"}], tmp_path / "rows.svg")
+    assert "Ray graph" in (tmp_path / "rows.svg").read_text()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(4.5, "4.5 s"), (0.0123, "12.3 ms"), (44e-6, "44 us"), (None, "")])
+def test_times_have_a_unit_that_suits_them(seconds: float | None, text: str) -> None:
+    assert report.shown(seconds) == text
+
+
+def test_the_recorded_command_is_runnable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/dagrl", "bench", "overhead", "--shapes", "multiple args,chain"])
+    assert report.command_line() == "dagrl bench overhead --shapes 'multiple args,chain'"

@@ -228,7 +228,7 @@ def test_bench_help_describes_each_benchmark(capsys: pytest.CaptureFixture[str])
         (["overhead", "--plot", "step.png"], "--plot step.png needs the package 'matplotlib'"),
         (["overhead", "--workers", "0"], "argument --workers: found '0'; expected a number of 1 or more"),
         (["train", "--micro", "-1"], "argument --micro: found '-1'; expected a number of 1 or more"),
-        (["step", "--variants", "plain Ray; synch"], "--variants: found synch; choose from plain Ray; sync"),
+        (["step", "--sides", "synch"], "--sides: found 'synch'; expected 'NAME: a.b=c ...' or one of sync; eager"),
     ],
 )
 def test_invalid_benchmark_options_fail_before_measuring(

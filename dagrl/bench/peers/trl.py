@@ -1,0 +1,146 @@
+"""TRL's side of `bench peers`: GRPOTrainer with vLLM colocated, or SFTTrainer; bfloat16 over float32 weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import tempfile
+import time
+from typing import Any
+
+from dagrl.bench.generate.vllm import engine_arguments
+from dagrl.bench.harness import answer
+from dagrl.bench.workloads import GROUP, RolloutCase
+from dagrl.runtime.ports import reserve_port
+
+ROWS = 4096
+"""Prompts or rows of the data set, which the trainer repeats."""
+
+
+def work(steps: int, model: str, **order: Any) -> list[float]:
+    """Returns the seconds of each step, which includes drawing and preparing its batch."""
+    from transformers import AutoTokenizer, TrainerCallback
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """Times every step."""
+
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+
+        def on_train_begin(self, *args: Any, **rest: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **rest: Any) -> None:
+            import torch
+
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            self.seconds.append(now - self.began)
+            self.began = now
+
+    clock, tokenizer = Clock(), AutoTokenizer.from_pretrained(model)
+    common = {"processing_class": tokenizer, "callbacks": [clock], "model": model}
+    with tempfile.TemporaryDirectory() as output:
+        make = grpo_trainer if "case" in order else sft_trainer
+        make(output, steps, common, **order).train()
+    return clock.seconds
+
+
+def trainer_arguments(output: str, steps: int, micro: int, sequences: int) -> dict[str, Any]:
+    """Returns the arguments that both of TRL's configurations get: microbatches, float32 weights, and no files or logs."""
+    import torch
+
+    return {
+        "output_dir": output,
+        "max_steps": steps,
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": sequences // micro,
+        "bf16": torch.cuda.is_available(),
+        "use_cpu": not torch.cuda.is_available(),
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "model_init_kwargs": {"dtype": "float32"},
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+
+
+def sft_trainer(
+    output: str, steps: int, common: dict[str, Any], shape: dict[str, Any], rows: int, length: int, micro: int, packed: bool
+) -> Any:
+    """Returns a trainer on rows of random digits, one token each, with a prompt of one; the end of the text is one token."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    draw = random.Random(0)  # noqa: S311  # not cryptography
+    texts = ("".join(draw.choices("0123456789", k=length - 1)) for _ in range(ROWS // 8))
+    arguments = trainer_arguments(output, steps, micro, rows) | {
+        "packing": packed,
+        "max_length": length,
+        "learning_rate": 1e-5,
+    }
+    data = Dataset.from_list([{"prompt": text[:1], "completion": text[1:]} for text in texts])
+    return SFTTrainer(args=SFTConfig(**arguments), train_dataset=data, **common)
+
+
+def grpo_trainer(output: str, steps: int, common: dict[str, Any], case: dict[str, Any]) -> Any:
+    """Returns a trainer whose engine has the memory of dagrl's."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(reserve_port()))
+    mine = RolloutCase(**case)
+    set_engine(mine)
+    draw = random.Random(0)  # noqa: S311  # not cryptography
+    data = Dataset.from_list([{"prompt": "".join(draw.choices("0123456789", k=mine.prompt))} for _ in range(ROWS)])
+    arguments = trainer_arguments(output, steps, mine.micro, mine.sequences) | {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": engine_share(mine),
+        "vllm_max_model_length": mine.prompt + mine.completion + 8,
+        "num_generations": GROUP,
+        "max_completion_length": mine.completion,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "learning_rate": 1e-6,
+        "loss_type": "grpo",
+        "vllm_importance_sampling_correction": False,
+        "generation_kwargs": {"ignore_eos": True},
+    }
+    return GRPOTrainer(reward_funcs=alternating, args=GRPOConfig(**arguments), train_dataset=data, **common)
+
+
+def alternating(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Returns 0 and 1 in turn, as dagrl's side does."""
+    return [float(number % 2) for number in range(len(completions))]
+
+
+def engine_share(case: RolloutCase) -> float:
+    """Returns the part of the GPU's memory that gives the engine its weights and `kv_bytes`, with 2 GiB to compute in."""
+    import torch
+
+    from dagrl.workers.megatron.weights import parameter_shapes
+
+    parameters = sum(math.prod(shape) for shape in parameter_shapes(case.shape.config).values())
+    memory: int = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 8 << 30
+    return (2 * parameters + case.kv_bytes + (2 << 30)) / memory
+
+
+def set_engine(case: RolloutCase) -> None:
+    """Gives TRL's engine the attention, dtype and KV cache of dagrl's side, for which GRPOConfig has no keys."""
+    import trl.generation.vllm_generation as generation
+    import vllm
+
+    same = engine_arguments(case, "")
+    names = ("attention_config", "dtype", "kv_cache_memory_bytes", "enforce_eager")
+    own = {name: same[name] for name in names if name in same}
+    generation.LLM = lambda *args, **settings: vllm.LLM(*args, **(settings | own))
+
+
+if __name__ == "__main__":
+    answer(work)
