@@ -378,7 +378,7 @@ def bench_cluster() -> Iterator[None]:
     os.environ.update(PRIORITY)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     store = min(16 << 30, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
-    with ray_cluster(ClusterConfig(num_cpus=os.cpu_count(), object_store_memory=store), {"OMP_NUM_THREADS": "1"}):
+    with ray_cluster(ClusterConfig(num_cpus=os.cpu_count()), {"OMP_NUM_THREADS": "1"}, store_bytes=store):
         yield
 
 

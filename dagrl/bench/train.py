@@ -180,7 +180,7 @@ def plain_turn(case: TrainCase, options: argparse.Namespace, config: Path) -> di
 def finish(rows: list[Row]) -> list[Row]:
     """Adds throughput, MFU and the error of the losses."""
     cards = gpus()
-    peak = peak_tflops(cards[0].name, "bfloat16", None) if cards else None
+    peak = peak_tflops(cards[0].name, "bfloat16") if cards else None
     truths: dict[str, Sequence[float]] = {}
     found = []
     for row in rows:
