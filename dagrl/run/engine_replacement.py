@@ -15,15 +15,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-import ray
-
 from dagrl.config import Config
 from dagrl.config.roles import GENERATION
-from dagrl.errors import WorkerError, WorkerFailure
+from dagrl.errors import ClusterError, WorkerError, WorkerFailure
 from dagrl.run.fleet import Fleet
 from dagrl.run.replays import Replays
 from dagrl.runtime.deadline import in_background
-from dagrl.runtime.revive import Revival, idle_ranks, revive
+from dagrl.runtime.revive import idle_ranks, revive
 from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -38,14 +36,7 @@ class EngineReplacement:
     group: WorkerGroup
     replays: Replays
     plan: Callable[[], object]
-    absent: set[int] = field(default_factory=set, init=False)
-    """Ranks of engines that were replaced and have no graphs yet."""
-    _starting: Future[Revival] | None = field(default=None, init=False)
-
-    @property
-    def unconnected(self) -> bool:
-        """Whether engines were replaced since the groups were connected."""
-        return bool(self.absent)
+    _starting: Future[None] | None = field(default=None, init=False)
 
     @property
     def ready(self) -> bool:
@@ -55,7 +46,7 @@ class EngineReplacement:
     def replace(self, error: WorkerError) -> set[int] | None:
         """Begins to replace the engines that failed; returns their shards. None if the run has to restart.
 
-        New engines start in the background. Meanwhile the others run quanta without them.
+        New engines start in the background, if the nodes of the dead ones live. Meanwhile the others run quanta.
         """
         if not self.fleet.restarts or not self._replaceable(error.failures):
             return None
@@ -64,8 +55,11 @@ class EngineReplacement:
         resting = set(idle_ranks(self.group, self.config.timeouts.grace_s))
         lost = failed | (set(range(len(self.group.actors))) - resting)
         shards = {self.group.layout.coordinates(rank).dp for rank in lost}
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        if any(self.group.locations[rank].node not in living for rank in lost):
+        nodes = {self.group.locations[rank].node for rank in lost}
+        try:
+            self.fleet.check_nodes(nodes)
+        except ClusterError as dead:
+            logger.warning("the engines of generation shards %s are not replaced: %s", sorted(shards), dead)
             return None
         self.fleet.restarts -= 1
         logger.warning(
@@ -74,22 +68,22 @@ class EngineReplacement:
             self.fleet.restarts,
             error,
         )
-        self.absent |= {rank for shard in shards for rank in self.group.layout.shard(shard)}
-        self.replays.scheduler.recover([GENERATION], {GENERATION: self.absent})
-        self._starting = in_background(partial(self._revive, lost), "replace-engines")
+        self.group.out_of_service |= {rank for shard in shards for rank in self.group.layout.shard(shard)}
+        self.replays.scheduler.recover([GENERATION])
+        self._starting = in_background(partial(self._revive, lost, nodes), "replace-engines")
         return shards
 
     def connect(self) -> None:
         """Connects new engines for refits, if there are any. Waits until they have started and all workers rest."""
-        if not self.unconnected:
+        if not self.group.out_of_service:
             return
         self._started()
         scheduler, refit = self.replays.scheduler, self.replays.phases["refit"]
         with scheduler.at_rest(self.config.timeouts.replay_s):
+            self.group.out_of_service.clear()
             scheduler.recover([GENERATION])
             self.plan()
             scheduler.warmup(only=[refit.name])
-        self.absent.clear()
 
     def end(self) -> None:
         """Waits for engines that are starting, at the end of a session: the next one may use the group."""
@@ -98,12 +92,11 @@ class EngineReplacement:
         except Exception as error:
             logger.warning("a replaced engine did not start: %s", error)
 
-    def _revive(self, lost: set[int]) -> Revival:
-        begin, limits = time.monotonic(), self.config.timeouts
-        revival = revive(self.group, lost, rest_s=limits.teardown_s)
+    def _revive(self, lost: set[int], nodes: set[str]) -> None:
+        begin = time.monotonic()
+        with self.group.waiting(partial(self.fleet.check_nodes, nodes)):
+            revival = revive(self.group, lost, rest_s=self.config.timeouts.teardown_s)
         logger.info("%s; the engines started in %.1f s", revival, time.monotonic() - begin)
-        self.fleet.settle()
-        return revival
 
     def _started(self) -> None:
         """Waits for the new engines. Raises what kept them from starting."""
@@ -112,15 +105,13 @@ class EngineReplacement:
             starting.result()
 
     def _replaceable(self, failures: tuple[WorkerFailure, ...]) -> bool:
-        """Whether engines can be replaced after these failures, while training goes on.
+        """Whether generation workers have died in these failures, and nothing else has happened than what follows from that.
 
-        Only generation workers may have failed. In a refit train workers raise too; there, one of generation must have died.
-        Agents would see their requests begin again, and without updates in flight sequences must not change their version.
+        Workers that waited for a dead one in a collective raise. Agents would see their requests begin again, and without
+        updates in flight sequences must not change their version.
         """
-        settings, phases = self.config.grpo.async_grpo, self.replays.phases
+        settings = self.config.grpo.async_grpo
         if self.config.environment.agent is not None or (settings.enabled and not settings.in_flight_weight_updates):
             return False
         gone = [failure for failure in failures if failure.kind != "raised"]
-        if any(failure.phase == phases["refit"].name for failure in failures):
-            return bool(gone) and all(failure.role == GENERATION for failure in gone)
-        return bool(failures) and all((one.role, one.phase) == (GENERATION, phases["generate"].name) for one in failures)
+        return bool(gone) and all((one.role, one.kind) == (GENERATION, "died") for one in gone)

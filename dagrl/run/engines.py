@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,14 +64,14 @@ class WorkerEngines(GenerationEngines):
         return ReplayedQuantum(self._replays, replay, self._group.layout.dp)
 
     def abort(self, requests: Sequence[int]) -> None:
-        self._group.call("abort_requests", requests, deadline=self._deadline, without=self._absent)
+        self._group.call("abort_requests", requests, deadline=self._deadline)
 
     def unfinished(self) -> Mapping[int, FinishedRequest]:
         """The first rank of each shard reports; its other ranks run the same requests."""
-        layout, absent = self._group.layout, self._absent
-        ranks = self._group.call("unfinished_requests", deadline=self._deadline, without=absent)
-        firsts = [layout.shard(dp)[0] for dp in range(layout.dp)]
-        return {made.request_id: made for rank in firsts if rank not in absent for made in ranks[rank]}
+        layout = self._group.layout
+        ranks = self._group.call("unfinished_requests", deadline=self._deadline)
+        firsts = [ranks[layout.shard(dp)[0]] for dp in range(layout.dp)]
+        return {made.request_id: made for first in firsts if first is not None for made in first}
 
     def exclude_wait(self) -> None:
         self._replays.exclude_wait(self._group.role.name)
@@ -83,18 +83,9 @@ class WorkerEngines(GenerationEngines):
     def ready(self) -> bool:
         return self._replacement is None or self._replacement.ready
 
-    @property
-    def _absent(self) -> Collection[int]:
-        return () if self._replacement is None else self._replacement.absent
-
-    @property
-    def unconnected(self) -> bool:
-        return self._replacement is not None and self._replacement.unconnected
-
     def refill(self, version: int) -> None:
-        if self.unconnected:
-            self.connect()
-            self._replays.replay("refit", version)
+        self.connect()
+        self._replays.replay("refit", version)
 
     def connect(self) -> None:
         if self._replacement is not None:

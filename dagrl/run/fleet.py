@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from subprocess import Popen
@@ -38,7 +38,7 @@ from dagrl.config.settings import (
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
-from dagrl.run.local_cluster import cluster_processes, ended_processes, node_lives
+from dagrl.run.local_cluster import cluster_processes, ended_processes, nodes_live
 from dagrl.run.preflight import Inputs, worker_classes
 from dagrl.run.stop import StopSignal
 from dagrl.run.worker_protocols import required_protocols
@@ -88,13 +88,13 @@ class Fleet:
                 f"{LOGS}, and at the machine's memory. To go on: checkpointing.resume=true"
             )
 
-    def check_node(self) -> None:
-        """Raises ClusterError if Ray cannot start workers here any more, although its processes are there. Asks Ray."""
+    def check_nodes(self, nodes: Collection[str] = ()) -> None:
+        """Raises ClusterError if Ray cannot start workers on these nodes (by id), or this machine, any more. Asks Ray."""
         self.check()
-        if not node_lives():
+        if not nodes_live(nodes):
             raise ClusterError(
-                "Ray's node of this machine is dead, or Ray's GCS does not answer; expected: alive until the run's end. Was "
-                "the machine stopped, or out of memory? To go on: checkpointing.resume=true"
+                "a node of Ray is dead, or Ray's GCS does not answer; expected: alive until the run's end. Was a machine "
+                "stopped, or out of memory? To go on: checkpointing.resume=true"
             )
 
     def groups(self, config: Config, roles: Set[str], stop: StopSignal, meanwhile: Meanwhile) -> list[WorkerGroup]:
@@ -106,7 +106,7 @@ class Fleet:
 
         def check() -> None:
             stop.check()
-            self.check_node()
+            self.check_nodes()
 
         whole, self._settled = self._settled and not is_colocated(config), False
         if self._groups and whole:
@@ -135,7 +135,7 @@ class Fleet:
         if not self._joined:
             return False
         try:
-            self.check_node()
+            self.check_nodes()
         except ClusterError:
             return False
         return True

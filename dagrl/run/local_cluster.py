@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
@@ -91,8 +91,11 @@ def ended_processes(processes: Iterable[Popen[Any]]) -> list[str]:
 ANSWER_S = 10.0
 
 
-def node_lives() -> bool:
-    """Whether Ray's GCS answers and counts this process's node as alive. One whose raylet hangs is dead after a while."""
+def nodes_live(others: Collection[str] = ()) -> bool:
+    """Whether Ray's GCS answers and counts this process's node, and `others` by their ids, as alive.
+
+    One whose raylet hangs is dead after a while.
+    """
     import ray
     from ray._private.worker import global_worker
     from ray.core.generated.gcs_pb2 import GcsNodeInfo
@@ -101,8 +104,8 @@ def node_lives() -> bool:
         nodes = global_worker.gcs_client.get_all_node_info(timeout=ANSWER_S)
     except ray.exceptions.RayError:
         return False
-    own = ray.get_runtime_context().get_node_id()
-    return any(node_id.hex() == own and node.state == GcsNodeInfo.ALIVE for node_id, node in nodes.items())
+    alive = {node_id.hex() for node_id, node in nodes.items() if node.state == GcsNodeInfo.ALIVE}
+    return alive.issuperset({ray.get_runtime_context().get_node_id(), *others})
 
 
 GUARD = 'read _; for group; do kill -s KILL -- "-$group"; done'

@@ -27,10 +27,6 @@ Ranks = Mapping[str, Sequence[int]]
 """The ranks of each role, in a graph's order."""
 
 
-Absent = Mapping[str, Collection[int]]
-"""Ranks by role whose workers are being replaced."""
-
-
 Engine = Literal["dagrl", "ray"]
 """What runs compiled graphs: dagrl's loop and channels, or Ray's own."""
 
@@ -70,9 +66,9 @@ class Compiled:
         """Whether it has ended all of its replays and can start another one."""
         return self.under_way == 0 and self.executable.reusable
 
-    def runs_on(self, groups: Groups, absent: Absent) -> bool:
-        """Whether its workers are still those of `groups`, and none is absent."""
-        if not _is_whole({one.role: one.ranks for one in self.workers}, absent):
+    def runs_on(self, groups: Groups) -> bool:
+        """Whether its workers are still those of `groups`, and in service."""
+        if not _in_service({one.role: one.ranks for one in self.workers}, groups):
             return False
         actors = [groups[one.role].actors[rank] for one in self.workers for rank in one.ranks]
         return [actor._actor_id for actor in self.actors] == [actor._actor_id for actor in actors]
@@ -86,14 +82,13 @@ def compile_phase(
     limits: GraphLimits,
     fuse_shards: bool,
     without: Collection[int],
-    absent: Absent,
 ) -> list[Compiled]:
-    """Compiles the shards of a phase, except those in `without` or with absent workers: all graphs, or none and an error.
+    """Compiles the shards of a phase, except those in `without` or out of service: all graphs, or none and an error.
 
     `graph` and `limits` are those of one shard. `fuse_shards`: shards on the same hosts share one graph.
     """
     ranks_of = _ranks_of_shards(graph, groups)
-    shards = [shard for shard, ranks in enumerate(ranks_of) if shard not in without and _is_whole(ranks, absent)]
+    shards = [shard for shard, ranks in enumerate(ranks_of) if shard not in without and _in_service(ranks, groups)]
     fuses = fuse_shards and not accelerated(graph)  # the workers of a graph with accelerator edges form a communicator
     made: list[Compiled] = []
     with ExitStack() as undo:
@@ -141,9 +136,8 @@ def _warn_of_unknown_parts() -> bool:
     return bool(missing)
 
 
-def _is_whole(ranks: Ranks, absent: Absent) -> bool:
-    """Whether none of these workers is absent."""
-    return not any(set(mine) & set(absent.get(role, ())) for role, mine in ranks.items())
+def _in_service(ranks: Ranks, groups: Groups) -> bool:
+    return not any(groups[role].out_of_service.intersection(mine) for role, mine in ranks.items())
 
 
 def _graph_workers(graph: PhaseGraph, ranks: Ranks, counters: Counters) -> tuple[GraphWorkers, ...]:

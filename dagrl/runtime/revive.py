@@ -39,6 +39,8 @@ def revive(group: WorkerGroup, lost: Collection[int] | None = None, *, rest_s: f
     """
     shards = range(group.layout.dp) if lost is None else sorted({group.layout.coordinates(rank).dp for rank in lost})
     ranks = [rank for shard in shards for rank in group.layout.shard(shard)]
+    if lost is None:
+        group.out_of_service.clear()
     kept = _reset(group, idle_ranks(group, rest_s, [rank for rank in ranks if rank not in (lost or ())]), rest_s)
     gone = [rank for rank in ranks if rank not in kept]
     group.replace_workers(gone, setup=ranks)

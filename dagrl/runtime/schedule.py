@@ -30,7 +30,7 @@ from ray.exceptions import RayError
 from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
 from dagrl.runtime.added_phase import AddedPhase, channel_bytes
 from dagrl.runtime.codec import Codec, codec_of
-from dagrl.runtime.compile import Absent, Compiled, compile_phase, executor_of
+from dagrl.runtime.compile import Compiled, compile_phase, executor_of
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.executors.base import Executor, accelerated
@@ -155,21 +155,21 @@ class Scheduler:
         self._joined = set()
         self._compile_missing()
 
-    def _compile_missing(self, absent: Absent | None = None) -> dict[str, list[int]]:
-        """Compiles the shards without a graph, except those with absent workers; returns them by phase."""
+    def _compile_missing(self) -> dict[str, list[int]]:
+        """Compiles the shards in service that have no graph; returns them by phase."""
         made: dict[str, list[int]] = {}
         for name, entry in self._entries.items():
             entry.groups = {role: self.groups[role] for role in entry.phase.roles}
-            new = self._compile(entry, absent or {})
+            new = self._compile(entry)
             entry.compiled = sorted([*entry.compiled, *new], key=lambda one: one.shards)
             if new:
                 made[name] = [shard for one in new for shard in one.shards]
         return made
 
-    def _reset_tickets(self, roles: Iterable[str], absent: Absent | None = None) -> None:
+    def _reset_tickets(self, roles: Iterable[str]) -> None:
         for role in roles:
             deadline = Deadline(self.options.compile_s, "timeouts.compile_s")
-            self.groups[role].reset_tickets(self._tickets.of(role), deadline, without=(absent or {}).get(role, ()))
+            self.groups[role].reset_tickets(self._tickets.of(role), deadline)
 
     def _check_overlap(self) -> None:
         """Raises GraphError if transfers are to be overlapped but no phase has any between accelerators."""
@@ -283,24 +283,24 @@ class Scheduler:
         idle = ("", DIED.what)  # what waits for a dead worker raises by itself
         return [group.role.name for group in whole if any(one.what not in idle for one in group.reports(timeout_s).values())]
 
-    def recover(self, roles: Iterable[str] | None = None, absent: Absent | None = None) -> dict[str, list[int]]:
+    def recover(self, roles: Iterable[str] | None = None) -> dict[str, list[int]]:
         """Recovers from a failure: compiles the broken graphs again, on the groups' actors, which must all be alive.
 
         A graph is kept if its workers are the same actors, their loops are running, and all replays sent to it have ended.
         Every other graph is torn down, and the replays under way fail. `roles`: those that failed (None: all); phases of
-        others, and replays of these under way, are left alone. `absent`: ranks by role that are not there yet. Shards with
-        one of them get no graph and no rows of a batch, and phases run on their other shards, until a later call without it.
-        Returns the shards that were compiled again, by phase. Warm up before the next replay.
+        others, and replays of these under way, are left alone. Shards out of service (`WorkerGroup.out_of_service`) get no
+        graph and no rows of a batch: phases run on their other shards. Returns the shards that were compiled again, by
+        phase. Warm up before the next replay.
         """
         with self._lock:
             roles = self._tickets.together(self.groups if roles is None else {*roles, *self.broken})
             try:
-                self._teardown(lambda one: not (one.reusable and one.runs_on(self.groups, absent or {})), roles)
+                self._teardown(lambda one: not (one.reusable and one.runs_on(self.groups)), roles)
                 if len(roles) == len(self.groups):
                     self._executors.pop("eager", None)
                 self._check_shared_actors()
-                self._reset_tickets(roles, absent)
-                made = self._compile_missing(absent)
+                self._reset_tickets(roles)
+                made = self._compile_missing()
             except BaseException as error:  # some shards may have no graph
                 failed = PhaseError((), breaks=f"the graphs could not be recovered: {error}")
                 self._broken |= {role: failed for role in roles if role not in self._broken}
@@ -338,18 +338,18 @@ class Scheduler:
         self._teardown()
         self._entries.clear()
 
-    def _compile(self, entry: AddedPhase, absent: Absent) -> list[Compiled]:
+    def _compile(self, entry: AddedPhase) -> list[Compiled]:
         try:
-            return self._compile_with(self.options.executor, entry, absent)
+            return self._compile_with(self.options.executor, entry)
         except (RayError, RuntimeError, ValueError, TimeoutError) as error:
             if self.options.executor == "eager" or self.options.fallback == "error":
                 raise RunError(
                     f"phase {entry.phase.name!r} could not be compiled: {error}. Set executor: eager, or fallback: eager"
                 ) from error
             logger.warning("phase %r could not be compiled and runs eagerly: %s", entry.phase.name, error)
-            return self._compile_with("eager", entry, absent)
+            return self._compile_with("eager", entry)
 
-    def _compile_with(self, name: str, entry: AddedPhase, absent: Absent) -> list[Compiled]:
+    def _compile_with(self, name: str, entry: AddedPhase) -> list[Compiled]:
         if name not in self._executors:
             self._executors[name] = executor_of(name, self.options.engine)
         limits = replace(entry.limits, may_kill=all(group.owned for group in entry.groups.values()))
@@ -361,7 +361,6 @@ class Scheduler:
             limits,
             self.options.fuse_shards,
             [shard for one in entry.compiled for shard in one.shards],
-            absent,
         )
 
     def _submit(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,7 @@ class WorkerGroup:
         self.layout = role.layout
         self.actors = tuple(actors)
         self.owned = starter is not None  # created its workers, and may end them
+        self.out_of_service: set[int] = set()  # ranks of shards that failed, until these have graphs again
         self._deadline = deadline
         self._health_group = health_group
         self._while_waiting = while_waiting
@@ -231,9 +232,12 @@ class WorkerGroup:
         ]
         self.wait(refs, self._deadline, "setup")
 
-    def call(self, method: str, *args: object, deadline: Deadline | None = None, without: Collection[int] = ()) -> list[Any]:
-        """Calls `method(*args)` on every worker and returns the results in rank order; None for the ranks `without`."""
-        refs = [None if rank in without else getattr(actor, method).remote(*args) for rank, actor in enumerate(self.actors)]
+    def call(self, method: str, *args: object, deadline: Deadline | None = None) -> list[Any]:
+        """Calls `method(*args)` on every worker and returns the results in rank order; None for those out of service."""
+        refs = [
+            None if rank in self.out_of_service else getattr(actor, method).remote(*args)
+            for rank, actor in enumerate(self.actors)
+        ]
         return self.wait(refs, deadline or self._deadline, method)
 
     def call_each(self, method: str, args: Sequence[tuple[object, ...]], *, deadline: Deadline | None = None) -> list[Any]:
@@ -263,10 +267,10 @@ class WorkerGroup:
             logger.debug("%s worker %d died; its part of the trace is lost", self.role.name, rank)
             return []
 
-    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline, without: Collection[int] = ()) -> None:
-        """Sets the next ticket of each worker, except those of the ranks `without`."""
+    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline) -> None:
+        """Sets the next ticket of each worker, except those out of service."""
         refs = [
-            None if rank in without else self._health(actor, reset_tickets, ticket)
+            None if rank in self.out_of_service else self._health(actor, reset_tickets, ticket)
             for rank, (actor, ticket) in enumerate(zip(self.actors, tickets, strict=True))
         ]
         self.wait(refs, deadline, "reset_tickets")

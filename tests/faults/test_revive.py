@@ -117,9 +117,11 @@ def test_one_shard_is_replaced_while_another_role_computes(cluster: None, tmp_pa
             with pytest.raises(PhaseError, match=r"other worker 1 .* died"):
                 scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
             assert scheduler.broken == ("other",)
-            assert scheduler.recover(["other"], {"other": {1}}) == {}
+            other.out_of_service.add(1)
+            assert scheduler.recover(["other"]) == {}
             assert scheduler.replay(misbehave, {"rank": -1}).result() == (0,), "the other shard goes on"
             assert revive(other, {1}, rest_s=REST_S) == Revival(kept=0, started=1)
+            other.out_of_service.clear()
             assert scheduler.recover(["other"]) == {"misbehave": [1]}
             assert scheduler.replay(misbehave, {"rank": -1}).result() == (0, 1)
             assert [setups for *_, setups in other.call("story")] == [1, 1]

@@ -68,14 +68,10 @@ class GenerationEngines(Protocol):
         """Whether all new engines have started, so that `connect` does not wait for them."""
 
     def refill(self, version: int) -> None:
-        """Sends new engines the weights of `version`, which the train workers hold. Does nothing without new engines.
+        """Connects new engines and sends the weights of `version`, which the train workers hold, to all.
 
         No quantum may be in flight.
         """
-
-    @property
-    def unconnected(self) -> bool:
-        """Whether engines were replaced since they were connected for refits."""
 
     def connect(self) -> None:
         """Connects new engines for the next refit, once they have started. Does nothing without new ones.

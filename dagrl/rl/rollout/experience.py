@@ -187,7 +187,7 @@ class Experience:
 
     def connect(self) -> None:
         """Connects engines that were replaced for a refit."""
-        if self._engines.unconnected or not self.rollouts.serving:
+        if not self.rollouts.serving:
             self.rest()  # replaces those that have failed since
             self._engines.connect()
 

@@ -7,7 +7,7 @@ makes one token of each running request. Its log-probability tells which policy 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -194,10 +194,6 @@ class Engines:
         return replaced
 
     @property
-    def unconnected(self) -> bool:
-        return bool(self.absent)
-
-    @property
     def ready(self) -> bool:
         return self._random.random() < 0.3
 
@@ -225,15 +221,19 @@ class Engines:
                 request["streamed"] = len(request["made"])
                 yield self._made(number, new, "")
 
-    def call(self, method: str, numbers: Sequence[int] = (), *, deadline: Deadline, without: Collection[int]) -> Any:
+    def call(self, method: str, numbers: Sequence[int] = (), *, deadline: Deadline) -> Any:
         """Answers the plain calls of the group."""
-        assert set(without) == self.absent
         assert deadline.key == "timeouts.replay_s", "not the start timeout"
         assert not self.dead, "it would not answer"
         if method == "abort_requests":
             return [[shard.pop(number, None) for number in numbers] for shard in self.requests]
         assert method == "unfinished_requests"
-        return [[self._made(number, request, "unfinished") for number, request in shard.items()] for shard in self.requests]
+        return [
+            None
+            if number in self.absent
+            else [self._made(request, made, "unfinished") for request, made in self.requests[number].items()]
+            for number in range(self.layout.dp)
+        ]
 
     @staticmethod
     def _made(number: int, request: dict[str, Any], reason: str) -> FinishedRequest:

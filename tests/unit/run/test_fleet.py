@@ -27,7 +27,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_quickstart.yaml"
 def node(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What Ray says of this machine's node: that it `lives`."""
     node = SimpleNamespace(lives=True)
-    monkeypatch.setattr("dagrl.run.fleet.node_lives", lambda: node.lives)
+    monkeypatch.setattr("dagrl.run.fleet.nodes_live", lambda nodes: node.lives)
     return node
 
 
@@ -39,8 +39,8 @@ def test_a_cluster_with_a_dead_node_is_given_up(node: SimpleNamespace) -> None:
     assert fleet._joined
     node.lives = False
     fleet.check()
-    with pytest.raises(ClusterError, match="node of this machine is dead"):
-        fleet.check_node()
+    with pytest.raises(ClusterError, match="a node of Ray is dead"):
+        fleet.check_nodes()
     fleet.leave(WorkerError(()))
     assert not fleet._joined
 
@@ -48,10 +48,10 @@ def test_a_cluster_with_a_dead_node_is_given_up(node: SimpleNamespace) -> None:
 def test_a_start_of_ray_that_fails_asks_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is raised as it is. Ray, which has not started, could only answer with an error of its own."""
 
-    def node_lives() -> bool:
+    def nodes_live(nodes: object) -> bool:
         raise AttributeError("'Worker' object has no attribute 'gcs_client'")
 
-    monkeypatch.setattr("dagrl.run.fleet.node_lives", node_lives)
+    monkeypatch.setattr("dagrl.run.fleet.nodes_live", nodes_live)
     Fleet(restarts=1).leave(DeadlineError("Ray did not answer"))
 
 

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,9 +106,10 @@ class Group:
         self.locations = [SimpleNamespace(node=f"host{rank}") for rank in range(dp)]  # a graph each
         self.gates: list[list[int]] = []
         self.passed: list[list[int]] = []
+        self.out_of_service: set[int] = set()
 
-    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline, without: Collection[int] = ()) -> None:
-        self.gates.append([ticket for rank, ticket in enumerate(tickets) if rank not in without])
+    def reset_tickets(self, tickets: Sequence[int], deadline: Deadline) -> None:
+        self.gates.append([ticket for rank, ticket in enumerate(tickets) if rank not in self.out_of_service])
 
     def pass_tickets(self, tickets: Sequence[int]) -> None:
         self.passed.append(list(tickets))
@@ -956,7 +957,8 @@ def test_a_codec_splits_over_the_shards_that_have_workers(scheduler: Scheduler, 
     scheduler.add(coded, warmup_value="ab", codec=Codec(lambda text, count: [text] * count, list))
     scheduler.compile()
     made[-2].stays = False
-    scheduler.recover(["train"], {"train": {0}})
+    scheduler.groups["train"].out_of_service.add(0)
+    scheduler.recover(["train"])
     replay = scheduler.replay(coded, "ab")
     made[-1].results = ["c"]
     assert replay.result() == ["c"] and made[-1].taken[-1].value.load() == "ab"
@@ -967,7 +969,8 @@ def test_batches_without_the_first_shard_come_back_in_input_order(
     scheduler: Scheduler, made: list[Graph], rows: list[np.ndarray] | None
 ) -> None:
     made[0].stays = False
-    scheduler.recover(["train"], {"train": {0}})
+    scheduler.groups["train"].out_of_service.add(0)
+    scheduler.recover(["train"])
     replay = scheduler.replay(step, batch(2), rows=rows)
     taken = made[1].taken[-1].value
     made[1].results = [taken]
@@ -994,7 +997,8 @@ def test_a_failure_on_one_role_leaves_others_alone_and_its_other_shards_go_on(ma
             scheduler.replay(send, 1)
 
         gates = len(train.gates), len(generation.gates)
-        assert scheduler.recover(["generation"], {"generation": {1}}) == {}
+        generation.out_of_service.add(1)
+        assert scheduler.recover(["generation"]) == {}
         assert (len(train.gates), len(generation.gates)) == (gates[0], gates[1] + 1)
         assert generation.gates[-1] == [1], "the absent worker cannot answer"
         assert [graph.gone.is_set() for graph in made] == [False, False, True, True]
@@ -1007,6 +1011,7 @@ def test_a_failure_on_one_role_leaves_others_alone_and_its_other_shards_go_on(ma
         replay = scheduler.replay(produce, batch(2), rows=[np.array([0, 1]), np.array([], np.intp)])
         assert replay.result() == ("more",) and replay.shards == [0]
 
+        generation.out_of_service.clear()
         assert scheduler.recover(["generation"]) == {"produce": [1], "send": [0]}
         working.results = ["learned"]
         assert learning.result() == ("learned",)
