@@ -64,7 +64,6 @@ def check_settings(config: Config) -> None:
         expert_mistakes,
         prefix_mistakes,
         engine_mistakes,
-        _restart_mistakes,
     ):
         refuse(mistakes(config))
     check_shared_gpus(config)
@@ -251,15 +250,6 @@ def _model_mistakes(config: Config) -> Mistakes:
         "loss_fn.reference_policy_kl_penalty above 0, or kl_in_reward=false": kl and not uses_reference(config),
         "ppo.kl_in_reward and loss_fn.force_on_policy_ratio are both true, but the KL of a token needs its log-probability "
         "before the step; set one to false": kl and config.loss_fn.force_on_policy_ratio,
-    }
-
-
-def _restart_mistakes(config: Config) -> Mistakes:
-    restarts = config.on_failure == "restart" and config.max_restarts > 0
-    return {
-        "on_failure is 'restart', but checkpointing.enabled is false: set it to true, or on_failure=stop": (
-            restarts and not config.checkpointing.enabled
-        )
     }
 
 

@@ -239,7 +239,14 @@ class TimeoutConfig(Section):
     """One warm-up replay."""
 
     replay_s: PositiveFloat = derived(120.0, "GPUs: 600; else 120")
-    """One replay."""
+    """One replay, at most. A hang is noticed sooner, by the two keys below."""
+
+    hang_factor: PositiveFloat = 20.0
+    """A worker hangs if it runs a replay for this multiple of the longest replay of its phase so far, or does not answer for
+    as long. The first replay of a bucket may take `replay_s`."""
+
+    hang_floor_s: PositiveFloat = 10.0
+    """The least time after which a worker hangs."""
 
     grace_s: PositiveFloat = 30.0
     """After a worker raised in a replay: time for the others to end it before they are killed. About as long as a
@@ -301,9 +308,10 @@ class Config(Section):
     fallback: Literal["eager", "error"] = "eager"
     """What to do if a phase cannot be compiled: run it eagerly, or fail."""
 
-    on_failure: Literal["stop", "restart"] = "stop"
-    """After a worker raised, died or hung: end the run, or go on. `restart` replaces a generation engine whose host lives
-    while training goes on. After any other failure the run restarts from the newest checkpoint."""
+    on_failure: Literal["stop", "restart"] = "restart"
+    """After a worker raised, died or hung: end the run, or go on. `restart` replaces a generation engine that died on a
+    living host while training goes on. After any other failure the run restarts from the newest checkpoint, if
+    `checkpointing.enabled`."""
 
     max_restarts: PositiveInt = 3
     """Maximum number of restarts and replaced engines together."""

@@ -60,6 +60,7 @@ class Fleet:
     def __init__(self, restarts: int = 0) -> None:
         self.restarts = restarts  # that may still follow
         self.inputs: Inputs | None = None  # of the first attempt: data and Hub may have changed since, or be out of reach
+        self.progressed = False  # the attempt has finished a step
         self._cluster = ExitStack()
         self._workers = ExitStack()
         self._joined = self._settled = False
@@ -79,6 +80,11 @@ class Fleet:
         self._cluster.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
         self._joined = True
         self._processes = cluster_processes()
+
+    def after_step(self) -> None:
+        """Notes that the attempt has finished a step. Raises ClusterError if Ray has ended."""
+        self.progressed = True
+        self.check()
 
     def check(self) -> None:
         """Raises ClusterError if a process of the Ray that `join` started has ended: what still runs will not for long."""

@@ -42,7 +42,7 @@ class Session:
     stop: StopSignal
     last_step: LastStep | None = None
     replacement: EngineReplacement | None = None  # of generation engines that fail
-    check: Callable[[], None] = lambda: None  # raises ClusterError if Ray has ended
+    after_step: Callable[[], None] = lambda: None  # raises ClusterError if Ray has ended
 
     @property
     def step(self) -> int:
@@ -61,7 +61,7 @@ class Session:
         self.recorder.step(stage, state.step, position, total, metrics)
         self.checkpoints.finish_step(state)
         self.stop.check()
-        self.check()
+        self.after_step()
         if self.last_step is not None and state.step == self.last_step.number:
             self.last_step.then(self)
             raise StopRequestedError(f"stopped after step {state.step}")

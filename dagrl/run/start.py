@@ -161,7 +161,7 @@ def open_session(
             stop=stop,
             last_step=last_step,
             replacement=replacement,
-            check=fleet.check,
+            after_step=fleet.after_step,
         )
         if trace is not None:
             trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])
@@ -329,6 +329,8 @@ def scheduler_options(config: Config) -> SchedulerOptions:
         compile_s=config.timeouts.compile_s,
         warmup_s=config.timeouts.warmup_s,
         replay_s=config.timeouts.replay_s,
+        hang_factor=config.timeouts.hang_factor,
+        hang_floor_s=config.timeouts.hang_floor_s,
         grace_s=config.timeouts.grace_s,
         teardown_s=config.timeouts.teardown_s / 2,
     )

@@ -42,7 +42,8 @@ def run_with_restarts(run: Run, config: Config) -> None:
     """Calls `run`; again from the newest checkpoint if a worker raised, died or hung, or a process of Ray ended, up to
     `max_restarts` times (`on_failure: restart`).
 
-    Ray and the workers that can go on stay alive between two calls, unless Ray itself is broken. Raises the last failure.
+    Ray and the workers that can go on stay alive between two calls, unless Ray itself is broken. Raises the last failure,
+    and one in which nothing was lost before the attempt's first step: it would come again.
     """
     restarts = config.max_restarts if config.on_failure == "restart" else 0
     with Fleet(restarts) as fleet:
@@ -51,8 +52,16 @@ def run_with_restarts(run: Run, config: Config) -> None:
                 run(config, fleet=fleet)
                 return
             except (WorkerError, DeadlineError, ClusterError) as error:
-                if not fleet.restarts:
+                if not fleet.restarts or not config.checkpointing.enabled or not (fleet.progressed or _lost(error)):
                     raise
                 fleet.restarts -= 1
+                fleet.progressed = False
                 logger.warning("restarting from the newest checkpoint (%d restarts left) after: %s", fleet.restarts, error)
                 config = config.with_keys({"checkpointing.resume": True})
+
+
+def _lost(error: WorkerError | DeadlineError | ClusterError) -> bool:
+    """Whether a process was lost: a worker died or hung, or Ray ended."""
+    if isinstance(error, WorkerError):
+        return any(failure.kind != "raised" for failure in error.failures)
+    return isinstance(error, ClusterError)

@@ -18,7 +18,7 @@ from dagrl.runtime.edges.pickling import Encoded, Shares
 from dagrl.runtime.executors.base import GraphLimits
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase
-from dagrl.runtime.replay import ReplayQueue
+from dagrl.runtime.replay import Durations, ReplayQueue
 from dagrl.runtime.shapes import (
     Bucket,
     FieldTypes,
@@ -47,6 +47,7 @@ class AddedPhase:
     codec: Codec | None
     limits: GraphLimits
     in_flight: ReplayQueue
+    durations: Durations
     compiled: list[Compiled] = field(default_factory=list)
     groups: Mapping[str, WorkerGroup] = field(default_factory=dict)  # that it is compiled on
     replays: int = 0
@@ -85,11 +86,11 @@ class AddedPhase:
 
     def share_out(
         self, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
-    ) -> tuple[list[object], Join, float | None]:
-        """Returns the input of each graph, how results of shards are joined, and the share of padding."""
+    ) -> tuple[list[object], Join, Bucket | None, float | None]:
+        """Returns the input of each graph, how results of shards are joined, the bucket and the share of padding."""
         here, graphs = self._places()
         if self.fields is None:
-            return (*share_out(self.phase.name, self.codec, value, graphs), None)
+            return (*share_out(self.phase.name, self.codec, value, graphs), None, None)
         value = check_batch(self.phase.name, value, self.fields)
         longest = longest_row(self.phase.name, value)
         lengths = value["lengths"].astype("int64")
@@ -102,7 +103,7 @@ class AddedPhase:
             check_rows(self.phase.name, rows, len(here), value.rows)
         bucket = choose_bucket(self.buckets, max(map(len, rows)), longest)
         split = Split(tuple(rows), bucket, value.tokens or longest)
-        return [split.share(value, mine) for mine in graphs], split.join, padding_share(lengths, bucket, len(here))
+        return [split.share(value, mine) for mine in graphs], split.join, bucket, padding_share(lengths, bucket, len(here))
 
     def _places(self) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
         """Returns the shards that have workers, and for each graph where its own are among them."""

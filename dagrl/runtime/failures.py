@@ -7,7 +7,7 @@ import math
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +34,41 @@ DEATH_S = 10.0
 RELEASE_S = 3.0
 """How long workers may take to leave their collectives after these were aborted, before they are killed."""
 
+QUESTION_S = 1.0
+"""How long a worker may take to answer before it is asked again."""
+
 RoleRank = tuple[str, int]
 """A worker, by its role and rank."""
+
+
+@dataclass(slots=True)
+class HangWatch:
+    """Decides whether a replay hangs: a worker has run it, or has not answered, for `limit_s` while it was waited for.
+
+    A replay that waits for its turn does not hang. Time in which this process did not run does not count.
+    """
+
+    limit_s: float
+    waited_s: float = 0.0
+    due_s: float = field(init=False)  # when to ask the workers again, by `waited_s`
+    since_s: dict[RoleRank, float] = field(default_factory=dict)  # when each worker that runs it was first found to
+    _last: float = field(default_factory=lambda: time.monotonic())
+
+    def __post_init__(self) -> None:
+        self.due_s = self.limit_s / 2
+
+    def due(self) -> bool:
+        """Counts the time since the last call. Returns whether the workers should be asked."""
+        now = time.monotonic()
+        self.waited_s += min(now - self._last, QUESTION_S)
+        self._last = now
+        return self.waited_s >= self.due_s
+
+    def hung(self, running: Collection[RoleRank]) -> set[RoleRank]:
+        """Returns those of the workers that run the replay which have run it for too long."""
+        self.since_s = {worker: self.since_s.get(worker, self.waited_s) for worker in running}
+        self.due_s = self.waited_s + self.limit_s / 2
+        return {worker for worker, since in self.since_s.items() if self.waited_s - since >= self.limit_s}
 
 
 @dataclass(slots=True)
@@ -48,14 +81,18 @@ class PendingReplay:
     groups: Groups  # of the phase
     deadline: float  # `time.monotonic`
     grace_s: float  # time that other workers get to finish after one raised
+    hang_s: float = math.inf
     waiting: deque[int] = field(init=False)  # graphs without an outcome
     found: dict[int, list[Packet]] = field(default_factory=dict)
     failures: list[WorkerFailure] = field(default_factory=list)
     broken: Exception | None = None
     late: bool = False
+    watch: HangWatch = field(init=False)
+    hung: Mapping[RoleRank, Report] = field(default_factory=dict)  # the workers in a replay that hangs
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.submitted)))
+        self.watch = HangWatch(self.hang_s)
 
     @property
     def name(self) -> str:
@@ -104,8 +141,10 @@ def _wait_for_next(replay: PendingReplay, until: float) -> None:
         left = min(replay.deadline, until) - time.monotonic()
         packets = replay.found[number] = graph.fetch(submitted, max(0.0, min(left, TURN_S)))
     except TimeoutError:
+        if replay.watch.due() and not replay.failures and replay.broken is None:
+            replay.hung = _workers_that_hang(replay)
         now = time.monotonic()
-        late = now >= replay.deadline
+        late = now >= replay.deadline or bool(replay.hung)
         replay.add(_arrived_failures(graph, submitted))  # the failed worker is the cause, not those that wait for it
         if late:
             replay.late = True
@@ -134,6 +173,24 @@ def _wait_for_next(replay: PendingReplay, until: float) -> None:
         for packet in packets:
             if packet.failures:
                 replay.add(packet.failures)
+
+
+def _workers_that_hang(replay: PendingReplay) -> dict[RoleRank, Report]:
+    """Returns the workers that run a replay or do not answer, if one of them hangs; none if none does."""
+    reports = _reports(replay.groups, QUESTION_S)
+    asked_s = QUESTION_S
+    while (silent := _silent(replay, reports)) and asked_s < replay.hang_s / 2:
+        answers = _reports(replay.groups, QUESTION_S)
+        reports |= {worker: answers.get(worker, IDLE) for worker in silent}
+        asked_s += QUESTION_S
+    running = {worker: found for worker, found in reports.items() if _is_in(found, replay)}
+    hung = replay.watch.hung(running)
+    return {**running, **{worker: NO_ANSWER for worker in silent}} if hung or silent else {}
+
+
+def _silent(replay: PendingReplay, reports: Mapping[RoleRank, Report]) -> list[RoleRank]:
+    """The workers that do not answer although nothing that they do keeps them from it."""
+    return [one for one, found in reports.items() if found is NO_ANSWER and replay.groups[one[0]].answers_while_busy]
 
 
 def _arrived_failures(graph: Compiled, submitted: object) -> Sequence[WorkerFailure]:
@@ -186,7 +243,9 @@ def _late_error(replay: PendingReplay) -> PhaseError:
         breaks += (
             f", which is timeouts.grace_s = {replay.grace_s:g} s after a worker raised, or its deadline if that is sooner"
         )
-    running = {worker: found for worker, found in _reports(replay.groups, REPORT_S).items() if _runs(found, replay)}
+    running = replay.hung or {
+        worker: found for worker, found in _reports(replay.groups, REPORT_S).items() if _runs(found, replay)
+    }
     for role, group in replay.groups.items():
         group.abort([rank for of, rank in running if of == role])
     if replay.failures:
@@ -196,7 +255,12 @@ def _late_error(replay: PendingReplay) -> PhaseError:
     hung = _kill_stuck(replay, running) or list(running)
     failures = [_hung(replay, worker, running[worker]) for worker in hung]
     advice = "The deadline is timeouts.replay_s (timeouts.warmup_s in a warm-up); raise it if the phase is slow."
-    if not failures:
+    if replay.hung:
+        advice = (
+            f"It was under way for {replay.watch.waited_s:.0f} s, and counts as hung after {replay.hang_s:.0f} s, by "
+            "timeouts.hang_factor and hang_floor_s and the longest replay of the phase so far."
+        )
+    elif not failures:
         advice = (
             f"{replay.name}: no result by its deadline, although no worker runs it{_others(replay.groups)}; "
             f"the first replay of a graph includes its workers' imports, so warm up first. {advice}"
@@ -206,7 +270,8 @@ def _late_error(replay: PendingReplay) -> PhaseError:
 
 def _kill_stuck(replay: PendingReplay, running: Mapping[RoleRank, Report]) -> list[RoleRank]:
     """Kills and returns the workers that do not leave a replay although their collectives were aborted."""
-    stuck, left = list(running), RELEASE_S
+    stuck = list(running)
+    left = 0.0 if all(found is NO_ANSWER for found in running.values()) and replay.hung else RELEASE_S
     until = time.monotonic() + left
     while stuck and left > 0:  # look at least once: this process may be descheduled for longer than that
         time.sleep(min(left, TURN_S))
@@ -236,7 +301,11 @@ def _reports(groups: Groups, timeout_s: float) -> dict[RoleRank, Report]:
 
 def _runs(found: Report, replay: PendingReplay) -> bool:
     """Whether a worker runs this replay. One that does not answer may: it holds the interpreter, or died."""
-    return found in (NO_ANSWER, DIED) or (found.phase, found.replay) == (replay.phase, replay.number)
+    return found in (NO_ANSWER, DIED) or _is_in(found, replay)
+
+
+def _is_in(found: Report, replay: PendingReplay) -> bool:
+    return (found.phase, found.replay) == (replay.phase, replay.number)
 
 
 def _hung(replay: PendingReplay, worker: RoleRank, found: Report) -> WorkerFailure:

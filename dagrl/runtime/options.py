@@ -18,6 +18,8 @@ class SchedulerOptions:
     same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once.
     `overlap_communication`: graphs with accelerator edges overlap their transfers with computation. `tls`: files with which
     edges between hosts are encrypted, by this engine.
+    `hang_factor`, `hang_floor_s`: a worker hangs if it runs a replay for that multiple of the longest one of its phase so
+    far, and at least that long, or does not answer for as long. None: only the deadline `replay_s` counts.
     """
 
     executor: Literal["compiled", "eager"] = "compiled"
@@ -32,6 +34,8 @@ class SchedulerOptions:
     compile_s: float = 60.0
     warmup_s: float = 180.0
     replay_s: float = 120.0
+    hang_factor: float | None = None
+    hang_floor_s: float = 10.0
     grace_s: float = 30.0
     teardown_s: float = 8.0
 

@@ -9,12 +9,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dagrl.errors import DeadlineError, PhaseError
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.failures import PendingReplay, collect_outcome
+from dagrl.runtime.shapes import Bucket
 
 AWAIT_TURN_S = 0.5
 """How long a thread waits for an `await` before it checks whether the result is still wanted."""
@@ -72,8 +73,10 @@ class Replay:
         shards: Sequence[Sequence[int]],
         join: Callable[[list[Any]], object] = tuple,
         padding_share: float | None = None,
+        on_success: Callable[[float], None] = lambda busy_s: None,
     ) -> None:
-        """`shards`: the shards in each graph. `join`: makes a result of the shards' results."""
+        """`shards`: the shards in each graph. `join`: makes a result of the shards' results. `on_success`: called with the
+        compute on the longest path."""
         self.pending = pending
         self.phase = pending.phase
         self.number = pending.number
@@ -82,6 +85,7 @@ class Replay:
         self._shards = shards
         self._join = join
         self._padding_share = padding_share
+        self._on_success = on_success
         self._started = time.perf_counter()
         self._outcome: Any = None
         self._error: Exception | None = None
@@ -144,6 +148,7 @@ class Replay:
             raise PhaseError((), f"{self.pending.name}: the results of its shards do not fit together: {error}") from error
         self._outcome = outputs[0] if len(outputs) == 1 else tuple(outputs)
         self.timing = ReplayTiming(self._started, time.perf_counter(), busy_s, self._padding_share)
+        self._on_success(self.timing.busy_s)
 
     def fail(self, error: Exception) -> None:
         self._error = error
@@ -156,6 +161,30 @@ class Replay:
             for position, shard in enumerate(self._shards[graph]):
                 found[shard] = mine[position * outputs : (position + 1) * outputs]
         return found
+
+
+@dataclass
+class Durations:
+    """How long the replays of a phase have computed so far, and after what time another one counts as hung.
+
+    The first replay of a bucket may take any time up to its deadline: it may compile or capture what the warm-up did not.
+    """
+
+    factor: float | None
+    floor_s: float
+    longest_s: float = 0.0
+    buckets: set[Bucket | None] = field(default_factory=set)
+
+    def add(self, bucket: Bucket | None, busy_s: float) -> None:
+        """Adds a replay, at the bucket of its batch (None: its input is no batch)."""
+        self.buckets.add(bucket)
+        self.longest_s = max(self.longest_s, busy_s)
+
+    def hang_s(self, bucket: Bucket | None) -> float:
+        """Returns after what time of computing a replay hangs; infinite for the first one of a bucket."""
+        if self.factor is None or bucket not in self.buckets:
+            return math.inf
+        return max(self.floor_s, self.factor * self.longest_s)
 
 
 class ReplayQueue:

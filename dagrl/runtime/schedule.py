@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,7 @@ from dagrl.runtime.failures import PendingReplay
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase, replicas_per_graph
-from dagrl.runtime.replay import Replay, ReplayQueue
+from dagrl.runtime.replay import Durations, Replay, ReplayQueue
 from dagrl.runtime.shapes import Bucket, Scalar
 from dagrl.runtime.tickets import Tickets, ticket_counters
 from dagrl.runtime.worker_group import WorkerGroup
@@ -134,8 +135,9 @@ class Scheduler:
             room_key,
         )
         queue = ReplayQueue(self._broken, self._tickets.together(phase.roles))
+        durations = Durations(self.options.hang_factor, self.options.hang_floor_s)
         self._entries[phase.name] = AddedPhase(
-            phase, graph, tuple(buckets), dict(scalars or {}), token_ids, warmup_value, codec, limits, queue
+            phase, graph, tuple(buckets), dict(scalars or {}), token_ids, warmup_value, codec, limits, queue, durations
         )
 
     def compile(self, *, complete: bool = True) -> None:
@@ -163,6 +165,7 @@ class Scheduler:
             new = self._compile(entry)
             entry.compiled = sorted([*entry.compiled, *new], key=lambda one: one.shards)
             if new:
+                entry.durations.buckets.clear()
                 made[name] = [shard for one in new for shard in one.shards]
         return made
 
@@ -390,7 +393,7 @@ class Scheduler:
         self, entry: AddedPhase, value: object, warmup: bool, deadline_s: float, rows: Sequence[npt.NDArray[np.intp]] | None
     ) -> Replay:
         """Takes the tickets of a replay and sends it. The caller holds the scheduler's lock."""
-        values, join, padding = entry.share_out(value, rows)
+        values, join, bucket, padding = entry.share_out(value, rows)
         entry.check_sizes(values)
         number, submitted = entry.replays, []
         try:
@@ -399,8 +402,13 @@ class Scheduler:
                 packet = Packet(Header(entry.phase.name, number, warmup, mine, deadline_s), item)
                 submitted.append((one, one.submit(packet)))
             deadline = time.monotonic() + deadline_s
-            pending = PendingReplay(entry.phase.name, number, submitted, entry.groups, deadline, self.options.grace_s)
-            replay = Replay(pending, entry.in_flight, [one.shards for one in entry.compiled], join, padding)
+            hang_s = math.inf if warmup else entry.durations.hang_s(bucket)
+            pending = PendingReplay(
+                entry.phase.name, number, submitted, entry.groups, deadline, self.options.grace_s, hang_s
+            )
+            shards = [one.shards for one in entry.compiled]
+            measured = partial(entry.durations.add, bucket) if not warmup else lambda busy_s: None
+            replay = Replay(pending, entry.in_flight, shards, join, padding, measured)
             entry.replays += 1
             entry.in_flight.replays.append(replay)
         except BaseException as error:  # some workers have their ticket; others would wait for theirs forever

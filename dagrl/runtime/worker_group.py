@@ -292,6 +292,11 @@ class WorkerGroup:
                 reports[refs[ref]] = DIED
         return reports
 
+    @property
+    def answers_while_busy(self) -> bool:
+        """Whether a worker says what it runs while it runs something."""
+        return self._health_group is not None
+
     def rank_of_actor(self, actor_id: str) -> int | None:
         """Returns the rank of an actor by its id in hex, or None if it is not in this group."""
         return next((rank for rank, actor in enumerate(self.actors) if actor._actor_id.hex() == actor_id), None)

@@ -567,11 +567,6 @@ TABLE = [
         ("grpo.async_grpo={enabled: true, recompute_kv_cache_after_weight_updates: true}",),
     ),
     Row(
-        "restarts without checkpoints",
-        ("on_failure is 'restart', but checkpointing.enabled is false",),
-        ("on_failure=restart", "checkpointing.enabled=false"),
-    ),
-    Row(
         "a reward without parameters",
         (f"reward.function: {__name__}:half takes (number: ", "; expected: prompts, completions and references by position"),
         (f"reward.function={__name__}:half",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 import time
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ ELSEWHERE = Report("generate", 7, "generate for 1 s (replay 7)", "another stack"
 class Group:
     """Three train workers. Aborted ones leave their collective, if they are in one."""
 
-    owned = True
+    owned = answers_while_busy = True
 
     def __init__(self, *hung: Shard, reports: Sequence[Report] = (IDLE, IDLE, IDLE), stay: Sequence[int] = ()) -> None:
         self.role = SimpleNamespace(name="train")
@@ -85,9 +86,9 @@ class Group:
         self.killed += ranks
 
 
-def replay(*shards: Shard, deadline_s: float = 600.0, grace_s: float = 0.3) -> PendingReplay:
+def replay(*shards: Shard, deadline_s: float = 600.0, grace_s: float = 0.3, hang_s: float = math.inf) -> PendingReplay:
     submitted: Any = [(shard, None) for shard in shards]
-    return PendingReplay("train_step", 0, submitted, {}, time.monotonic() + deadline_s, grace_s)
+    return PendingReplay("train_step", 0, submitted, {}, time.monotonic() + deadline_s, grace_s, hang_s)
 
 
 def outcome_of(replay: PendingReplay, *groups: Any, **options: float) -> Any:
@@ -113,6 +114,66 @@ def test_a_hang_releases_workers_that_wait_and_kills_those_that_stay() -> None:
     assert [(failure.rank, failure.kind, failure.traceback) for failure in error.failures] == [(1, "hung", "a stack")]
     assert (group.aborted, group.killed) == ([0, 1], [1])
     assert error.breaks
+
+
+class Stopped(Group):
+    """Worker 1 does not answer, as one that was stopped, until it was asked so many times."""
+
+    def __init__(self, silent: float, *hung: Shard) -> None:
+        super().__init__(*hung, reports=(BUSY, NO_ANSWER, IDLE), stay=[1])
+        self.silent, self.asked = silent, 0
+
+    def reports(self, timeout_s: float) -> dict[int, Report]:
+        self.asked += 1
+        if self.asked > self.silent:
+            self.now[1] = IDLE
+        return super().reports(timeout_s)
+
+
+def test_a_worker_that_does_not_answer_hangs_long_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "QUESTION_S", 0.1)
+    group = Stopped(math.inf)
+    error = failure_of(replay(Shard(), hang_s=1.0), group)
+    assert [(failure.rank, failure.kind) for failure in error.failures] == [(1, "hung")]
+    assert (group.aborted, group.killed) == ([0, 1], [1]), "its peer is released from their collective"
+    assert "timeouts.hang_factor" in str(error)
+
+
+def test_a_worker_that_answers_late_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "QUESTION_S", 0.1)
+    group = Stopped(4, Shard())
+    assert outcome_of(replay(Shard("done", after_s=1.2), hang_s=1.0), group) == [[Packet(HEADER, "done")]]
+    assert group.asked >= 5 and not group.killed
+
+
+def test_a_worker_that_stays_in_a_replay_hangs_and_one_that_waits_for_its_turn_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = Group(reports=(ELSEWHERE, BUSY, IDLE), stay=[1])
+    error = failure_of(replay(Shard(), hang_s=0.4), group)
+    assert [(failure.rank, failure.kind) for failure in error.failures] == [(1, "hung")]
+    group = Group(reports=(ELSEWHERE, IDLE, IDLE))
+    with pytest.raises(DeadlineError, match="no result yet"):
+        outcome_of(replay(Shard(), hang_s=0.2), group, until=time.monotonic() + 1.0)
+    assert not group.killed
+
+
+def test_busy_workers_that_cannot_answer_do_not_hang() -> None:
+    """Actors of others answer between their calls alone, unless they have a concurrency group for it."""
+    group = Group(reports=(NO_ANSWER, NO_ANSWER, IDLE))
+    group.answers_while_busy = False
+    with pytest.raises(DeadlineError, match="no result yet"):
+        outcome_of(replay(Shard(), hang_s=0.2), group, until=time.monotonic() + 0.6)
+
+
+def test_time_in_which_the_driver_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watch = failures.HangWatch(10.0)
+    for at in (1.0, 2.0, 3600.0, 3601.0):
+        now[0] = at
+        assert not watch.due()
+    assert watch.waited_s == 4.0
 
 
 def test_workers_are_checked_before_they_are_killed_even_if_late(monkeypatch: pytest.MonkeyPatch) -> None:
