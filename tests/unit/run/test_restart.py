@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import DagrlError, DataError, DeadlineError, PhaseError, RunError, WorkerError
+from dagrl.errors import ClusterError, DagrlError, DataError, DeadlineError, PhaseError, RunError, WorkerError, WorkerFailure
 from dagrl.run.fleet import Fleet
 from dagrl.run.preflight import Inputs
 from dagrl.run.start import open_session
@@ -17,19 +19,20 @@ from dagrl.run.train import run_with_restarts
 
 
 def configuration(**keys: Any) -> Config:
-    base: dict[str, Any] = {"name": "run", "algorithm": "sft", "policy": {}, "data": {}, "on_failure": "restart"}
+    base: dict[str, Any] = {"name": "run", "algorithm": "sft", "policy": {}, "data": {}}
     return Config.model_validate({**base, **keys})
 
 
 class Run:
     """Fails a number of times, and records whether each call resumed."""
 
-    def __init__(self, failures: int, error: DagrlError | None = None) -> None:
-        self.failures, self.error = failures, error or PhaseError((), "a worker died")
+    def __init__(self, failures: int, error: DagrlError | None = None, progresses: bool = True) -> None:
+        self.failures, self.error, self.progresses = failures, error or PhaseError((), "a worker died"), progresses
         self.resumed: list[bool] = []
 
     def __call__(self, config: Config, *, fleet: Fleet) -> None:
         self.resumed.append(config.checkpointing.resume)
+        fleet.progressed = self.progresses
         if len(self.resumed) <= self.failures:
             raise self.error
 
@@ -39,6 +42,7 @@ def test_a_failure_during_a_stop_does_not_restart() -> None:
 
     def run(config: Config, *, fleet: Fleet) -> None:
         runs.append(config.checkpointing.resume)
+        fleet.progressed = True
         with no_restart_after_stop(stop):
             stop.requested = len(runs) == 2
             raise PhaseError((), "train worker 0 hung")
@@ -71,6 +75,7 @@ def test_a_restart_does_not_read_data_and_model_again(tmp_path: Path, monkeypatc
         raise PhaseError((), "a worker died")
 
     def run(config: Config, *, fleet: Fleet) -> None:
+        fleet.progressed = True
         with open_session(config, lambda config: [], None, fleet):
             pass
 
@@ -81,6 +86,25 @@ def test_a_restart_does_not_read_data_and_model_again(tmp_path: Path, monkeypatc
     assert read == ["run"] and resumed == [False, True, True]
 
 
+DIED = WorkerFailure("train", 0, "", "here", 1, "train_step", 0, "", "died", "", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts"),
+    [
+        (PhaseError((DIED,)), True),
+        (ClusterError("Ray ended"), True),
+        (PhaseError((replace(DIED, kind="raised"),)), False),
+        (DeadlineError("Ray has no GPU"), False),
+    ],
+)
+def test_before_the_first_step_only_lost_processes_are_worth_a_restart(error: DagrlError, restarts: bool) -> None:
+    run = Run(failures=1, error=error, progresses=False)
+    with nullcontext() if restarts else pytest.raises(type(error)):
+        run_with_restarts(run, configuration())
+    assert run.resumed == ([False, True] if restarts else [False])
+
+
 def test_the_last_failure_is_raised() -> None:
     run = Run(failures=9)
     with pytest.raises(PhaseError, match="a worker died"):
@@ -88,7 +112,7 @@ def test_the_last_failure_is_raised() -> None:
     assert run.resumed == [False, True, True]
 
 
-@pytest.mark.parametrize("keys", [{"on_failure": "stop"}, {}])
+@pytest.mark.parametrize("keys", [{"on_failure": "stop"}, {"checkpointing": {"enabled": False}}, {}])
 def test_other_failures_end_the_run(keys: dict[str, Any]) -> None:
     run = Run(failures=1, error=PhaseError((), "died") if keys else DataError("a line that is not JSON"))
     with pytest.raises(DagrlError):
