@@ -106,6 +106,16 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def starved_s() -> float:
+    """Seconds for which the threads of this process were ready to run and had no processor; 0 where Linux does not tell."""
+    waited_ns = 0
+    with suppress(OSError):
+        for thread in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # it has ended
+                waited_ns += int((thread / "schedstat").read_text().split()[1])
+    return waited_ns * 1e-9
+
+
 def descendants_of(pid: int) -> list[int]:
     """Returns the pids of all living descendants of a process; none where there is no `/proc`."""
     found: list[int] = []

@@ -241,7 +241,7 @@ class TimeoutConfig(Section):
     replay_s: PositiveFloat = derived(120.0, "GPUs: 600; else 120")
     """One replay, at most. A hang is noticed sooner, by the two keys below."""
 
-    hang_factor: PositiveFloat = 20.0
+    hang_factor: PositiveFloat = 10.0
     """A worker hangs if it runs a replay for this multiple of the longest replay of its phase so far, or does not answer for
     as long. The first replay of a bucket may take `replay_s`."""
 

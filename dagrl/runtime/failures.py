@@ -7,7 +7,7 @@ import math
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,29 +45,31 @@ RoleRank = tuple[str, int]
 class HangWatch:
     """Decides whether a replay hangs: a worker has run it, or has not answered, for `limit_s` while it was waited for.
 
-    A replay that waits for its turn does not hang. Time in which this process did not run does not count.
+    A replay that waits for its turn does not hang. Time does not count in which this process did not run, or a worker that
+    runs the replay waited for a processor: others may wait for that worker.
     """
 
     limit_s: float
     waited_s: float = 0.0
-    due_s: float = field(init=False)  # when to ask the workers again, by `waited_s`
+    asked_s: float = 0.0  # when the workers were last asked, by `waited_s`
     since_s: dict[RoleRank, float] = field(default_factory=dict)  # when each worker that runs it was first found to
+    starved_s: dict[RoleRank, float] = field(default_factory=dict)  # by then
     _last: float = field(default_factory=lambda: time.monotonic())
-
-    def __post_init__(self) -> None:
-        self.due_s = self.limit_s / 2
 
     def due(self) -> bool:
         """Counts the time since the last call. Returns whether the workers should be asked."""
         now = time.monotonic()
         self.waited_s += min(now - self._last, QUESTION_S)
         self._last = now
-        return self.waited_s >= self.due_s
+        return self.waited_s >= self.asked_s + self.limit_s / 2
 
-    def hung(self, running: Collection[RoleRank]) -> set[RoleRank]:
+    def hung(self, running: Mapping[RoleRank, Report]) -> set[RoleRank]:
         """Returns those of the workers that run the replay which have run it for too long."""
+        starved = {worker: found.starved_s for worker, found in running.items()}
+        starved_s = max((starved[worker] - self.starved_s.get(worker, starved[worker]) for worker in starved), default=0.0)
+        self.waited_s = max(self.asked_s, self.waited_s - starved_s)
+        self.asked_s, self.starved_s = self.waited_s, starved
         self.since_s = {worker: self.since_s.get(worker, self.waited_s) for worker in running}
-        self.due_s = self.waited_s + self.limit_s / 2
         return {worker for worker, since in self.since_s.items() if self.waited_s - since >= self.limit_s}
 
 

@@ -24,7 +24,7 @@ from tests.integration.fake_workers import FakeWorker
 
 SLEEP, COMPUTE, KEEP_INTERPRETER = "sleep", "compute", "keep the interpreter"
 USUAL_S = 0.3
-FACTOR, FLOOR_S = 20.0, 10.0  # those of `timeouts`
+FACTOR, FLOOR_S = 10.0, 10.0  # those of `timeouts`
 
 
 class Worker(FakeWorker):
@@ -47,10 +47,10 @@ def spend(train: Shard, how):
 
 
 @contextmanager
-def running(floor_s: float) -> Iterator[Scheduler]:
+def running(floor_s: float, factor: float = FACTOR) -> Iterator[Scheduler]:
     """Two workers that have replayed once, for `USUAL_S`."""
     group = WorkerGroup.create("train", Worker, ParallelLayout(tp=2), None)
-    options = SchedulerOptions(fallback="error", hang_factor=FACTOR, hang_floor_s=floor_s, teardown_s=4.0)
+    options = SchedulerOptions(fallback="error", hang_factor=factor, hang_floor_s=floor_s, teardown_s=4.0)
     try:
         with Scheduler([group], options) as scheduler:
             scheduler.add(spend, warmup_value=(SLEEP, 0.0))
@@ -69,7 +69,7 @@ def stop(scheduler: Scheduler) -> int:
 
 
 def test_a_stopped_worker_is_named_and_killed_after_the_floor(cluster: None) -> None:
-    with running(floor_s=4.0) as scheduler:
+    with running(floor_s=4.0, factor=0.1) as scheduler:
         stop(scheduler)
         started = time.monotonic()
         with pytest.raises(PhaseError, match=r"train worker 1 .* hung") as caught:
@@ -92,7 +92,8 @@ def test_slow_workers_that_are_paused_or_cannot_answer_for_a_while_do_not_hang(c
 
 @pytest.mark.slow
 def test_thirty_busy_processes_make_no_hang(cluster: None) -> None:
-    with running(floor_s=1.0) as scheduler:
+    """Replays take 16 times as long on two cores, more than the limit."""
+    with running(floor_s=1.0, factor=4.0) as scheduler:
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(30)]
         try:
             for _ in range(3):

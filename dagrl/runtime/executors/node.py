@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import ray
 
 from dagrl.errors import DeadlineError, RunError, WorkerFailure, error_text, printable
+from dagrl.machine import starved_s
 from dagrl.runtime.annotate import annotate, ranges_enabled
 from dagrl.runtime.arguments import Arguments, Static
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
@@ -409,13 +410,17 @@ def where(worker: object) -> tuple[str, int, str, tuple[str, ...]]:
 
 
 class Report(NamedTuple):
-    """What a worker is running: a node of a replay, and the stack of its thread. `what` is empty if it is idle."""
+    """What a worker is running: a node of a replay, and the stack of its thread. `what` is empty if it is idle.
+
+    `starved_s`: for how long its threads have waited for a processor since it started, all together.
+    """
 
     phase: str
     replay: int
     what: str
     stack: str
     role: str = ""
+    starved_s: float = 0.0
 
 
 IDLE = Report("", 0, "", "")
@@ -431,4 +436,4 @@ def report(worker: object) -> Report:
     frame = sys._current_frames().get(thread)
     stack = "".join(traceback.format_stack(frame)) if frame else ""
     what = f"{label} for {time.monotonic() - since:.1f} s (replay {replay})"
-    return Report(phase, replay, what, stack[-FAILURE_CHARACTERS:], role)
+    return Report(phase, replay, what, stack[-FAILURE_CHARACTERS:], role, starved_s())

@@ -176,6 +176,17 @@ def test_time_in_which_the_driver_was_stopped_does_not_count(monkeypatch: pytest
     assert watch.waited_s == 4.0
 
 
+def test_time_in_which_a_worker_of_the_replay_had_no_processor_does_not_count() -> None:
+    """Also for its peers, which wait for it without a need for one."""
+    watch = failures.HangWatch(10.0)
+    starved, waiting = ("train", 0), ("train", 1)
+    for at, starved_s in ((5.0, 7.0), (16.0, 17.5)):
+        watch.waited_s = at
+        assert not watch.hung({starved: BUSY._replace(starved_s=starved_s), waiting: BUSY})
+    watch.waited_s += 10.0
+    assert watch.hung({starved: BUSY._replace(starved_s=17.5), waiting: BUSY}) == {starved, waiting}
+
+
 def test_workers_are_checked_before_they_are_killed_even_if_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that waits may itself be descheduled for longer than the workers have."""
     monkeypatch.setattr(failures, "RELEASE_S", 1e-9)
