@@ -40,7 +40,7 @@ ENVIRONMENT = "environment"
 """Name of the part of the reward that the environment gave."""
 
 GIVEN = ("messages", "prompt_ids", "completion_ids", "logprobs", "columns", "task", "metadata")
-"""Names of parameters that every sample has a value for; `dagrl.rl.rollout.judged` makes them."""
+"""Names of parameters that every sample has a value for; `dagrl.rl.rollout.scoring` makes them."""
 
 
 def exact_match(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:

@@ -22,14 +22,13 @@ from dagrl.config import Config
 from dagrl.config.settings import device_count, generates
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
-from dagrl.rl.agents.runner import open_environment
 from dagrl.rl.functions.answers import Answers
 from dagrl.rl.pass_at_k import pass_at_k
 from dagrl.rl.rewards import RewardRunner, rewards_of
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
-from dagrl.rl.rollout.judged import reward_texts, reward_values
 from dagrl.rl.rollout.rollouts import Rollouts
-from dagrl.rl.rollout.scoring import ScoredGroup, check_groups, scored_group, with_turn_rewards
+from dagrl.rl.rollout.scoring import ScoredGroup, check_groups, reward_texts, reward_values, scored_group, with_turn_rewards
+from dagrl.rl.rollout.turns import Turns, open_turns
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.fleet import single_group
 from dagrl.run.plans import generate_plan
@@ -102,7 +101,7 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
         made = Path(stack.enter_context(TemporaryDirectory(prefix="dagrl-")))
         config = prepared_config(inputs.config, inputs, made / "init_model").with_keys({"policy.router_replay": False})
         reward = stack.enter_context(RewardRunner(config.reward))
-        environment = stack.enter_context(open_environment(config, inputs.tokenizer))
+        turns = stack.enter_context(open_turns(config, inputs.tokenizer))
         group = stack.enter_context(single_group(config, "generation"))
         scheduler = stack.enter_context(Scheduler([group], scheduler_options(config)))
         plan = generate_plan(config)
@@ -110,12 +109,18 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
         add_phases(scheduler, replays.phases, [plan], inputs.tokenizer)
         scheduler.compile()
         scheduler.warmup()
-        rollouts = Rollouts(config, WorkerEngines(group, replays, config.timeouts.replay), inputs.tokenizer, environment)
-        return _report(_complete(config, inputs, prompts, wanted, rollouts, reward), wanted)
+        rollouts = Rollouts(config, WorkerEngines(group, replays, config.timeouts.replay), inputs.tokenizer, turns)
+        return _report(_complete(config, inputs, prompts, wanted, rollouts, turns, reward), wanted)
 
 
 def _complete(
-    config: Config, inputs: Inputs, prompts: Sequence[Prompt], wanted: Evaluation, rollouts: Rollouts, reward: RewardRunner
+    config: Config,
+    inputs: Inputs,
+    prompts: Sequence[Prompt],
+    wanted: Evaluation,
+    rollouts: Rollouts,
+    turns: Turns,
+    reward: RewardRunner,
 ) -> list[list[Completion]]:
     """Generates and rewards all completions, by prompt."""
     scoring: list[tuple[RolloutGroup, list[Sample], Future[Answers]]] = []
@@ -127,8 +132,8 @@ def _complete(
             episode.greedy = True
     rollouts.start(*groups)
     while rollouts.busy:
-        if not rollouts.generating and rollouts.awaited:
-            wait(rollouts.awaited, WAIT_S, FIRST_COMPLETED)
+        if not rollouts.generating and turns.awaited:
+            wait(turns.awaited, WAIT_S, FIRST_COMPLETED)
         for group in rollouts.advance():
             samples = samples_of(inputs.tokenizer, group)
             row_values = partial(reward_values, group, samples, inputs.tokenizer)

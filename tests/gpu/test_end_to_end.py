@@ -16,6 +16,7 @@ from dagrl.config.file import load_config
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.episodes import new_group, request_seeds
 from dagrl.rl.rollout.rollouts import Rollouts
+from dagrl.rl.rollout.turns import EnvironmentTurns
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.grpo import train_grpo
@@ -143,7 +144,8 @@ def sampled(session: Session) -> list[tuple[list[int], list[int], list[float]]]:
     config = session.config
     assert session.generation is not None
     engines = WorkerEngines(session.generation, session.replays, config.timeouts.replay)
-    rollouts = Rollouts(config, engines, session.inputs.tokenizer)
+    tokenizer = session.inputs.tokenizer
+    rollouts = Rollouts(config, engines, tokenizer, EnvironmentTurns(config, tokenizer))
     for number, prompt in enumerate(session.inputs.prompts[:8]):
         rollouts.start(new_group(config, number, number, prompt, request_seeds(0, number, 4)))
     groups = []

@@ -13,7 +13,6 @@ import copy
 import math
 import secrets
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,7 +23,6 @@ from dagrl.rl.agents.episode import AgentEpisode, Limits
 from dagrl.rl.agents.protocol import MODEL
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.agents.server import EndpointServer, Inbox
-from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.functions.agent_pool import AgentPool
 from dagrl.rl.functions.answers import Failed
 from dagrl.runtime.deadline import Deadline
@@ -101,14 +99,3 @@ def agent_rewards(answer: Any) -> tuple[dict[str, float], str]:
         if not isinstance(name, str) or not isinstance(value, Real) or not math.isfinite(value):
             return {}, printable(f"it returned {answer!r:.200}; expected: a number, numbers by name, or None")
     return {name: float(value) for name, value in rewards.items()}, ""
-
-
-def open_environment(
-    config: Config, tokenizer: PreTrainedTokenizerFast
-) -> AbstractContextManager[EnvironmentRunner | AgentRunner | None]:
-    """Returns what answers the policy's turns: agents, an environment, or nothing."""
-    if config.environment.agent is not None:
-        return AgentRunner(config, tokenizer)
-    if config.environment.enabled:
-        return EnvironmentRunner(config.environment, tokenizer)
-    return nullcontext()

@@ -12,11 +12,13 @@ import numpy as np
 
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.agents.conversations import Kept, Row
-from dagrl.rl.agents.episode import AgentEpisode, Turn
+from dagrl.rl.agents.episode import AgentEpisode
+from dagrl.rl.agents.episode import Turn as Request
 from dagrl.rl.agents.runner import AgentRunner, agent_rewards
 from dagrl.rl.environments import FAILED, example_of
 from dagrl.rl.generation import FinishedRequest
-from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, RolloutGroup, request_seeds
+from dagrl.rl.rollout.episodes import ABORTED, TOKEN_FIELDS, Episode, RolloutGroup, Sample, Turn, request_seeds
+from dagrl.rl.rollout.scoring import environment_failures
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +33,13 @@ class TurnEpisode(Episode):
     `streamed` are tokens that the client has and `tokens` has not, as their request still runs.
     """
 
-    turn: Turn | None = None
+    turn: Request | None = None
     streamed: list[FinishedRequest] = field(default_factory=list)
     told: int = 0
+
+    @property
+    def cancelled(self) -> bool:
+        return self.turn is not None and self.turn.cancelled
 
     def append(self, made: FinishedRequest) -> None:
         super().append(made)
@@ -67,7 +73,9 @@ class _Running:
 
 
 class AgentTurns:
-    """The agents of the groups under way. Belongs to `Rollouts`."""
+    """Turns that agents ask for. See `dagrl.rl.rollout.turns.Turns`."""
+
+    can_wait = False  # clients wait for them
 
     def __init__(self, runner: AgentRunner) -> None:
         self._runner = runner
@@ -76,21 +84,30 @@ class AgentTurns:
         self._warned = False
 
     @property
+    def pending(self) -> list[Future[Any]]:
+        return []
+
+    @property
     def awaited(self) -> list[Future[Any]]:
-        """Futures of which one is done when there is something to do. Empty if no agent runs."""
+        """Empty if no agent runs."""
         return [self._runner.inbox.news, *(one.agent.answer for one in self._running.values())] if self._running else []
 
-    def start(self, groups: Iterable[RolloutGroup]) -> None:
-        """Starts an agent for each sequence of the groups."""
+    def start(self, groups: Iterable[RolloutGroup]) -> list[Turn]:
+        """Starts an agent for each sequence of the groups, which begins afresh."""
         for group, episode in [(one, episode) for one in groups for episode in one.episodes]:
             key, self._begun = f"{group.number}/{self._begun}", self._begun + 1
             example = example_of(episode.prompt, episode.seed, group.episodes[0].seed)
             agent = self._runner.begin(key, example, greedy=episode.greedy)
             self._running[id(agent)] = _Running(group, episode, agent)
+        return []  # they have to ask first
 
-    def requests(self) -> list[tuple[RolloutGroup, TurnEpisode]]:
-        """Returns the requests that have come since the last call."""
-        found = []
+    def take(self) -> list[Turn]:
+        """Ends the sequences whose agents have returned. Returns the requests that have come since the last call."""
+        for key, one in list(self._running.items()):
+            if one.agent.answer.done():
+                del self._running[key]
+                self._end(one, one.agent.answer.result())
+        found: list[Turn] = []
         for agent, turn in self._runner.inbox.take():
             running = self._running.get(id(agent))
             if running is not None and not turn.cancelled:
@@ -102,19 +119,33 @@ class AgentTurns:
                 )
         return found
 
-    def finish(self) -> None:
-        """Ends the sequences whose agents have returned."""
-        for key, one in list(self._running.items()):
-            if one.agent.answer.done():
-                del self._running[key]
-                self._end(one, one.agent.answer.result())
+    def stream(self, episode: Episode, made: FinishedRequest) -> None:
+        assert isinstance(episode, TurnEpisode)
+        episode.stream(made)
+
+    def finish(self, ended: Sequence[tuple[Turn, FinishedRequest]]) -> None:
+        """Answers the requests."""
+        for (_, episode), made in ended:
+            assert isinstance(episode, TurnEpisode)
+            episode.finish(made)
 
     def abort(self, group: RolloutGroup) -> None:
-        """Ends the agents of a group."""
         for key, one in list(self._running.items()):
             if one.group is group:
                 del self._running[key]
                 self._runner.end(one.agent)
+                one.episode.finish_reason = ABORTED
+
+    def leave(self) -> None:
+        """Nothing is pending."""
+
+    def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Also of what is trained on of the episodes."""
+        return {
+            **environment_failures(samples),
+            "environment/conversations": float(np.mean([len(sample.rows) for sample in samples])),
+            "environment/untrained_tokens": float(sum(sample.completion.untrained for sample in samples)),
+        }
 
     def _end(self, one: _Running, answer: Any) -> None:
         self._runner.end(one.agent)
@@ -134,11 +165,6 @@ class AgentTurns:
                 kept.untrained,
                 self._runner.max_conversations,
             )
-
-
-def cancelled(episodes: Iterable[tuple[int, Episode]]) -> list[int]:
-    """Returns the keys of the requests that were cancelled."""
-    return [key for key, one in episodes if isinstance(one, TurnEpisode) and one.turn is not None and one.turn.cancelled]
 
 
 def fill(episode: Episode, kept: Kept, rewards: dict[str, float]) -> None:

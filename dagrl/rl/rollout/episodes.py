@@ -76,6 +76,11 @@ class Episode:
         return len(self.prompt.tokens) + len(self.tokens)
 
     @property
+    def cancelled(self) -> bool:
+        """Whether nobody waits for its turn any more."""
+        return False
+
+    @property
     def turn_left(self) -> int:
         """New tokens that this turn may still make."""
         return self.max_new_tokens - (len(self.tokens) - self.turn_start)
@@ -143,6 +148,17 @@ class RolloutGroup:
     @property
     def complete(self) -> bool:
         return all(episode.finish_reason for episode in self.episodes)
+
+    def place(self, episode: Episode) -> int:
+        """Returns the place of one of its episodes."""
+        return next(place for place, item in enumerate(self.episodes) if item is episode)
+
+
+Turn = tuple[RolloutGroup, Episode]
+"""A sequence whose turn is generated next, runs or has ended."""
+
+ABORTED = "aborted"
+"""The finish reason of sequences that were dropped."""
 
 
 def new_group(config: Config, number: int, key: int, prompt: Prompt, seeds: Sequence[int], cohort: int = 0) -> RolloutGroup:

@@ -1,6 +1,6 @@
 """Produces training batches: draws prompts, completes and scores them, and keeps them in the trajectory buffer.
 
-    experience = Experience(config, prompts, engines, reward, environment, stop, version=0, max_age_steps=0)
+    experience = Experience(config, prompts, engines, reward, turns, stop, version=0, max_age_steps=0)
     experience.fill()                 # starts as many groups as their ages allow
     experience.work()                 # runs one quantum of generation, and takes finished scores
     groups = experience.take()        # a batch for a training step, or None
@@ -27,13 +27,10 @@ import numpy as np
 from dagrl.config import Config, Json
 from dagrl.data import open_sampler
 from dagrl.errors import RunError, StopRequestedError, WorkerError
-from dagrl.rl.agents.runner import AgentRunner
-from dagrl.rl.environments import EnvironmentRunner
 from dagrl.rl.functions.answers import Answers, split_done
 from dagrl.rl.rewards import RewardRunner, join_rewards, rewards_of
 from dagrl.rl.rollout.engines import GenerationEngines, PromptData, Stop
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
-from dagrl.rl.rollout.judged import reward_texts, reward_values
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.scoring import (
     FAILED,
@@ -41,18 +38,20 @@ from dagrl.rl.rollout.scoring import (
     ZERO_VARIANCE,
     ScoredGroup,
     Untrained,
-    answered,
     check_groups,
     drop_reason,
     equal_share,
     mean_reward,
     reward_means,
+    reward_texts,
+    reward_values,
     samples_in,
     scored_group,
     with_turn_rewards,
 )
 from dagrl.rl.rollout.trajectories import TOO_OLD, TrajectoryBuffer
 from dagrl.rl.rollout.trajectory_file import SavedGroup, can_go_on, read_trajectories, write_trajectories
+from dagrl.rl.rollout.turns import Turns
 from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, EQUAL_GROUPS, REWARD, REWARD_MEAN, STALENESS, VALIDATION
 
 logger = logging.getLogger(__name__)
@@ -82,18 +81,18 @@ class Experience:
         prompts: PromptData,
         engines: GenerationEngines,
         reward: RewardRunner,
-        environment: EnvironmentRunner | AgentRunner | None,
+        turns: Turns,
         stop: Stop,
         *,
         version: int,
         max_age_steps: int,
     ) -> None:
         grpo, self._config, self._prompts, self._engines = config.grpo, config, prompts, engines
-        self._reward, self._stop = reward, stop
+        self._reward, self._turns, self._stop = reward, turns, stop
         self._last = config.sft.max_num_steps + grpo.max_num_steps
         self.sampler = open_sampler(prompts.train, config.data)
         self.buffer = TrajectoryBuffer[ScoredGroup](grpo.num_prompts_per_step, max_age_steps, version=version)
-        self.rollouts = Rollouts(config, engines, prompts.tokenizer, environment)
+        self.rollouts = Rollouts(config, engines, prompts.tokenizer, turns)
         self._scoring: list[_Scoring] = []
         self._validated: list[_Scoring] = []
         self._dropped_groups: list[ScoredGroup] = []  # by dynamic sampling, since the last batch was taken
@@ -107,9 +106,9 @@ class Experience:
         # a checkpoint will be saved: collect rewards and answers while their processes still run
         if error is None or isinstance(error, StopRequestedError):
             self.rest()
-            wait(self.rollouts.pending, self._config.environment.timeout_s)
+            wait(self._turns.pending, self._config.environment.timeout_s)
             self.rest()
-            self.rollouts.leave_questions()
+            self._turns.leave()
 
     def fill(self) -> None:
         """Starts the groups that may start now and that the remaining steps need."""
@@ -118,6 +117,11 @@ class Experience:
         needed = self.buffer.groups_per_step * left - counts.generating - counts.finished - counts.taken
         room = min(self.buffer.room(), needed)
         self.rollouts.start(*[self._new_group(self.buffer.start(), *self.sampler.take(1)) for _ in range(room)])
+
+    @property
+    def can_prepare(self) -> bool:
+        """Whether groups may start although engines have no work for a while. Agents would wait for the whole time."""
+        return self._turns.can_wait and not self.rollouts.running
 
     def begin(self) -> None:
         """Starts the next groups and their first quanta, so that engines work while the caller does something else."""
@@ -133,7 +137,7 @@ class Experience:
         while other is None and self._unfilled:
             self._refill()
         if not self.rollouts.generating:
-            awaited: list[Future[Any]] = [*self.rollouts.awaited, *([] if other is None else [other])]
+            awaited: list[Future[Any]] = [*self._turns.awaited, *([] if other is None else [other])]
             awaited += [item.answers for item in self._scoring]
             awaited += [item.answers for item in self._validated if not item.answers.done()]
             if not awaited and not self._validated:
@@ -254,11 +258,12 @@ class Experience:
         judged = [self._scored(item) for item in scored]
         self._untrained += map(Untrained, judged)
         rewards, samples = check_groups(self._config, self._reward, judged, may_all_fail=True)
+        found = self._turns.metrics(samples)
         return {
             VALIDATION + "reward": mean_reward(rewards, samples),
             VALIDATION + "reward_failures": float(rewards.failed),
             **reward_means(rewards, samples, VALIDATION),
-            **self._environment_failures(samples, VALIDATION + ENVIRONMENT_FAILURES.replace("/", "_")),
+            **{VALIDATION + name.replace("/", "_"): value for name, value in found.items() if name == ENVIRONMENT_FAILURES},
         }
 
     def take_untrained(self) -> list[Untrained]:
@@ -285,8 +290,7 @@ class Experience:
             "reward/excluded": float(rewards.excluded),
             **reward_means(rewards, samples, REWARD),
             **({EQUAL_GROUPS: equal_share(groups)} if self._config.grpo.num_generations_per_prompt > 1 else {}),
-            **self._environment_failures(samples, ENVIRONMENT_FAILURES),
-            **self._conversations(samples),
+            **self._turns.metrics(samples),
             "completion_tokens": float(np.mean(lengths)),
             "truncated_share": float(np.mean([sample.completion.finish_reason == "length" for sample in samples])),
             "turns": float(np.mean([sample.completion.turns for sample in samples])),
@@ -319,7 +323,7 @@ class Experience:
         """Writes the untrained groups, or only their prompts (`grpo.async_grpo.on_checkpoint`)."""
         self._engines.exclude_wait()
         self.rest()
-        whole = self._config.grpo.async_grpo.on_checkpoint == "save" and self._config.environment.agent is None
+        whole = self._config.grpo.async_grpo.on_checkpoint == "save" and self._turns.can_wait
         groups = [group.payload.group for group in self.buffer.untrained()] + [item.group for item in self._scoring]
         groups += self.rollouts.snapshot()
         started = self.buffer.generating() | {group.number: group.version for group in self.buffer.untrained()}
@@ -340,7 +344,7 @@ class Experience:
         config, version, prompt = self._config, self.buffer.version, self._prompts.train[key]
         seeds = [episode.seed for episode in saved.group.episodes]
         limits = [one.max_new_tokens for one in new_group(config, number, key, prompt, seeds).episodes]
-        whole = saved.whole and config.environment.agent is None and can_go_on(config, version, prompt, saved.group, limits)
+        whole = saved.whole and self._turns.can_wait and can_go_on(config, version, prompt, saved.group, limits)
         self.buffer.restart(number, saved.version if whole else version)
         if not whole:
             self.rollouts.start(self._new_group(number, key))
@@ -383,21 +387,6 @@ class Experience:
     def _dropped(self) -> Counter[str]:
         """Groups dropped since the run began, by reason."""
         return self._dropped_before + Counter(self.buffer.counts().dropped)
-
-    def _environment_failures(self, samples: Sequence[Sample], name: str) -> dict[str, float]:
-        """The number of samples that the environment failed for, as a metric; empty without an environment."""
-        if not self._config.environment.enabled:
-            return {}
-        return {name: float(sum(not answered(sample) for sample in samples))}
-
-    def _conversations(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """What is trained on of agents' episodes, as metrics; empty without an agent."""
-        if self._config.environment.agent is None:
-            return {}
-        return {
-            "environment/conversations": float(np.mean([len(sample.rows) for sample in samples])),
-            "environment/untrained_tokens": float(sum(sample.completion.untrained for sample in samples)),
-        }
 
     def _check_yield(self) -> None:
         """Raises RunError if dynamic sampling drops too many groups, which would make the step endless."""

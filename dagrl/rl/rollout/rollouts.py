@@ -1,14 +1,14 @@
 """Rollouts: takes groups of sequences through generation, quantum by quantum and turn by turn.
 
-    rollouts = Rollouts(config, engines, tokenizer, environment)
+    rollouts = Rollouts(config, engines, tokenizer, turns)
     rollouts.start(RolloutGroup(...))           # at any time
     while rollouts.busy:
         for group in rollouts.advance():        # one quantum of generation; the groups that it completed
             ...
 
 Two quanta are in flight, so engines do not wait for the driver. Requests wait here, not in the engines, until a shard has a
-free slot (`dagrl.rl.rollout.dispatch`). When an environment answers a completion, its text is appended and the sequence
-continues as a new request. A refit submitted between two calls of `advance` runs between two quanta.
+free slot (`dagrl.rl.rollout.dispatch`). Each turn of a sequence is a request; `dagrl.rl.rollout.turns` decides when there is
+another. A refit submitted between two calls of `advance` runs between two quanta.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +26,11 @@ import numpy.typing as npt
 from dagrl.config import Config
 from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.errors import WorkerError
-from dagrl.rl.agents.runner import AgentRunner
-from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply
-from dagrl.rl.functions.answers import split_done
 from dagrl.rl.generation import QUANTUM_SECONDS, FinishedRequest, Generated, fitting, options_text
-from dagrl.rl.rollout.agent_turns import AgentTurns, TurnEpisode, cancelled
 from dagrl.rl.rollout.dispatch import LengthHistory, PendingRequest, QuantumSize, ShardLoad, dispatch
 from dagrl.rl.rollout.engines import GenerationEngines, Quantum
-from dagrl.rl.rollout.episodes import Episode, RolloutGroup, half_stop, token_rows, turn_seed
+from dagrl.rl.rollout.episodes import RolloutGroup, Turn, half_stop, token_rows, turn_seed
+from dagrl.rl.rollout.turns import Turns
 from dagrl.runtime.shapes import Batch
 
 if TYPE_CHECKING:
@@ -46,11 +42,6 @@ IN_FLIGHT = 2
 LOOKAHEAD = 1.25
 """Requests sent to a shard, as a multiple of those it runs at once, so that a slot freed in a quantum is refilled in it."""
 
-ABORTED = "aborted"
-
-Turn = tuple[RolloutGroup, Episode]
-"""A sequence whose turn runs or has ended."""
-
 
 class Rollouts:
     """See the module's docstring. Not thread-safe."""
@@ -60,13 +51,11 @@ class Rollouts:
         config: Config,
         engines: GenerationEngines,
         tokenizer: PreTrainedTokenizerFast,
-        environment: EnvironmentRunner | AgentRunner | None = None,
+        turns: Turns,
     ) -> None:
         generation = generation_config(config)
-        self._engines, self._tokenizer = engines, tokenizer
+        self._engines, self._tokenizer, self._turns = engines, tokenizer, turns
         self._stops = generation.stop_strings
-        self._agents = AgentTurns(environment) if isinstance(environment, AgentRunner) else None
-        self._environment = None if isinstance(environment, AgentRunner) else environment
         self._room = bucket_widths(config.policy)[-1]
         self._slots = request_slots(generation.vllm_cfg.max_num_seqs)
         self._shards = [ShardLoad(self._slots) for _ in range(engines.shards)]
@@ -75,10 +64,9 @@ class Rollouts:
         self._groups: dict[int, RolloutGroup] = {}
         self._requests: dict[int, Turn] = {}  # waiting or in an engine
         self._waiting: dict[int, PendingRequest] = {}
-        self._asked: list[tuple[Sequence[Turn], Future[list[Reply]]]] = []  # calls of the environment
         self._quanta: deque[tuple[tuple[int, ...], Quantum]] = deque()  # with the engine steps requested from each shard
         self._next_request = 0
-        self._streams = config.on_failure == "restart" and self._agents is None
+        self._streams = config.on_failure == "restart" and turns.can_wait
         self._known: dict[int, list[FinishedRequest]] = {}  # tokens of running requests, for when their engine dies
 
     @property
@@ -111,36 +99,15 @@ class Rollouts:
         """Whether all engines have weights: those that were replaced have none until a refit and `serve`."""
         return all(shard.slots for shard in self._shards)
 
-    @property
-    def pending(self) -> list[Future[list[Reply]]]:
-        """Unanswered calls of the environment."""
-        return [replies for _, replies in self._asked]
-
-    @property
-    def awaited(self) -> list[Future[Any]]:
-        """What to wait for while there is nothing to generate: when one is done, `advance` has something to do."""
-        return [*self.pending, *(self._agents.awaited if self._agents is not None else ())]
-
     def start(self, *groups: RolloutGroup) -> None:
-        """Starts the sequences of groups, or continues those that have tokens already. Agents always start afresh.
-
-        Environments are asked about all of them at once: first for their prompts, unless tools are all they have.
-        """
+        """Starts the sequences of groups, or continues those that have tokens already."""
         assert not self.numbers & {group.number for group in groups}
         self._groups |= {group.number: group for group in groups}
-        if self._agents is not None:
-            self._agents.start(groups)
-            return
-        turns = [(group, episode) for group in groups for episode in group.episodes if not episode.finish_reason]
-        opens = self._environment is not None and self._environment.opens
-        self._ask([turn for turn in turns if turn[1].awaiting or (opens and not (turn[1].opened or len(turn[1].tokens)))])
-        for group, episode in turns:
-            if not (episode.finish_reason or episode.awaiting):
-                self._request(group, episode)
+        self._request(self._turns.start(groups))
 
     def advance(self) -> list[RolloutGroup]:
         """Waits for one quantum, with another in flight; returns the groups that are complete."""
-        self._take_answers()
+        self._request(self._turns.take())
         self._drop_cancelled()
         self.look_ahead()
         if self._quanta:
@@ -159,7 +126,7 @@ class Rollouts:
         if any(shard.requests for shard in self._shards):
             self._start([], [np.arange(0, dtype=np.intp)] * len(self._shards), (0,) * len(self._shards))
             self._read()
-        self._take_answers()
+        self._request(self._turns.take())
         return self._take_complete()
 
     def withdraw(self) -> list[RolloutGroup]:
@@ -187,19 +154,10 @@ class Rollouts:
         for shard in self._shards:
             shard.slots = self._slots
 
-    def leave_questions(self) -> None:
-        """Forgets unanswered calls of the environment before it closes. Their episodes stay `awaiting` in a checkpoint."""
-        self._asked.clear()
-
     def abort(self, numbers: Iterable[int]) -> None:
         """Drops groups with the tokens made so far. Call `settle` first, so that the engines are at rest."""
         for number in numbers:
-            group = self._groups.pop(number)
-            if self._agents is not None:
-                self._agents.abort(group)
-            for episode in group.episodes:
-                if not episode.finish_reason:
-                    self._end(group, episode, ABORTED)
+            self._turns.abort(self._groups.pop(number))
         gone = [request for request, (group, _) in self._requests.items() if group.number not in self._groups]
         if gone:
             assert not self._quanta
@@ -227,18 +185,20 @@ class Rollouts:
             episodes.append(copy)
         return RolloutGroup(group.number, group.key, episodes, group.cohort)
 
-    def _request(self, group: RolloutGroup, episode: Episode) -> None:
-        stops = (*self._stops, *episode.options.stop)
-        if stops:
-            # Engines search the tokens of one request only: a prefix of a stop string is generated again.
-            decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-            episode.take_back(half_stop(episode.tokens[episode.turn_start :].tolist(), stops, decode))
-        now = time.time_ns()
-        episode.times.setdefault(episode.turns, (now, now))
-        request, self._next_request = self._next_request, self._next_request + 1
-        self._requests[request] = (group, episode)
-        expected = max(self.history.expected(group.key) - (len(episode.tokens) - episode.turn_start), 1.0)
-        self._waiting[request] = PendingRequest(request, group.cohort, expected)
+    def _request(self, turns: Iterable[Turn]) -> None:
+        """Makes a request of each turn, which waits for an engine."""
+        for group, episode in turns:
+            stops = (*self._stops, *episode.options.stop)
+            if stops:
+                # Engines search the tokens of one request only: a prefix of a stop string is generated again.
+                decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+                episode.take_back(half_stop(episode.tokens[episode.turn_start :].tolist(), stops, decode))
+            now = time.time_ns()
+            episode.times.setdefault(episode.turns, (now, now))
+            request, self._next_request = self._next_request, self._next_request + 1
+            self._requests[request] = (group, episode)
+            expected = max(self.history.expected(group.key) - (len(episode.tokens) - episode.turn_start), 1.0)
+            self._waiting[request] = PendingRequest(request, group.cohort, expected)
 
     def _submit(self) -> None:
         """Submits a quantum with the requests that fit."""
@@ -250,11 +210,11 @@ class Rollouts:
         self._start(chosen, np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1]), self.quantum_size.next())
 
     def _fitting(self) -> list[PendingRequest]:
-        """The waiting requests whose options fit into one quantum. Only those of agents have any."""
-        if self._agents is None:
-            return list(self._waiting.values())
-        fits = fitting({request: self._requests[request][1].options for request in self._waiting})
-        return [self._waiting[request] for request in self._waiting if request in fits]
+        """The waiting requests whose options fit into one quantum."""
+        options = {request: self._requests[request][1].options for request in self._waiting}
+        constrained = {request: item for request, item in options.items() if item.constraint}
+        kept = constrained.keys() - fitting(constrained)
+        return [item for request, item in self._waiting.items() if request not in kept]
 
     def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: tuple[int, ...]) -> None:
         """Submits a quantum of `engine_steps[shard]` steps; each shard gets its `rows` of the requests."""
@@ -276,8 +236,25 @@ class Rollouts:
         self._take_all(result.generated)
 
     def _take_all(self, generated: Iterable[Generated]) -> None:
-        made = [request for part in generated for request in part.requests()]
-        self._ask([turn for request in made if (turn := self._take(request)) is not None])
+        """Takes finished requests, and the new tokens of those that run."""
+        ended = []
+        for made in [request for part in generated for request in part.requests()]:
+            turn = self._requests[made.request_id]
+            if made.finish_reason:
+                self._append(turn, made)
+                ended.append((turn, made))
+            else:
+                self._known.setdefault(made.request_id, []).append(made)
+                self._turns.stream(turn[1], made)
+        self._turns.finish(ended)
+
+    def _append(self, turn: Turn, made: FinishedRequest) -> None:
+        group, episode = turn
+        self._forget(made.request_id)
+        episode.append(made)
+        episode.times[episode.turns] = episode.times[episode.turns][0], time.time_ns()
+        episode.turns += 1
+        self.history.record(group.key, len(episode.tokens) - episode.turn_start)
 
     def _replace(self, error: WorkerError, parts: list[Mapping[int, Generated]]) -> None:
         """Replaces failed engines. `parts` are the results of the quanta that have failed already, by shard."""
@@ -299,112 +276,16 @@ class Rollouts:
     def _move(self, requests: Sequence[int], made: Mapping[int, FinishedRequest]) -> None:
         """Makes these requests wait for any engine again, with the tokens `made` so far, or else those known here."""
         for request in requests:
-            group, episode = self._requests[request]
+            turn = self._requests[request]
             parts = [made[request]] if request in made else self._known.get(request, [])
             self._forget(request)
-            for part in () if episode.options.constraint else parts:  # a grammar begins with the request
-                episode.append(part)
-            self._request(group, episode)
-
-    def _take(self, made: FinishedRequest) -> Turn | None:
-        """Takes a finished request (see `_finish`), or the new tokens of one that runs."""
-        if made.finish_reason:
-            return self._finish(made)
-        _, episode = self._requests[made.request_id]
-        if isinstance(episode, TurnEpisode):
-            episode.stream(made)
-        else:
-            self._known.setdefault(made.request_id, []).append(made)
-        return None
-
-    def _finish(self, made: FinishedRequest) -> Turn | None:
-        """Appends a finished request to its episode. Returns its turn if the environment must answer it."""
-        group, episode = self._requests[made.request_id]
-        self._forget(made.request_id)
-        episode.append(made)
-        episode.times[episode.turns] = episode.times[episode.turns][0], time.time_ns()
-        episode.turns += 1
-        self.history.record(group.key, len(episode.tokens) - episode.turn_start)
-        if isinstance(episode, TurnEpisode):
-            episode.finish(made)
-            return None
-        if self._environment is None or made.finish_reason != "stop":
-            self._end(group, episode, made.finish_reason)
-            return None
-        return group, episode
-
-    def _ask(self, turns: Sequence[Turn]) -> None:
-        """Asks the environment about these sequences, in one call per environment process, which keeps their state."""
-        for _, episode in turns:
-            episode.awaiting = self._environment is not None
-            if not episode.awaiting and episode.turns:  # a resumed run may have no environment
-                episode.finish_reason = ENDED
-        if self._environment is None:
-            return
-        parts: dict[int, list[Turn]] = {}
-        for group, episode in turns:
-            worker = (group.number + _place(group, episode)) % self._environment.workers
-            parts.setdefault(worker, []).append((group, episode))
-        for worker, part in parts.items():
-            replies = self._environment.submit(worker, [self._question(*turn) for turn in part])
-            self._asked.append((part, replies))
-
-    def _take_answers(self) -> None:
-        if self._agents is not None:
-            self._agents.finish()
-            for request in self._agents.requests():
-                self._request(*request)
-        answered, self._asked = split_done(self._asked, lambda asked: asked[1])
-        for turns, replies in answered:
-            for (group, episode), reply in zip(turns, replies.result(), strict=True):
-                if not episode.finish_reason:  # not aborted since
-                    go_on = self._go_on if episode.turns else self._begin
-                    go_on(group, episode, reply)
-
-    def _begin(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
-        """Begins the first turn, after the prompt that the environment gave."""
-        assert self._environment is not None
-        episode.awaiting, episode.opened, episode.failure = False, True, reply.failure
-        episode.prompt = reply.prompt or episode.prompt
-        if reply.reason != FAILED and len(episode) >= self._room:
-            episode.failure = f"reset gave a prompt of {len(episode)} tokens; the largest bucket has {self._room}"
-            self._environment.close(_key(group, episode))
-        if episode.failure:
-            self._end(group, episode, FAILED)
-        else:
-            self._request(group, episode)
-
-    def _go_on(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
-        assert self._environment is not None
-        episode.awaiting, episode.failure = False, reply.failure
-        episode.turn_rewards += [] if reply.reward is None else [reply.reward]
-        room, last = self._room - len(episode), episode.turns >= self._environment.max_turns
-        tokens = [] if reply.text is None or last else self._environment.encode(reply.text, room)
-        if not tokens:
-            self._end(group, episode, reply.reason)
-        elif len(tokens) >= room:
-            self._end(group, episode, "length")
-        else:
-            episode.answer(tokens)
-            self._request(group, episode)
-
-    def _end(self, group: RolloutGroup, episode: Episode, reason: str) -> None:
-        episode.finish_reason = reason
-        if self._environment is not None and reason != FAILED:
-            self._environment.close(_key(group, episode))
-
-    def _question(self, group: RolloutGroup, episode: Episode) -> Question:
-        turns = [episode.tokens[start:end].tolist() for start, end in episode.spans() if episode.sampled[start]]
-        texts = [cast("str", self._tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns]
-        closed = episode.tokens[-1:].tolist() == [self._tokenizer.eos_token_id]
-        first = group.episodes[0].seed
-        return Question(_key(group, episode), episode.prompt, episode.seed, texts, closed, first)
+            for part in () if turn[1].options.constraint else parts:  # a grammar begins with the request
+                turn[1].append(part)
+            self._request([turn])
 
     def _drop_cancelled(self) -> None:
-        """Takes requests whose clients have gone out of the queue and the engines. Only agents have clients."""
-        if self._agents is None:
-            return
-        gone = cancelled((request, episode) for request, (_, episode) in self._requests.items())
+        """Takes requests that nobody waits for out of the queue and the engines."""
+        gone = [request for request, (_, episode) in self._requests.items() if episode.cancelled]
         if any(request not in self._waiting for request in gone):
             while self._quanta:
                 self._read()
@@ -436,15 +317,6 @@ class Rollouts:
             max_new_tokens=np.array(limits, np.int64),
             greedy=np.array([episode.greedy for episode in episodes], np.int64),
         )
-
-
-def _place(group: RolloutGroup, episode: Episode) -> int:
-    return next(place for place, item in enumerate(group.episodes) if item is episode)
-
-
-def _key(group: RolloutGroup, episode: Episode) -> str:
-    """Identifies the episode for its environment."""
-    return f"{group.number}/{_place(group, episode)}"
 
 
 def _arrived(quantum: Quantum) -> Mapping[int, Generated]:

@@ -24,11 +24,11 @@ from dagrl.config import Config, Json
 from dagrl.config.settings import algorithm_name, holds_reference
 from dagrl.errors import WorkerError
 from dagrl.refit import RefitReport
-from dagrl.rl.agents.runner import open_environment
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.rl.rollout.turns import open_turns
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.checkpoints import ranking_metric
 from dagrl.run.engines import WorkerEngines
@@ -89,13 +89,13 @@ def open_experience(session: Session, reward: RewardRunner, max_age_steps: int) 
     config, inputs, replays = session.config, session.inputs, session.replays
     assert session.generation is not None
     with (
-        open_environment(config, inputs.tokenizer) as environment,
+        open_turns(config, inputs.tokenizer) as turns,
         Experience(
             config,
             PromptData(inputs.prompts, inputs.validation_prompts, inputs.tokenizer),
             WorkerEngines(session.generation, replays, config.timeouts.replay, session.replacement),
             reward,
-            environment,
+            turns,
             session.stop,
             version=session.step,
             max_age_steps=max_age_steps,
@@ -148,14 +148,12 @@ def begin_policy(session: Session) -> None:
 
 
 def prepare_next(session: Session, experience: Experience) -> None:
-    """Prepares the requests of the step after the current one, if engines are idle and nothing comes before that step.
+    """Prepares the requests of the step after the current one, if they can wait, and nothing comes before that step.
 
-    The batch that is being trained on counts as trained from then on. Agents begin with their groups, and would wait for the
-    whole training step.
+    The batch that is being trained on counts as trained from then on.
     """
     version = session.step + 1
-    idle = session.config.environment.agent is None and not experience.rollouts.running
-    if idle and not _validates(session, version) and session.goes_straight_on(version):
+    if experience.can_prepare and not _validates(session, version) and session.goes_straight_on(version):
         experience.advance(version)
         experience.fill()
 

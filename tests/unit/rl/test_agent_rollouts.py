@@ -21,7 +21,7 @@ from dagrl.rl.environments import FAILED
 from dagrl.rl.functions.agent_pool import ENDED, AgentPool, _AgentProcess
 from dagrl.rl.functions.answers import Failed
 from dagrl.rl.rewards import Rewards
-from dagrl.rl.rollout.agent_turns import TurnEpisode
+from dagrl.rl.rollout.agent_turns import AgentTurns, TurnEpisode
 from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, request_seeds, samples_of
@@ -140,9 +140,6 @@ def with_agent(module: str, **environment: object) -> Config:
 class AgentBench(Bench):
     """Rollouts of real agents."""
 
-    def __init__(self, runner: AgentRunner) -> None:
-        super().__init__(runner)  # type: ignore[arg-type]
-
     def run_all(self) -> list[RolloutGroup]:
         complete: list[RolloutGroup] = []
         while self.rollouts.busy:
@@ -152,7 +149,7 @@ class AgentBench(Bench):
 
     def wait(self) -> None:
         if not self.rollouts.generating:
-            done = wait(self.rollouts.awaited, 30.0, FIRST_COMPLETED).done
+            done = wait(self.turns.awaited, 30.0, FIRST_COMPLETED).done
             assert done, "nothing happens"
 
 
@@ -318,10 +315,11 @@ class Resumable:
         data = PromptData(prompts, [], run.inputs.tokenizer)
         reward, engines = Reward(run.world, 1.0), engines_of(run)
         options = {"version": 0, "max_age_steps": 0}
-        self.experience = Experience(config, data, engines, reward, runner, Stop(run), **options)  # type: ignore[arg-type]
+        self.turns = AgentTurns(runner)
+        self.experience = Experience(config, data, engines, reward, self.turns, Stop(run), **options)  # type: ignore[arg-type]
 
     def wait(self) -> None:
-        assert wait(self.experience.rollouts.awaited, 30.0, FIRST_COMPLETED).done
+        assert wait(self.turns.awaited, 30.0, FIRST_COMPLETED).done
 
     def stop(self) -> None:
         self.experience.rest()

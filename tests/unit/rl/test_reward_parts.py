@@ -16,8 +16,7 @@ from dagrl.data.tokenization import Prompt, digest_of, encode_prompts
 from dagrl.errors import ConfigError
 from dagrl.rl.rewards import RewardRunner, Rewards, check_keywords, check_weights, join_rewards, rewards_of
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
-from dagrl.rl.rollout.judged import reward_values
-from dagrl.rl.rollout.scoring import reward_means
+from dagrl.rl.rollout.scoring import reward_means, reward_values
 from dagrl.run.model import character_tokenizer
 
 FUNCTIONS = """

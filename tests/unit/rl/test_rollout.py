@@ -14,11 +14,14 @@ import pytest
 from dagrl.config import Config
 from dagrl.config.generation import VllmConfig
 from dagrl.data.tokenization import Prompt
+from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import FAILED, Question, Reply
+from dagrl.rl.rollout.agent_turns import AgentTurns
 from dagrl.rl.rollout.dispatch import LengthHistory
-from dagrl.rl.rollout.episodes import Episode, RolloutGroup
-from dagrl.rl.rollout.rollouts import ABORTED, IN_FLIGHT, Rollouts
+from dagrl.rl.rollout.episodes import ABORTED, Episode, RolloutGroup
+from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
 from dagrl.rl.rollout.trajectory_file import SavedGroup, read_trajectories, write_trajectories
+from dagrl.rl.rollout.turns import EnvironmentTurns
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from tests.unit.run.simulated_run import Run, engines_of
@@ -57,7 +60,7 @@ class Asked:
 class Bench:
     """Rollouts and the `batches` they sent, in order."""
 
-    def __init__(self, environment: Asked | None = None, **generation: Any) -> None:
+    def __init__(self, environment: Asked | AgentRunner | None = None, **generation: Any) -> None:
         self.run = Run(configured(**generation), seed=0)
         self.engines, self.batches = self.run.engines, list[Batch]()
         submit = self.run.submit
@@ -68,7 +71,12 @@ class Bench:
 
         self.run.submit = kept  # type: ignore[method-assign]
         run, tokenizer = self.run, self.run.inputs.tokenizer
-        self.rollouts = Rollouts(run.config, engines_of(run), tokenizer, environment)  # type: ignore[arg-type]
+        self.turns = (
+            AgentTurns(environment)
+            if isinstance(environment, AgentRunner)
+            else EnvironmentTurns(run.config, tokenizer, environment)  # type: ignore[arg-type]
+        )
+        self.rollouts = Rollouts(run.config, engines_of(run), tokenizer, self.turns)
 
     def finish(self) -> list[RolloutGroup]:
         """Runs all groups to their end."""
@@ -204,7 +212,7 @@ def test_an_awaiting_sequence_is_sent_to_the_environment_and_not_generated() -> 
     environment = Asked()
     bench, episode = Bench(environment), begun(2, awaiting=True, turns=1)
     bench.rollouts.start(group(0, episode))
-    assert not bench.rollouts.generating and len(bench.rollouts.pending) == 1
+    assert not bench.rollouts.generating and len(bench.turns.pending) == 1
     assert environment.asked[0][0] == [bench.run.inputs.tokenizer.decode(episode.tokens)]
     environment.answer(Reply("00"))
     assert bench.rollouts.advance() == [] and len(bench.batches) == IN_FLIGHT, "it is in the first quantum after the answer"
@@ -278,7 +286,7 @@ def test_settle_takes_finished_answers() -> None:
     bench.rollouts.start(group(0, ends, fails, goes_on))
     environment.answer(Reply(None), Reply(None, FAILED, "it raised"), Reply("0"))
     assert bench.rollouts.settle() == []
-    assert not any(episode.awaiting for episode in (ends, fails, goes_on)) and not bench.rollouts.pending
+    assert not any(episode.awaiting for episode in (ends, fails, goes_on)) and not bench.turns.pending
     assert (ends.finish_reason, fails.finish_reason, fails.failure) == ("stop", FAILED, "it raised")
     assert goes_on.tokens.tolist() == [4] * 3 and goes_on.turn_start == 3 and bench.rollouts.generating
 

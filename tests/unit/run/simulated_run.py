@@ -36,6 +36,7 @@ from dagrl.rl.rewards import Judged, Rewards, check_failures
 from dagrl.rl.rollout import experience
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
+from dagrl.rl.rollout.turns import EnvironmentTurns
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops import grpo
@@ -432,7 +433,7 @@ class Run:
         with ExitStack() as stack:
             for target, name, value in (
                 (grpo, "Experience", opened),
-                (grpo, "open_environment", self._environment),
+                (grpo, "open_turns", self._turns),
                 (experience, "wait", self.world.wait),
                 (grpo, "training_thread", lambda: nullcontext(thread)),
                 (grpo, "begin_update", self._begin_update),
@@ -440,8 +441,10 @@ class Run:
                 stack.enter_context(patch.object(target, name, value))
             yield
 
-    def _environment(self, config: Config, _: object) -> Any:
-        return Environment(self.world) if config.environment.enabled else nullcontext()
+    @contextmanager
+    def _turns(self, config: Config, tokenizer: Any) -> Iterator[EnvironmentTurns]:
+        with Environment(self.world) if config.environment.enabled else nullcontext() as environment:
+            yield EnvironmentTurns(config, tokenizer, environment)  # type: ignore[arg-type]
 
     def _begin_update(self, session: Any, groups: Sequence[ScoredGroup], step: int) -> Any:
         assert step == session.step + 1

@@ -33,8 +33,9 @@ from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.rollout.trajectory_file import read_trajectories
+from dagrl.rl.rollout.turns import EnvironmentTurns
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
-from dagrl.run.loops.grpo import prepare_next, refit
+from dagrl.run.loops.grpo import refit
 from dagrl.runtime.shapes import Batch
 from tests.unit.run.simulated_run import UNANSWERED, Reward, Run, engines_of, logprob_of
 
@@ -189,15 +190,20 @@ def test_idle_engines_have_their_next_requests_prepared(loop: Mapping[str, Any],
     ]
 
 
-def test_agents_do_not_begin_while_workers_train() -> None:
+@pytest.mark.parametrize("can_wait", [True, False], ids=["environment", "agents"])
+def test_agents_do_not_begin_while_workers_train(can_wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their clients would wait for the whole training step."""
-    for agent in (None, "my_agents:solve"):
-        run = Run(configuration({}), seed=0)
-        experience = MagicMock(rollouts=MagicMock(running=False))
-        environment = run.config.environment.model_copy(update={"agent": agent})
-        config = run.config.model_copy(update={"environment": environment})
-        prepare_next(replace(run.session, config=config), experience)
-        assert experience.fill.called == (agent is None)
+    monkeypatch.setattr(EnvironmentTurns, "can_wait", can_wait)
+    run, while_training = Run(configuration({}), seed=0), list[bool]()
+    trained = run._trained
+
+    def watched(*words: Any) -> Any:
+        while_training.append(run.experience.rollouts.busy)
+        return trained(*words)
+
+    monkeypatch.setattr(run, "_trained", watched)
+    assert run.train() is None
+    assert any(while_training) == can_wait
 
 
 @pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
@@ -505,7 +511,8 @@ def test_quantum_times_are_recorded_and_bounded(made: int, running: bool, learne
         return [pack_generated([], [RequestProgress(0)] if running else [], made)] * 2
 
     run.submit = submit  # type: ignore[method-assign]
-    rollouts = Rollouts(run.config, engines_of(run), run.inputs.tokenizer)
+    turns = EnvironmentTurns(run.config, run.inputs.tokenizer)
+    rollouts = Rollouts(run.config, engines_of(run), run.inputs.tokenizer, turns)
     rollouts.start(new_group(run.config, 0, 0, run.inputs.prompts[0], [1, 2]))
     rollouts.advance()
     assert rollouts.quantum_size.step_s == ({0: 1 / made, 1: 1 / made} if learned else {}), "quanta took a second"

@@ -1,0 +1,204 @@
+"""Where the turns of sequences come from, and where they end: an environment or none (here), or agents (`agent_turns`).
+
+with open_turns(config, tokenizer) as turns:
+    ready = turns.start(groups)     # begins sequences; returns those whose turn can be generated
+    turns.finish(ended)             # turns that were generated
+    ready = turns.take()            # the next ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from dagrl.config import Config
+from dagrl.config.settings import bucket_widths
+from dagrl.rl.agents.runner import AgentRunner
+from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply
+from dagrl.rl.functions.answers import split_done
+from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.rollout.agent_turns import AgentTurns
+from dagrl.rl.rollout.episodes import ABORTED, Episode, RolloutGroup, Sample, Turn
+from dagrl.rl.rollout.scoring import environment_failures
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Turns(Protocol):
+    """Decides what each sequence generates next. Not thread-safe."""
+
+    can_wait: bool
+    """Whether unfinished sequences may wait here, move to another engine, and be continued from a checkpoint."""
+
+    @property
+    def pending(self) -> list[Future[Any]]:
+        """Calls whose answers a checkpoint would miss."""
+
+    @property
+    def awaited(self) -> list[Future[Any]]:
+        """What to wait for while there is nothing to generate: when one is done, `take` may have something."""
+
+    def start(self, groups: Iterable[RolloutGroup]) -> list[Turn]:
+        """Starts the sequences of groups, or continues those that have tokens. Returns those that can be generated now."""
+
+    def take(self) -> list[Turn]:
+        """Returns the other sequences whose next turn can be generated, each once. Others may have ended."""
+
+    def stream(self, episode: Episode, made: FinishedRequest) -> None:
+        """Tells of new tokens of a turn that is being generated."""
+
+    def finish(self, ended: Sequence[tuple[Turn, FinishedRequest]]) -> None:
+        """Takes turns that have ended, whose tokens are appended. Each sequence ends, or is in a later `take`."""
+
+    def abort(self, group: RolloutGroup) -> None:
+        """Ends the sequences of a group."""
+
+    def leave(self) -> None:
+        """Forgets pending calls. Their sequences stay `awaiting` in a checkpoint."""
+
+    def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Returns metrics of a batch; none if nothing answers turns."""
+
+
+@contextmanager
+def open_turns(config: Config, tokenizer: PreTrainedTokenizerFast) -> Iterator[Turns]:
+    """Opens what answers the policy's turns: agents, an environment, or nothing."""
+    if config.environment.agent is not None:
+        with AgentRunner(config, tokenizer) as agents:
+            yield AgentTurns(agents)
+    elif config.environment.enabled:
+        with EnvironmentRunner(config.environment, tokenizer) as environment:
+            yield EnvironmentTurns(config, tokenizer, environment)
+    else:
+        yield EnvironmentTurns(config, tokenizer)
+
+
+class EnvironmentTurns:
+    """Turns that an environment answers. Without one, a completion ends the sequence. See `Turns`."""
+
+    can_wait = True
+
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerFast, environment: EnvironmentRunner | None = None
+    ) -> None:
+        self._tokenizer, self._environment = tokenizer, environment
+        self._room = bucket_widths(config.policy)[-1]
+        self._asked: list[tuple[Sequence[Turn], Future[list[Reply]]]] = []  # calls of the environment
+
+    @property
+    def pending(self) -> list[Future[Any]]:
+        return [replies for _, replies in self._asked]
+
+    @property
+    def awaited(self) -> list[Future[Any]]:
+        return self.pending
+
+    def start(self, groups: Iterable[RolloutGroup]) -> list[Turn]:
+        """Asks the environment about all at once: first for their prompts, unless tools are all it has."""
+        questions: list[Turn] = []
+        ready: list[Turn] = []
+        for turn in [(group, episode) for group in groups for episode in group.episodes if not episode.finish_reason]:
+            _, episode = turn
+            if self._environment is not None and (episode.awaiting or self._opens(episode)):
+                questions.append(turn)
+            elif episode.awaiting and episode.turns:  # it was saved by a run that had an environment
+                episode.awaiting, episode.finish_reason = False, ENDED
+            else:
+                episode.awaiting = False
+                ready.append(turn)
+        self._ask(questions)
+        return ready
+
+    def _opens(self, episode: Episode) -> bool:
+        assert self._environment is not None
+        return self._environment.opens and not (episode.opened or len(episode.tokens))
+
+    def take(self) -> list[Turn]:
+        answered, self._asked = split_done(self._asked, lambda asked: asked[1])
+        replied = [pair for turns, replies in answered for pair in zip(turns, replies.result(), strict=True)]
+        for (group, episode), reply in replied:
+            if not episode.finish_reason:  # not aborted since
+                go_on = self._go_on if episode.turns else self._begin
+                go_on(group, episode, reply)
+        return [turn for turn, _ in replied if not turn[1].finish_reason]
+
+    def stream(self, episode: Episode, made: FinishedRequest) -> None:
+        """Nobody listens."""
+
+    def finish(self, ended: Sequence[tuple[Turn, FinishedRequest]]) -> None:
+        questions = []
+        for turn, made in ended:
+            if self._environment is not None and made.finish_reason == "stop":
+                questions.append(turn)
+            else:
+                self._end(*turn, made.finish_reason)
+        self._ask(questions)
+
+    def abort(self, group: RolloutGroup) -> None:
+        for episode in group.episodes:
+            if not episode.finish_reason:
+                self._end(group, episode, ABORTED)
+
+    def leave(self) -> None:
+        self._asked.clear()
+
+    def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
+        return {} if self._environment is None else environment_failures(samples)
+
+    def _ask(self, turns: Sequence[Turn]) -> None:
+        """Asks the environment about these sequences, in one call per environment process, which keeps their state."""
+        parts: dict[int, list[Turn]] = {}
+        for group, episode in turns:
+            assert self._environment is not None
+            episode.awaiting = True
+            worker = (group.number + group.place(episode)) % self._environment.workers
+            parts.setdefault(worker, []).append((group, episode))
+        for worker, part in parts.items():
+            assert self._environment is not None
+            self._asked.append((part, self._environment.submit(worker, [self._question(*turn) for turn in part])))
+
+    def _begin(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
+        """Begins the first turn, after the prompt that the environment gave."""
+        episode.awaiting, episode.opened, episode.failure = False, True, reply.failure
+        episode.prompt = reply.prompt or episode.prompt
+        if reply.reason != FAILED and len(episode) >= self._room:
+            episode.failure = f"reset gave a prompt of {len(episode)} tokens; the largest bucket has {self._room}"
+            self._close(group, episode)
+        if episode.failure:
+            episode.finish_reason = FAILED
+
+    def _go_on(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
+        assert self._environment is not None
+        episode.awaiting, episode.failure = False, reply.failure
+        episode.turn_rewards += [] if reply.reward is None else [reply.reward]
+        room, last = self._room - len(episode), episode.turns >= self._environment.max_turns
+        tokens = [] if reply.text is None or last else self._environment.encode(reply.text, room)
+        if not tokens:
+            self._end(group, episode, reply.reason)
+        elif len(tokens) >= room:
+            self._end(group, episode, "length")
+        else:
+            episode.answer(tokens)
+
+    def _end(self, group: RolloutGroup, episode: Episode, reason: str) -> None:
+        episode.finish_reason = reason
+        if reason != FAILED:
+            self._close(group, episode)
+
+    def _close(self, group: RolloutGroup, episode: Episode) -> None:
+        if self._environment is not None:
+            self._environment.close(_key(group, episode))
+
+    def _question(self, group: RolloutGroup, episode: Episode) -> Question:
+        turns = [episode.tokens[start:end].tolist() for start, end in episode.spans() if episode.sampled[start]]
+        texts = [cast("str", self._tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns]
+        closed = episode.tokens[-1:].tolist() == [self._tokenizer.eos_token_id]
+        return Question(_key(group, episode), episode.prompt, episode.seed, texts, closed, group.episodes[0].seed)
+
+
+def _key(group: RolloutGroup, episode: Episode) -> str:
+    """Identifies the episode for its environment."""
+    return f"{group.number}/{group.place(episode)}"
