@@ -123,7 +123,10 @@ def start_policy(session: Session, experience: Experience) -> None:
     first, total, progress = config.sft.max_num_steps, config.grpo.max_num_steps, session.recorder.progress
     resumed = checkpoints.resumed if "grpo_sampler" in checkpoints.state.counters else None
     if resumed is None:
-        begin_policy(session)
+        replays.hold("train", keep_generation_weights=True)
+        if holds_reference(config):
+            session.train.call("snapshot_reference", deadline=config.timeouts.replay)
+        session.train.call("reset_optimizer", deadline=config.timeouts.replay)
         counters = {**checkpoints.state.counters, **_counters(config, experience)}
         checkpoints.state = replace(checkpoints.state, counters=counters)
     calibrate_on_prompts(config, replays, session.inputs.prompts)
@@ -136,15 +139,6 @@ def start_policy(session: Session, experience: Experience) -> None:
     if resumed is not None:
         experience.restore(checkpoints.state.counters, resumed.directory)
     replays.close_step(tokens=0)  # none of this is part of the first step
-
-
-def begin_policy(session: Session) -> None:
-    """Makes the current weights the reference policy, and starts the optimizer again."""
-    deadline = session.config.timeouts.replay
-    session.replays.hold("train", keep_generation_weights=True)
-    if holds_reference(session.config):
-        session.train.call("snapshot_reference", deadline=deadline)
-    session.train.call("reset_optimizer", deadline=deadline)
 
 
 def prepare_next(session: Session, experience: Experience) -> None:

@@ -45,19 +45,15 @@ from dagrl.telemetry.metrics import MASKED_MINIBATCHES, join_optimizer_steps
 logger = logging.getLogger(__name__)
 
 
-def begin_update(session: Session, groups: Sequence[ScoredGroup], step: int, *, known: bool = False) -> PolicyUpdate:
-    """Computes log-probabilities, and starts the optimizer steps of step `step` on `groups`.
-
-    `known`: the workers have the log-probabilities of all samples already.
-    """
+def begin_update(session: Session, groups: Sequence[ScoredGroup], step: int) -> PolicyUpdate:
+    """Computes log-probabilities, and starts the optimizer steps of step `step` on `groups`."""
     config, replays = session.config, session.replays
     batch = scored_batch(config, groups, step)
     splits = split_minibatches(config, batch)
     critic = None
     if uses_critic(config) and not replays.takes_turns(CRITIC):
         critic = CriticStep(session, batch)  # computes values meanwhile
-    if not known:
-        compute_logprobs(config, replays, batch, splits, step)
+    compute_logprobs(config, replays, batch, splits, step)
     if uses_critic(config) and critic is None:
         critic = CriticStep(session, batch)  # its steps follow its values, without a turn in between
     if critic is not None:
@@ -107,44 +103,30 @@ def compute_logprobs(config: Config, replays: Replays, batch: Batch, splits: Seq
 
     With `policy.offload_optimizer_for_logprob` the optimizer's state is on the host meanwhile.
     """
-    rows, shards = logprob_batch(batch, step), whole_rows(config, splits)
-    begin_logprobs(config, replays, step)
-    teacher = None
+    rows, phases, teacher = logprob_batch(batch, step), logprob_phases(config), None
+    size = config.policy.train_global_batch_size * rows_per_sample(config)
+    shards = [  # the rows of the whole batch that each has
+        np.concatenate([number * size + rows for number, rows in enumerate(shard)]) for shard in zip(*splits, strict=True)
+    ]
+    offloads = config.policy.offload_optimizer_for_logprob and phases
+    if offloads:
+        replays.replay("logprob_inference_prep", step)
     if uses_teacher(config):
         teacher = replays.submit("teacher_logprobs", Batch({name: rows[name] for name in ("tokens", "lengths")}))
-    for name in logprob_phases(config):
+    for name in phases:
         replays.replay(name, rows, rows=shards)
     if teacher is not None:
         found = replays.collect("teacher_logprobs", teacher)[0]  # through the driver to the train workers
         fields = {"lengths": rows["lengths"], "row_ids": rows["row_ids"], "reference_logprobs": found["logprobs"]}
         replays.replay("keep_reference_logprobs", Batch(fields, rows.scalars), rows=shards)
-    end_logprobs(config, replays, step)
-
-
-def whole_rows(config: Config, splits: Sequence[ShardRows]) -> ShardRows:
-    """Returns the rows of the whole batch that each shard gets, from those of its minibatches."""
-    size = config.policy.train_global_batch_size * rows_per_sample(config)
-    return [
-        np.concatenate([number * size + rows for number, rows in enumerate(shard)]) for shard in zip(*splits, strict=True)
-    ]
+    if offloads:
+        replays.replay("training_prep", step)
 
 
 def logprob_batch(batch: Batch, step: int) -> Batch:
     """The fields of `batch` that the log-probability phases read."""
     fields = {name: batch[name] for name in ("tokens", "lengths", "row_ids", ROUTED_EXPERTS) if name in batch.fields}
     return Batch(fields, {"step": step})
-
-
-def begin_logprobs(config: Config, replays: Replays, step: int) -> None:
-    """Call before the first log-probabilities of a step."""
-    if config.policy.offload_optimizer_for_logprob and logprob_phases(config):
-        replays.replay("logprob_inference_prep", step)
-
-
-def end_logprobs(config: Config, replays: Replays, step: int) -> None:
-    """Call after the last log-probabilities of a step."""
-    if config.policy.offload_optimizer_for_logprob and logprob_phases(config):
-        replays.replay("training_prep", step)
 
 
 def submit_steps(
