@@ -19,11 +19,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError
+from ray.experimental.compiled_dag_ref import CompiledDAGRef
 
 from dagrl.embed.fleet import Call, Fleet
 from dagrl.errors import DeadlineError, GraphError, LayoutError
 from dagrl.runtime.arguments import Arguments
-from dagrl.runtime.executors.references import ValueRef
 from dagrl.runtime.replay import Replay
 
 DISPATCHERS = (
@@ -84,6 +84,26 @@ class AcceleratedGroup:
             return returned
 
         return dispatch
+
+
+class ValueRef(CompiledDAGRef):  # type: ignore[misc]  # Ray has no types
+    """A reference for `ray.get`, which asks references of this kind for their value, from a function.
+
+    `read(timeout_s)` returns the value, or raises Ray's GetTimeoutError; None waits. `ray.wait` does not take such a
+    reference, and it cannot be passed to another call. Its base is public in Ray (alpha).
+    """
+
+    def __init__(self, read: Callable[[float | None], Any]) -> None:
+        self._read = read
+
+    def get(self, timeout: float | None = None) -> Any:
+        return self._read(timeout)
+
+    def __str__(self) -> str:
+        return f"ValueRef({self._read})"
+
+    def __del__(self) -> None:
+        """Nothing to release; Ray's own class drops a buffered result."""
 
 
 class _Recorder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -12,23 +11,22 @@ from typing import Any, Literal
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from dagrl.runtime.edges.memory import EdgeClosedError
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError
-from dagrl.runtime.executors.base import Executable, Executor, GraphLimits, accelerated
+from dagrl.runtime.executors.base import Actors, Executable, Executor, GraphLimits, Nodes, accelerated
 from dagrl.runtime.graph import PhaseGraph, WorkerRef
 from dagrl.runtime.passes.shards import fuse
 from dagrl.runtime.phase import replicas_per_graph
 from dagrl.runtime.tickets import Counters, GraphWorkers
 from dagrl.runtime.worker_group import Groups
 
-logger = logging.getLogger(__name__)
-
 Ranks = Mapping[str, Sequence[int]]
 """The ranks of each role, in a graph's order."""
 
 
 Engine = Literal["dagrl", "ray"]
-"""What runs compiled graphs: dagrl's loop and channels, or Ray's own."""
+"""What runs compiled graphs: dagrl's loops and edges, or Ray's Compiled Graphs."""
 
 
 @dataclass(eq=False)
@@ -42,16 +40,16 @@ class Compiled:
     under_way: int = field(default=0, init=False)
 
     def submit(self, packet: Packet) -> Any:
-        """Starts a replay. Returns what `fetch` takes, or Ray's error if a worker died since the last replay."""
+        """Starts a replay. Returns what `fetch` takes, or the error of a graph that a worker's death ended meanwhile."""
         self.under_way += 1
         try:
             return self.executable.submit(packet)
-        except RayError as error:
+        except (RayError, EdgeClosedError) as error:
             return error
 
     def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
-        """`Executable.fetch`. Raises Ray's error of a replay that could not be sent."""
-        if isinstance(submitted, RayError):
+        """`Executable.fetch`. Raises the error of a replay that could not be sent."""
+        if isinstance(submitted, RayError | EdgeClosedError):
             raise submitted
         try:
             packets = self.executable.fetch(submitted, timeout_s)
@@ -96,7 +94,8 @@ def compile_phase(
             ranks = {role: [rank for shard in mine for rank in ranks_of[shard][role]] for role in graph.widths}
             actors = {role: [groups[role].actors[rank] for rank in some] for role, some in ranks.items()}
             whole = replace(fuse(graph, len(mine)), aliases=_aliases(actors))
-            executable = executor(whole, actors, replace(limits, input_bytes=limits.input_bytes * len(mine)))
+            nodes = {role: [groups[role].locations[rank].node for rank in some] for role, some in ranks.items()}
+            executable = executor(whole, actors, nodes, replace(limits, input_bytes=limits.input_bytes * len(mine)))
             undo.callback(executable.teardown, limits.teardown_s)
             all_actors = tuple(actor for some in actors.values() for actor in some)
             made.append(Compiled(executable, tuple(mine), _graph_workers(whole, ranks, counters), all_actors))
@@ -105,35 +104,26 @@ def compile_phase(
 
 
 def executor_of(name: str, engine: Engine = "dagrl") -> Executor:
-    """Returns the executor of that name. Engine `dagrl` becomes `ray`, with one warning, on a Ray that it does not know."""
+    """Returns the executor of that name. Graphs with accelerator edges run on Ray's engine, which alone has them."""
     if name == "eager":
         from dagrl.runtime.executors.eager import EagerGraph, Sender
 
         return functools.partial(EagerGraph, sender=Sender())
-    if engine == "dagrl" and not _warn_of_unknown_parts():
-        from dagrl.runtime.executors.compiled import compile_graph
+    return _compile_with_ray if engine == "ray" else _compile_with_dagrl
 
-        return compile_graph
+
+def _compile_with_dagrl(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Executable:
+    from dagrl.runtime.executors.dagrl_engine import DagrlGraph
+
+    if accelerated(graph):
+        return _compile_with_ray(graph, actors, nodes, limits)
+    return DagrlGraph(graph, actors, nodes, limits)
+
+
+def _compile_with_ray(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Executable:
     from dagrl.runtime.executors.ray_engine import RayGraph
 
-    return RayGraph
-
-
-@functools.cache
-def _warn_of_unknown_parts() -> bool:
-    """Whether this Ray lacks private parts that the engine `dagrl` replaces; warns once."""
-    import ray
-
-    from dagrl.runtime.executors.ray_dag import unknown_parts
-
-    if missing := unknown_parts():
-        logger.warning(
-            "executor_cfg.engine: dagrl does not know the internals of Ray %s (%s). Compiled graphs use Ray's own engine, "
-            "which takes more time per replay. Install a version listed in docs/runtime.md, or set engine: ray",
-            ray.__version__,
-            "; ".join(missing),
-        )
-    return bool(missing)
+    return RayGraph(graph, actors, nodes, limits)
 
 
 def _in_service(ranks: Ranks, groups: Groups) -> bool:

@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayChannelError
 from dagrl.errors import DeadlineError, PhaseError, WorkerFailure, cause_first, error_text
 from dagrl.runtime.answers import GRACE_S, first_line
 from dagrl.runtime.compile import Compiled
+from dagrl.runtime.edges.memory import EdgeClosedError
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.node import DIED, IDLE, NO_ANSWER, Report
@@ -197,13 +198,13 @@ def _silent(replay: PendingReplay, reports: Mapping[RoleRank, Report]) -> list[R
 
 def _arrived_failures(graph: Compiled, submitted: object) -> Sequence[WorkerFailure]:
     """Returns the failures of workers whose outputs have arrived. Others may wait for these in a collective forever."""
-    with suppress(RayChannelError):  # the next `fetch` raises it
+    with suppress(RayChannelError, EdgeClosedError):  # the next `fetch` raises it
         return graph.executable.failures(submitted)
     return ()
 
 
 def _deaths(replay: PendingReplay, error: Exception) -> list[WorkerFailure]:
-    if not isinstance(error, RayActorError | RayChannelError):
+    if not isinstance(error, RayActorError | RayChannelError | EdgeClosedError):
         return []
     actor_id = getattr(error, "actor_id", None) or ""
     for role, group in replay.groups.items():

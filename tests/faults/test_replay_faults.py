@@ -16,7 +16,7 @@ from dagrl.errors import DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.runtime.compile import Engine, executor_of
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.executors import ray_dag
-from dagrl.runtime.executors.base import Actors, Executable, GraphLimits
+from dagrl.runtime.executors.base import Actors, Executable, GraphLimits, Nodes
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.options import SchedulerOptions
@@ -105,9 +105,9 @@ def test_only_the_shard_of_a_replaced_worker_is_compiled_again(
     compiled: list[tuple[str, list[Any]]] = []
 
     def recording(name: str, engine: Engine) -> Any:
-        def compile_(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Executable:
+        def compile_(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Executable:
             compiled.append((graph.phase, list(actors["train"])))
-            return executor(graph, actors, limits)
+            return executor(graph, actors, nodes, limits)
 
         executor = executor_of(name, engine)
         return compile_

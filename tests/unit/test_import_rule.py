@@ -41,17 +41,26 @@ def users_of(*modules: str) -> set[str]:
 
 
 def test_internals_of_ray_are_imported_where_they_are_listed() -> None:
-    """`local_cluster.py` asks for the processes of the cluster that it started, `event_loop.py` for an actor's loop.
+    """`local_cluster.py` starts a node without what dagrl does not use, where this Ray has the parts that it replaces.
 
-    `references.py` derives a reference whose value `ray.get` asks for.
+    `nemo_rl.py` derives a reference whose value `ray.get` asks for.
     """
-    assert users_of("ray.dag") == {"dagrl/runtime/executors/ray_dag.py"}
-    assert users_of("ray.experimental") == {
-        "dagrl/runtime/executors/ray_dag.py",
-        "dagrl/runtime/executors/edge.py",
-        "dagrl/runtime/executors/references.py",
+    assert users_of("ray.dag") == {f"dagrl/runtime/executors/{name}.py" for name in ("dag", "ray_engine")}
+    assert users_of("ray.experimental") == {"dagrl/embed/nemo_rl.py"}
+    assert users_of("ray._raylet", "ray._private") == {"dagrl/run/local_cluster.py"}
+
+
+def test_executors_reach_into_no_private_part_of_others() -> None:
+    """Of Ray's, the id of an actor, and whether it takes calls in order, without which it is taken to do not."""
+    found = {
+        node.attr
+        for file in FILES
+        if file.parts[:3] == ("dagrl", "runtime", "executors")
+        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
     }
-    assert users_of("ray._raylet", "ray._private") == {"dagrl/run/local_cluster.py", "dagrl/runtime/executors/event_loop.py"}
+    assert found == {"_actor_id", "_replace", "_current_frames"}
 
 
 HEAVY = {"ray", "torch", "megatron", "vllm", "transformers", "matplotlib", "cupy"}

@@ -1,15 +1,17 @@
 """Executors: make an `Executable` of a `PhaseGraph` and the actors it runs on.
 
-Two executors run the same graphs with the same results: `compiled` (Ray Compiled Graphs, with dagrl's engine or Ray's) and
-`eager` (plain actor calls; the baseline and the fallback).
+Two executors run the same graphs with the same results: `compiled` (a static graph, run by dagrl's engine or by Ray's
+Compiled Graphs) and `eager` (plain actor calls; the baseline and the fallback).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import ray
 from ray.actor import ActorHandle
 
 from dagrl.errors import WorkerFailure
@@ -20,8 +22,16 @@ from dagrl.runtime.executors.node import NodeCall, Take
 from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.passes.hosts import RELAY, relays_input
 
+logger = logging.getLogger(__name__)
+
 Actors = Mapping[str, Sequence[ActorHandle]]
 """Actors of each role, in the order of the graph's worker positions."""
+
+Nodes = Mapping[str, Sequence[str]]
+"""The Ray nodes of these actors."""
+
+PATIENCE = 0.8
+"""Share of a teardown's time after which actors with running loops are killed."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +80,17 @@ class Executable(Protocol):
         """Stops the graph's loops within `timeout_s`; kills workers that do not stop in time."""
 
 
-Executor = Callable[[PhaseGraph, Actors, GraphLimits], Executable]
+Executor = Callable[[PhaseGraph, Actors, Nodes, GraphLimits], Executable]
 """Makes an executable of a graph on these actors."""
+
+
+def kill_running(actors: Sequence[ActorHandle], phase: str, limits: GraphLimits, seconds: float) -> None:
+    """Kills actors whose loops have not ended in a teardown of so many seconds, if dagrl made them."""
+    if actors:
+        what = "killing them" if limits.may_kill else "they were not created by this group and keep running"
+        logger.warning("the graph of phase %r did not stop in %.1f s on %d workers; %s", phase, seconds, len(actors), what)
+    for actor in actors if limits.may_kill else ():
+        ray.kill(actor)
 
 
 def node_calls(graph: PhaseGraph, limits: GraphLimits) -> list[NodeCall]:
@@ -95,6 +114,7 @@ def node_calls(graph: PhaseGraph, limits: GraphLimits) -> list[NodeCall]:
             accelerated=node.number in beside,
             copied=tuple(name for name, value in node.constants if isinstance(value, list | dict)),
             keywords=node.keywords,
+            number=node.number,
         )
         for node in graph.nodes
     ]

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.packet import Packet, payload_bytes
 from dagrl.runtime.edges.pickling import UnreadableError
-from dagrl.runtime.executors.base import Actors, GraphLimits, node_calls
+from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes, node_calls
 from dagrl.runtime.executors.node import NodeCall, run_node
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.passes.gather import Gathering
@@ -43,8 +43,8 @@ class Sender:
 
 
 def takes_in_order(actor: ActorHandle) -> bool:
-    """Whether an actor runs calls one at a time, in the order in which they were sent."""
-    return not actor._ray_allow_out_of_order_execution
+    """Whether an actor runs calls one at a time, in the order in which they were sent. False where Ray does not say."""
+    return not getattr(actor, "_ray_allow_out_of_order_execution", True)
 
 
 def _run_after(worker: object, ended: None, call: NodeCall, *packets: Packet) -> tuple[Packet, None]:
@@ -55,7 +55,7 @@ def _run_after(worker: object, ended: None, call: NodeCall, *packets: Packet) ->
 class EagerGraph:
     """A graph replayed as one actor call per node. Graphs with one `sender` keep their order on every actor."""
 
-    def __init__(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits, sender: Sender) -> None:
+    def __init__(self, graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits, sender: Sender) -> None:
         self._sender = sender
         self._gathering = Gathering.of(graph, limits.result_bytes)
         graph = self._gathering.graph

@@ -19,6 +19,7 @@ import traceback
 from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,7 +32,6 @@ from dagrl.runtime.arguments import Arguments, Static
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.runtime.edges.pickling import Encoded, Shares
 from dagrl.runtime.edges.tensors import accelerator_tensors
-from dagrl.runtime.executors.event_loop import actor_event_loop
 from dagrl.runtime.graph import Json
 from dagrl.runtime.passes.hosts import RELAY
 from dagrl.runtime.shapes import Batch
@@ -89,6 +89,7 @@ class NodeCall:
     copied: tuple[str, ...] = ()  # constants that the method could change: it gets copies
     keywords: tuple[str, ...] = ()  # names of the last arguments
     unread: bool = False  # this worker could not unpickle an input of this turn, as one of its packets says
+    number: int = 0  # of the node in its graph
 
 
 class NodeRun(NamedTuple):
@@ -193,16 +194,21 @@ class NodeState:
     activity: tuple[str, str, int, str, int, float] | None = None
     """Role, phase, replay, label, thread and start of what is running."""
     coroutine: Future[Any] | None = None  # the coroutine that the running node waits for
+    event_loop: asyncio.AbstractEventLoop | None = None  # on which Ray runs the actor's `async` methods
 
 
 _STATE = "_dagrl_node_state"
 
 
 def install(worker: object, role: str, rank: int, coordinates: str) -> None:
-    """Prepares a worker for graphs. Called when a group of it is made."""
+    """Prepares a worker for graphs. Called when a group of it is made, by a plain call: Ray runs all plain calls of an actor
+    with `async` methods on its event loop.
+    """
     state = getattr(worker, _STATE, None) or NodeState()
     setattr(worker, _STATE, state)
     state.members[role] = Member(role, rank, coordinates)
+    with suppress(RuntimeError):  # this thread has none
+        state.event_loop = asyncio.get_running_loop()
 
 
 def state_of(worker: object) -> NodeState:
@@ -338,7 +344,13 @@ def _spread(call: NodeCall, arguments: object) -> tuple[list[object], dict[str, 
 def _awaited(worker: object, call: NodeCall, coroutine: Coroutine[Any, Any, object]) -> object:
     """Runs a coroutine on the actor's event loop, where its `async` methods run, until it ends or is aborted."""
     state = state_of(worker)
-    state.coroutine = asyncio.run_coroutine_threadsafe(coroutine, actor_event_loop(call.label))
+    if state.event_loop is None:
+        coroutine.close()
+        raise RunError(
+            f"{call.label} returned a coroutine, but its actor has no event loop: Ray gives one to actors whose class has "
+            "an `async def` method. Await it inside the method, or make the method an `async def`"
+        )
+    state.coroutine = asyncio.run_coroutine_threadsafe(coroutine, state.event_loop)
     try:
         return state.coroutine.result()
     except CancelledError:

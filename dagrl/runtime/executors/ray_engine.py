@@ -1,45 +1,54 @@
-"""The compiled executor with Ray's engine: Ray's own loop, channels, `execute` and `get`, none of them replaced.
+"""The compiled executor with Ray's engine: Compiled Graphs through their public parts, none of them replaced.
 
-It runs on any Ray that has Compiled Graphs, with the results and errors of the other engine, and more slowly. Packets travel
-through Ray's channels as bytes, pickled and unpickled here, so that
+It alone has edges between accelerators. Results and errors are those of dagrl's engine; a replay takes more time. Values
+travel as bytes (`dag.run_pickled`). Failures of a graph arrive with all of its outputs: Ray drops outputs that it has read
+when another one is late.
 
-- a value that cannot be pickled or unpickled is its worker's failure and the graph lives on;
-- arrays are copies: a view of a Ray channel would block the next write to it for as long as it is kept.
+Ray's limits, and what is done about them:
 
-Failures of a graph arrive with all of its outputs: Ray drops outputs that it has read when another one is late.
+- Channels that grow leak memory and can block a teardown. They are sized before compiling, in every process that writes.
+- Deadlines are 10 s. They are set to those of the phase.
+- An actor runs one live graph on each thread of its group `_ray_system`. dagrl's own actors have enough of them.
+- `teardown` of a hung graph blocks forever. It gets a deadline, after which the actors are killed.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import queue
 import threading
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayChannelTimeoutError, RayError
+from ray.dag import DAGContext
+from ray.exceptions import GetTimeoutError, RayChannelTimeoutError, RayError
 
 from dagrl.errors import RunError, WorkerFailure
+from dagrl.runtime.deadline import in_background
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet
-from dagrl.runtime.edges.pickling import UnreadableError, dump, load
-from dagrl.runtime.executors import ray_dag
-from dagrl.runtime.executors.base import Actors, GraphLimits, accelerated, node_calls, result_rooms
-from dagrl.runtime.executors.node import NodeCall, Report, failed_packet, report, run_node
+from dagrl.runtime.edges.pickling import UnreadableError, load
+from dagrl.runtime.executors.base import PATIENCE, Actors, GraphLimits, Nodes, kill_running
+from dagrl.runtime.executors.dag import LOOPS, BoundGraph, bind_graph, nodes_of, pickled
+from dagrl.runtime.executors.node import report
 from dagrl.runtime.graph import PhaseGraph
-from dagrl.runtime.passes.gather import Gathering
+
+logger = logging.getLogger(__name__)
 
 LATE_S = 5.0
 """How long the reading thread waits for a result after the replay's deadline, which the scheduler enforces."""
 
+IDLE_S = 5.0
+"""Ray's loop wakes at least this often while it waits for input, to look for errors of others; ours travel as values."""
 
-@dataclass(frozen=True)
-class PickledCall:
-    """A node whose packets arrive as bytes. `pickles`: so does its result; not one that goes over an accelerator."""
-
-    call: NodeCall
-    pickles: bool
+CHATTY = "ray.dag"
+"""Ray's logger that prints each step of a teardown, and the traceback of each dead worker, which our own error reports."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +62,18 @@ class Executed:
 class RayGraph:
     """A live Ray Compiled Graph, run by Ray's engine. Its actors' loops run from here to its teardown."""
 
-    def __init__(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> None:
-        self._phase = graph.phase
-        self._limits = limits = replace(limits, input_bytes=limits.input_bytes + ENVELOPE_BYTES)
-        self._actors = ray_dag.distinct(actors)
-        self._gathering = Gathering.of(graph, limits.result_bytes)
-        graph = self._gathering.graph
-        self._places = [list(dict.fromkeys(graph.outputs)).index(number) for number in graph.outputs]
-        graph = replace(graph, outputs=tuple(dict.fromkeys(graph.outputs)))  # Ray takes each output once
-        self._writers = ray_dag.writers_of(graph, actors)
-        ray_dag.prepare_workers(_channel_sizes(graph, actors, limits), limits, accelerator=False)
-        on_accelerators = accelerated(graph)
-        calls = [PickledCall(call, number not in on_accelerators) for number, call in enumerate(node_calls(graph, limits))]
-        with ray_dag.driver_settings(limits):
-            bound = ray_dag.bind_graph(graph, actors, run_pickled, calls)
-            self._dag = ray_dag.compile_dag(bound, self._phase, limits, bool(on_accelerators))
+    def __init__(self, graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> None:
+        self._phase, self._limits = graph.phase, limits
+        self._bound = bind_graph(graph, actors, nodes, limits)
+        accelerates = False
+        sizes = dict.fromkeys(self._bound.actors, ENVELOPE_BYTES)  # Ray sizes all channels that a process writes alike
+        for node in nodes_of(self._bound.dag):
+            actor = actors[node.call.role][node.call.position]
+            sizes[actor] = max(sizes[actor], node.call.result_limit + ENVELOPE_BYTES)
+            accelerates |= node.call.accelerated
+        prepare_workers(sizes, limits)
+        with driver_settings(limits):
+            self._dag = compile_dag(self._bound, limits, accelerates)
         self._unread: queue.SimpleQueue[tuple[list[Any], Executed] | None] = queue.SimpleQueue()
         self._broken = False
         threading.Thread(target=self._read_outputs, name=f"dagrl-results-{self._phase}", daemon=True).start()
@@ -81,7 +87,7 @@ class RayGraph:
         """Executes the graph; the scheduler has checked the input's size and the replays in flight."""
         submitted = Executed(packet.header, Future())
         try:
-            outputs = self._dag.execute(_pickled(packet))
+            outputs = self._dag.execute(pickled(packet))
         except RayChannelTimeoutError as late:
             limit = f"{self._limits.replay_s:.0f} s"
             raise RunError(f"no room for the input of phase {self._phase!r} in {limit}: {late}") from late
@@ -106,44 +112,33 @@ class RayGraph:
             outputs = submitted.outputs.result(timeout_s)
         except RayChannelTimeoutError as late:
             raise TimeoutError(str(late)) from late
-        packets = [_unpickled(output, writer) for output, writer in zip(outputs, self._writers, strict=True)]
-        return self._gathering.put_together(submitted.header, [packets[place].body for place in self._places])
+        packets = [_unpickled(output, writer) for output, writer in zip(outputs, self._bound.writers, strict=True)]
+        return self._bound.put_together(submitted.header, [packet.body for packet in packets])
 
     def failures(self, submitted: Executed) -> list[WorkerFailure]:
         """Returns nothing: failures arrive with all outputs."""
         return []
 
     def teardown(self, timeout_s: float) -> None:
+        """Tears the graph down within `timeout_s`; kills actors of ours that still run this phase for most of that time.
+
+        Ray also waits for an actor's plain calls; those get no actor killed, as the loops end without them.
+        """
         self._unread.put(None)
-        ray_dag.teardown_dag(self._dag.teardown, self._phase, self._limits, self._running, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        stopper = threading.Thread(target=self._dag.teardown, name=f"dagrl-teardown-{self._phase}", daemon=True)
+        stopper.start()
+        stopper.join(PATIENCE * timeout_s)
+        if stopper.is_alive():
+            stuck = self._running(max(0.0, deadline - time.monotonic()) / 2)
+            kill_running(stuck, self._phase, self._limits, PATIENCE * timeout_s)
+            stopper.join(max(0.0, deadline - time.monotonic()) if stuck and self._limits.may_kill else 0.0)
 
     def _running(self, timeout_s: float) -> list[ActorHandle]:
         """Returns the actors that report a running node of this phase; one that is busy with a plain call does not."""
-        reports = {actor.__ray_call__.remote(report): actor for actor in self._actors}
+        reports = {actor.__ray_call__.remote(report): actor for actor in self._bound.actors}
         ready, _ = ray.wait(list(reports), num_returns=len(reports), timeout=timeout_s)
         return [reports[ref] for ref in ready if _runs(ref, self._phase)]
-
-
-def run_pickled(worker: object, pickled: PickledCall, *items: Any) -> Any:
-    """Runs one node on packets that are bytes. What this worker cannot pickle or unpickle is its failure."""
-    call, packets = pickled.call, list[Packet]()
-    for item in items:
-        try:
-            packets.append(Packet.from_wire(load(item)) if isinstance(item, bytes) else item)
-        except UnreadableError as error:
-            packets.append(failed_packet(worker, call, Packet.from_wire(error.content), error))
-            call = replace(call, unread=True)
-    packet = run_node(worker, call, *packets)
-    if not pickled.pickles:
-        return packet
-    try:
-        return _pickled(packet)
-    except Exception as error:  # of the value's own classes
-        return _pickled(failed_packet(worker, call, packet, error))
-
-
-def _pickled(packet: Packet) -> bytes:
-    return bytes(dump(packet.wire(), in_band=True)[0])
 
 
 def _unpickled(item: Any, writer: tuple[str, str]) -> Packet:
@@ -154,18 +149,79 @@ def _unpickled(item: Any, writer: tuple[str, str]) -> Packet:
         raise
 
 
-def _channel_sizes(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> dict[ActorHandle, int]:
-    """Returns the room of the largest result of each actor: Ray sizes all channels that a process writes alike."""
-    sizes = dict.fromkeys(ray_dag.distinct(actors), ENVELOPE_BYTES)
-    for number, room in enumerate(result_rooms(graph, limits)):
-        actor = ray_dag.actor_of(graph, actors, number)
-        sizes[actor] = max(sizes[actor], room + ENVELOPE_BYTES)
-    return sizes
-
-
 def _runs(ref: Any, phase: str) -> bool:
     try:
-        found: Report = ray.get(ref)
+        return bool(ray.get(ref).phase == phase)
     except RayError:  # it died
         return False
-    return found.phase == phase
+
+
+def prepare_workers(sizes: Mapping[ActorHandle, int], limits: GraphLimits) -> None:
+    """Sets the sizes of the channels that each worker writes in graphs compiled next.
+
+    Raises TimeoutError for an actor without a free thread for loops.
+    """
+    calls = [
+        actor.__ray_call__.options(concurrency_group=LOOPS).remote(_prepare_worker, size) for actor, size in sizes.items()
+    ]
+    try:
+        ray.get(calls, timeout=limits.compile_s)
+    except GetTimeoutError as late:
+        raise TimeoutError(
+            f"a worker had no free thread of Ray's for loops within {limits.compile_s:.0f} s. A compiled graph of Ray's own "
+            f'engine holds one; make the actor with concurrency_groups={{"{LOOPS}": n}} for n of them (WorkerGroup.create '
+            "does), or tear down the graph that somebody else compiled on it"
+        ) from late
+
+
+def _prepare_worker(worker: object, channel_bytes: int) -> None:
+    """Runs in the worker."""
+    context = DAGContext.get_current()
+    context.read_iteration_timeout = IDLE_S
+    context.buffer_size_bytes = channel_bytes
+
+
+@contextmanager
+def driver_settings(limits: GraphLimits) -> Iterator[None]:
+    """Sets Ray's input size and deadlines for graphs compiled inside."""
+    context = DAGContext.get_current()
+    names = ("buffer_size_bytes", "submit_timeout", "get_timeout", "teardown_timeout")
+    before = {name: getattr(context, name) for name in names}
+    context.buffer_size_bytes = limits.input_bytes + ENVELOPE_BYTES
+    context.submit_timeout = context.get_timeout = max(1, round(limits.replay_s))
+    context.teardown_timeout = max(1, round(limits.teardown_s))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(context, name, value)
+
+
+def compile_dag(bound: BoundGraph, limits: GraphLimits, accelerates: bool) -> Any:
+    """Compiles a bound graph within `limits.compile_s`, on a thread: Ray waits for workers and communicators forever."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        logging.getLogger(CHATTY).setLevel(logging.CRITICAL)
+    options: dict[str, Any] = dict.fromkeys(("_max_inflight_executions", "_max_buffered_results"), limits.max_in_flight)
+    if limits.overlap_communication and accelerates:
+        options["_overlap_gpu_communication"] = True
+    compiled: Future[Any] = in_background(
+        functools.partial(bound.dag.experimental_compile, **options), f"dagrl-compile-{bound.phase}"
+    )
+    try:
+        return compiled.result(limits.compile_s)
+    except BaseException as error:
+        if compiled.done():
+            raise
+        compiled.add_done_callback(_tear_down_unused)
+        if not isinstance(error, TimeoutError):
+            raise
+        raise TimeoutError(
+            f"Ray had not compiled it within timeouts.compile_s = {limits.compile_s:g} s: a worker does not "
+            "answer, or a communicator between GPUs was not made"
+        ) from error
+
+
+def _tear_down_unused(compiled: Future[Any]) -> None:
+    """Tears down a graph that was compiled after its deadline."""
+    if compiled.exception() is None:
+        compiled.result().teardown()

@@ -1,88 +1,157 @@
-"""The end of a worker's loop: without a word where an edge was closed, with an error where a link was lost."""
+"""A worker's loop and its edges, in one process: silent where an edge was closed, an error where a link was lost."""
 
 from __future__ import annotations
 
+import gc
+import os
 import pickle
 import socket
-import threading
+import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from ray.exceptions import ActorDiedError, RayChannelError, RayChannelTimeoutError, RayTaskError
 
 from dagrl.errors import RunError
-from dagrl.runtime.edges.link import LinkAddress, LinkReader, LinkWriter
+from dagrl.runtime.edges.link import LinkReader, LinkWriter
+from dagrl.runtime.edges.mailbox import CELL_BYTES, Mailbox
+from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError
 from dagrl.runtime.edges.packet import Header, Packet
-from dagrl.runtime.executors import compiled, edge, loop, ray_dag
-from dagrl.runtime.executors.base import GraphLimits
-from dagrl.runtime.executors.compiled import CompiledGraph
-from dagrl.runtime.executors.edge import Edge, EdgeDescription
-from dagrl.runtime.executors.node import NodeCall, install
-from dagrl.runtime.executors.outputs import Submitted
+from dagrl.runtime.edges.ring import Ring
+from dagrl.runtime.executors import edge
+from dagrl.runtime.executors.edge import DRIVER, EdgeAddress, EdgeReader, EdgeSpec, EdgeWriter
+from dagrl.runtime.executors.loop import Loop, LoopNode, end_loop, loop_runs, prepare_loop, start_loop
+from dagrl.runtime.executors.node import NodeCall, Take, install
+from dagrl.runtime.graph import Source
 from tests.unit.runtime.unreadable import unreadable
 
-HEADER = Header("phase", 0, False, {"train": 0}, 10.0)
 PATIENCE_S = 30.0
+ROOM = 1 << 18
 LOST = r"train worker 3 lost the link (from|to) another host, from 127\.0\.0\.1:\d+ to 127\.0\.0\.1:\d+: "
 
 
-class Hosts:
-    """A worker with one node, and the hosts that it reads from and writes to: only the ends of their links."""
+@pytest.fixture(autouse=True)
+def _one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "ray", SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")))
+
+
+def header(ticket: int) -> Header:
+    return Header("phase", ticket, False, {"train": ticket}, 10.0)
+
+
+class Worker:
+    """Returns what it is given."""
 
     def __init__(self) -> None:
-        self.before, self.after = LinkWriter("127.0.0.1", 1 << 16, 2), LinkWriter("127.0.0.1", 1 << 16, 2)
-        self.reader_after = LinkReader(self.after.address)
-        self.input, self.output = edge_over(self.before.address), edge_over(self.after.address)
-        edge._links[self.output.description.name] = [self.after]
-        self.worker = SimpleNamespace()
-        install(self.worker, "train", 3, "")
-        node = SimpleNamespace(input_variant=self._run)
-        self.unread: list[bool] = []
-        given = [
-            SimpleNamespace(
-                input_variant=NodeCall("train", "train[3].step", 0, "map", "step", (), {}, 0, True, 1 << 20, "")
-            ),
-            SimpleNamespace(resolve=lambda packets: packets[0]),
-        ]
-        self.task: Any = SimpleNamespace(
-            prepare=self.input.ensure_registered_as_reader,
-            input_channels=[self.input],
-            output_channels=[self.output],
-            task_inputs=[node, *given],
-        )
+        self.aborted = 0
+        install(self, "train", 3, "")
 
-    def _run(self, worker: object, call: NodeCall, packet: Packet) -> Packet:
-        self.unread.append(call.unread)
-        return result_of(packet)
+    def step(self, *values: object) -> object:
+        return values[0] if len(values) == 1 else values
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+def node(number: int, sources: Sequence[Source], spec: EdgeSpec, place: int = 0, last: bool = True) -> LoopNode:
+    takes = tuple(Take(index) for index in range(len(sources)))
+    call = NodeCall("train", f"train[3].step{number}", 0, "map", "step", takes, {}, place, last, 1 << 20, "", number=number)
+    return LoopNode(call, tuple(sources), spec)
+
+
+class Running:
+    """A loop of one worker, and this process as the driver that sends its input and reads its results."""
+
+    def __init__(self, nodes: Sequence[LoopNode], start: EdgeSpec, mailbox: Mailbox | None = None) -> None:
+        self.worker, self.name, self.ticket = Worker(), uuid.uuid4().hex, 0
+        self.start = EdgeWriter(start)
+        address = None if mailbox is None else mailbox.address
+        made = prepare_loop(self.worker, self.name, nodes, address)
+        start_loop(self.worker, self.name, 0, {None: self.start.address, **made})
+        self.readers = {number: EdgeReader(found, DRIVER) for number, found in made.items()}
 
     def send(self, value: object) -> None:
-        self.before.write([pickle.dumps(Packet(HEADER, value).wire())], PATIENCE_S)
+        self.start.write(Packet(header(self.ticket), value), PATIENCE_S)
+        self.ticket += 1
 
-    def receive(self) -> object:
-        return self.receive_packet().value
+    def receive(self, number: int = 0) -> Packet:
+        return self.readers[number].read(PATIENCE_S)
 
-    def receive_packet(self) -> Packet:
-        return Packet.from_wire(self.reader_after.read(PATIENCE_S))
-
-    def cut_before(self) -> None:
-        cut(self.before)
-
-    def cut_after(self) -> None:
-        """The worker notices when it writes: what was on its way may still be taken."""
-        cut(self.reader_after)
-        for _ in range(20):
-            self.send("more")
-            time.sleep(0.05)
+    def end(self) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while not end_loop(self.worker, self.name):
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
-def result_of(packet: Packet) -> Packet:
-    """The packet itself, or with a lock in place of what says so."""
-    return packet._replace(value=threading.Lock()) if packet.value == "a lock" else packet
+NEAR = EdgeSpec(ROOM, 2, near=(DRIVER,))
+FAR = EdgeSpec(ROOM, 2, far=(DRIVER,))
+
+
+@pytest.fixture(params=["ring", "link"])
+def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A loop of one node on this host, or between links to another one."""
+    far = request.param == "link"
+    loop = Running(
+        [node(0, [None], FAR if far else NEAR)], EdgeSpec(ROOM, 2, far=(0,)) if far else EdgeSpec(ROOM, 2, near=(0,))
+    )
+    yield loop
+    loop.start.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "message", "aborted"),
+    [
+        (unreadable(), "UnreadableError: ValueError: cannot be made again, when a value was unpickled", 1),
+        ("refused", "TypeError: cannot be sent", 0),
+    ],
+    ids=["read", "written"],
+)
+def test_what_cannot_be_read_or_written_is_a_failure_of_the_worker_whose_loop_goes_on(
+    monkeypatch: pytest.MonkeyPatch, running: Running, value: object, message: str, aborted: int
+) -> None:
+    write = EdgeWriter.write
+
+    def refuse(self: EdgeWriter, packet: Packet, timeout_s: float | None = None) -> None:
+        if packet.value == "refused" and self is not running.start:
+            raise TypeError("cannot be sent")
+        write(self, packet, timeout_s)
+
+    monkeypatch.setattr(EdgeWriter, "write", refuse)
+    running.send(value)
+    (failure,) = running.receive().failures
+    assert (failure.role, failure.rank, failure.node, failure.phase) == ("train", 3, "train[3].step0", "phase")
+    assert failure.message.startswith(message)
+    assert running.worker.aborted == aborted, "peers would wait for a worker that cannot read its input"
+    running.send(7)
+    assert running.receive().value == 7
+
+
+@pytest.mark.parametrize("closes", [lambda one: one.start.close(), lambda one: one.readers[0].close(), None])
+def test_a_closed_edge_ends_the_loop_without_an_error_and_closes_its_others(
+    closes: Callable[[Running], None] | None,
+) -> None:
+    """None: the loop is told to end."""
+    running = Running([node(0, [None], NEAR)], EdgeSpec(ROOM, 2, near=(0,)))
+    running.send(7)
+    assert running.receive().value == 7 and loop_runs(running.worker, running.name)
+    if closes is not None:
+        closes(running)
+        with suppress(EdgeClosedError):
+            running.send(8)
+    running.end()
+    assert not loop_runs(running.worker, running.name)
+    with pytest.raises(EdgeClosedError):
+        while True:
+            running.receive()
 
 
 def cut(end: LinkReader | LinkWriter) -> None:
@@ -91,156 +160,131 @@ def cut(end: LinkReader | LinkWriter) -> None:
     end._socket.shutdown(socket.SHUT_RDWR)
 
 
-def edge_over(address: LinkAddress) -> Edge:
-    return Edge(EdgeDescription(uuid.uuid4().hex, None, (), None, {"reader": address}, None, "reader", None))
-
-
-@pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
-    context = SimpleNamespace(get_actor_id=lambda: None)
-    monkeypatch.setattr(edge, "ray", SimpleNamespace(get_runtime_context=lambda: context))
-    hosts = Hosts()
-    yield hosts
-    for one in (hosts.input, hosts.output):
-        one.close()
-    hosts.before.close()
-    hosts.reader_after.close()
-
-
-def rays_loop(worker: object, tasks: Any, *rays: object) -> None:
-    """What Ray's loop does here: it runs the nodes until a channel is closed, and returns."""
-    (task,) = tasks
-    task.prepare()
-    try:
-        while True:
-            task.output_channels[0].write(task.input_channels[0].read())
-    except RayChannelError:
-        return
-
-
-@pytest.mark.parametrize("lost", [Hosts.cut_before, Hosts.cut_after], ids=["input", "output"])
-@pytest.mark.parametrize("run", [loop.run_tasks, ray_dag.run_rays_tasks])
-def test_a_lost_link_ends_the_loop_with_an_error_that_names_it(
-    monkeypatch: pytest.MonkeyPatch, hosts: Hosts, run: Callable[..., None], lost: Callable[[Hosts], None]
-) -> None:
-    monkeypatch.setattr("ray.dag.compiled_dag_node.do_exec_tasks", rays_loop)
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(run, hosts.worker, [hosts.task], None)
-        hosts.send(7)
-        assert hosts.receive() == 7
-        lost(hosts)
-        with pytest.raises(RayChannelError, match=LOST) as caught:
-            done.result(PATIENCE_S)
+@pytest.mark.parametrize("lost", ["input", "output"])
+def test_a_lost_link_ends_the_loop_with_an_error_that_names_it(lost: str) -> None:
+    running = Running([node(0, [None], FAR)], EdgeSpec(ROOM, 2, far=(0,)))
+    running.send(7)
+    assert running.receive().value == 7
+    if lost == "input":
+        cut(running.start._links[0])
+    else:
+        link = running.readers[0]._link
+        assert link is not None
+        cut(link)
+        for _ in range(20):  # it notices when it writes: what was on its way may still be taken
+            with suppress(EdgeClosedError):
+                running.send("more")
+            time.sleep(0.05)
+    until = time.monotonic() + PATIENCE_S
+    while loop_runs(running.worker, running.name) and time.monotonic() < until:
+        time.sleep(0.01)
+    with pytest.raises(EdgeLostError, match=LOST) as caught:
+        running.end()
     sent = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # of this process
-    assert sent.time_ns == caught.value.time_ns
+    assert sent.time_ns == caught.value.time_ns  # type: ignore[attr-defined]
+    running.end()  # nothing is left of it
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (unreadable(), "UnreadableError: ValueError: cannot be made again, when a value was unpickled"),
-        ("a lock", "TypeError: cannot pickle '_thread.lock' object"),
-    ],
-    ids=["read", "written"],
-)
-def test_what_cannot_be_read_or_written_is_a_failure_of_the_worker_whose_loop_goes_on(
-    hosts: Hosts, value: object, message: str
-) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(loop.run_tasks, hosts.worker, [hosts.task])
-        hosts.send(value)
-        (failure,) = hosts.receive_packet().failures
-        assert (failure.role, failure.rank, failure.node, failure.phase) == ("train", 3, "train[3].step", "phase")
-        assert failure.message.startswith(message)
-        hosts.send(7)
-        assert hosts.receive() == 7
-        assert hosts.unread == [value != "a lock", False]
-        hosts.input.close()
-        done.result(PATIENCE_S)
+def test_a_loop_that_was_ended_before_it_began_does_not_begin() -> None:
+    worker, name = Worker(), uuid.uuid4().hex
+    made = prepare_loop(worker, name, [node(0, [None], NEAR)], None)
+    reader = EdgeReader(made[0], DRIVER)
+    assert not loop_runs(worker, name) and end_loop(worker, name) and end_loop(worker, name)
+    with pytest.raises(RunError, match="torn down before its loops began"):
+        start_loop(worker, name, 0, {})
+    with pytest.raises(EdgeClosedError):
+        reader.read(1.0)
 
 
-@pytest.mark.parametrize("run", [loop.run_tasks, ray_dag.run_rays_tasks])
-def test_edges_that_are_closed_end_the_loop_without_a_word(
-    monkeypatch: pytest.MonkeyPatch, hosts: Hosts, run: Callable[..., None]
-) -> None:
-    monkeypatch.setattr("ray.dag.compiled_dag_node.do_exec_tasks", rays_loop)
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(run, hosts.worker, [hosts.task], None)
-        hosts.send(7)
-        assert hosts.receive() == 7
-        hosts.input.close()
-        done.result(PATIENCE_S)
+def test_values_that_several_nodes_of_a_worker_read_are_read_once_and_its_own_are_passed_by_reference() -> None:
+    keep = EdgeSpec(ROOM, 2)
+    nodes = [
+        node(0, [None], keep, 0, False),
+        node(1, [None, 0, None], keep, 1, False),
+        node(2, [0], keep, 2, False),
+        node(3, [None], keep, 3, False),
+        node(4, [1, 2, 3], NEAR, 4),
+    ]
+    running = Running(nodes, EdgeSpec(ROOM, 2, near=(0,)))
+    for turn in range(5):
+        running.send([turn])
+        assert running.receive(4).value == (([turn], [turn], [turn]), [turn], [turn])
+    running.send(unreadable())
+    assert len(running.receive(4).failures) == 1
+    running.send("next")
+    assert running.receive(4).value == (("next", "next", "next"), "next", "next")
+    running.end()
 
 
-def raised(time_ns: int, cause: Exception) -> RayTaskError:
-    cause.time_ns = time_ns  # type: ignore[attr-defined]
-    return RayTaskError("loop", "", cause)
+def test_small_results_of_a_scripts_classes_with_arrays_fit_a_cell() -> None:
+    """Sent by value, because the other process cannot import the classes of a script."""
+    script: Any = type("Found", (), {"__module__": "__main__"})
+    mailbox = Mailbox.create(1, 2)
+    writer = EdgeWriter(replace(NEAR, cell=0), mailbox)
+    reader = EdgeReader(writer.address, DRIVER)
+    for number, size in enumerate((4, 100, CELL_BYTES), start=1):
+        found = script()
+        found.array = np.arange(size)
+        writer.write(Packet(header(0), found), 1.0)
+        (message,) = mailbox.collect(number, 1.0)
+        assert isinstance(message, tuple) == (size < CELL_BYTES)
+        if not isinstance(message, tuple):  # its number in the ring
+            message = reader.read_message(int(str(message)), 1.0)
+        assert message[0].array.tolist() == list(range(size))
 
 
-def live_graph(
-    write: Callable[..., object] = lambda *words: None,
-    read: Callable[..., object] = lambda *words: [],
-    loops: Iterable[str] = (),
-) -> CompiledGraph:
-    """A graph with these edges, whose workers' loops have these names; without Ray."""
-    dag = SimpleNamespace(worker_task_refs={name: name for name in loops}, teardown=lambda: None)
-    start: Any = SimpleNamespace(write=write)
-    outputs: Any = SimpleNamespace(read=read)
-    gathering: Any = SimpleNamespace(put_together=lambda header, parts: parts)
-    limits = GraphLimits(1 << 16, 1 << 16, max_in_flight=2, compile_s=1.0, replay_s=7.0, teardown_s=1.0)
-    return CompiledGraph("train_step", limits, dag, "its loops", start, outputs, gathering)
+def test_messages_before_the_announced_one_are_dropped() -> None:
+    mailbox = Mailbox.create(1, 4)
+    writer = EdgeWriter(EdgeSpec(ROOM, 4, near=(DRIVER,), cell=0), mailbox)
+    reader = EdgeReader(writer.address, DRIVER)
+    large = np.zeros(CELL_BYTES)
+    for value in ([large, unreadable()], [large, "second"], [large, "third"]):
+        writer.write(Packet(header(0), value), 1.0)
+    for number, word in ((2, "second"), (3, "third")):
+        assert reader.read_message(number, 1.0)[0][1] == word
 
 
-def told(monkeypatch: pytest.MonkeyPatch, loops: dict[str, Exception | None]) -> None:
-    """Ask a graph what ended it, whose workers' loops end one after the other with an error, or without."""
-
-    def get(ended: list[str]) -> None:
-        if (error := loops[ended[0]]) is not None:
-            raise error
-
-    def closed(asked: object, timeout_s: float) -> None:
-        raise RayChannelError("an edge was closed")
-
-    fake = SimpleNamespace(wait=lambda running, timeout: (running[:1], running[1:]), get=get)
-    monkeypatch.setattr(compiled, "ray", fake)
-    monkeypatch.setattr(ray_dag, "call_loop", lambda actor, function, name: actor)
-    monkeypatch.setattr(compiled, "deaths", SimpleNamespace(watch=lambda graph, actors: None))
-    live_graph(read=closed, loops=loops).fetch(Submitted(1, HEADER), 3.0)
+def test_a_process_that_ended_before_its_edge_was_opened_is_an_error() -> None:
+    writer = EdgeWriter(NEAR)
+    assert writer.address.ring is not None
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    memory = replace(writer.address.ring.memory, pid=ended.pid)
+    address = EdgeAddress(replace(writer.address.ring, memory=memory), (DRIVER,), {})
+    with pytest.raises(EdgeClosedError, match=f"the process {ended.pid} that made this memory cannot be reached"):
+        EdgeReader(address, DRIVER)
 
 
-def test_the_first_link_that_was_lost_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    later, first = raised(2, RayChannelError("by teardown")), raised(1, RayChannelError("the cause"))
-    with pytest.raises(RayChannelError, match="the cause") as caught:
-        told(monkeypatch, {"a": None, "b": later, "c": first})
-    assert caught.value is first.cause
-    other = RayTaskError("loop", "of our own", ValueError())
-    with pytest.raises(RayTaskError, match="of our own"):
-        told(monkeypatch, {"b": later, "c": other})
+def test_memory_and_ports_end_with_the_loop() -> None:
+    running = Running([node(0, [None], EdgeSpec(ROOM, 2, near=(1,), far=(DRIVER,)))], EdgeSpec(ROOM, 2, near=(0,)))
+    (address,) = addresses_of(running).values()
+    running.end()
+    gc.collect()
+    assert address.ring is not None
+    with pytest.raises(EdgeClosedError):
+        Ring.open(address.ring)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address.far[DRIVER].host, address.far[DRIVER].port), timeout=5.0)
 
 
-def test_a_death_is_told_rather_than_links_that_were_lost_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ActorDiedError):
-        told(monkeypatch, {"b": raised(1, RayChannelError("lost")), "c": ActorDiedError()})
+def addresses_of(running: Running) -> Mapping[Source, EdgeAddress]:
+    from dagrl.runtime.executors.loop import _loops
+
+    loop: Loop = _loops[running.name]
+    return {number: writer.address for number, writer in loop.writers.items()}
 
 
-def test_a_graph_whose_loops_ended_without_errors_tells_of_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RayChannelError, match="an edge was closed"):
-        told(monkeypatch, {"a": None, "b": None})
-
-
-def test_a_driver_waits_for_room_and_results_no_longer_than_it_was_told() -> None:
-    """A result that is late can still come."""
-    waited: list[float] = []
-
-    def late(asked: object, timeout_s: float) -> None:
-        waited.append(timeout_s)
-        raise RayChannelTimeoutError("full, or empty")
-
-    graph = live_graph(write=late, read=late)
-    with pytest.raises(RunError, match="no room for the input of phase 'train_step' in 7 s"):
-        graph.submit(Packet(HEADER, 0))
-    with pytest.raises(TimeoutError, match="full, or empty"):
-        graph.fetch(Submitted(1, HEADER), 3.0)
-    assert waited == [7.0, 3.0]
-    graph = live_graph()
-    assert [graph.submit(Packet(HEADER, 0)).number for _ in range(2)] == [1, 2]
+def test_opening_an_edge_leaves_alone_a_file_that_reuses_its_descriptor(tmp_path: Path) -> None:
+    content = bytes(1 << 18)
+    other = tmp_path / "other"
+    other.write_bytes(content)
+    writer = EdgeWriter(NEAR)
+    assert writer.address.ring is not None
+    descriptor = os.open(other, os.O_RDWR)
+    try:
+        memory = replace(writer.address.ring.memory, descriptor=descriptor)
+        with pytest.raises(EdgeClosedError, match="is gone, or has closed it"):
+            EdgeReader(EdgeAddress(replace(writer.address.ring, memory=memory), (DRIVER,), {}), DRIVER)
+    finally:
+        os.close(descriptor)
+    assert other.read_bytes() == content

@@ -21,7 +21,7 @@ from dagrl.errors import DataError, DeadlineError, GraphError, LayoutError, Phas
 from dagrl.runtime.codec import Codec
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Packet
-from dagrl.runtime.executors.base import Actors, GraphLimits
+from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.options import SchedulerOptions
@@ -132,7 +132,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The graphs that were compiled, in order."""
     graphs: list[Graph] = []
 
-    def executor(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
+    def executor(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Graph:
         return Graph(graph, limits, graphs)
 
     monkeypatch.setattr("dagrl.runtime.schedule.executor_of", lambda name, engine: executor)
@@ -745,7 +745,7 @@ def test_graphs_are_torn_down_at_once(scheduler: Scheduler, made: list[Graph]) -
 def test_a_phase_that_compiles_on_some_shards_alone_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Graph] = []
 
-    def executor(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
+    def executor(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Graph:
         if graphs:
             raise TimeoutError("no free thread")
         return Graph(graph, limits, graphs)
@@ -853,7 +853,7 @@ class Executors:
         number = len(self.made)
         self.made.append(name)
 
-        def compile_(graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
+        def compile_(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Graph:
             if name == self.fails:
                 raise RuntimeError(f"{name} cannot")
             self.compiled.append((number, graph.phase))

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ray.exceptions import RayChannelError
 
 from dagrl.errors import DeadlineError, PhaseError
-from dagrl.runtime.executors.base import Actors, GraphLimits
+from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, phase
@@ -37,7 +37,7 @@ class Executor:
     def __init__(self) -> None:
         self.made: list[Graph] = []
 
-    def __call__(self, graph: PhaseGraph, actors: Actors, limits: GraphLimits) -> Graph:
+    def __call__(self, graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Graph:
         return Graph(graph, limits, self.made)
 
 

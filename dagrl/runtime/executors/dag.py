@@ -1,0 +1,125 @@
+"""One graph of a phase as a Ray DAG (`InputNode`, `bind`, `MultiOutputNode`), which both engines compile.
+
+A node is one call of `run_pickled(worker, call, *packets)` on its actor through Ray's generic `__ray_call__`, so an actor
+may be of any class. Ray's engine runs these calls as they are. dagrl's reads the nodes back (`nodes_of`) and runs them in
+loops of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.dag import InputNode, MultiOutputNode
+
+from dagrl.runtime.edges.packet import Header, Packet, PacketBody
+from dagrl.runtime.edges.pickling import UnreadableError, dump, load
+from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes, accelerated, node_calls
+from dagrl.runtime.executors.node import NodeCall, failed_packet, run_node
+from dagrl.runtime.graph import PhaseGraph, Source, WorkerRef
+from dagrl.runtime.passes.gather import Gathering
+from dagrl.runtime.passes.hosts import Hosts, with_relays
+
+LOOPS = "_ray_system"
+"""Ray's concurrency group for graph loops. It has one thread unless the actor was made with more, and each live graph of
+Ray's engine holds one. dagrl's loops have threads of their own."""
+
+
+@dataclass(frozen=True)
+class BoundGraph:
+    """A Ray DAG, the actors of its nodes (each once), and how its outputs make up those of the phase.
+
+    `outputs`: the numbers of its output nodes. `writers`: the id of the actor and the label of the node of each.
+    """
+
+    phase: str
+    dag: Any  # Ray has no types
+    actors: tuple[ActorHandle, ...]
+    hosts: Hosts
+    outputs: tuple[int, ...]
+    writers: tuple[tuple[str, str], ...]
+    _gathering: Gathering
+    _places: tuple[int, ...] | None  # in the DAG's outputs, if the phase returns one value twice
+
+    def put_together(self, header: Header, bodies: Sequence[PacketBody]) -> list[Packet]:
+        """Returns the packets of the phase's outputs from those of the DAG's."""
+        if self._places is not None:
+            bodies = [bodies[place] for place in self._places]
+        return self._gathering.put_together(header, bodies)
+
+
+@dataclass(frozen=True)
+class BoundNode:
+    """A node of a bound graph: its call, and the numbers of the nodes that it reads (None: the input)."""
+
+    call: NodeCall
+    sources: tuple[Source, ...]
+
+
+def bind_graph(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> BoundGraph:
+    """Binds a graph to its actors. `nodes`: the Ray node of each."""
+    places = {WorkerRef(role, at): node for role, mine in nodes.items() for at, node in enumerate(mine)}
+    hosts = Hosts(places, ray.get_runtime_context().get_node_id())
+    gathering = Gathering.of(graph, limits.result_bytes, hosts)
+    graph = with_relays(gathering.graph, hosts, accelerated(gathering.graph))
+    calls = node_calls(graph, limits)
+    outputs = tuple(dict.fromkeys(graph.outputs))  # Ray takes each output once
+    bound: list[Any] = []
+    with InputNode() as start:
+        for node, call in zip(graph.nodes, calls, strict=True):
+            packets = [start if source is None else bound[source] for source in node.sources]
+            made = actors[call.role][call.position].__ray_call__.bind(run_pickled, call, *packets)
+            bound.append(made.with_tensor_transport(node.transport) if call.accelerated else made)
+        dag = MultiOutputNode([bound[number] for number in outputs])
+    return BoundGraph(
+        graph.phase,
+        dag,
+        tuple({actor._actor_id: actor for actor in (actors[call.role][call.position] for call in calls)}.values()),
+        hosts,
+        outputs,
+        tuple((actors[call.role][call.position]._actor_id.hex(), call.label) for call in (calls[one] for one in outputs)),
+        gathering,
+        None if outputs == graph.outputs else tuple(outputs.index(number) for number in graph.outputs),
+    )
+
+
+def nodes_of(dag: Any) -> list[BoundNode]:
+    """Returns the nodes of a bound DAG in the order of their numbers."""
+    found: dict[int, BoundNode] = {}
+    waiting = list(dag.get_args())
+    while waiting:
+        _, call, *upstream = waiting.pop().get_args()
+        if call.number not in found:
+            nodes = [None if isinstance(one, InputNode) else one for one in upstream]
+            found[call.number] = BoundNode(call, tuple(None if one is None else one.get_args()[1].number for one in nodes))
+            waiting += [one for one in nodes if one is not None]
+    return [found[number] for number in sorted(found)]
+
+
+def run_pickled(worker: object, call: NodeCall, *items: Any) -> Any:
+    """Runs one node in Ray's engine. Packets are bytes, except those that go over an accelerator.
+
+    So a value that cannot be pickled or unpickled is this worker's failure and the graph lives on, and arrays are copies: a
+    view of a Ray channel would block the next write to it for as long as it is kept.
+    """
+    packets, mine = list[Packet](), call
+    for item in items:
+        try:
+            packets.append(Packet.from_wire(load(item)) if isinstance(item, bytes) else item)
+        except UnreadableError as error:
+            packets.append(failed_packet(worker, call, Packet.from_wire(error.content), error))
+            mine = replace(call, unread=True)
+    packet = run_node(worker, mine, *packets)
+    if call.accelerated:
+        return packet
+    try:
+        return pickled(packet)
+    except Exception as error:  # of the value's own classes
+        return pickled(failed_packet(worker, call, packet, error))
+
+
+def pickled(packet: Packet) -> bytes:
+    return bytes(dump(packet.wire(), in_band=True)[0])
