@@ -1,8 +1,11 @@
-"""The processes of a Ray cluster that `ray.init` started on this machine. Only private parts of Ray name them."""
+"""The processes of a Ray cluster that `ray.init` started on this machine. Only private parts of Ray name them.
+
+This is the only file of dagrl that uses such parts. On a Ray that lacks one of them, Ray starts and ends as it does for
+everybody.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -46,7 +49,11 @@ def lean_node() -> Iterator[None]:
 
     `ray.init` starts an API server also without a dashboard, and waits for it before it starts the raylet.
     """
-    from ray._private.node import Node
+    try:
+        from ray._private.node import Node
+    except ImportError:
+        yield
+        return
 
     def none(node: Any, **_: object) -> None:
         node._webui_url = ""  # as without a dashboard
@@ -64,18 +71,12 @@ def lean_node() -> Iterator[None]:
 
 def cluster_processes() -> list[Popen[Any]]:
     """Returns Ray's own processes, without workers, that `ray.init` started; none if it joined a running cluster."""
-    import ray._private.worker
+    try:
+        from ray._private.worker import _global_node
 
-    node = ray._private.worker._global_node
-    return [] if node is None else [process for _, process in node.live_processes()]
-
-
-def use_own_token() -> None:
-    """Sends this user's token to clusters that are joined by address, as Ray does to those that it starts."""
-    from ray._private.authentication import authentication_token_setup as setup
-
-    setup.logger.setLevel(logging.ERROR)  # it warns that the token is used
-    setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        return [] if _global_node is None else [process for _, process in _global_node.live_processes()]
+    except (ImportError, AttributeError):
+        return []
 
 
 ESSENTIAL = ("gcs_server", "raylet")
@@ -97,11 +98,14 @@ def nodes_live(others: Collection[str] = ()) -> bool:
     One whose raylet hangs is dead after a while.
     """
     import ray
-    from ray._private.worker import global_worker
-    from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
     try:
+        from ray._private.worker import global_worker
+        from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
         nodes = global_worker.gcs_client.get_all_node_info(timeout=ANSWER_S)
+    except (ImportError, AttributeError):  # calls of its workers will tell
+        return True
     except ray.exceptions.RayError:
         return False
     alive = {node_id.hex() for node_id, node in nodes.items() if node.state == GcsNodeInfo.ALIVE}

@@ -27,12 +27,6 @@ from dagrl.runtime.executors.edge import EdgeAddress, EdgeReader, EdgeSpec, Edge
 from dagrl.runtime.executors.node import NodeCall, failed_packet, run_node, state_of
 from dagrl.runtime.graph import Source
 
-PASSED = 1 << 62
-"""A ticket after all others: what waits for a turn that the driver has not sent gives up."""
-
-END_POLL_S = 0.005
-"""How often `end_loops` looks whether they have ended."""
-
 
 @dataclass(frozen=True)
 class LoopNode:
@@ -199,21 +193,6 @@ def end_loop(worker: object, name: str) -> bool:
     if loop.started:
         loop.ended.result()
     return True
-
-
-def end_loops(worker: object, timeout_s: float) -> list[str]:
-    """Ends all loops, whose driver is dead. Returns those that have not ended in time. Runs in the worker."""
-    until = time.monotonic() + timeout_s
-    state_of(worker).gate.reset(PASSED)
-    running = list(_loops)
-    while True:
-        for name in running:
-            with suppress(EdgeClosedError):
-                end_loop(worker, name)
-        running = [name for name in running if name in _loops]
-        if not running or time.monotonic() >= until:
-            return running
-        time.sleep(END_POLL_S)
 
 
 def loop_runs(worker: object, name: str) -> bool:
