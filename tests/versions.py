@@ -4,7 +4,7 @@
 
 Each argument is one combination: a Python, packages, or both. Everything else is the newest release that pyproject.toml
 allows; if only Ray differs, it is what this Python has. Each combination is installed into an environment of its own. Prints
-its versions, what `executor_cfg.engine: dagrl` becomes, and whether the tests pass. The results are in docs/runtime.md.
+its versions, and whether the tests pass. The results are in docs/runtime.md.
 
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes torch's builds without CUDA, which are smaller.
 """
@@ -33,10 +33,8 @@ VLLM_TESTS = [f"tests/integration/test_vllm_{name}.py" for name in ("generate", 
 TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 FOUND = """
 import importlib.metadata, platform
-from dagrl.runtime.executors.ray_dag import unknown_parts
 packages = [f"{one} {importlib.metadata.version(one)}" for one in ("ray", "torch", "numpy", "transformers")]
-engine = f"ray (unknown: {unknown_parts()})" if unknown_parts() else "dagrl"
-print("Python", platform.python_version(), *packages, "engine", engine)
+print("Python", platform.python_version(), *packages)
 """
 
 

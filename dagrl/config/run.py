@@ -276,8 +276,8 @@ class ExecutorConfig(Section):
     """How phases are executed."""
 
     engine: Literal["dagrl", "ray"] = "dagrl"
-    """What runs compiled graphs. `dagrl`: our own loop and channels, on the Ray versions listed in docs/runtime.md. `ray`:
-    Ray's loop and channels, unpatched, with the same results and more time per replay; also what runs on any other Ray."""
+    """What runs compiled graphs. `dagrl`: our own loops and edges, on any Ray. `ray`: Ray's Compiled Graphs, with the same
+    results and more time per replay. Phases with edges between accelerators always use `ray`."""
 
 
 def _directory_name(name: str) -> str:
@@ -303,7 +303,7 @@ class Config(Section):
     """Parent directory of the run's directory."""
 
     executor: Literal["compiled", "eager"] = "compiled"
-    """`compiled`: Ray Compiled Graphs. `eager`: plain actor calls, with the same results."""
+    """`compiled`: static graphs, run by `executor_cfg.engine`. `eager`: plain actor calls, with the same results."""
 
     fallback: Literal["eager", "error"] = "eager"
     """What to do if a phase cannot be compiled: run it eagerly, or fail."""

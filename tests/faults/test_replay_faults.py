@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import time
@@ -15,7 +16,6 @@ import pytest
 from dagrl.errors import DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.runtime.compile import Engine, executor_of
 from dagrl.runtime.deadline import Deadline
-from dagrl.runtime.executors import ray_dag
 from dagrl.runtime.executors.base import Actors, Executable, GraphLimits, Nodes
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
@@ -135,18 +135,22 @@ def test_only_the_shard_of_a_replaced_worker_is_compiled_again(
     group.shutdown(2.0)
 
 
-def test_compiling_with_a_worker_that_does_not_answer_ends(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stops once Ray begins, which would wait for it without end."""
+@pytest.mark.parametrize("engine", ["dagrl", "ray"])
+def test_compiling_with_a_worker_that_does_not_answer_ends(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """It stops once the graph's loops are about to start. Ray's engine would wait for it without end."""
     group = WorkerGroup.create("train", FakeWorker, ParallelLayout(dp=1, tp=2), None)
-    prepare_workers, stopped = ray_dag.prepare_workers, group.locations[1].pid
+    module = importlib.import_module(f"dagrl.runtime.executors.{engine}_engine")
+    nodes_of, prepare, stopped = module.nodes_of, getattr(module, "prepare_workers", None), group.locations[1].pid
 
     def stop_after(*arguments: Any) -> Any:
-        nodes = prepare_workers(*arguments)
+        done = (prepare or nodes_of)(*arguments)
         os.kill(stopped, signal.SIGSTOP)
-        return nodes
+        return done
 
-    monkeypatch.setattr(ray_dag, "prepare_workers", stop_after)
-    options = SchedulerOptions(executor="compiled", fallback="error", compile_s=5.0, teardown_s=TEARDOWN_S)
+    monkeypatch.setattr(module, "nodes_of" if prepare is None else "prepare_workers", stop_after)
+    options = SchedulerOptions(**ENGINES[engine], fallback="error", compile_s=5.0, teardown_s=TEARDOWN_S)
     with Scheduler([group], options) as scheduler:
         scheduler.add(misbehave, warmup_value={"rank": -1})
         started = time.monotonic()

@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from dagrl.errors import PhaseError
+from dagrl.runtime import compile as compile_module
 from dagrl.runtime.executors.eager import takes_in_order
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.options import SchedulerOptions
@@ -206,7 +207,12 @@ def test_failures_of_an_actor_with_threads_hold_up_nobody(cluster: None) -> None
     ray.kill(actors[0])
 
 
-def test_compiled_phases_of_any_number_keep_their_order_too(actors: list[Any]) -> None:
+@pytest.mark.parametrize("on_ray", ["", "one"], ids=["one engine", "both engines"])
+def test_compiled_phases_of_any_number_keep_their_order_too(
+    actors: list[Any], monkeypatch: pytest.MonkeyPatch, on_ray: str
+) -> None:
+    """Also if one of them runs on Ray's engine, which takes the only thread that Ray has for loops on such an actor."""
+    monkeypatch.setattr(compile_module, "accelerated", lambda graph: graph.phase == on_ray)
     with scheduler_of(actors, "compiled") as scheduler:
         phases = [two, one, back_and_forth]
         more = [phase(name=f"more_{number}")(one.function) for number in range(4)]
