@@ -41,6 +41,7 @@ HF_CONFIG = {
     "max_position_embeddings": 128,
 }
 ASYNC = {"enabled": True, "max_trajectory_age_steps": 2, "in_flight_weight_updates": True}
+ON_RAY: dict[str, Any] = {"executor": "compiled", "executor_cfg": {"engine": "ray"}, "fallback": "error"}
 TWO_ENGINES = {"generation": {"vllm_cfg": {"data_parallel_size": 2}}}
 Trained = list[list[ScoredGroup]]
 
@@ -141,14 +142,17 @@ def check_versions(config: Config, batches: Trained, first: int = 0, max_age: in
 def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both score every group once."""
+    """Both score every group once. The synchronous run is on Ray's engine, the other one eager, after equal SFT steps."""
     monkeypatch.setenv(ASKED, str(tmp_path / "asked"))
-    cases = {"sync": {}, "async": {"grpo": {"async_grpo": {**ASYNC, "max_trajectory_age_steps": 0}}}}
-    runs = {}
+    cases = {"sync": ON_RAY, "async": {"grpo": {"async_grpo": {**ASYNC, "max_trajectory_age_steps": 0}}}}
+    runs, taught = {}, []
     for name, sections in cases.items():
-        config = configuration(tmp_path, name, **sections)
+        config = configuration(tmp_path, name, sft={"max_num_steps": 2}, **sections)
         train(config)
-        runs[name] = steps_of(config)
+        steps = steps_of(config)
+        runs[name] = steps[2:]
+        taught.append([(step["loss"], step.get("validation/loss")) for step in steps[:2]])
+    assert taught[0] == taught[1] and taught[0][0] != taught[0][1]
     for sync, asynchronous in zip(*runs.values(), strict=True):
         assert [sync.get(name) for name in COMPARED] == [asynchronous.get(name) for name in COMPARED]
         assert asynchronous["staleness/policy_age_max"] == 0
@@ -188,12 +192,14 @@ def test_logprobs_from_the_step_itself_change_no_losses(tmp_path: Path) -> None:
 def test_ages_versions_and_numbers(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, in_flight: bool
 ) -> None:
+    """With Ray's engine."""
     finish_running = Experience.finish_running
     monkeypatch.setattr(Experience, "finish_running", lambda self: (time.sleep(0.05), finish_running(self)))
     settings = {**ASYNC, "in_flight_weight_updates": in_flight, "max_trajectory_age_steps": 2 if in_flight else 1}
     config = configuration(
         tmp_path,
         "ages",
+        **ON_RAY,
         policy=TWO_ENGINES,
         # groups that wait are more than that many batches: without dynamic sampling, no reason to give up
         grpo={"async_grpo": settings, "max_num_steps": 8, "dynamic_sampling_max_gen_batches": 1},

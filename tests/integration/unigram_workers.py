@@ -108,6 +108,12 @@ class UnigramTrainer(UnigramState):
             self.logits -= self.config.policy.megatron_cfg.optimizer.lr * gradient
         return metrics
 
+    def evaluate(self, batch: Batch, loss: str) -> StepMetrics:
+        from dagrl.rl.losses import Denominators
+
+        valid = float(batch["loss_mask"].sum())
+        return self._gradient(batch, loss, Denominators(valid, float(np.count_nonzero(batch["lengths"]))))[1]
+
     def _gradient(self, batch: Batch, loss: str, counts: Any) -> tuple[Any, StepMetrics]:
         import torch
 

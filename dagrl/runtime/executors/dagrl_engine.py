@@ -104,10 +104,12 @@ class DagrlGraph:
         self._closing: list[Any] = []
         try:
             self._compile(actors)
-        except BaseException:
+        except BaseException as error:
             self._close()
             for actor in self._bound.actors:
                 self._call(actor, end_loop)
+            if isinstance(error, EdgeClosedError):
+                raise RuntimeError(f"a worker ended before all loops had begun: {error}") from error
             raise
 
     def _compile(self, actors: Actors) -> None:

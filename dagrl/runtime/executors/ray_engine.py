@@ -14,7 +14,7 @@ Ray's limits, and what is done about them:
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import logging
 import queue
 import threading
@@ -72,8 +72,8 @@ class RayGraph:
             sizes[actor] = max(sizes[actor], node.call.result_limit + ENVELOPE_BYTES)
             accelerates |= node.call.accelerated
         prepare_workers(sizes, limits)
-        with driver_settings(limits):
-            self._dag = compile_dag(self._bound, limits, accelerates)
+        with driver_settings(limits, accelerates):
+            self._dag = compile_dag(self._bound, limits)
         self._unread: queue.SimpleQueue[tuple[list[Any], Executed] | None] = queue.SimpleQueue()
         self._broken = False
         threading.Thread(target=self._read_outputs, name=f"dagrl-results-{self._phase}", daemon=True).start()
@@ -182,12 +182,13 @@ def _prepare_worker(worker: object, channel_bytes: int) -> None:
 
 
 @contextmanager
-def driver_settings(limits: GraphLimits) -> Iterator[None]:
-    """Sets Ray's input size and deadlines for graphs compiled inside."""
+def driver_settings(limits: GraphLimits, accelerates: bool) -> Iterator[None]:
+    """Sets Ray's input size, replays in flight and deadlines for graphs compiled inside."""
     context = DAGContext.get_current()
-    names = ("buffer_size_bytes", "submit_timeout", "get_timeout", "teardown_timeout")
-    before = {name: getattr(context, name) for name in names}
+    before = dataclasses.asdict(context)
     context.buffer_size_bytes = limits.input_bytes + ENVELOPE_BYTES
+    context.max_inflight_executions = context.max_buffered_results = limits.max_in_flight
+    context.overlap_gpu_communication = limits.overlap_communication and accelerates
     context.submit_timeout = context.get_timeout = max(1, round(limits.replay_s))
     context.teardown_timeout = max(1, round(limits.teardown_s))
     try:
@@ -197,16 +198,11 @@ def driver_settings(limits: GraphLimits) -> Iterator[None]:
             setattr(context, name, value)
 
 
-def compile_dag(bound: BoundGraph, limits: GraphLimits, accelerates: bool) -> Any:
+def compile_dag(bound: BoundGraph, limits: GraphLimits) -> Any:
     """Compiles a bound graph within `limits.compile_s`, on a thread: Ray waits for workers and communicators forever."""
     if not logger.isEnabledFor(logging.DEBUG):
         logging.getLogger(CHATTY).setLevel(logging.CRITICAL)
-    options: dict[str, Any] = dict.fromkeys(("_max_inflight_executions", "_max_buffered_results"), limits.max_in_flight)
-    if limits.overlap_communication and accelerates:
-        options["_overlap_gpu_communication"] = True
-    compiled: Future[Any] = in_background(
-        functools.partial(bound.dag.experimental_compile, **options), f"dagrl-compile-{bound.phase}"
-    )
+    compiled: Future[Any] = in_background(bound.dag.experimental_compile, f"dagrl-compile-{bound.phase}")
     try:
         return compiled.result(limits.compile_s)
     except BaseException as error:

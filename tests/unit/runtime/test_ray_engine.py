@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from ray.dag import DAGContext
 
 from dagrl.runtime.compile import executor_of
 from dagrl.runtime.edges.packet import Header, Packet
@@ -20,7 +21,7 @@ from dagrl.runtime.executors.base import GraphLimits
 from dagrl.runtime.executors.dag import pickled, run_pickled
 from dagrl.runtime.executors.eager import EagerGraph
 from dagrl.runtime.executors.node import NodeCall, Take, install
-from dagrl.runtime.executors.ray_engine import RayGraph, compile_dag
+from dagrl.runtime.executors.ray_engine import RayGraph, compile_dag, driver_settings
 from dagrl.runtime.graph import InputRef, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.shapes import Batch
 from tests.unit.runtime.unreadable import unreadable
@@ -152,24 +153,25 @@ def test_workers_whose_loops_go_on_are_killed_within_the_one_deadline(
 def test_a_graph_that_is_compiled_after_its_deadline_is_given_back() -> None:
     go_on, given_back = threading.Event(), threading.Event()
 
-    def compile_(**limits: int) -> Any:
+    def compile_() -> Any:
         assert go_on.wait(60.0)
         return SimpleNamespace(teardown=given_back.set)
 
     bound: Any = SimpleNamespace(phase="train_step", dag=SimpleNamespace(experimental_compile=compile_))
     with pytest.raises(TimeoutError, match=r"not compiled it within timeouts\.compile_s = 0\.05 s"):
-        compile_dag(bound, LIMITS, accelerates=False)
+        compile_dag(bound, LIMITS)
     go_on.set()
     assert given_back.wait(60.0), "its workers' threads are free for another one"
 
 
-@pytest.mark.parametrize(("overlap", "accelerates", "told"), [(True, True, True), (True, False, None), (False, True, None)])
-def test_only_graphs_with_accelerator_edges_overlap_communication(
-    overlap: bool, accelerates: bool, told: bool | None
-) -> None:
-    given: dict[str, Any] = {}
-    dag = SimpleNamespace(experimental_compile=lambda **options: given.update(options))
-    bound: Any = SimpleNamespace(phase="train_step", dag=dag)
-    compile_dag(bound, replace(LIMITS, overlap_communication=overlap, compile_s=10.0), accelerates)
-    assert given.get("_overlap_gpu_communication") is told
-    assert given["_max_inflight_executions"] == given["_max_buffered_results"] == 2
+@pytest.mark.parametrize(("overlap", "accelerates"), [(True, True), (True, False), (False, True)])
+def test_settings_of_a_graph_are_rays_while_it_is_compiled(overlap: bool, accelerates: bool) -> None:
+    """Only graphs with accelerator edges overlap communication."""
+    before = asdict(DAGContext.get_current())
+    limits = replace(LIMITS, overlap_communication=overlap, compile_s=10.0)
+    with driver_settings(limits, accelerates):
+        found = DAGContext.get_current()
+        assert found.overlap_gpu_communication == (overlap and accelerates)
+        assert found.max_inflight_executions == found.max_buffered_results == 2
+        assert found.buffer_size_bytes > limits.input_bytes
+    assert asdict(DAGContext.get_current()) == before
