@@ -20,6 +20,7 @@ from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.executors.node import (
     DIED,
     NO_ANSWER,
+    EventLoopHere,
     NodeRun,
     Report,
     abort,
@@ -193,7 +194,7 @@ class WorkerGroup:
     def _install(self, ranks: Sequence[int]) -> None:
         """Prepares new workers for graphs, and finds out where they run."""
         installs = [
-            actor.__ray_call__.remote(install, self.role.name, rank, str(self.layout.coordinates(rank)))
+            actor.__ray_call__.remote(install, self.role.name, rank, str(self.layout.coordinates(rank)), EventLoopHere())
             if rank in ranks
             else actor.__ray_call__.remote(where)
             for rank, actor in enumerate(self.actors)

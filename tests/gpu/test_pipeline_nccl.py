@@ -112,8 +112,11 @@ def test_a_stage_that_fails_is_named_and_the_graph_lives_on(scheduler: Scheduler
     check_steps(scheduler, group, [ragged_batch(8, LENGTH, 4)])
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_a_pipeline_can_be_torn_down_and_compiled_again(group: WorkerGroup, run: str) -> None:
+def test_a_pipeline_can_be_torn_down_and_compiled_again(
+    scheduler: Scheduler, group: WorkerGroup, request: pytest.FixtureRequest
+) -> None:
+    """The last test of each scheduler."""
+    scheduler.close()
     for seed in (5, 6):
-        with warmed_up(group, **RUNS[run]) as scheduler:
-            check_steps(scheduler, group, [ragged_batch(8, LENGTH, seed)])
+        with warmed_up(group, **RUNS[request.node.callspec.params["scheduler"]]) as again:
+            check_steps(again, group, [ragged_batch(8, LENGTH, seed)])

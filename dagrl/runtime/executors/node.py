@@ -17,9 +17,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -200,15 +199,35 @@ class NodeState:
 _STATE = "_dagrl_node_state"
 
 
-def install(worker: object, role: str, rank: int, coordinates: str) -> None:
-    """Prepares a worker for graphs. Called when a group of it is made, by a plain call: Ray runs all plain calls of an actor
-    with `async` methods on its event loop.
+class EventLoopHere:
+    """Is unpickled as the event loop that runs where it is unpickled; None if there is none.
+
+    Ray unpickles the arguments of an actor's calls on its event loop if its class has `async` methods.
     """
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _running_event_loop, ()
+
+
+def _running_event_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def install(
+    worker: object,
+    role: str,
+    rank: int,
+    coordinates: str,
+    event_loop: EventLoopHere | asyncio.AbstractEventLoop | None = None,
+) -> None:
+    """Prepares a worker for graphs. Called when a group of it is made, with an `EventLoopHere`."""
     state = getattr(worker, _STATE, None) or NodeState()
     setattr(worker, _STATE, state)
     state.members[role] = Member(role, rank, coordinates)
-    with suppress(RuntimeError):  # this thread has none
-        state.event_loop = asyncio.get_running_loop()
+    state.event_loop = event_loop if isinstance(event_loop, asyncio.AbstractEventLoop) else None
 
 
 def state_of(worker: object) -> NodeState:
