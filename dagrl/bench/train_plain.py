@@ -65,10 +65,11 @@ class Loop:
 
 
 def _forward(layer: Any, microbatches: Iterator[Any], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    from dagrl.workers.megatron.attention import LayerInputs
     from dagrl.workers.train.logprobs import token_logprobs
 
     batch = next(microbatches)
-    hidden = model(batch.tokens, batch.positions, batch.layer_inputs)
+    hidden = model(batch.tokens, batch.positions, LayerInputs.of(batch))
 
     def loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         return _loss(batch.data["loss_mask"], -token_logprobs(hidden, batch.labels, layer)[0])
@@ -95,7 +96,7 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch) ->
     from dagrl.workers.megatron.groups import start_groups
     from dagrl.workers.megatron.hf_load import load_hf, read_hf_config
     from dagrl.workers.megatron.model import build_model
-    from dagrl.workers.megatron.trainer import create_state, make_scheduler, optimizer_config
+    from dagrl.workers.megatron.trainer import create_state, optimizer_config
     from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
     from dagrl.workers.train.microbatches import split_batch
     from dagrl.workers.train.row_plans import ParallelRank, SplitRule
@@ -121,7 +122,17 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch) ->
     groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
     cut = split_batch(batch, rule, ParallelRank(layout, context.coordinates, *groups, device))
     forward = partial(_forward, built.output_layer(1.0, None))
-    return Loop(wrapped, optimizer, make_scheduler(optimizer, config), cut, forward)
+    return Loop(wrapped, optimizer, _scheduler(optimizer, config), cut, forward)
+
+
+def _scheduler(optimizer: Any, config: Config) -> Any:
+    """Returns Megatron's schedule, at the peak all the time."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    wanted = config.policy.megatron_cfg.optimizer
+    rates = {"init_lr": 0.0, "max_lr": wanted.lr, "min_lr": wanted.min_lr, "lr_warmup_steps": 0, "lr_decay_steps": 1}
+    decay = {"start_wd": wanted.weight_decay, "end_wd": wanted.weight_decay, "wd_incr_steps": 0, "wd_incr_style": "constant"}
+    return OptimizerParamScheduler(optimizer, lr_decay_style="constant", **rates, **decay)
 
 
 def _take_norms_at_once() -> None:

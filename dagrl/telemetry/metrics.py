@@ -62,7 +62,7 @@ SKIPPED_STEPS = "skipped_steps"  # optimizer steps of the run skipped because th
 MASKED_MINIBATCHES = "masked_minibatches"  # minibatches of a step skipped because they have no token in the loss
 
 # What train workers report of a step, and `throughput` turns into the metrics below
-TRAIN_TFLOP = "train_tflop"  # model TFLOPs by Megatron's formula (`dagrl.workers.megatron.flops`)
+TRAIN_TFLOP = "train_tflop"  # model TFLOPs
 TRAIN_TOKENS = "train_tokens"
 TRAIN_RANKS = "train_ranks"  # number of train workers
 PEAK_TFLOPS = "peak_tflops"  # peak TFLOP/s of a GPU, if known

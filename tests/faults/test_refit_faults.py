@@ -24,7 +24,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker_group import WorkerGroup, call_together
 from dagrl.workers.megatron import MegatronWorker
-from dagrl.workers.megatron import worker as megatron_worker
+from dagrl.workers.train import worker as train_worker
 from dagrl.workers.vllm import VllmWorker
 from dagrl.workers.vllm import worker as vllm_worker
 from tests.integration.megatron_reference import VOCABULARY, make_model
@@ -68,7 +68,7 @@ class Failing:
         self._open_by(open_channel)
 
     def _open_by(self, opener: Callable[[ChannelSpec], Any]) -> None:
-        for module in (megatron_worker, vllm_worker):
+        for module in (train_worker, vllm_worker):
             module.open_channel = opener  # type: ignore[attr-defined]
 
 

@@ -90,7 +90,7 @@ def test_no_layer_waits_for_the_device(models: dict[str, Path]) -> None:
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch has a grouped kernel for Hopper and Blackwell; elsewhere it goes from expert to expert")
     with single_worker(reference.make_config(models["qwen3_moe"], precision="bfloat16"), TestedWorker) as made:
-        layer = made._ready().model.chunks[0].decoder.layers[0].mlp
+        layer = made.megatron().trainer.model.chunks[0].decoder.layers[0].mlp
         hidden = torch.randn(32, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         upper = torch.randn_like(hidden)
         layer(hidden)[0].backward(upper)  # what the first call alone does

@@ -59,7 +59,7 @@ BATCH = train_batch(4, 512, VOCABULARY)
 
 def held(worker: MegatronWorker) -> list[torch.Tensor]:
     """Returns copies of weights and optimizer state."""
-    trainer = worker._ready()
+    trainer = worker.megatron().trainer
     return [tensor.clone() for tensor in (*trainer.weight_tensors(), *trainer.optimizer_tensors())]
 
 
@@ -77,7 +77,7 @@ def runs_within(worker: MegatronWorker, rows: Batch, limit: int) -> bool:
 
 
 def test_memory_is_freed_and_values_return_bit_for_bit(worker: MegatronWorker) -> None:
-    offloader = worker._ready().offloader
+    offloader = worker.offloader
     expected = [tensor.cpu() for tensor in held(worker)]
     sizes = {part: offloader.nbytes(part) for part in PARTS}
     torch.cuda.empty_cache()
@@ -100,7 +100,7 @@ def test_log_probabilities_are_equal_and_need_less_memory(worker: MegatronWorker
     worker.prepare_for_logprobs(0)
     found = worker.logprobs(rows)
     worker.prepare_for_training(0)
-    worker._ready().offloader.require(("optimizer",), "the test")
+    worker.offloader.require(("optimizer",), "the test")
     assert expected is not None and found is not None
     np.testing.assert_array_equal(found["logprobs"], expected["logprobs"])
     for value, kept in zip(held(worker), before, strict=True):
@@ -109,7 +109,7 @@ def test_log_probabilities_are_equal_and_need_less_memory(worker: MegatronWorker
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     worker.logprobs(rows)
-    limit = torch.cuda.max_memory_allocated() - worker._ready().offloader.nbytes("optimizer") // 2
+    limit = torch.cuda.max_memory_allocated() - worker.offloader.nbytes("optimizer") // 2
     assert not runs_within(worker, rows, limit), f"within {limit / 2**30:.2f} GiB"
     worker.prepare_for_logprobs(0)
     assert runs_within(worker, rows, limit), f"within {limit / 2**30:.2f} GiB"

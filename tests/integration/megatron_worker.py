@@ -33,14 +33,20 @@ class TestedWorker(MegatronWorker):
 
     __test__ = False
 
+    @property
+    def trainer(self) -> Any:
+        """The model, its passes and its optimizer."""
+        return self.megatron().trainer
+
     def gradients(self) -> list[tuple[str, Box, Any]]:
         """Returns HF name, box and values of this rank's gradients after the last step."""
-        return self._boxes({name: parameter.main_grad for name, parameter in self._ready().model.parameters().items()})
+        return self._boxes({name: parameter.main_grad for name, parameter in self.trainer.model.parameters().items()})
 
     def adapter_gradients(self) -> dict[str, list[Any]]:
-        """Returns the gradients of A, B and any magnitudes by HF name after the last step."""
-        assert self._adapters is not None
-        held = self._adapters.held.items()
+        """Returns the gradients of A and B by HF name after the last step."""
+        adapters = self.megatron().adapters
+        assert adapters is not None
+        held = adapters.held.items()
         return {name: [part.main_grad.float().cpu().clone().numpy() for part in adapter] for name, adapter in held}  # type: ignore[attr-defined]
 
     def products(self, batch: Batch) -> list[tuple[int, ...]]:
@@ -80,7 +86,7 @@ class TestedWorker(MegatronWorker):
 
     def trained_elements(self) -> tuple[int, int]:
         """Returns the elements that have gradients, and those of Adam's first moments."""
-        trainer = self._ready()
+        trainer = self.trainer
         moments = [state["exp_avg"] for inner in trainer.inner_optimizers() for state in inner.state.values()]
         return (
             sum(part.numel() for chunk in trainer.model.chunks for part in chunk.parameters() if part.requires_grad),
@@ -96,7 +102,7 @@ class TestedWorker(MegatronWorker):
     def configure(self, policy: dict[str, Any]) -> None:
         """Replaces keys of `policy` that a worker reads in each phase."""
         section = self.config.policy.model_copy(update=policy)
-        self.config = self.config.model_copy(update={"policy": section})
+        self.config = self.trainer.settings = self.config.model_copy(update={"policy": section})
 
     def set_loss(self, **keys: Any) -> None:
         """Replaces keys of `loss_fn`."""
@@ -110,7 +116,7 @@ class TestedWorker(MegatronWorker):
         """Returns a copy of everything that a step may change."""
         from dagrl.workers.megatron.checkpoint import random_state
 
-        trainer = self._ready()
+        trainer = self.trainer
         values = {f"model.{name}": tensor for name, tensor in trainer.model.tensors().items()}
         for number, inner in enumerate(trainer.inner_optimizers()):
             for index, (parameter, state) in enumerate(inner.state.items()):
@@ -119,20 +125,20 @@ class TestedWorker(MegatronWorker):
         random = random_state()
         values |= {f"random.{name}": value for name, value in random["megatron"].items()}
         values["random.cpu"] = random["cpu"]
-        numbers = {"steps": trainer.scheduler.num_steps, "skipped": trainer.skipped_steps}
+        numbers = {"steps": trainer.steps.taken, "skipped": trainer.steps.skipped}
         return {**numbers, **{name: value.float().cpu().clone().numpy() for name, value in values.items()}}
 
     def moments(self) -> list[tuple[str, Box, Any]]:
         """Returns HF name, box and values of Adam's first moments, for an unsharded optimizer."""
-        states = {parameter: state for inner in self._ready().inner_optimizers() for parameter, state in inner.state.items()}
-        parameters = self._ready().model.parameters()
+        states = {parameter: state for inner in self.trainer.inner_optimizers() for parameter, state in inner.state.items()}
+        parameters = self.trainer.model.parameters()
         return self._boxes({name: states[parameter]["exp_avg"] for name, parameter in parameters.items()})
 
     def recordings(self) -> int:
         """Returns the number of recorded microbatch shapes."""
         from dagrl.workers.megatron.cuda_graphs import RecordedPasses
 
-        way = self._ready().model_pass
+        way = self.trainer.model_pass
         assert isinstance(way, RecordedPasses)
         return way.count
 
@@ -151,7 +157,7 @@ class TestedWorker(MegatronWorker):
         """Returns how often each layer's attention runs in a step without update."""
         from dagrl.workers.megatron.attention import CausalAttention
 
-        layers = [m for chunk in self._ready().model.chunks for m in chunk.modules() if isinstance(m, CausalAttention)]
+        layers = [m for chunk in self.trainer.model.chunks for m in chunk.modules() if isinstance(m, CausalAttention)]
         runs = [0] * len(layers)
 
         def count(index: int) -> Any:
@@ -175,7 +181,7 @@ class TestedWorker(MegatronWorker):
         def fail(*_: Any) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        modules = (module for chunk in self._ready().model.chunks for module in chunk.modules())
+        modules = (module for chunk in self.trainer.model.chunks for module in chunk.modules())
         layer = [module for module in modules if isinstance(module, CausalAttention)][1]
         hook = (layer.register_full_backward_hook if in_backward else layer.register_forward_hook)(fail)
         try:
@@ -191,7 +197,7 @@ class TestedWorker(MegatronWorker):
         from dagrl.workers.megatron.experts import GroupedExperts
 
         counts: list[list[int]] = []
-        layers = [m for chunk in self._ready().model.chunks for m in chunk.modules() if isinstance(m, GroupedExperts)]
+        layers = [m for chunk in self.trainer.model.chunks for m in chunk.modules() if isinstance(m, GroupedExperts)]
         hooks = [layer.register_forward_pre_hook(lambda _, inputs: counts.append(inputs[1].tolist())) for layer in layers]
         self.logprobs(batch)
         for hook in hooks:
@@ -206,7 +212,7 @@ class TestedWorker(MegatronWorker):
 
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         try:
-            trainer = make_trainer(self._ready().model, self.config, self.context.layout)
+            trainer = make_trainer(self.trainer.model, self.trainer.steps, self.config, self.context.layout)
         finally:
             megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
         return {f"{type(inner).__module__}.{type(inner).__name__}" for inner in trainer.inner_optimizers()}
@@ -271,7 +277,7 @@ class TestedWorker(MegatronWorker):
         """Returns the bytes of each part of the train state on the worker's device."""
         from dagrl.workers.train.offload import unique_storages
 
-        trainer = self._ready()
+        trainer = self.trainer
         tensors = {
             "weights": trainer.weight_tensors(),
             "gradients": trainer.gradient_tensors(),
@@ -281,8 +287,9 @@ class TestedWorker(MegatronWorker):
 
     def kv_scales(self) -> dict[str, float]:
         """Returns the scales of generation's KV cache by checkpoint name."""
-        assert self._kv_scales is not None
-        tensors = self._kv_scales.tensors
+        scales = self.megatron().kv_scales
+        assert scales is not None
+        tensors = scales.tensors
         return {piece.name: float(tensors[piece.tensor]) for piece in self.weight_slices() if piece.tensor in tensors}
 
     def threads(self) -> int:

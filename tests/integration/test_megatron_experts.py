@@ -36,7 +36,7 @@ def step_of(model: Path, precision: str, experts: type, **policy: Any) -> tuple[
 
     config = reference.make_config(model, precision=precision, optimizer={"clip_grad": 1e3}, **policy)
     with single_worker(config, TestedWorker) as made:
-        modules = [module for chunk in made._ready().model.chunks for module in chunk.modules()]
+        modules = [module for chunk in made.megatron().trainer.model.chunks for module in chunk.modules()]
         assert {type(module) for module in modules if hasattr(module, "local_experts")} == {experts}
         with gradients_alone():
             metrics = made.train_step(reference.make_batch(), "likelihood")
@@ -100,7 +100,7 @@ def test_a_worker_keeps_no_memory_after_shutdown(name: str, tiny_models: dict[st
     """The process may serve another model next."""
     with single_worker(reference.make_config(tiny_models[name]), TestedWorker) as made:
         made.train_step(reference.make_batch(), "likelihood")
-        trainer = made._ready()
+        trainer = made.megatron().trainer
         held = [*trainer.model.parameters().values(), *trainer.gradient_tensors(), *trainer.optimizer_tensors()]
         alive = [weakref.ref(tensor) for tensor in held]
         del trainer, held

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from dagrl.config import Config, LossConfig
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.train.optimizer import OptimizerSteps
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
 from tests.integration.test_megatron_layouts import UNCLIPPED, train
@@ -28,14 +28,8 @@ def linear(part: float) -> float:
     return END + (PEAK - END) * (1 - part)
 
 
-def schedule_of(settings: dict[str, Any]) -> Any:
-    from dagrl.workers.megatron import cpu
-
-    cpu.adapt()
-    from dagrl.workers.megatron.trainer import make_scheduler
-
-    config = Config.model_validate({"name": "x", "data": {}, **settings})
-    return make_scheduler(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), config)
+def schedule_of(settings: dict[str, Any]) -> OptimizerSteps:
+    return OptimizerSteps(Config.model_validate({"name": "x", "data": {}, **settings}))
 
 
 @pytest.mark.parametrize(("style", "after"), [("constant", lambda part: PEAK), ("linear", linear), ("cosine", cosine)])
@@ -48,8 +42,8 @@ def test_learning_rates_are_those_of_the_formula(style: str, after: Any) -> None
             expected = START + (PEAK - START) * step / WARMUP
         else:
             expected = after(min(1.0, (step - WARMUP) / (DECAY - WARMUP)))
-        assert made.get_lr({}) == pytest.approx(expected, rel=1e-9), step
-        made.step(increment=1)
+        assert made.rate == pytest.approx(expected, rel=1e-9), step
+        made.taken += 1
 
 
 @pytest.mark.parametrize(("algorithm", "steps"), [("grpo", 2 * 10), ("sft", 7)])
@@ -60,8 +54,8 @@ def test_by_default_the_schedule_ends_after_the_last_optimizer_step(algorithm: s
     policy = {"megatron_cfg": megatron, "train_global_batch_size": 64}
     made = schedule_of({"algorithm": algorithm, "policy": policy, "grpo": grpo, "sft": {"max_num_steps": 7}})
     for step in range(steps + 1):
-        assert made.get_lr({}) == pytest.approx(linear(step / steps), rel=1e-9)
-        made.step(increment=1)
+        assert made.rate == pytest.approx(linear(step / steps), rel=1e-9)
+        made.taken += 1
 
 
 def test_weight_decay_affects_only_matrices(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:

@@ -57,7 +57,7 @@ def worker(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(GraphDouble, "replays", 0)
     monkeypatch.setattr(GraphDouble, "while_it_runs", None)
     with single_worker(reference.make_config(tiny_models["qwen3"]), TestedWorker) as made:
-        trainer = made._ready()
+        trainer = made.megatron().trainer
         trainer.model_pass = cuda_graphs.RecordedPasses(
             list(trainer.model.parameters().values()), trainer.gradient_tensors()
         )
@@ -90,7 +90,7 @@ def test_an_abort_frees_the_graphs_of_a_waiting_pass_at_once(worker: TestedWorke
 
     def abort() -> None:
         GraphDouble.while_it_runs = None
-        worker._ready().forget_recordings()
+        worker.megatron().trainer.forget_recordings()
         left.append(len(GraphDouble.alive))
 
     GraphDouble.while_it_runs = abort
@@ -196,7 +196,7 @@ def test_steps_of_recorded_experts_are_those_of_plain_ones(
         found.append([])
         with single_worker(config, TestedWorker) as made:
             if graphs:
-                made.config, trainer = config.model_copy(update={"policy": policy}), made._ready()
+                made.config, trainer = config.model_copy(update={"policy": policy}), made.megatron().trainer
                 trainer.model_pass = cuda_graphs.RecordedPasses(
                     list(trainer.model.weights().values()), trainer.gradient_tensors()
                 )

@@ -59,7 +59,7 @@ class DyingMegatronWorker(MegatronWorker):
     def setup(self, address: str) -> None:
         super().setup(address)
         if self.context.rank == self.context.layout.world_size - 1:
-            settings = self._ready().model.config
+            settings = self.megatron().trainer.model.config
             reduce_gradients = settings.finalize_model_grads_func
 
             def die_or_reduce(*args: Any, **kwargs: Any) -> None:

@@ -14,7 +14,6 @@ Where to find what:
 """
 
 from dagrl.workers.megatron.architecture import check_layout
-from dagrl.workers.megatron.value_worker import MegatronValueWorker
-from dagrl.workers.megatron.worker import MegatronTeacherWorker, MegatronWorker
+from dagrl.workers.megatron.worker import MegatronTeacherWorker, MegatronValueWorker, MegatronWorker
 
 __all__ = ["MegatronTeacherWorker", "MegatronValueWorker", "MegatronWorker", "check_layout"]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,31 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dagrl.workers.train.segments import LayerInputs, Segments
+from dagrl.workers.train.microbatches import Microbatch
+from dagrl.workers.train.segments import RoutedTokens, Segments
 
 SegmentAttention = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 """See `segment_attention`."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Passed through Megatron to every layer as `packed_seq_params`, of which it reads the two class variables.
+
+    `segments` is None if every row is one sequence, `routed` in models without experts.
+    """
+
+    qkv_format: ClassVar[str] = "sbhd"  # Megatron rotates and reshapes as for other microbatches
+    cp_group: ClassVar[None] = None
+
+    segments: Segments | None
+    routed: RoutedTokens | None
+
+    @staticmethod
+    def of(microbatch: Microbatch) -> LayerInputs | None:
+        """Returns what layers need in addition to hidden states. None: nothing."""
+        found = microbatch.segments or microbatch.routed
+        return LayerInputs(microbatch.segments, microbatch.routed) if found else None
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -44,9 +44,9 @@ def start_saving(
         "identity": identity,
         "reference": reference is not None,
         "placement": _placement(trainer),
-        "schedule_steps": trainer.scheduler.num_steps,
+        "schedule_steps": trainer.steps.taken,
         "steps": step_count(trainer),
-        "skipped_steps": trainer.skipped_steps,
+        "skipped_steps": trainer.steps.skipped,
     }
     run_on_all_ranks(group, lambda: _write_head(Path(directory), head) if dist.get_rank() == 0 else None)
     with torch.no_grad():
@@ -75,9 +75,9 @@ def load_checkpoint(
     with torch.no_grad():
         pieces = [*pieces_to_load(trainer, reference), *(_random_pieces(random) if random is not None else ())]
     load(path, pieces, group)
-    trainer.restart_schedule(head["schedule_steps"])
+    trainer.steps.taken = head["schedule_steps"]
     set_step_count(trainer, head["steps"])
-    trainer.skipped_steps = head["skipped_steps"]
+    trainer.steps.skipped = head["skipped_steps"]
     if random is not None:
         _set_random_state(random)
     return reference

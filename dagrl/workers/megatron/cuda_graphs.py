@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from dagrl.errors import RunError
+from dagrl.workers.megatron.attention import LayerInputs
 from dagrl.workers.train.microbatches import Microbatch
 from dagrl.workers.train.segments import RoutedTokens, Segments, rounded
 
@@ -35,7 +36,7 @@ FEWEST_SEGMENTS = 8
 
 def plain_pass(chunk: Any, microbatch: Microbatch) -> Tensor:
     """Runs the pass without a graph."""
-    output: Tensor = chunk(microbatch.tokens, microbatch.positions, microbatch.layer_inputs)
+    output: Tensor = chunk(microbatch.tokens, microbatch.positions, LayerInputs.of(microbatch))
     return output
 
 

@@ -6,9 +6,8 @@ all-reduces and one read per step turn the counts into metrics. Imported only wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -30,17 +29,45 @@ from dagrl.telemetry.metrics import (
 )
 from dagrl.workers.megatron.model import ModelChunks
 from dagrl.workers.megatron.router import StepCounts, routers
-from dagrl.workers.megatron.trainer import Trainer
 from dagrl.workers.train.microbatches import Microbatches
 
 
-@dataclass
 class ExpertLoad:
-    """What the routers of this worker counted in a step. None for a stage without experts."""
+    """What the routers of this worker counted in the last training pass; nothing on a stage without experts."""
 
-    model: ModelChunks
-    counts: StepCounts | None = None
-    replays: bool = False  # whether the batch has a record of experts
+    def __init__(self, model: ModelChunks) -> None:
+        self._model = model
+        self._memory: StepCounts | None = None  # in which routers count, for the largest batch so far
+        self._counts: StepCounts | None = None
+        self._replays = False  # whether the batch has a record of experts
+
+    @contextmanager
+    def counting(self, batch: Microbatches, forget_recordings: Callable[[], None]) -> Iterator[None]:
+        """Context in which the routers count the microbatches of `batch`, and have losses. A collective over the shards.
+
+        They count in memory for `batch.room` rows, which stays for later batches, as recorded passes write to it.
+        """
+        found, self._counts = list(routers(self._model.chunks)), None
+        if not found:
+            yield
+            return
+        counts = self._memory
+        if counts is None or counts.by_row.shape[1] <= batch.room:
+            if counts is not None:
+                forget_recordings()
+            experts, device = self._model.architecture.experts, batch.items[0].tokens.device
+            self._memory = counts = StepCounts.empty(len(found), batch.room, experts, device)
+        counts.start(batch.filled * batch.rank.layout.cp)
+        dist.all_reduce(counts.tokens, group=batch.rank.data_group)
+        for number, router in enumerate(found):
+            router.counts = counts.of_layer(number)
+        try:
+            yield
+            self._replays = any(item.routed is not None and item.routed.experts is not None for item in batch.items)
+            self._counts = counts.copy(batch.room)
+        finally:
+            for router in found:
+                router.counts = None
 
     def update_expert_biases(self) -> None:
         """Moves each expert's bias by the update rate: up if it had fewer tokens than the mean, down if more.
@@ -48,29 +75,29 @@ class ExpertLoad:
         As Megatron after a step (arXiv:2408.15664, algorithm 1), but padding does not count. A collective over the workers
         of a pipeline stage.
         """
-        rate = self.model.config.moe_router_bias_update_rate
-        found = [router for router in routers(self.model.chunks) if router.expert_bias is not None]
-        if not rate or not found or self.counts is None:
+        rate = self._model.config.moe_router_bias_update_rate
+        found = [router for router in routers(self._model.chunks) if router.expert_bias is not None]
+        if not rate or not found or self._counts is None:
             return
-        tokens = self.counts.by_row[:, 1:].sum(1).float()  # [layers here, experts]
+        tokens = self._counts.by_row[:, 1:].sum(1).float()  # [layers here, experts]
         updated = get_updated_expert_bias(tokens, torch.stack([router.expert_bias for router in found]), rate)
         for router, bias in zip(found, updated, strict=True):
             router.expert_bias.copy_(bias)
 
     def read(self) -> StepMetrics:
         """Returns the metrics, given by one worker of each pipeline stage. All workers call it; it waits for the device."""
-        if self.counts is None:
+        if self._counts is None:
             return StepMetrics()
-        by_row, sums = self.counts.by_row[:, 1:].clone(), self.counts.sums.sum(0)  # [layers here, rows, experts], [5]
+        by_row, sums = self._counts.by_row[:, 1:].clone(), self._counts.sums.sum(0)  # [layers here, rows, experts], [5]
         dist.all_reduce(by_row, group=parallel_state.get_tensor_and_context_parallel_group())
         dist.all_reduce(sums, group=parallel_state.get_tensor_and_context_parallel_group())
-        found = _metrics(by_row, sums, sum(self.model.architecture.moe_layers))
-        config = self.model.config
+        found = _metrics(by_row, sums, sum(self._model.architecture.moe_layers))
+        config = self._model.config
         off = {
             LOAD_BALANCING_LOSS: not config.moe_aux_loss_coeff,
             Z_LOSS: not config.moe_z_loss_coeff,
-            REPLAYED_TOKENS: not self.replays,
-            REPLAYED_AGREEMENT: not self.replays,
+            REPLAYED_TOKENS: not self._replays,
+            REPLAYED_AGREEMENT: not self._replays,
         }
         return StepMetrics({name: value for name, value in found.sums.items() if not off.get(name)}, found.maxima)
 
@@ -107,33 +134,3 @@ def _busiest(load: Tensor) -> Tensor:
     """Returns the tokens of the busiest expert over the mean, of tokens by expert [..., experts]."""
     load = load.double()
     return load.amax(-1) / load.mean(-1).clamp(min=1e-9)
-
-
-@contextmanager
-def counting(trainer: Trainer, batch: Microbatches, rows: int) -> Iterator[ExpertLoad]:
-    """Context in which the routers count the microbatches of `batch`, and have losses. A collective over the shards.
-
-    They count in memory for `rows` rows, which stays for later batches, as recorded passes write to it. The load is a copy.
-    """
-    model, found = trainer.model, list(routers(trainer.model.chunks))
-    load = ExpertLoad(model)
-    if not found:
-        yield load
-        return
-    counts = trainer.step_counts
-    if counts is None or counts.by_row.shape[1] <= rows:
-        if counts is not None:
-            trainer.forget_recordings()
-        counts = StepCounts.empty(len(found), rows, model.architecture.experts, batch.items[0].tokens.device)
-        trainer.step_counts = counts
-    counts.start(batch.filled * batch.rank.layout.cp)
-    dist.all_reduce(counts.tokens, group=batch.rank.data_group)
-    for number, router in enumerate(found):
-        router.counts = counts.of_layer(number)
-    try:
-        yield load
-        load.replays = any(item.routed is not None and item.routed.experts is not None for item in batch.items)
-        load.counts = counts.copy(batch.rows)
-    finally:
-        for router in found:
-            router.counts = None

@@ -28,7 +28,7 @@ from dagrl.config import MegatronConfig, PolicyConfig
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import padded_vocabulary
 from dagrl.workers.megatron.architecture import ROPE_PARAMETERS, Architecture
-from dagrl.workers.megatron.attention import CausalAttention, RMSNorm
+from dagrl.workers.megatron.attention import CausalAttention, LayerInputs, RMSNorm
 from dagrl.workers.megatron.dispatch import use_local_dispatch
 from dagrl.workers.megatron.experts import GroupedExperts, experts_last_first, join_experts
 from dagrl.workers.megatron.float8 import use_float8
@@ -37,7 +37,6 @@ from dagrl.workers.megatron.kernels import choose_kernels
 from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard
 from dagrl.workers.train.products import add_product
-from dagrl.workers.train.segments import LayerInputs
 
 ADAPTERS = "adapters"
 """Name of the module with a layer's LoRA adapters."""

@@ -1,82 +1,113 @@
-"""Trainer: a model with Megatron's data-parallel wrapper, optimizer and learning-rate schedule; one optimizer step.
+"""Trainer: a model with Megatron's schedules, data-parallel wrapper and optimizer.
 
-Imported only where Megatron is.
+Every result of a microbatch is a share of a sum over the global batch (see `dagrl.rl.losses`). Gradients are summed over
+microbatches, context-parallel and data-parallel workers, never averaged. Imported only where Megatron is.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from dagrl.config import Config, MegatronConfig
-from dagrl.config.settings import optimizer_steps
+from dagrl.config import Config
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.cpu import cuda_type_names
 from dagrl.workers.megatron.cuda_graphs import ModelPass, RecordedPasses, plain_pass
-from dagrl.workers.megatron.forward_backward import sum_gradients
+from dagrl.workers.megatron.expert_load import ExpertLoad
 from dagrl.workers.megatron.lora import sum_adapter_gradients
 from dagrl.workers.megatron.model import ModelChunks
-from dagrl.workers.megatron.router import StepCounts
-from dagrl.workers.train.offload import Offloader, unique_storages
-
-logger = logging.getLogger(__name__)
-
-CLIP_EPSILON = 1e-6  # added to the norm before the limit is divided by it, as in torch and Megatron
+from dagrl.workers.train.backend import Score
+from dagrl.workers.train.logprobs import TokenHead, token_logprobs
+from dagrl.workers.train.microbatches import Microbatch, Microbatches
+from dagrl.workers.train.offload import StatePart, unique_storages
+from dagrl.workers.train.optimizer import OptimizerSteps
 
 
 @dataclass
 class Trainer:
-    """A model wrapped for training, or, without an optimizer, one that only runs forward (`frozen_trainer`).
+    """A `Model` and its `Optimizer`; without an optimizer, one that only runs forward (`frozen_trainer`).
 
-    `skipped_steps` counts steps skipped for zero or non-finite gradients. Routers count a step in `step_counts`.
-
-    `offloader` moves parts of its state to the host and back; `model_pass` runs one microbatch through the model.
+    `model_pass` runs one microbatch through a chunk. `load` is what the routers counted in the last training pass.
     """
 
     model: ModelChunks
     chunks: list[Any]  # DistributedDataParallel, one for each of the model's chunks
     optimizer: Any
-    scheduler: OptimizerParamScheduler
+    steps: OptimizerSteps
     settings: Config
     layout: ParallelLayout
-    skipped_steps: int = 0
-    step_counts: StepCounts | None = None  # of the largest batch so far
-    offloader: Offloader = field(init=False)
     model_pass: ModelPass = field(init=False)
+    load: ExpertLoad = field(init=False)
 
     def __post_init__(self) -> None:
-        self.offloader = Offloader(
-            self._device,
-            {"weights": self.weight_tensors, "gradients": self.gradient_tensors, "optimizer": self.optimizer_tensors},
-        )
+        self.load = ExpertLoad(self.model)
         self.model_pass = plain_pass
         if self.settings.policy.megatron_cfg.cuda_graphs:
             self.model_pass = RecordedPasses(list(self.model.weights().values()), self.gradient_tensors())
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns the model's parameters and expert biases."""
+        return self.model.weights()
+
+    def head(self, temperature: float) -> TokenHead | None:
+        """Returns what makes log-probabilities of the last hidden states, on the last pipeline stage."""
+        layer = self.model.output_layer(temperature, self.settings.policy.logprob_chunk_size)
+        return None if layer is None else partial(token_logprobs, layer=layer)
+
+    def run(self, microbatches: Microbatches, score: Score, *, backward: bool) -> list[Any]:
+        """Runs Megatron's schedule over all microbatches. Returns the reports of `score` on the last stage."""
+        if backward:
+            with self.load.counting(microbatches, self.forget_recordings):
+                return self._run(microbatches, score, forward_only=False)
+        reports = self._run(microbatches, score, forward_only=True)
+        if self.optimizer is None:
+            self.model.forget_microbatches()
+        return reports
+
+    def _run(self, batch: Microbatches, score: Score, forward_only: bool) -> list[Any]:
+        def report(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            loss, found = score(microbatch, output)
+            return loss, torch.zeros((), dtype=torch.int, device=output.device), found  # 0 tokens: Megatron does not divide
+
+        def forward(microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
+            microbatch = next(microbatches)
+            return self.model_pass(chunk, microbatch), partial(report, microbatch)
+
+        iterators = [iter(batch.items) for _ in self.chunks]
+        several = len(self.chunks) > 1
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if several else iterators[0],
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=len(batch.items),
+            seq_length=batch.shape[1],
+            micro_batch_size=batch.shape[0],
+            forward_only=forward_only,
+        )
+        return results
 
     def forget_recordings(self) -> None:
         """Drops CUDA graphs and the memory and communicators they hold."""
         if isinstance(self.model_pass, RecordedPasses):
             self.model_pass.forget()
 
-    def offload(self, what: Sequence[str]) -> None:
-        """Moves parts of the state to the host and frees their device memory, and what no tensor uses."""
-        if what:
-            self.forget_recordings()
+    def before_offload(self, what: Sequence[str]) -> None:
+        """Drops recordings, and the optimizer's own copies of gradients."""
+        self.forget_recordings()
         if "gradients" in what and self.optimizer is not None:
-            self.optimizer.zero_grad()  # the optimizer's own copies
-        self.offloader.offload(what)
+            self.optimizer.zero_grad()
 
     def finish_param_gather(self) -> None:
         """Completes the all-gather of parameters that an overlapped step left to the next forward pass. A collective."""
@@ -93,50 +124,47 @@ class Trainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def step(self, lr: float | None, apply: bool, on_update: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Clips the accumulated gradients and updates the weights. Returns `grad_norm` (before clipping) and `lr`.
+    def gradient_norm(self) -> Tensor:
+        """Returns the norm of all workers' gradients, each counted once, on the device.
 
-        `on_update` changes what has no gradients; it runs after the update, on every worker or on none.
-
-        Without `apply`, does everything but the update. A step whose gradient norm is zero, or not finite on any worker, is
-        skipped on all and counted: otherwise moments and weight decay would change weights without a learning signal.
+        Without Transformer Engine or Apex, Megatron's own reads each parameter's norm from the device separately.
         """
-        rate = lr if lr is not None else self.learning_rate
-        self.offloader.require(("optimizer",), "an optimizer step")
-        with cuda_type_names(), torch.no_grad():
+        squares: dict[dist.ProcessGroup, Tensor] = {}
+        with cuda_type_names():
             self.optimizer.prepare_grads()
-            total = self._gradient_norm()
-            norm, usable = torch.stack([total, _all_agree(torch.isfinite(total) & (total > 0))]).tolist()
-            if usable:
-                self._clip(total, norm)
-            if usable and apply:
-                self._update(rate)
-                on_update()
-        if not usable and apply:
-            self.skipped_steps += 1
-            logger.warning("gradient norm is %s: step skipped, weights unchanged (%d so far)", norm, self.skipped_steps)
-        return {"grad_norm": norm, "lr": rate, "skipped_steps": float(self.skipped_steps)}
+            for part in self.optimizers():
+                group, norm = part.get_grad_stats_parallel_group(), get_total_norm(part.get_main_grads_for_grad_norm())
+                squares[group] = squares.get(group, 0.0) + norm.to(self._device).square()
+        for group, square in squares.items():
+            dist.all_reduce(square, group=group)
+        return torch.stack(list(squares.values())).sum().sqrt()
 
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next step."""
-        rate: float = self.scheduler.get_lr({})
-        return rate
+    def clip(self, limit: float, norm: Tensor) -> None:
+        """Scales gradients to the limit."""
+        for part in self.optimizers():
+            clip_grads_with_norm_(part.get_parameters(), limit, norm)
 
-    def reset_optimizer(self) -> None:
-        """Zeros the moments, copies master weights from the model and restarts the schedule."""
-        self.offloader.require(("weights", "optimizer"), "resetting the optimizer")
+    def update(self, rate: float) -> None:
+        """Updates the weights, and what has no gradients: the expert biases."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_mult", 1.0)
+        with cuda_type_names():
+            self.optimizer.step_with_ready_grads()
+        self.load.update_expert_biases()
+
+    def reset(self) -> None:
+        """Zeros the moments and copies master weights from the model."""
         for _, state in self._states():
             for value in state.values():
                 value.zero_()
         with cuda_type_names():
             self.optimizer.reload_model_params()
-        self.restart_schedule(0)
 
-    def restart_schedule(self, steps: int) -> None:
-        """Creates the schedule from this run's settings, advanced by `steps`."""
-        self.scheduler = make_scheduler(self.optimizer, self.settings)
-        self.scheduler.step(increment=steps)
+    def state(self, part: StatePart) -> list[Tensor]:
+        """Returns the tensors of a part of the state."""
+        if part == "weights":
+            return self.weight_tensors()
+        return self.gradient_tensors() if part == "gradients" else self.optimizer_tensors()
 
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """Returns the torch optimizers inside Megatron's: dense parameters, then experts."""
@@ -175,33 +203,8 @@ class Trainer:
         for inner in self.inner_optimizers():
             yield from inner.state.items()
 
-    def _gradient_norm(self) -> Tensor:
-        """Returns the norm of all workers' gradients, each counted once, on the device.
 
-        Without Transformer Engine or Apex, Megatron's own reads each parameter's norm from the device separately.
-        """
-        squares: dict[dist.ProcessGroup, Tensor] = {}
-        for part in self.optimizers():
-            group, norm = part.get_grad_stats_parallel_group(), get_total_norm(part.get_main_grads_for_grad_norm())
-            squares[group] = squares.get(group, 0.0) + norm.to(self._device).square()
-        for group, square in squares.items():
-            dist.all_reduce(square, group=group)
-        return torch.stack(list(squares.values())).sum().sqrt()
-
-    def _clip(self, total: Tensor, norm: float) -> None:
-        """Scales gradients to the limit if their norm exceeds it. `total` is `norm` on the device."""
-        limit = self.settings.policy.megatron_cfg.optimizer.clip_grad
-        for part in self.optimizers() if 0 < limit < norm + CLIP_EPSILON else ():
-            clip_grads_with_norm_(part.get_parameters(), limit, total)
-
-    def _update(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_mult", 1.0)
-        self.optimizer.step_with_ready_grads()
-        self.scheduler.step(increment=1)
-
-
-def make_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout) -> Trainer:
+def make_trainer(model: ModelChunks, steps: OptimizerSteps, settings: Config, layout: ParallelLayout) -> Trainer:
     """Wraps a loaded `model` for training. Creates all optimizer state now, so that the first step is not slower."""
     megatron = settings.policy.megatron_cfg
     sharded = megatron.optimizer.use_distributed_optimizer
@@ -222,7 +225,9 @@ def make_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout) -
         _wait_for_output_weight(chunks[-1])
     with cuda_type_names(), _torch_adam():
         optimizer = get_megatron_optimizer(optimizer_config(settings), chunks, use_gloo_process_groups=False)
-    trainer = Trainer(model, chunks, optimizer, make_scheduler(optimizer, settings), settings, layout)
+    for group in optimizer.param_groups:  # Megatron leaves it to its scheduler
+        group["weight_decay"] = megatron.optimizer.weight_decay * group.get("wd_mult", 1.0)
+    trainer = Trainer(model, chunks, optimizer, steps, settings, layout)
     for inner in trainer.inner_optimizers():
         create_state(inner)
     return trainer
@@ -232,7 +237,12 @@ def frozen_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout)
     """Returns a trainer without gradients and optimizer, for a model that only runs forward."""
     for chunk in model.chunks:
         chunk.requires_grad_(False)
-    return Trainer(model, list(model.chunks), None, None, settings, layout)
+    return Trainer(model, list(model.chunks), None, OptimizerSteps(settings), settings, layout)
+
+
+def sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
+    """Calls Megatron's `finalize_model_grads` without dividing by the number of tokens."""
+    finalize_model_grads(model, None, **kwargs)
 
 
 def _wait_for_output_weight(chunk: Any) -> None:
@@ -272,26 +282,6 @@ def optimizer_config(settings: Config) -> OptimizerConfig:
     )
 
 
-def make_scheduler(optimizer: Any, settings: Config) -> OptimizerParamScheduler:
-    """Returns a new schedule. `optimizer` is any object with `param_groups`."""
-    megatron: MegatronConfig = settings.policy.megatron_cfg
-    schedule, decay = megatron.scheduler, megatron.optimizer.weight_decay
-    steps = max(schedule.lr_decay_iters or optimizer_steps(settings), schedule.lr_warmup_iters + 1)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=schedule.lr_warmup_init,
-        max_lr=megatron.optimizer.lr,
-        min_lr=megatron.optimizer.min_lr,
-        lr_warmup_steps=schedule.lr_warmup_iters,
-        lr_decay_steps=steps,
-        lr_decay_style=schedule.lr_decay_style,
-        start_wd=decay,
-        end_wd=decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
-
-
 def create_state(inner: torch.optim.Optimizer) -> None:
     """Creates the state that Adam would create in its first step. GPUs use torch's fused single-pass kernel."""
     for group in inner.param_groups:
@@ -300,10 +290,3 @@ def create_state(inner: torch.optim.Optimizer) -> None:
             state = inner.state[parameter]
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-
-
-def _all_agree(condition: Tensor) -> Tensor:
-    """Returns 1 if the condition holds on every worker, else 0. A collective over all workers."""
-    flag = condition.float()
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return flag

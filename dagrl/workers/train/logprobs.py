@@ -14,7 +14,7 @@ without a wait. Imported only where torch is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,11 @@ from dagrl.workers.train.products import add_product, product
 CHUNK_ELEMENTS = 1 << 27  # logits of a chunk, unless `chunk_tokens` is set
 KEPT_SHARE = 0.25  # most of the free memory that kept exponentials take
 PRODUCT_ELEMENTS = (1 << 31) - 1  # most of a product's operand: kernels may count elements in 32 bits
+
+
+TokenHead = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes outputs [..., hidden size] and labels [...]. Returns the log-probability of each label, with gradients, and the
+entropy of its distribution, without: float32 [...], of logits divided by the temperature."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +121,11 @@ def _indices(selected: Tensor, count: int) -> Tensor:
     return found.scatter_(0, places, torch.arange(len(selected), device=selected.device))[:-1]
 
 
-def scored_logprobs(hidden: Tensor, labels: Tensor, scored: Tensor | None, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-    """Returns `token_logprobs` of `hidden` [b, s, hidden size] and `labels` [b, s], computed at `scored` and 0 elsewhere."""
+def scored_logprobs(hidden: Tensor, labels: Tensor, scored: Tensor | None, head: TokenHead) -> tuple[Tensor, Tensor]:
+    """Returns `head` of `hidden` [b, s, hidden size] and `labels` [b, s], computed at `scored` and 0 elsewhere."""
     if scored is None:
-        return token_logprobs(hidden, labels, layer)
-    found = token_logprobs(hidden.flatten(0, 1).index_select(0, scored), labels.flatten().index_select(0, scored), layer)
+        return head(hidden, labels)
+    found = head(hidden.flatten(0, 1).index_select(0, scored), labels.flatten().index_select(0, scored))
     logprobs, entropy = (one.new_zeros(labels.numel()).index_copy(0, scored, one).view(labels.shape) for one in found)
     return logprobs, entropy
 

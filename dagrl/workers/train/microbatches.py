@@ -25,7 +25,7 @@ from dagrl.runtime.shapes import Batch
 from dagrl.workers.train.host_memory import upload
 from dagrl.workers.train.logprobs import scored_tokens
 from dagrl.workers.train.row_plans import ParallelRank, PlannedRow, SplitRule, plan_rows, row_widths, warmup_count
-from dagrl.workers.train.segments import Indices, LayerInputs, RoutedTokens, Segments, make_segments, zigzag
+from dagrl.workers.train.segments import Indices, RoutedTokens, Segments, make_segments, zigzag
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,6 @@ class Microbatch:
     routed: RoutedTokens | None = None
     scored: Tensor | None = None
 
-    @property
-    def layer_inputs(self) -> LayerInputs | None:
-        """What layers need in addition to hidden states. None: nothing."""
-        return LayerInputs(self.segments, self.routed) if self.segments or self.routed else None
-
 
 @dataclass(frozen=True)
 class RoutedModel:
@@ -67,7 +62,7 @@ class Microbatches:
 
     `filled` of the `processed` tokens are not padding. Both are this worker's share of the sums over all workers. `prefixes`
     [2, rows] has the row in which each row's first tokens are computed, and their number; None: no tokens are shared.
-    `saved` are the lengths of the prefixes that are not computed again.
+    `saved` are the lengths of the prefixes that are not computed again. `room`: the rows of the largest batch of the phase.
     """
 
     items: tuple[Microbatch, ...]
@@ -79,14 +74,16 @@ class Microbatches:
     rank: ParallelRank
     prefixes: Tensor | None
     saved: Indices
+    room: int
 
-    def for_warmup(self) -> Microbatches:
+    def for_warmup(self, room: int) -> Microbatches:
         """Returns the few microbatches that a warm-up runs: the first ones and the last (`warmup_count`).
 
         All of a batch have one shape, except with dynamic batching, where the first are the largest.
         """
         count = warmup_count(self.rank.layout)
-        return self if len(self.items) <= count else replace(self, items=(*self.items[: count - 1], self.items[-1]))
+        items = self.items if len(self.items) <= count else (*self.items[: count - 1], self.items[-1])
+        return replace(self, items=items, room=room)
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
         """Assembles one [b, s] per microbatch to token-aligned [rows, width]. Entry 0 of each row and padding are 0."""
@@ -136,7 +133,7 @@ def split_batch(
     rows, width = plans[0].shape
     shape = (rows, width * rank.layout.cp)
     shared = sources if len(saved) else None
-    return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), rank, shared, saved)
+    return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), rank, shared, saved, batch.rows)
 
 
 def warmup_batches(batch: Batch, rule: SplitRule, rank: ParallelRank, seen: set[int]) -> Iterator[Batch]:

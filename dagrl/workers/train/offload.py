@@ -8,7 +8,7 @@ the same code moves the bytes to other host memory. Imported only where torch is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -129,9 +129,9 @@ class StateCopy:
 
 
 class Offloader:
-    """Moves the state of one trainer, part by part. `tensors` returns the tensors of each part."""
+    """Moves the state of one trainer, part by part. `tensors` returns the tensors of a part."""
 
-    def __init__(self, device: torch.device, tensors: Mapping[StatePart, Callable[[], list[Tensor]]]) -> None:
+    def __init__(self, device: torch.device, tensors: Callable[[StatePart], list[Tensor]]) -> None:
         self._device, self._tensors = device, tensors
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._parts: dict[StatePart, StateCopy] = {}
@@ -187,7 +187,7 @@ class Offloader:
 
     def _copy_of(self, part: StatePart) -> StateCopy:
         if part not in self._parts:
-            self._parts[part] = StateCopy(self._tensors[part](), self._stream, keep=part != "gradients")
+            self._parts[part] = StateCopy(self._tensors(part), self._stream, keep=part != "gradients")
         return self._parts[part]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -88,20 +87,6 @@ class RoutedTokens:
 
     rows: Tensor
     experts: Tensor | None
-
-
-@dataclass(frozen=True)
-class LayerInputs:
-    """Passed through Megatron to every layer as `packed_seq_params`, of which it reads the two class variables.
-
-    `segments` is None if every row is one sequence, `routed` in models without experts.
-    """
-
-    qkv_format: ClassVar[str] = "sbhd"  # Megatron rotates and reshapes as for other microbatches
-    cp_group: ClassVar[None] = None
-
-    segments: Segments | None
-    routed: RoutedTokens | None
 
 
 def zigzag(indices: Tensor, held: Tensor, size: int, rank: int) -> Tensor:

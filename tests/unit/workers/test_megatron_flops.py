@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,7 +23,8 @@ from dagrl.telemetry.metrics import (
     merge_step_metrics,
 )
 from dagrl.workers.megatron.architecture import read_architecture
-from dagrl.workers.megatron.flops import PASSES, peak_tflops, sequence_flops, step_tflop, throughput_metrics, token_flops
+from dagrl.workers.megatron.flops import PASSES, sequence_flops, step_tflop, token_flops
+from dagrl.workers.train.throughput import peak_tflops, throughput_metrics
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -79,22 +79,22 @@ def step_of(layout: ParallelLayout, seconds: list[float], lengths: list[list[int
     """Returns the reports of all workers of a layout; `lengths` are those of each shard's rows."""
     parts = [
         throughput_metrics(
-            QWEN3,
             PolicyConfig(),
             WorkerContext("train", rank, layout, 0, 1.0),
             torch.device("cpu"),
+            tflop=step_tflop(QWEN3, rows),
+            tokens=sum(rows),
             seconds=seconds[rank],
-            lengths=np.array(lengths[layout.coordinates(rank).dp]),
-            saved=np.zeros(0, np.int64),
         )
         for rank in range(layout.world_size)
+        for rows in [lengths[layout.coordinates(rank).dp]]
     ]
     return merge_step_metrics(parts)
 
 
 def test_metrics_of_a_step_over_all_workers_and_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two shards of two workers with different rows and one slow worker."""
-    monkeypatch.setattr("dagrl.workers.megatron.flops.peak_tflops", lambda *device: 1e-3)
+    monkeypatch.setattr("dagrl.workers.train.throughput.peak_tflops", lambda *device: 1e-3)
     layout, lengths = ParallelLayout(dp=2, tp=2), [[10, 30], [20]]
     seconds = [0.25, 0.25, 0.25, 0.5]
     found = step_of(layout, seconds, lengths).flat()

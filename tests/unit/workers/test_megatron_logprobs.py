@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,7 +53,8 @@ def test_scored_tokens_have_the_values_and_gradients_of_all_tokens() -> None:
     found = []
     for scored in (None, mask.flatten().nonzero().flatten()):
         mine = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logprobs, entropy = scored_logprobs(mine[0], labels, scored, OutputLayer(mine[1], VocabularyShard(0, SIZE)))
+        layer = OutputLayer(mine[1], VocabularyShard(0, SIZE))
+        logprobs, entropy = scored_logprobs(mine[0], labels, scored, partial(token_logprobs, layer=layer))
         (logprobs.square() * mask).sum().backward()
         found.append([logprobs * mask, entropy * mask, mine[0].grad, mine[1].grad])
     assert not logprobs[~mask].any()

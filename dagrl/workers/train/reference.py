@@ -5,25 +5,19 @@ parameters point temporarily. `host`: a copy in pinned host memory, exchanged wi
 both directions at once, without a second copy on the GPU. Without a GPU both are a copy to which parameters point.
 
 `ReferenceModel` may have another size or family than the policy's, such as a teacher. It has the policy's layout and process
-groups. With `host` its weights are on the GPU only while it is used. Imported only where Megatron is.
+groups. With `host` its weights are on the GPU only while it is used. Imported only where torch is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dagrl.config import PolicyConfig
-from dagrl.runtime.worker import WorkerContext
-from dagrl.workers.megatron.architecture import read_architecture
-from dagrl.workers.megatron.hf_load import load_hf, read_hf_config
-from dagrl.workers.megatron.model import ModelChunks, build_model
-from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
+from dagrl.workers.train.backend import Model
 
 ReferencePlacement = Literal["host", "device"]
 Parameters = Mapping[str, Tensor]
@@ -110,21 +104,16 @@ class _Buffer:
 
 
 class ReferenceModel:
-    """This rank's part of the model in `directory`, loaded once."""
+    """A frozen model of a backend, of which no more than the weights' place changes."""
 
-    def __init__(self, directory: Path, policy: PolicyConfig, context: WorkerContext, device: torch.device) -> None:
-        hf_config = read_hf_config(directory)
-        self._device, self._swaps = device, policy.reference_weights == "host" and device.type != "cpu"
-        self._model = build_model(read_architecture(hf_config), policy, context.layout, device)
-        slices = megatron_weight_slices(hf_config, context.layout, context.rank)
-        load_hf(directory, slices, parameter_shapes(hf_config), self._model.tensors())
-        self._host = {
-            name: _placed(tensor, "host", device) for name, tensor in (self._model.tensors() if self._swaps else {}).items()
-        }
+    def __init__(self, model: Model, where: ReferencePlacement, device: torch.device) -> None:
+        self._model, self._device = model, device
+        weights = model.weights() if where == "host" and device.type != "cpu" else {}
+        self._host = {name: _placed(weight.data, "host", device) for name, weight in weights.items()}
         self._to_host()
 
     @contextmanager
-    def on_device(self) -> Iterator[ModelChunks]:
+    def on_device(self) -> Iterator[Model]:
         """Context in which the weights are on the device. Gives the model."""
         weights = self._model.weights()
         for name, tensor in self._host.items():

@@ -1,0 +1,403 @@
+"""MegatronBackend: one rank's model on Megatron-Core, with or without a GPU, for `dagrl.workers.train.worker.TrainWorker`.
+
+Heavy imports happen in `prepare` and `setup`, so the driver can import the class to trace phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from dagrl.channels.nccl import nccl_environment
+from dagrl.config import Config, Json, PolicyConfig
+from dagrl.config.settings import has_fp8_kv_cache, sends_adapters
+from dagrl.errors import ConfigError, RunError, UserError
+from dagrl.refit.slices import WeightSlice, expand
+from dagrl.rl.routed_experts import routed_layers
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.telemetry.metrics import StepMetrics
+from dagrl.workers.families.hf_config import model_keys, with_scalar_head
+from dagrl.workers.families.kv_scales import megatron_kv_scales
+from dagrl.workers.megatron import cpu
+from dagrl.workers.megatron.adapter_files import check_adapters, read_adapters, write_adapters
+from dagrl.workers.megatron.adapter_slices import targets, trained_adapters
+from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture
+from dagrl.workers.megatron.flops import step_tflop
+from dagrl.workers.megatron.groups import (
+    abort_groups,
+    end_groups,
+    gather_objects,
+    run_on_all_ranks,
+    start_checkpoint_group,
+    start_groups,
+)
+from dagrl.workers.megatron.hf_export import export_hf
+from dagrl.workers.megatron.hf_load import ParameterShapes, check_hf, has_scalar_head, load_hf, read_hf_config
+from dagrl.workers.megatron.identity import identity_of, read_worker_file
+from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
+from dagrl.workers.train.backend import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from dagrl.workers.megatron.kv_scales import KvScales
+    from dagrl.workers.megatron.lora import Adapters
+    from dagrl.workers.megatron.model import ModelChunks
+    from dagrl.workers.megatron.trainer import Trainer
+    from dagrl.workers.train.checkpoint import Saving
+    from dagrl.workers.train.microbatches import RoutedModel
+    from dagrl.workers.train.offload import StatePart
+    from dagrl.workers.train.optimizer import OptimizerSteps
+    from dagrl.workers.train.row_plans import ParallelRank
+
+
+class MegatronBackend:
+    """A `Backend`. `config.policy.model_name` is a Hugging Face directory."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.context, self.config, self._spec = spec.context, spec.config, spec
+        self.captures = spec.config.policy.megatron_cfg.cuda_graphs
+        self._hf_config: Mapping[str, Json] = {}
+        self._trainer: Trainer | None = None
+        self.adapters: Adapters | None = None
+        self.kv_scales: KvScales | None = None
+        self._checkpoint_group: ProcessGroup | None = None
+
+    @staticmethod
+    def check(config: Config, hf_config: Mapping[str, Json]) -> None:
+        """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
+        architecture, layout = read_architecture(hf_config), config.policy.megatron_cfg.layout
+        check_layout(hf_config, layout)
+        for conflict in _conflicts(config.policy, architecture):
+            raise ConfigError(conflict)
+        if config.policy.reference_model_name is not None:
+            _check_reference_model(config.policy.reference_model_name, layout)
+        if config.policy.router_replay:
+            routed_layers(hf_config)
+        shapes = parameter_shapes(hf_config)
+        if config.policy.megatron_cfg.peft.enabled:
+            check_adapters(config.policy.megatron_cfg.peft, shapes)
+        if config.policy.model_name is not None:
+            check_hf(config.policy.model_name, shapes)
+
+    @staticmethod
+    def check_checkpoint(config: Config, hf_config: Mapping[str, Json], directory: str) -> None:
+        """Raises CheckpointError if the model, its precision or its adapters differ from those of a checkpoint."""
+        read_worker_file(Path(directory), identity_of(config.policy, hf_config))
+
+    @staticmethod
+    def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
+        """Returns what `rank` of `layout` will hold, without a worker."""
+        weights = megatron_weight_slices(hf_config, layout, rank)
+        if sends_adapters(config):
+            peft = config.policy.megatron_cfg.peft
+            return trained_adapters(weights, targets(stacked_shapes(hf_config), peft), peft)
+        return [*weights, *(megatron_kv_scales(hf_config, layout, rank) if has_fp8_kv_cache(config) else ())]
+
+    @staticmethod
+    def environment(config: Config) -> dict[str, str]:
+        """Returns environment variables that must be set before torch is imported."""
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **nccl_environment()}
+
+    @staticmethod
+    def prepare() -> None:
+        """Imports Megatron-Core."""
+        cpu.adapt()
+        import dagrl.workers.megatron.model
+        import dagrl.workers.megatron.trainer  # noqa: F401
+
+    def setup(self, address: str) -> None:
+        """Joins the group at `address`, builds this rank's part of the model and loads its weights."""
+        cpu.adapt()
+        from dagrl.workers.megatron.experts import check_grouped_kernel
+        from dagrl.workers.megatron.model import build_model
+        from dagrl.workers.megatron.trainer import frozen_trainer, make_trainer
+        from dagrl.workers.train.optimizer import OptimizerSteps
+
+        spec, config, layout = self._spec, self.config, self.context.layout
+        hf_config = read_hf_config(self._source)
+        self._hf_config = with_scalar_head(hf_config) if spec.scalar else hf_config
+        check_layout(self._hf_config, layout)
+        if self.captures and spec.device.type == "cpu":
+            raise ConfigError("policy.megatron_cfg.cuda_graphs is true, and this worker has no GPU; set it to false")
+        with spec.start_parts.part("process groups"):
+            start_groups(self.context, address, config.seed)
+            self._checkpoint_group = start_checkpoint_group(config.timeouts.checkpoint_s)
+        architecture = read_architecture(self._hf_config)
+        if self.captures and architecture.experts:
+            check_grouped_kernel()
+        with spec.start_parts.part("model and weights"):
+            model = build_model(architecture, config.policy, layout, spec.device)
+            shapes = parameter_shapes(self._hf_config)
+            load_hf(self._source, self.slices_of(self.context.rank), shapes, model.tensors())
+        if architecture.scalar and not has_scalar_head(self._source):
+            deviation = self._hf_config.get("initializer_range", 0.02)
+            model.init_scalar_head(float(cast(float, deviation)), config.seed)
+        self.adapters = self._make_adapters(model, shapes)
+        self.kv_scales = self._make_kv_scales(model)
+        with spec.start_parts.part("optimizer"):
+            if spec.trains:
+                self._trainer = make_trainer(model, OptimizerSteps(config), config, layout)
+            else:
+                self._trainer = frozen_trainer(model, config, layout)
+
+    def abort(self) -> None:
+        """Aborts this worker's collectives, so that peers waiting for it raise."""
+        if self._trainer is not None:
+            self._trainer.forget_recordings()  # NCCL cannot end a communicator that a graph refers to
+        abort_groups()
+
+    def shutdown(self) -> None:
+        """Leaves the groups and drops the model."""
+        if self._trainer is not None:
+            self._trainer.forget_recordings()
+            self._trainer.model.forget_microbatches()
+        self._trainer = self.adapters = self.kv_scales = self._checkpoint_group = None
+        end_groups()
+
+    @property
+    def trainer(self) -> Trainer:
+        """The model, its passes and its optimizer."""
+        assert self._trainer is not None, "`setup` makes it"
+        return self._trainer
+
+    model = optimizer = trainer
+
+    @property
+    def steps(self) -> OptimizerSteps:
+        """Counters of optimizer steps."""
+        return self.trainer.steps
+
+    @property
+    def place(self) -> ParallelRank:
+        """This worker's coordinates, device and process groups."""
+        from megatron.core import parallel_state
+
+        from dagrl.workers.train.row_plans import ParallelRank
+
+        groups = parallel_state.get_context_parallel_group(), parallel_state.get_data_parallel_group()
+        return ParallelRank(self.context.layout, self.context.coordinates, *groups, self._spec.device)
+
+    @property
+    def routed(self) -> RoutedModel | None:
+        """The vocabulary and the routed layers; None without experts."""
+        from dagrl.workers.train.microbatches import RoutedModel
+
+        model = self.trainer.model.architecture
+        return None if model.record is None else RoutedModel(model.vocabulary, model.record)
+
+    def settle(self) -> None:
+        """Completes an overlapped gathering of parameters."""
+        self.trainer.finish_param_gather()
+
+    def step_metrics(self) -> StepMetrics:
+        """Returns the router's losses and the load of the experts in the last training pass."""
+        return self.trainer.load.read()
+
+    def train_tflop(self, lengths: Iterable[int]) -> float:
+        """Returns the TFLOPs of training on sequences of these lengths."""
+        return step_tflop(self.trainer.model.architecture, lengths)
+
+    @contextmanager
+    def calibrating(self) -> Iterator[KvScales]:
+        """Context in which forward passes run without recordings, as hooks do. Gives the scales of an FP8 KV cache."""
+        from dagrl.workers.megatron.cuda_graphs import plain_pass
+
+        if self.kv_scales is None:
+            raise RunError("there are no scales to calibrate; set policy.generation.vllm_cfg.kv_cache_dtype=fp8")
+        usual, self.trainer.model_pass = self.trainer.model_pass, plain_pass
+        try:
+            yield self.kv_scales
+        finally:
+            self.trainer.model_pass = usual
+
+    # ---- state
+
+    def state(self, part: StatePart) -> list[Tensor]:
+        """Returns the tensors of a part of the state."""
+        return self.trainer.state(part)
+
+    def before_offload(self, what: Sequence[str]) -> None:
+        """Drops recordings, and the optimizer's own copies of gradients."""
+        self.trainer.before_offload(what)
+
+    def base_model(self) -> AbstractContextManager[None] | None:
+        """Returns a context in which adapters are off, if there are any."""
+        return None if self.adapters is None else self.adapters.disabled()
+
+    def frozen_model(self, directory: Path) -> Trainer:
+        """Loads another model, which only runs forward and without recordings."""
+        from dagrl.workers.megatron.cuda_graphs import plain_pass
+        from dagrl.workers.megatron.model import build_model
+        from dagrl.workers.megatron.trainer import frozen_trainer
+
+        hf_config, layout = read_hf_config(directory), self.context.layout
+        model = build_model(read_architecture(hf_config), self.config.policy, layout, self._spec.device)
+        slices = megatron_weight_slices(hf_config, layout, self.context.rank)
+        load_hf(directory, slices, parameter_shapes(hf_config), model.tensors())
+        trainer = frozen_trainer(model, self.config, layout)
+        trainer.model_pass = plain_pass
+        return trainer
+
+    # ---- refits
+
+    def weight_slices(self) -> list[WeightSlice]:
+        """Returns which boxes of the HF parameters, or of their adapters, a refit sends, and any FP8 KV-cache scales."""
+        return self.describe(self.config, self._hf_config, self.context.layout, self.context.rank)
+
+    def weight_config(self) -> dict[str, Json]:
+        """Returns the model configuration that generation workers must agree with."""
+        return model_keys(self._hf_config)
+
+    def sent_tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that `weight_slices` names: parameters, not their data, as refits follow changes."""
+        if self.adapters is not None and sends_adapters(self.config):
+            return self.adapters.sent()
+        scales = {} if self.kv_scales is None else self.kv_scales.tensors
+        return {**self.trainer.weights(), **scales}
+
+    def sending(self) -> AbstractContextManager[None]:
+        """Returns a context in which `sent_tensors` have the current values."""
+        if self.adapters is not None and sends_adapters(self.config):
+            self.adapters.scale_sent()
+            return nullcontext()
+        return self._merged()
+
+    # ---- files
+
+    def start_save(self, directory: str, reference: Mapping[str, Tensor] | None, *, background: bool) -> Saving:
+        """Starts writing a checkpoint."""
+        from dagrl.workers.megatron.checkpoint import start_saving
+
+        return start_saving(directory, self.trainer, reference, self._identity, self._files_group, background=background)
+
+    def load(self, directory: str) -> Mapping[str, Tensor] | None:
+        """Loads a checkpoint of the same model from any layout. Returns the reference policy's weights, if it has any."""
+        from dagrl.workers.megatron.checkpoint import load_checkpoint
+
+        return load_checkpoint(directory, self.trainer, self._identity, self._files_group)
+
+    def export_hf(self, directory: str) -> None:
+        """Writes the model with merged weights, and any adapters in PEFT's format."""
+        slices = [self.slices_of(rank) for rank in range(self.context.layout.world_size)]
+        with self._merged():
+            tensors = self.trainer.model.tensors()
+            export_hf(self._source, directory, slices, tensors, self.context.rank, self._files_group)
+            self._export_adapters(Path(directory) / "adapter", slices)
+
+    def _export_adapters(self, directory: Path, slices: list[list[WeightSlice]]) -> None:
+        """Writes the adapters in PEFT's format. The first rank with a part of a parameter gives its adapter."""
+        if self.adapters is None:
+            return
+        owners = {piece.name: rank for rank, held in reversed(list(enumerate(slices))) for piece in expand(held)}
+        mine = {
+            name: [part.detach().cpu() for part in adapter]
+            for name, adapter in self.adapters.held.items()
+            if owners[name] == self.context.rank
+        }
+        adapters = {name: one for part in gather_objects(self._files_group, mine) for name, one in part.items()}
+        settings, base = self.config.policy.megatron_cfg.peft, str(self._source.absolute())
+        write = self.context.rank == 0
+        run_on_all_ranks(self._files_group, lambda: write_adapters(directory, base, settings, adapters) if write else None)
+
+    @contextmanager
+    def _merged(self) -> Iterator[None]:
+        """Context in which the model's parameters include any adapters."""
+        with self.adapters.merged() if self.adapters is not None else nullcontext():
+            yield
+
+    @property
+    def _identity(self) -> dict[str, Json]:
+        return identity_of(self.config.policy, self._hf_config)
+
+    @property
+    def _files_group(self) -> ProcessGroup:
+        """The group in which workers wait for each other's files."""
+        assert self._checkpoint_group is not None, "`setup` creates it"
+        return self._checkpoint_group
+
+    @property
+    def _source(self) -> Path:
+        if self.config.policy.model_name is None:
+            raise ConfigError("policy.model_name is not set; the worker needs a Hugging Face directory")
+        return Path(self.config.policy.model_name)
+
+    def slices_of(self, rank: int) -> list[WeightSlice]:
+        """Returns the parts of a checkpoint that a rank holds."""
+        return megatron_weight_slices(self._hf_config, self.context.layout, rank)
+
+    def _make_adapters(self, model: ModelChunks, shapes: ParameterShapes) -> Adapters | None:
+        import torch
+
+        from dagrl.workers.megatron.lora import add_adapters
+
+        settings = self.config.policy.megatron_cfg.peft
+        if not settings.enabled:
+            return None
+        layout, place = self.context.layout, self.context.coordinates
+        siblings = [
+            self.slices_of(rank)
+            for rank in range(layout.world_size)
+            if replace(layout.coordinates(rank), tp=place.tp, etp=place.etp, ep=place.ep, edp=place.edp) == place
+        ]
+        own = self.slices_of(self.context.rank)
+        adapters = add_adapters(model, own, siblings, shapes, settings, self.config.seed)
+        if settings.adapter_path is not None:
+            with torch.no_grad():
+                read_adapters(settings.adapter_path, adapters.held)
+        return adapters
+
+    def _make_kv_scales(self, model: ModelChunks) -> KvScales | None:
+        from dagrl.workers.megatron.kv_scales import KvScales
+
+        if not has_fp8_kv_cache(self.config):
+            return None
+        layers = model.architecture.layers
+        return KvScales(model.chunks, layers, self.context.layout, self.context.coordinates, self._spec.device)
+
+
+def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
+    """Yields what is wrong with settings that exclude each other, and with those of experts that the model does not have."""
+    key, megatron, has_adapters = "policy.megatron_cfg", policy.megatron_cfg, policy.megatron_cfg.peft.enabled
+    recorded = f"{key}.cuda_graphs is true, and the model has experts"
+    if megatron.cuda_graphs and model.experts and (megatron.layout.ep > 1 or megatron.layout.expert_tp > 1):
+        yield (
+            f"{recorded} on several workers, whose hosts read how many tokens each expert has while the step runs. Set "
+            "cuda_graphs=false, or expert_model_parallel_size=1 and expert_tensor_parallel_size=1"
+        )
+    if megatron.cuda_graphs and model.experts and policy.precision != "bfloat16":
+        yield (
+            f"{recorded} in {policy.precision}, where torch multiplies one expert at a time; set cuda_graphs=false, or "
+            "policy.precision=bfloat16"
+        )
+    if megatron.cuda_graphs and has_adapters:
+        text = "recorded microbatches leave out adapters; set one of them to false"
+        yield f"{key}.cuda_graphs is true, and peft.enabled: {text}"
+    gather = f"{key}.distributed_data_parallel_config.overlap_param_gather is true"
+    gathers = megatron.distributed_data_parallel_config.overlap_param_gather
+    if gathers and model.experts:
+        text = "grouped expert products read weights without calling the modules that wait for them. Set it to false"
+        yield f"{gather}, and the model has experts: {text}"
+    if gathers and has_adapters:
+        yield f"{gather}, and peft.enabled: adapters are too small to gather in parts; set overlap_param_gather=false"
+    if (megatron.moe_aux_loss_coeff or megatron.moe_z_loss_coeff) and not model.experts:
+        yield f"{key}.moe_aux_loss_coeff or moe_z_loss_coeff is set, but the model has no experts; set both to 0"
+    rate = f"{key}.moe_router_bias_update_rate is {megatron.moe_router_bias_update_rate:g}"
+    if megatron.moe_router_bias_update_rate and not model.expert_bias:
+        yield f"{rate}, but routers of {model.model_type} models have no expert bias (glm4_moe has); set it to 0"
+    if megatron.moe_router_bias_update_rate and has_adapters:
+        yield f"{rate}, and peft.enabled: LoRA leaves the base model, with its expert biases, as it is; set the rate to 0"
+
+
+def _check_reference_model(directory: str, layout: ParallelLayout) -> None:
+    """Raises a UserError if the model cannot be loaded in this layout."""
+    try:
+        hf_config = read_hf_config(directory)
+        check_layout(hf_config, layout)
+        check_hf(directory, parameter_shapes(hf_config))
+    except UserError as error:
+        raise type(error)(f"policy.reference_model_name: {error}") from error

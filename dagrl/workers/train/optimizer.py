@@ -1,0 +1,101 @@
+"""The learning-rate schedule, and the order of an optimizer step. Imported only where torch is."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dagrl.config import Config
+from dagrl.config.settings import optimizer_steps
+from dagrl.telemetry.metrics import GRAD_NORM, SKIPPED_STEPS
+
+logger = logging.getLogger(__name__)
+
+CLIP_EPSILON = 1e-6  # added to the norm before the limit is divided by it, as in torch and Megatron
+
+
+class Optimizer(Protocol):
+    """Gradients and optimizer of a trained model. `OptimizerSteps.take` calls the methods of a step in its order."""
+
+    def zero_gradients(self) -> None:
+        """Sets all gradients to zero."""
+        ...
+
+    def gradient_norm(self) -> Tensor:
+        """Returns the norm of the whole model's gradients, each counted once: a scalar on the device, equal on all ranks."""
+        ...
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        """Multiplies all gradients by `limit / norm`."""
+        ...
+
+    def update(self, rate: float) -> None:
+        """Updates the weights with this learning rate."""
+        ...
+
+    def reset(self) -> None:
+        """Zeros moments and step counts, and copies any master weights from the model."""
+        ...
+
+
+@dataclass
+class OptimizerSteps:
+    """Counts optimizer steps: those `taken`, by which the learning rate goes, and those `skipped`."""
+
+    config: Config
+    taken: int = 0
+    skipped: int = 0
+
+    @cached_property
+    def _end(self) -> int:
+        wanted = self.config.policy.megatron_cfg.scheduler
+        return max(wanted.lr_decay_iters or optimizer_steps(self.config), wanted.lr_warmup_iters + 1)
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step: Megatron's `OptimizerParamScheduler`, in closed form."""
+        optimizer, wanted = self.config.policy.megatron_cfg.optimizer, self.config.policy.megatron_cfg.scheduler
+        warmup, low = wanted.lr_warmup_iters, optimizer.min_lr
+        if warmup and self.taken <= warmup:
+            return wanted.lr_warmup_init + (optimizer.lr - wanted.lr_warmup_init) * self.taken / warmup
+        if wanted.lr_decay_style == "constant":
+            return optimizer.lr
+        part = min(1.0, (self.taken - warmup) / (self._end - warmup))
+        share = 1.0 - part if wanted.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * part) + 1.0)
+        return low + share * (optimizer.lr - low)
+
+    def take(self, optimizer: Optimizer, lr: float | None, *, apply: bool) -> dict[str, float]:
+        """Clips the accumulated gradients and updates the weights, with `lr` in place of the schedule's rate if it is given.
+
+        Returns `grad_norm` (before clipping), `lr` and `skipped_steps`. Without `apply`, does everything but the update. A
+        step whose gradient norm is zero, or not finite on any worker, is skipped on all and counted: otherwise moments and
+        weight decay would change weights without a learning signal.
+        """
+        rate, limit = self.rate if lr is None else lr, self.config.policy.megatron_cfg.optimizer.clip_grad
+        with torch.no_grad():
+            total = optimizer.gradient_norm()
+            norm, usable = torch.stack([total, _all_agree(torch.isfinite(total) & (total > 0))]).tolist()
+            if usable and 0 < limit < norm + CLIP_EPSILON:
+                optimizer.clip(limit, total)
+            if usable and apply:
+                optimizer.update(rate)
+                self.taken += 1
+        if not usable and apply:
+            self.skipped += 1
+            logger.warning("gradient norm is %s: step skipped, weights unchanged (%d so far)", norm, self.skipped)
+        return {GRAD_NORM: norm, "lr": rate, SKIPPED_STEPS: float(self.skipped)}
+
+
+def _all_agree(condition: Tensor) -> Tensor:
+    """Returns 1 if the condition holds on every worker, else 0. A collective over all workers."""
+    flag = condition.float()
+    if dist.is_initialized():
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return flag

@@ -1,0 +1,649 @@
+"""TrainWorker: one rank of a train group, whatever computes its model.
+
+Its methods implement the phases `train_step`, `logprobs` and `refit`, and what the training loops call between them. A
+subclass names its `Backend`, which has the model, its passes and its files. Heavy imports happen in `prepare` and `setup`,
+so the driver can import the classes to trace phases.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from dagrl.channels import Channel, ChannelSpec, open_channel
+from dagrl.config import Config, Json
+from dagrl.config.settings import generates, holds_reference
+from dagrl.errors import RunError
+from dagrl.files import FileEntry
+from dagrl.machine import DeviceMemory
+from dagrl.refit import RankPlan, RefitReport, RefitSender, commit_together
+from dagrl.refit.slices import WeightSlice
+from dagrl.rl.algorithm import Algorithm, algorithm_for
+from dagrl.rl.routed_experts import with_empty_record, without_record
+from dagrl.run.comparison import WeightDifference
+from dagrl.runtime.garbage import gc_paused
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Array, Batch
+from dagrl.runtime.start_parts import StartParts
+from dagrl.runtime.worker import WorkerContext, current_replay, in_warmup
+from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
+from dagrl.workers.families.hf_config import with_scalar_head
+from dagrl.workers.train.backend import Backend, CheckpointSave, Model, ModelSpec, Score
+from dagrl.workers.train.kept_logprobs import KeptLogprobs
+from dagrl.workers.train.throughput import throughput_metrics
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from dagrl.workers.train.losses import MicrobatchLoss
+    from dagrl.workers.train.microbatches import Microbatch, Microbatches
+    from dagrl.workers.train.offload import Offloader, StatePart
+    from dagrl.workers.train.reference import ReferenceModel, ReferencePolicy
+
+ModelName = Literal["policy", "reference"]
+
+
+class TrainWorker:
+    """Steps, log-probabilities, refits and files of one rank's part of the policy, by `context.layout`."""
+
+    backend_class: ClassVar[type[Backend]]
+    trains: ClassVar[bool] = True
+    """Whether the model has gradients and an optimizer. A teacher has none, so a GPU holds a much larger one."""
+
+    scalar: ClassVar[bool] = False
+    """Whether the model gives one number per token: see `ValueWorker`."""
+
+    def __init__(self, context: WorkerContext, config: Config) -> None:
+        self.context = context
+        self.config = config
+        self.start_parts = StartParts()
+        self._backend: Backend | None = None
+        self._offloader: Offloader | None = None
+        self._reference: ReferencePolicy | None = None
+        self._reference_model: ReferenceModel | None = None
+        self._kept = KeptLogprobs()
+        self._channel: Channel | None = None
+        self._sender: RefitSender | None = None
+        self._saving: CheckpointSave | None = None
+        self._warm_widths: dict[str, set[int]] = {}  # widths of packed microbatches, by phase
+        self._stream: torch.cuda.Stream | None = None  # None: the default stream
+        self._aborted = False
+        self._sending = False
+        self._limited = False  # by `limit_memory`
+        self._exceeded = False  # the limit; no peer waits for this worker
+
+    # ---- what the class knows without a model
+
+    @classmethod
+    def check(cls, config: Config, hf_config: Mapping[str, Json]) -> None:
+        """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
+        cls.backend_class.check(config, cls.model_config(hf_config))
+
+    @classmethod
+    def check_checkpoint(cls, config: Config, hf_config: Mapping[str, Json], directory: str) -> None:
+        """Raises CheckpointError if the model, its precision or its adapters differ from those of a checkpoint."""
+        cls.backend_class.check_checkpoint(config, cls.model_config(hf_config), directory)
+
+    @classmethod
+    def describe(cls, config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
+        """Returns what `rank` of `layout` will hold, without a worker."""
+        return list(cls.backend_class.describe(config, hf_config, layout, rank))
+
+    @classmethod
+    def model_config(cls, hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Returns the configuration of the model that the class builds from a checkpoint with this `config.json`."""
+        return with_scalar_head(hf_config) if cls.scalar else hf_config
+
+    @classmethod
+    def environment(cls, config: Config) -> dict[str, str]:
+        """Returns environment variables that must be set before torch is imported."""
+        threads = os.environ.get("OMP_NUM_THREADS", "1")  # workers share the cores of a host
+        cublas = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.policy.deterministic else {}  # as torch requires
+        return {"OMP_NUM_THREADS": threads, **cublas, **cls.backend_class.environment(config)}
+
+    # ---- lifecycle
+
+    def prepare(self) -> None:
+        """Imports what the backend needs."""
+        with warnings.catch_warnings(), gc_paused(), self.start_parts.part("imports"):
+            warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
+            self.backend_class.prepare()
+
+    def setup(self, address: str) -> None:
+        """Joins the group at `address`, builds this rank's part of the model and loads its weights.
+
+        On failure it frees groups and memory before raising, so the worker can be set up again.
+        """
+        import torch
+
+        from dagrl.workers.train.offload import Offloader
+
+        spec = ModelSpec(self.context, self.config, self._device, self.trains, self.scalar, self.start_parts)
+        self._backend = backend = self.backend_class(spec)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
+            try:
+                torch.use_deterministic_algorithms(self.config.policy.deterministic)
+                torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
+                gc.freeze()  # full collections skip all imports; they run at different times on each worker
+                with self._running(training=True):
+                    backend.setup(address)
+                self._offloader = Offloader(self._device, backend.state)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # frames hold the model, and with it groups and threads
+                self.shutdown()
+                raise
+
+    def abort(self) -> None:
+        """Aborts this worker's collectives and channel, so that peers waiting for it raise."""
+        if self._channel is not None:
+            self._channel.abort(f"train worker {self.context.rank} was aborted")
+        if self._sending:  # no peer waits in the backend's groups; training can continue, refits with a new channel
+            return
+        if self._exceeded:  # and another warm-up follows
+            return
+        self._aborted = True
+        if self._backend is not None:
+            self._backend.abort()
+
+    def reset(self) -> bool:
+        """Leaves the groups, drops the model and forgets everything. False after NCCL was aborted: its process cannot join
+        new groups."""
+        reusable = not (self._aborted and self._device.type == "cuda")
+        self.shutdown()
+        type(self).__init__(self, self.context, self.config)
+        return reusable
+
+    def shutdown(self) -> None:
+        """Leaves the groups and drops the model."""
+        if self._channel is not None:
+            self._channel.close()
+        backend, self._backend = self._backend, None
+        self._sender = self._channel = self._offloader = self._reference = self._reference_model = self._saving = None
+        if backend is not None:
+            backend.shutdown()
+
+    def backend(self, *needs: StatePart) -> Backend:
+        """Returns the backend. Raises RunError if the worker cannot run, or a needed part of the state is offloaded."""
+        if self._backend is None or self._offloader is None:
+            raise RunError("the worker is not set up; call setup(address) on all workers of the group first")
+        self._check_aborted()
+        if needs:
+            self._offloader.require(needs, f"train worker {self.context.rank}")
+        return self._backend
+
+    @property
+    def offloader(self) -> Offloader:
+        """Moves weights, gradients and optimizer between device and host."""
+        self.backend()
+        assert self._offloader is not None
+        return self._offloader
+
+    @contextmanager
+    def _running(self, *, training: bool = False) -> Iterator[None]:
+        """Context in which a phase runs: sets the thread's CUDA device and stream, and waits for the launched work.
+
+        Waiting attributes a failure to its phase. It does not cover copies of offloaded state, which have their own stream.
+        Aborted NCCL collectives end without raising, so the abort is checked afterwards. `training` leaves
+        an overlapped parameter gathering to the forward pass; other phases complete it first. With CUDA graphs everything
+        runs on the worker's own stream, as capture requires.
+        """
+        import torch
+
+        self._sending = False
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self._device)
+            if self._backend is not None and self._backend.captures and self._stream is None:
+                self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.stream(self._stream):
+                if self._backend is not None and not training:
+                    self._backend.settle()
+                yield
+                if torch.cuda.is_available():
+                    torch.cuda.current_stream().synchronize()
+        except torch.OutOfMemoryError:
+            self._exceeded = self._limited
+            raise
+        self._check_aborted()
+        self._sending = False
+
+    def _check_aborted(self) -> None:
+        if self._aborted:
+            raise RunError(f"train worker {self.context.rank} was aborted; restart the group")
+
+    @property
+    def _device(self) -> torch.device:
+        """This worker's device. With several visible GPUs: `LOCAL_RANK`, otherwise by rank."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        visible = torch.cuda.device_count()
+        local = self.context.rank if visible > 1 else 0
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", local)) % visible)
+
+    # ---- training
+
+    def train_step(self, batch: Batch, loss: str) -> StepMetrics:
+        """Runs one optimizer step on the shard's rows: `tokens`, `lengths`, `loss_mask`, and what the loss reads.
+
+        `loss` names the algorithm (`algorithm_for`). `batch.scalars`: `global_valid_tokens` and `global_valid_sequences` of
+        the global batch; optional `lr` replaces the schedule's. A warm-up replay does everything except the update.
+        """
+        from dagrl.workers.train.losses import read_reports
+
+        backend, rate = self.backend("weights", "gradients"), batch.number("lr") if "lr" in batch.scalars else None
+        algorithm = algorithm_for(loss, self.config)
+        batch = self._with_kept(batch, algorithm)
+        started = time.perf_counter()
+        with self._running(training=True):
+            for microbatches in self._microbatches(batch, "train"):
+                self.offloader.begin_due()
+                backend.optimizer.zero_gradients()
+                reports = backend.model.run(microbatches, self._loss(algorithm, batch), backward=True)
+            self.offloader.require(("optimizer",), "an optimizer step")
+            shared = backend.steps.take(backend.optimizer, rate, apply=not in_warmup())
+            metrics = merge_step_metrics([read_reports(reports, microbatches), StepMetrics(shared=shared)])
+            of_model = backend.step_metrics()
+        seconds = time.perf_counter() - started
+        tflop = backend.train_tflop(batch["lengths"]) - backend.train_tflop(microbatches.saved)
+        figures = throughput_metrics(
+            self.config.policy,
+            self.context,
+            self._device,
+            tflop=tflop,
+            tokens=int(batch["lengths"].sum()),
+            seconds=seconds,
+        )
+        return merge_step_metrics([metrics if self._reports else StepMetrics(), of_model, figures])
+
+    def evaluate(self, batch: Batch, loss: str) -> StepMetrics:
+        """Computes the losses of `train_step` without a step."""
+        import torch
+
+        from dagrl.workers.train.losses import read_reports
+
+        model, algorithm = self.backend("weights").model, algorithm_for(loss, self.config)
+        with self._running(), torch.no_grad():
+            for microbatches in self._microbatches(batch, "train"):
+                reports = model.run(microbatches, self._loss(algorithm, batch), backward=False)
+            metrics = read_reports(reports, microbatches)
+        return metrics if self._reports else StepMetrics()
+
+    def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:
+        """Merges the metrics of several workers."""
+        return merge_step_metrics(parts)
+
+    def reset_optimizer(self) -> None:
+        """Resets moments and schedule, as if training started with the current weights."""
+        backend = self.backend()
+        with self._running():
+            self.offloader.require(("weights", "optimizer"), "resetting the optimizer")
+            backend.optimizer.reset()
+            backend.steps.taken = 0
+
+    def _loss(self, algorithm: Algorithm, batch: Batch) -> MicrobatchLoss:
+        from dagrl.rl.losses import Denominators
+        from dagrl.workers.train.losses import MicrobatchLoss
+
+        backend = self.backend()
+        denominators = Denominators(batch.number("global_valid_tokens"), batch.number("global_valid_sequences"))
+        head = backend.model.head(self._temperature if algorithm.learns_from == "samples" else 1.0)
+        group = backend.place.context_group if self.context.layout.cp > 1 else None
+        return MicrobatchLoss(algorithm, denominators, head, group)
+
+    @property
+    def _temperature(self) -> float:
+        """The temperature of what the policy learns from: 1 for data, as only samples have another."""
+        generation = self.config.policy.generation if generates(self.config) else None
+        return generation.temperature if generation is not None and generation.temperature > 0 else 1.0
+
+    @property
+    def _reports(self) -> bool:
+        """Whether this worker reports metrics: losses are known on the last stage, and equal on its tp workers."""
+        where = self.context.coordinates
+        return where.pp == self.context.layout.pp - 1 and where.tp == 0
+
+    def _microbatches(self, batch: Batch, purpose: Literal["train", "logprob"]) -> Iterator[Microbatches]:
+        """Yields the batch's microbatches; in a warm-up some of every shape that its phase has not run at."""
+        from dagrl.workers.train.microbatches import split_batch, warmup_batches
+        from dagrl.workers.train.row_plans import SplitRule
+
+        backend, rule = self.backend(), SplitRule.of(self.config.policy, purpose)
+        if not in_warmup():
+            yield split_batch(batch, rule, backend.place, backend.routed)
+            return
+        batch = with_empty_record(batch)  # its ids are made up
+        seen = self._warm_widths.setdefault(current_replay().phase, set())
+        for item in warmup_batches(batch, rule, backend.place, seen):
+            for _ in range(2 if backend.captures else 1):
+                whole = split_batch(item, rule, backend.place, backend.routed, masked=False)  # the most memory, all held
+                yield whole.for_warmup(batch.rows)
+
+    # ---- log-probabilities
+
+    def logprobs(self, batch: Batch, model: ModelName = "policy") -> Batch | None:
+        """Returns `logprobs` and `entropy` [rows, tokens] float32 of the batch's tokens; 0 at entry 0 and in padding.
+
+        Given by one worker of the shard (last stage, tp 0, cp 0); None on the others. Both are of the distribution that
+        generation samples from: logits divided by its temperature.
+        """
+        return self._given(batch, self._logprobs(batch, model), "logprobs", "entropy")
+
+    def answer_sums(self, batch: Batch, model: ModelName = "policy") -> Batch | None:
+        """Returns `sums` [rows] float64: of the log-probabilities of each row's tokens in `loss_mask`.
+
+        Given by one worker of the shard, as by `logprobs`.
+        """
+        found = self.logprobs(batch, model)
+        return None if found is None else _sums_of(batch, found["logprobs"])
+
+    def keep_logprobs(self, batch: Batch, model: ModelName = "policy") -> None:
+        """Computes `logprobs` and keeps them for the `train_step` of the rows with the same `row_ids`."""
+        columns = self._logprobs(batch, model)
+        names = ("prev_logprobs", "entropy") if model == "policy" else ("reference_logprobs",)
+        if columns and not in_warmup():
+            self._kept.keep(batch, **{name: column.cpu().numpy() for name, column in zip(names, columns, strict=False)})
+
+    def keep_columns(self, batch: Batch) -> None:
+        """Keeps the token fields of `batch` for the `train_step` of the rows with the same `row_ids`."""
+        if not in_warmup():
+            self._kept.keep(batch, **{name: field for name, field in batch.fields.items() if field.ndim == 2})
+
+    def kept_logprobs(self) -> dict[str, dict[int, Array]]:
+        """Returns the log-probabilities that this worker keeps for the current step, by name and row id: float32 [tokens].
+
+        Given by one worker of the shard (last stage, tp 0, cp 0); empty on the others.
+        """
+        place = self.context.coordinates
+        return {} if place.tp or place.cp else self._kept.columns()
+
+    def merge_rows(self, parts: list[Batch | None]) -> Batch | None:
+        """Returns the only part that is not None."""
+        found = [part for part in parts if part is not None]
+        assert len(found) <= 1, f"{len(found)} workers of one shard gave rows"
+        return found[0] if found else None
+
+    def _with_kept(self, batch: Batch, algorithm: Algorithm) -> Batch:
+        """Adds the columns that this worker keeps. Only the last stage, which computes the loss, keeps any."""
+        last = self.context.coordinates.pp == self.context.layout.pp - 1
+        return self._kept.join(batch, algorithm.columns, required=last and not in_warmup())
+
+    def _logprobs(self, batch: Batch, model: ModelName) -> list[Tensor]:
+        """Returns log-probabilities and entropy [rows, tokens] on the last stage (0 in padding), else an empty list."""
+        if model == "reference" and self._reference_model is not None:
+            batch = without_record(batch)  # of experts that another model does not have
+        with self._running(), self._model(model) as chosen:
+            head = chosen.head(self._temperature)
+
+            def score(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+                assert head is not None, "the last pipeline stage has the output layer"
+                return output.new_zeros(()), head(output, microbatch.labels)
+
+            return self._columns(batch, chosen, score)
+
+    def _columns(self, batch: Batch, model: Model, score: Score) -> list[Tensor]:
+        """Returns the columns [rows, tokens] of which `score` reports parts, on the last stage; else an empty list.
+
+        A report is one or more [b, s], whose entry at a token belongs to the next one.
+        """
+        import torch
+
+        with torch.no_grad():
+            for microbatches in self._microbatches(batch, "logprob"):
+                parts = model.run(microbatches, score, backward=False)
+                columns = [microbatches.assemble(column) for column in zip(*parts, strict=True)]
+        return columns
+
+    def _given(self, batch: Batch, columns: Sequence[Tensor], *names: str) -> Batch | None:
+        """Returns the columns under these names, if this worker gives the shard's results; None on the others."""
+        if not columns or self.context.coordinates.tp or self.context.coordinates.cp:
+            return None
+        fields = {name: column.cpu().numpy() for name, column in zip(names, columns, strict=True)}
+        return Batch({"lengths": batch["lengths"], **fields}, batch.scalars)
+
+    # ---- reference policy
+
+    def snapshot_reference(self) -> None:
+        """Keeps a copy of the current weights as the reference policy, where `policy.reference_weights` says.
+
+        With LoRA there is no copy: the reference policy is the base model, also after earlier steps. With
+        `policy.reference_model_name` it loads that model instead, once.
+        """
+        from dagrl.workers.train.reference import ReferenceModel
+
+        backend, policy = self.backend("weights"), self.config.policy
+        if policy.reference_model_name is None:
+            if backend.base_model() is None:
+                with self._running():
+                    self._keep_reference(self.weight_tensors())
+        elif self._reference_model is None:
+            with self._running():
+                model = backend.frozen_model(Path(policy.reference_model_name))
+                self._reference_model = ReferenceModel(model, policy.reference_weights, self._device)
+
+    def _keep_reference(self, weights: Mapping[str, Tensor]) -> None:
+        from dagrl.workers.train.reference import ReferencePolicy
+
+        self._reference = None  # free its memory before allocating
+        self._reference = ReferencePolicy(weights, self.config.policy.reference_weights, self._device)
+
+    @contextmanager
+    def _model(self, name: ModelName) -> Iterator[Model]:
+        """Context in which the model can run."""
+        backend = self.backend("weights")
+        if name == "policy":
+            yield backend.model
+        elif self._reference_model is not None:
+            with self._reference_model.on_device() as model:
+                yield model
+        elif (base := backend.base_model()) is not None:
+            with base:
+                yield backend.model
+        elif self._reference is not None:
+            with self._reference.in_place_of(backend.model.weights()):
+                yield backend.model
+        else:
+            raise RunError("there is no reference policy; call snapshot_reference() on all train workers first")
+
+    # ---- refits
+
+    def weight_slices(self) -> list[WeightSlice]:
+        """Returns which boxes of the HF parameters, or of their adapters, a refit sends, and any FP8 KV-cache scales."""
+        return list(self.backend().weight_slices())
+
+    def weight_tensors(self) -> dict[str, Tensor]:
+        """Returns live local tensors by name. An overlapped parameter gathering may be pending in them."""
+        return {name: weight.data for name, weight in self.backend("weights").model.weights().items()}
+
+    def weight_config(self) -> dict[str, Json]:
+        """Returns the model configuration that generation workers must agree with."""
+        return self.backend().weight_config()
+
+    def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
+        """Opens the channel to the generation workers and prepares to send by `plan`."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = self._sender = None  # free its staging buffers first
+        with self._running():
+            self._channel = open_channel(channel)
+            self._sender = RefitSender(plan, self.backend("weights").sent_tensors(), self._channel, lends=True)
+
+    def send_weights(self, version: int) -> RefitReport:
+        """Sends the current weights as policy version `version`."""
+        backend = self.backend("weights")
+        if self._sender is None or self._channel is None:
+            raise RunError("send_weights before prepare_refit; give every worker its plan and channel first")
+        with self._running(), backend.sending(), commit_together(self._channel, wait=False):
+            self._sending = True  # also after a failure, until the next phase
+            return self._sender.send(version)
+
+    # ---- memory
+
+    def offload(self, what: tuple[str, ...]) -> None:
+        """Moves some of `weights`, `gradients` and `optimizer` to host memory and frees the GPU memory.
+
+        Weights and optimizer state come back unchanged, gradients as zeros. Using an offloaded part raises RunError.
+        """
+        if self._channel is not None:
+            self._channel.release()
+        if self._sender is not None and "weights" in what:
+            self._sender.reclaim()
+        backend = self.backend()
+        with self._running():
+            if what:
+                backend.before_offload(what)
+            self.offloader.offload(what)
+
+    def reload(self, what: tuple[str, ...]) -> None:
+        """Reverses `offload`. Addresses of tensors may change."""
+        with self._running():
+            self.offloader.reload(what)
+
+    def prepare_for_logprobs(self, step: int) -> None:
+        """Starts moving the optimizer's state to the host while log-probabilities are computed."""
+        with self._running():
+            self.offloader.offload(("optimizer",), wait=False)
+            if in_warmup():  # allocate the host memory, but keep the state on the device
+                self.offloader.reload(("optimizer",))
+
+    def prepare_for_training(self, step: int) -> None:
+        """Schedules the optimizer's state to come back while the next step's gradients are computed."""
+        self.offloader.reload_soon(("optimizer",))
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Returns the memory of this worker's GPU; None without one. The parts are those of `offload`."""
+        import torch
+
+        from dagrl.workers.train.offload import STATE_PARTS
+
+        if self._device.type != "cuda":
+            return None
+        with self._running():
+            free, total = torch.cuda.mem_get_info(self._device)
+            return DeviceMemory(free, total, {part: self.offloader.nbytes(part) for part in STATE_PARTS})
+
+    def limit_memory(self, share: float | None) -> bool:
+        """Limits this worker to a share of its GPU's memory; None: ends that. Returns whether a warm-up has needed more.
+
+        After such a warm-up the worker is as before it. Only for the single worker of a group: peers would wait for one that
+        stops. The next warm-up runs at all shapes again.
+        """
+        import torch
+
+        exceeded, self._exceeded, self._limited = self._exceeded, False, share is not None
+        self._warm_widths.clear()
+        if self._device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0 if share is None else share, self._device)
+            if exceeded:
+                gc.collect()  # what a traceback held
+                with self._running():
+                    torch.cuda.empty_cache()
+        return exceeded
+
+    # ---- files
+
+    def save_checkpoint(self, directory: str, background: bool = False) -> Mapping[str, FileEntry] | None:
+        """Writes everything the next step depends on to `directory`; all workers together.
+
+        Returns size and checksum of the files that this worker wrote. With `background` the state is copied and still being
+        written on return; `finish_checkpoint` returns the files then.
+        """
+        backend = self.backend("weights", "optimizer")
+        with self._running():
+            self._finish_saving()
+            reference = None if self._reference is None else self._reference.tensors
+            self._saving = backend.start_save(directory, reference, background=background)
+            return None if background else self._finish_saving()
+
+    def checkpoint_written(self) -> bool:
+        """Whether a background checkpoint is written by all workers."""
+        return self._saving is None or self._saving.is_written
+
+    def finish_checkpoint(self) -> Mapping[str, FileEntry] | None:
+        """Waits for a background checkpoint, at most `timeouts.checkpoint_s`; all workers together."""
+        self.backend()
+        with self._running():
+            return self._finish_saving()
+
+    def _finish_saving(self) -> Mapping[str, FileEntry] | None:
+        saving, self._saving = self._saving, None
+        return None if saving is None else saving.finish(self.config.timeouts.checkpoint_s)
+
+    def load_checkpoint(self, directory: str) -> None:
+        """Loads a checkpoint of the same model from any layout. Raises CheckpointError."""
+        backend = self.backend("weights", "optimizer")
+        with self._running():
+            self._finish_saving()
+            reference, self._reference = backend.load(directory), None
+            if reference is not None and holds_reference(self.config) and self._reference_model is None:
+                self._keep_reference(reference)
+
+    def compare_checkpoint(self, directory: str) -> tuple[int, list[WeightDifference]]:
+        """Loads a checkpoint as `load_checkpoint`. Returns the number of its tensors here, and those that differ from what
+        this worker had, in the model's order."""
+        had = {name: tensor.detach().clone() for name, tensor in self.weight_tensors().items()}
+        self.load_checkpoint(directory)
+        pairs = ((name, tensor, had[name]) for name, tensor in self.weight_tensors().items())
+        found = [_different_weights(name, self.context.rank, saved, mine) for name, saved, mine in pairs]
+        return len(had), [one for one in found if one is not None]
+
+    def export_hf(self, directory: str) -> None:
+        """Writes the policy as a Hugging Face directory that transformers can load; all workers together.
+
+        With LoRA the weights are merged, and `adapter/` has the adapters in PEFT's format.
+        """
+        backend = self.backend("weights")
+        with self._running():
+            backend.export_hf(directory)
+
+
+class ValueWorker(TrainWorker):
+    """A critic or a reward model: values of tokens, and steps on them.
+
+    The model has a scalar head in place of the vocabulary's. It starts from a language model with a fresh head, or from a
+    checkpoint that has one.
+    """
+
+    scalar = True
+
+    def values(self, batch: Batch) -> Batch | None:
+        """Returns `values` [rows, tokens] float32: at each token that of the state before it; 0 at entry 0 and in padding.
+
+        Given by one worker of the shard (last stage, tp 0, cp 0); None on the others.
+        """
+        model = self.backend("weights").model
+        with self._running():
+            columns = self._columns(batch, model, lambda _, values: (values.new_zeros(()), (values,)))
+        return self._given(batch, columns, "values")
+
+    def answer_sums(self, batch: Batch, model: ModelName = "policy") -> Batch | None:
+        """Returns `sums` [rows] float64: of the values of each row's tokens in `loss_mask`, for a reward model one."""
+        found = self.values(batch)
+        return None if found is None else _sums_of(batch, found["values"])
+
+
+def _sums_of(batch: Batch, column: Array) -> Batch:
+    """Returns `sums` [rows] float64: of `column` [rows, tokens] over the tokens in `loss_mask`."""
+    sums = (column.astype("float64") * batch["loss_mask"]).sum(axis=1)
+    return Batch({"lengths": batch["lengths"], "sums": sums}, batch.scalars)
+
+
+def _different_weights(name: str, rank: int, recorded: Tensor, found: Tensor) -> WeightDifference | None:
+    """Returns how two tensors of one shape differ; None if they are equal bit for bit."""
+    unequal = recorded != found
+    if not unequal.any():
+        return None
+    index = tuple(unequal.nonzero()[0].tolist())
+    values = float(recorded[index]), float(found[index])
+    largest, scale = float((recorded.float() - found.float()).abs().max()), float(recorded.float().abs().max())
+    return WeightDifference(name, rank, index, *values, largest, scale)

@@ -1,0 +1,213 @@
+"""PlainBackend: a test double of `Backend`, a transformers model in one process, and the workers that run on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dagrl.config import Config, Json
+from dagrl.files import FileEntry
+from dagrl.refit.slices import WeightSlice
+from dagrl.refit.sources import slices_of, tensors_of
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.telemetry.metrics import StepMetrics
+from dagrl.workers.train.backend import ModelSpec, Score
+from dagrl.workers.train.logprobs import TokenHead
+from dagrl.workers.train.microbatches import Microbatches
+from dagrl.workers.train.offload import StatePart
+from dagrl.workers.train.optimizer import OptimizerSteps
+from dagrl.workers.train.row_plans import ParallelRank
+from dagrl.workers.train.worker import TrainWorker, ValueWorker
+
+
+class PlainModel:
+    """A `Model`: packed rows are told apart by their positions."""
+
+    def __init__(self, directory: Path, scalar: bool = False) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.net = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        if scalar:
+            self.net.lm_head = torch.nn.Linear(self.net.config.hidden_size, 1, bias=False)
+        self._scalar = scalar
+
+    def run(self, microbatches: Microbatches, score: Score, *, backward: bool) -> list[Any]:
+        reports = []
+        for item in microbatches.items:
+            output = self.net.model(input_ids=item.tokens, position_ids=item.positions, use_cache=False).last_hidden_state
+            loss, report = score(item, self.net.lm_head(output)[..., 0] if self._scalar else output)
+            if backward:
+                loss.backward()
+            reports.append(report)
+        return reports
+
+    def head(self, temperature: float) -> TokenHead | None:
+        def logprobs(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            distribution = (self.net.lm_head(hidden) / temperature).log_softmax(-1)
+            entropy = -(distribution.exp() * distribution).sum(-1).detach()
+            return distribution.gather(-1, labels[..., None])[..., 0], entropy
+
+        return None if self._scalar else logprobs
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.net.named_parameters())
+
+
+class PlainSave:
+    """Has written everything when it is made."""
+
+    is_written = True
+
+    def finish(self, timeout_s: float) -> dict[str, FileEntry]:
+        return {}
+
+
+class PlainBackend:
+    """A `Backend` of one process. It knows neither layouts nor adapters."""
+
+    captures = False
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec, self.steps = spec, OptimizerSteps(spec.config)
+
+    @staticmethod
+    def check(config: Config, hf_config: Mapping[str, Json]) -> None:
+        pass
+
+    @staticmethod
+    def check_checkpoint(config: Config, hf_config: Mapping[str, Json], directory: str) -> None:
+        pass
+
+    @staticmethod
+    def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
+        raise NotImplementedError
+
+    @staticmethod
+    def environment(config: Config) -> dict[str, str]:
+        return {}
+
+    @staticmethod
+    def prepare() -> None:
+        import transformers  # noqa: F401
+
+    def setup(self, address: str) -> None:
+        self.model = PlainModel(Path(str(self._spec.config.policy.model_name)), self._spec.scalar)
+        wanted = self._spec.config.policy.megatron_cfg.optimizer
+        of = [[part for part in self.model.weights().values() if (part.ndim > 1) is matrices] for matrices in (True, False)]
+        groups = [{"params": of[0], "weight_decay": wanted.weight_decay}, {"params": of[1], "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW(groups, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)
+
+    def abort(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    @property
+    def optimizer(self) -> PlainBackend:
+        return self
+
+    @property
+    def place(self) -> ParallelRank:
+        context = self._spec.context
+        return ParallelRank(context.layout, context.coordinates, None, None, self._spec.device)
+
+    @property
+    def routed(self) -> None:
+        return None
+
+    def settle(self) -> None:
+        pass
+
+    def step_metrics(self) -> StepMetrics:
+        return StepMetrics()
+
+    def train_tflop(self, lengths: Iterable[int]) -> float:
+        return 6e-12 * sum(lengths) * sum(part.numel() for part in self.model.weights().values())
+
+    # ---- optimizer
+
+    def zero_gradients(self) -> None:
+        for part in self.model.weights().values():
+            part.grad = torch.zeros_like(part)
+
+    def gradient_norm(self) -> Tensor:
+        return torch.nn.utils.get_total_norm(self.state("gradients"))
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        torch.nn.utils.clip_grads_with_norm_(self.model.weights().values(), limit, norm)
+
+    def update(self, rate: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+
+    def reset(self) -> None:
+        self._adam.state.clear()
+
+    # ---- state
+
+    def state(self, part: StatePart) -> list[Tensor]:
+        weights = self.model.weights().values()
+        if part == "weights":
+            return [weight.data for weight in weights]
+        if part == "gradients":
+            return [weight.grad for weight in weights if weight.grad is not None]
+        return [value for state in self._adam.state.values() for value in state.values() if value.ndim]
+
+    def before_offload(self, what: Sequence[str]) -> None:
+        pass
+
+    def base_model(self) -> None:
+        return None
+
+    def frozen_model(self, directory: Path) -> PlainModel:
+        return PlainModel(directory)
+
+    # ---- refits and files
+
+    def weight_slices(self) -> list[WeightSlice]:
+        return slices_of(self.model.net, dtype="float32")
+
+    def weight_config(self) -> dict[str, Json]:
+        return {}
+
+    def sent_tensors(self) -> Mapping[str, Tensor]:
+        return tensors_of(self.model.net, dtype="float32")
+
+    def sending(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def start_save(self, directory: str, reference: Mapping[str, Tensor] | None, *, background: bool) -> PlainSave:
+        counters = {"taken": self.steps.taken, "skipped": self.steps.skipped}
+        held = {"weights": self.model.net.state_dict(), "adam": self._adam.state_dict(), "counters": counters}
+        torch.save({**held, "reference": reference}, directory)
+        return PlainSave()
+
+    def load(self, directory: str) -> Mapping[str, Tensor] | None:
+        held = torch.load(directory)
+        self.model.net.load_state_dict(held["weights"])
+        self._adam.load_state_dict(held["adam"])
+        self.steps.taken, self.steps.skipped = held["counters"]["taken"], held["counters"]["skipped"]
+        reference: Mapping[str, Tensor] | None = held["reference"]
+        return reference
+
+    def export_hf(self, directory: str) -> None:
+        self.model.net.save_pretrained(directory)
+
+
+class PlainWorker(TrainWorker):
+    """A train worker without Megatron."""
+
+    backend_class = PlainBackend
+
+
+class PlainValueWorker(ValueWorker):
+    """A critic without Megatron."""
+
+    backend_class = PlainBackend

@@ -1,0 +1,169 @@
+"""`TrainWorker` on a backend that is not Megatron's: steps, log-probabilities, reference and files against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dagrl.errors import RunError
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker import ReplayContext, WorkerContext, replay_context
+from tests.integration import megatron_reference as reference
+from tests.unit.workers.plain_backend import PlainValueWorker, PlainWorker
+
+pytest.importorskip("transformers")
+
+WAYS = {
+    "rows": {},
+    "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 64}},
+    "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 64}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reference.make_model("qwen3", tmp_path_factory.mktemp("models"))
+
+
+def worker_of(kind: type[Any], model: Path, **policy: Any) -> Any:
+    worker = kind(WorkerContext("train", 0, ParallelLayout()), reference.make_config(model, **policy))
+    worker.prepare()
+    worker.setup("")
+    return worker
+
+
+@pytest.fixture
+def make(model: Path) -> Callable[..., PlainWorker]:
+    return lambda **policy: worker_of(PlainWorker, model, **policy)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_are_those_of_plain_torch(way: str, make: Callable[..., PlainWorker], model: Path) -> None:
+    batch, worker = reference.make_batch(), make(**WAYS[way])
+    expected = reference.train_reference(model, batch, worker.config, reference.sft_reference)
+    found = worker.logprobs(batch)
+    assert found is not None
+    np.testing.assert_allclose(found["logprobs"], expected.logprobs, atol=1e-5)
+    np.testing.assert_allclose(found["entropy"], expected.entropy, atol=1e-5)
+    assert worker.evaluate(batch, "likelihood").sums["loss"] == pytest.approx(expected.losses[0], abs=1e-5)
+    with replay_context(ReplayContext("train_step", 0, True)):
+        worker.train_step(batch, "likelihood")  # changes nothing
+    steps = [worker.train_step(batch, "likelihood").flat() for _ in range(reference.STEPS)]
+    np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=1e-5)
+    np.testing.assert_allclose([step["grad_norm"] for step in steps], expected.norms, rtol=1e-4)
+    assert steps[0]["perf/rank_0/train_tflops"] > 0
+
+
+def test_a_step_reads_the_columns_that_the_worker_kept(make: Callable[..., PlainWorker], model: Path) -> None:
+    """Without a change since, the ratio to the kept log-probabilities is 1: the loss is the mean of the advantages."""
+    batch, worker = reference.make_batch(grpo=True), make(generation={"temperature": 0.7})
+    rows = Batch({name: batch[name] for name in ("tokens", "lengths")}, {"step": 1.0})
+    ids = np.arange(batch.rows) + 40
+    with pytest.raises(RunError, match="no reference policy"):
+        worker.keep_logprobs(rows.with_fields(row_ids=ids), "reference")
+    worker.snapshot_reference()
+    for name in ("policy", "reference"):
+        worker.keep_logprobs(rows.with_fields(row_ids=ids), name)  # type: ignore[arg-type]
+    kept = worker.kept_logprobs()
+    assert set(kept) == {"prev_logprobs", "entropy", "reference_logprobs"} and set(kept["entropy"]) == set(ids.tolist())
+    np.testing.assert_array_equal(kept["prev_logprobs"][43], kept["reference_logprobs"][43])
+    columns = {name: batch[name] for name in ("tokens", "lengths", "loss_mask", "generation_logprobs", "advantages")}
+    step = Batch({**columns, "row_ids": ids}, {**batch.scalars, "step": 1.0})
+    metrics = worker.train_step(step, "policy").flat()
+    mean = -(batch["advantages"] * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+    assert metrics["loss"] == pytest.approx(mean, abs=1e-5)
+    assert metrics["policy/kl"] == pytest.approx(0.0, abs=1e-7)
+    inside = batch["loss_mask"] > 0
+    entropy = np.concatenate([kept["entropy"][row + 40][inside[row, : len(kept["entropy"][row + 40])]] for row in range(8)])
+    assert metrics["policy/entropy"] == pytest.approx(entropy.mean(), rel=1e-5)
+
+
+def test_the_reference_policy_keeps_its_weights(make: Callable[..., PlainWorker], model: Path) -> None:
+    batch, worker = reference.make_batch(), make()
+    before = worker.logprobs(batch)
+    worker.snapshot_reference()
+    worker.train_step(batch, "likelihood")
+    fixed, after = worker.logprobs(batch, "reference"), worker.logprobs(batch)
+    assert before is not None and fixed is not None and after is not None
+    np.testing.assert_array_equal(fixed["logprobs"], before["logprobs"])
+    assert np.abs(after["logprobs"] - before["logprobs"]).max() > 1e-3
+    own = make(reference_model_name=str(model))
+    own.train_step(batch, "likelihood")
+    own.snapshot_reference()  # of the directory, whenever it is called
+    other = own.logprobs(batch, "reference")
+    assert other is not None
+    np.testing.assert_array_equal(other["logprobs"], before["logprobs"])
+
+
+def test_a_checkpoint_continues_and_names_what_differs(make: Callable[..., PlainWorker], tmp_path: Path) -> None:
+    batch, worker = (
+        reference.make_batch(),
+        make(megatron_cfg={"scheduler": {"lr_decay_style": "linear", "lr_decay_iters": 5}}),
+    )
+    worker.train_step(batch, "likelihood")
+    worker.save_checkpoint(str(tmp_path / "saved"))
+    went_on = [worker.train_step(batch, "likelihood").flat() for _ in range(2)]
+    count, differences = worker.compare_checkpoint(str(tmp_path / "saved"))
+    assert count == len(differences) == len(worker.weight_tensors())
+    worker.load_checkpoint(str(tmp_path / "saved"))
+    again = [worker.train_step(batch, "likelihood").flat() for _ in range(2)]
+    for name in ("loss", "grad_norm", "lr"):
+        assert [step[name] for step in again] == [step[name] for step in went_on]
+    worker.reset_optimizer()
+    assert worker.train_step(batch, "likelihood").shared["lr"] == pytest.approx(1e-3)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(make: Callable[..., PlainWorker]) -> None:
+    batch, worker = reference.make_batch(), make()
+    before = {name: tensor.clone() for name, tensor in worker.weight_tensors().items()}
+    worker.backend().optimizer.clip = None  # type: ignore[assignment, method-assign]  # not reached
+    with torch.no_grad():
+        worker.backend().model.weights()["lm_head.weight"].fill_(torch.inf)
+    metrics = worker.train_step(batch, "likelihood").shared
+    assert metrics["skipped_steps"] == 1 and not np.isfinite(metrics["grad_norm"])
+    for name, tensor in worker.weight_tensors().items():
+        assert name == "lm_head.weight" or torch.equal(tensor, before[name])
+
+
+def test_offloaded_state_is_refused_and_comes_back(make: Callable[..., PlainWorker]) -> None:
+    batch, worker = reference.make_batch(), make()
+    worker.train_step(batch, "likelihood")
+    before = {name: tensor.clone() for name, tensor in worker.weight_tensors().items()}
+    worker.offload(("weights", "optimizer"))
+    with pytest.raises(RunError, match="needs the weights, which are offloaded"):
+        worker.logprobs(batch)
+    worker.reload(("weights", "optimizer"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in worker.weight_tensors().items())
+
+
+def test_an_aborted_worker_raises_until_it_is_reset(make: Callable[..., PlainWorker]) -> None:
+    batch, worker = reference.make_batch(), make()
+    worker.abort()
+    with pytest.raises(RunError, match="was aborted"):
+        worker.logprobs(batch)
+    assert worker.reset()
+    with pytest.raises(RunError, match="not set up"):
+        worker.logprobs(batch)
+    worker.setup("")
+    assert worker.logprobs(batch) is not None
+
+
+def test_values_of_a_scalar_head(model: Path) -> None:
+    """At each token the number of the state before it, computed without padding."""
+    worker = worker_of(PlainValueWorker, model, **WAYS["packed"])
+    batch, net = reference.make_batch(), worker.backend().model.net
+    found = worker.values(batch)["values"]
+    sums = worker.answer_sums(batch)["sums"]
+    with torch.no_grad():
+        for row, (tokens, length) in enumerate(zip(batch["tokens"], batch["lengths"], strict=True)):
+            states = net.model(torch.tensor(tokens[None, :length])).last_hidden_state
+            expected = np.zeros(batch.tokens, np.float32)
+            expected[1:length] = net.lm_head(states)[0, :-1, 0].numpy()
+            np.testing.assert_allclose(found[row], expected, atol=1e-5)
+            assert sums[row] == pytest.approx(float((expected * batch["loss_mask"][row]).sum()), abs=1e-4)
