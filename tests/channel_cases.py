@@ -31,13 +31,14 @@ from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, commit_together, 
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.ports import reserve_port
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.weight_reference import (
+    VllmRank,
     equal,
     hf_weights,
     megatron_tensors,
     model_config,
     vllm_tensors,
+    vllm_weight_slices,
     zeros_like,
 )
 

@@ -29,12 +29,12 @@ import torch
 from dagrl.bench.architecture_sources import SOURCES, Part, megatron_trains
 from dagrl.bench.forked import reason_of, run_forked
 from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
-from dagrl.bench.vllm_models import as_rank, build, do_without_kernels
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, expand, plan_refit
 from dagrl.refit.recorded import Recorded, check_complete, named_tensors
 from dagrl.refit.recording import Recording, record
 from dagrl.runtime.worker_group import free_address
+from dagrl.workers.vllm.described import as_rank, build, do_without_kernels
 from dagrl.workers.vllm.launch import import_vllm
 
 TENSOR_PARALLEL = (1, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from dagrl.bench.models import SHAPES
 from dagrl.config import Json
@@ -12,7 +13,8 @@ from dagrl.refit import TIED_HEAD
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
+from dagrl.workers.vllm.described import describe_ranks
+from dagrl.workers.vllm.quantization import block_fp8
 
 NAMES = {"4B": "qwen3-4b", "30B": "qwen3-30b-a3b"}
 
@@ -92,11 +94,10 @@ class RefitCase:
         """Returns the slices of each generation rank."""
         if self.to_megatron:
             return [megatron_weight_slices(self.config, self.generation, rank) for rank in range(self.tp)]
-        return [vllm_weight_slices(self.config, self.vllm_rank(rank)) for rank in range(self.tp)]
-
-    def vllm_rank(self, rank: int) -> VllmRank:
-        """Returns a generation rank in the terms of the weight layout."""
-        return VllmRank(self.tp, rank, expert_parallel=self.expert_parallel, fp8=self.fp8)
+        layers = cast(int, self.config["num_hidden_layers"])
+        quantized = {"hf_overrides": {"quantization_config": block_fp8(layers)}} if self.fp8 else {}
+        arguments = {"dtype": "bfloat16", "enable_expert_parallel": self.expert_parallel, **quantized}
+        return describe_ranks(self.config, self.tp, arguments)
 
 
 def _sizes(layout: ParallelLayout) -> str:

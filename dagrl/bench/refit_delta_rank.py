@@ -25,7 +25,7 @@ from dagrl.refit.meet import Meeting, Side, meet
 from dagrl.refit.slices import tensor_shapes
 from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.refit.transfers import DeltaMode
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
+from dagrl.workers.vllm.described import describe_ranks
 
 MODES: tuple[DeltaMode, ...] = ("off", "lossless")
 DEADLINE_S = 300.0
@@ -36,6 +36,7 @@ def config_of(layers: int) -> dict[str, Json]:
     """Returns a narrow Qwen3 of `layers` layers, with published heads, norms and initialization."""
     return {
         "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
         "hidden_size": 512,
         "intermediate_size": 1536,
         "num_hidden_layers": layers,
@@ -129,7 +130,7 @@ def train(address: str, learning_rate: float, steps: int, layers: int) -> dict[s
 
 def receive(address: str, steps: int, layers: int) -> None:
     """Receives every version twice, and compares what both refits wrote."""
-    slices = vllm_weight_slices(config_of(layers), VllmRank())
+    slices = describe_ranks(config_of(layers), 1, {"dtype": "bfloat16"})[0]
     shapes = tensor_shapes(slices)
     held = {mode: {name: torch.zeros(size, dtype=torch.bfloat16) for name, size in shapes.items()} for mode in MODES}
     ends = {mode: connect("generation", address, mode, slices, held[mode]) for mode in MODES}

@@ -11,22 +11,20 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from dagrl.bench.refit_cases import RefitCase
 from dagrl.bench.refit_truth import described
-from dagrl.bench.vllm_models import as_rank
 from dagrl.config import PolicyConfig
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.megatron import cpu, groups
 from dagrl.workers.megatron.architecture import read_architecture
-from dagrl.workers.vllm.features import local_name
-
-_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+from dagrl.workers.vllm.described import as_rank
+from dagrl.workers.vllm.quantization import block_fp8
 
 
 @dataclass
@@ -64,7 +62,7 @@ def vllm_side(case: RefitCase, rank: int, device: torch.device) -> Side:
     slices = case.destinations()[rank]
     try:
         model, config = _vllm_model(case, rank, device)
-        parameters = {local_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         return Side(slices, named_tensors(slices, parameters), "vLLM modules", model, config)
     except Exception:
         reason = traceback.format_exc().strip().splitlines()[-1]
@@ -83,7 +81,9 @@ def _vllm_model(case: RefitCase, rank: int, device: torch.device) -> tuple[Any, 
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     directory = Path(tempfile.mkdtemp())
-    changes: dict[str, Any] = {"quantization_config": _fp8(case)} if case.fp8 else {}
+    changes: dict[str, Any] = (
+        {"quantization_config": block_fp8(cast(int, case.config["num_hidden_layers"]))} if case.fp8 else {}
+    )
     (directory / "config.json").write_text(json.dumps({**case.config, **changes, "dtype": "bfloat16"}))
     arguments = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True, "max_model_len": 1024}
     config = EngineArgs(
@@ -107,14 +107,6 @@ def leave_vllm() -> None:
 
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
-
-
-def _fp8(case: RefitCase) -> dict[str, Any]:
-    """Returns the quantization section of a blockwise FP8 checkpoint's `config.json`; routers stay unquantized."""
-    layers = case.config["num_hidden_layers"] if "num_experts" in case.config else 0
-    assert isinstance(layers, int)
-    kept = {"modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in range(layers)]} if layers else {}
-    return {**_FP8, **kept}
 
 
 def named_tensors(slices: Sequence[WeightSlice], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

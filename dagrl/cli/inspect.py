@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings
-from dagrl.config.settings import generation_dtype, is_colocated, layouts
+from dagrl.config.settings import generation_dtype, is_colocated, layouts, sends_adapters
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit
@@ -162,6 +162,8 @@ def _report(config: Config, plan: PhasePlan, graph: PhaseGraph) -> PhaseReport:
 
 
 def _refit_text(config: Config, hf_config: Mapping[str, Json]) -> str:
+    if sends_adapters(config):
+        return "no refit plan: refits of adapters are planned when the engine runs"
     plan = plan_config_refit(config, hf_config)
     if plan is None:
         return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"

@@ -6,7 +6,6 @@ to 0.03 in the mean, other adapters by more than 0.5.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,7 @@ import pytest
 import torch
 
 from dagrl.config import Config
-from dagrl.refit.slices import WeightSlice, expand
 from dagrl.rl.generation import FinishedRequest
-from dagrl.runtime.layout import ParallelLayout
 from tests.gpu.test_vllm_worker import LONG_PROMPT, PROMPTS, Engine, batch, gpu_config, started
 from tests.integration import vllm_calls
 from tests.integration.test_megatron_lora import ALPHA, DIM, expert_adapters, merged_parameters
@@ -159,16 +156,3 @@ def test_a_sleeping_engine_keeps_base_weights_and_adapters(adapted: Adapted) -> 
     adapted.engine.group.call("wake_up")
     assert adapted.engine.group.call_function(vllm_calls.memory_addresses) == addresses
     adapted.check(1, adapted.engine.run(batch(1, greedy=False)), PROMPTS)
-
-
-def test_the_static_description_is_the_recorded_one(adapted: Adapted) -> None:
-    from dagrl.workers.vllm import VllmWorker
-
-    hf_config = json.loads((Path(str(adapted.config.policy.model_name)) / "config.json").read_text())
-    described = VllmWorker.describe(adapted.config, hf_config, ParallelLayout(), 0)
-    (recorded,) = adapted.engine.group.call_function(vllm_calls.weight_slices)
-    assert in_order(recorded) == in_order(described)
-
-
-def in_order(slices: Sequence[WeightSlice]) -> list[Any]:
-    return sorted((one.name, one.box, one.tensor, one.local, one.dtype) for one in expand(slices))

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from dagrl.config import Config
-from dagrl.refit.slices import WeightSlice, expand
-from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.vllm import VllmWorker
 from tests.integration import vllm_calls
 from tests.integration.test_vllm_inflight import LONG_PROMPT
 from tests.integration.test_vllm_refit import PROMPT, Trainer
@@ -126,15 +121,3 @@ def test_the_slot_holds_what_vllm_loads_from_peft_files(started: Started) -> Non
         for name, tensor in ours.items():
             torch.testing.assert_close(tensor, theirs[name], atol=0, rtol=1e-6)
             assert tensor.abs().max() > 0
-
-
-def test_the_static_description_is_the_recorded_one(started: Started) -> None:
-    hf_config = json.loads((started.base / "config.json").read_text())
-    layout = ParallelLayout(tp=started.engine.tp)
-    for rank, recorded in enumerate(started.engine.on_all(vllm_calls.weight_slices)):
-        described = VllmWorker.describe(started.config, hf_config, layout, rank)
-        assert in_order(recorded) == in_order(described)
-
-
-def in_order(slices: list[WeightSlice]) -> list[Any]:
-    return sorted((one.name, one.box, one.tensor, one.local, one.dtype) for one in expand(slices))

@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 
-from dagrl.bench.vllm_models import build, do_without_kernels
 from dagrl.errors import ConfigError
 from dagrl.refit import plan_refit
 from dagrl.refit.fp8 import in_blocks, quantize_blocks
@@ -30,15 +28,15 @@ from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.vllm.described import build, do_without_kernels
 from dagrl.workers.vllm.destinations import ABSORBED, absorbed, find_destinations
-from dagrl.workers.vllm.features import local_name
 from dagrl.workers.vllm.launch import import_vllm
 from dagrl.workers.vllm.loader import LoadedModel, LoadedParameter, _sample
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import FAMILIES, Hf, random_model
+from tests.integration.vllm_boxes import boxes, local_name
 from tests.unit.refit import fp8_reference
 from tests.unit.refit.memory_channel import run_refit
-from tests.unit.refit.weight_reference import LATENT
+from tests.unit.refit.weight_reference import LATENT, VllmRank, vllm_weight_slices
 
 Weights = dict[str, Tensor]
 
@@ -83,7 +81,7 @@ FP8_CASES = [
 
 
 def build_rank(directory: Path, case: Case, rank: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    return build(directory, case.tp, rank, dtype, expert_parallel=case.ep)
+    return build(directory, case.tp, rank, dtype, enable_expert_parallel=case.ep)
 
 
 def quantized(checkpoint: Weights, directory: Path) -> Weights:
@@ -181,22 +179,6 @@ def check_recording(model: torch.nn.Module, checkpoint: Weights, rules: Sequence
             if piece.tensor in inputs:
                 inputs[piece.tensor][_slices(piece.local)] = checkpoint[piece.name][_slices(piece.box)]
         assert torch.equal(one.compute(inputs), before[local_name(one.parameter)])
-
-
-Boxes = list[tuple[str, Box, str, Box, str, str, Box]]
-
-
-def boxes(slices: Sequence[WeightSlice], dtype: str) -> Boxes:
-    """Returns the content of slices, in an order and with names that rules and recordings share."""
-
-    def tensor(name: str) -> str:
-        return local_name(name).replace("mixer.A.loaded", "mixer.A_log")
-
-    found = []
-    for one in expand(slices):
-        scales = ("", ()) if one.scales is None else (tensor(one.scales.tensor), one.scales.local)
-        found.append((one.name, one.box, tensor(one.tensor), one.local, one.dtype or dtype, *scales))
-    return sorted(found)
 
 
 def check_derived(model: torch.nn.Module) -> None:
@@ -336,16 +318,6 @@ def check_unmapped(root: Path) -> None:
     print("loads what is unmapped", flush=True)
 
 
-def _do_without_fp8_kernels() -> None:
-    """Skips vLLM's choice of FP8 kernels, which CPUs lack; the weight layout is unaffected."""
-    from vllm.model_executor.layers.quantization import fp8
-    from vllm.platforms import current_platform
-
-    type(current_platform).supported_quantization = ["fp8"]
-    fp8.init_fp8_linear_kernel = MagicMock()
-    fp8.select_fp8_moe_backend = lambda *args, **options: (MagicMock(), None)
-
-
 def begin() -> None:
     """Imports vLLM and all families' classes, and does without the kernels that this machine lacks."""
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
@@ -353,7 +325,6 @@ def begin() -> None:
     torch.manual_seed(0)
     import_vllm({"architectures": [name for config in FAMILIES.values() for name in config["architectures"]]})
     do_without_kernels()
-    _do_without_fp8_kernels()
 
 
 def main() -> None:

@@ -2,17 +2,16 @@
 
 A parameter `q_proj.weight` [outputs, inputs] has A, `q_proj.lora_A.weight` [dim, inputs], and B, `q_proj.lora_B.weight`
 [outputs, dim]. B is sent times the scale of the adapters, as vLLM's LoRA slots expect it. Train workers hold A and B of
-the parameters that they have a part of, whole. A vLLM rank holds the columns of A and the rows of B that belong to its part
-of the parameter; the parameters of a fused layer have a slot each, in the order of their rows.
+the parameters that they have a part of, whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from dagrl.config import PeftConfig
 from dagrl.errors import ConfigError
-from dagrl.refit.slices import STACKED, Box, WeightSlice, numbered
+from dagrl.refit.slices import STACKED, WeightSlice, numbered
 from dagrl.workers.megatron.adapter_files import KEY, AdapterShapes, is_target
 
 
@@ -52,31 +51,3 @@ def trained_adapters(slices: Sequence[WeightSlice], adapted: AdapterShapes, sett
                 box = (*numbers, *((0, size) for size in sizes))
                 found[WeightSlice(name, box, name, box)] = None
     return list(found)
-
-
-def adapter_slots(slices: Sequence[WeightSlice], adapted: AdapterShapes, settings: PeftConfig) -> list[WeightSlice]:
-    """Returns what a vLLM rank whose weights are `slices` holds of the adapters, in slots `<module>.lora_a.<number>`."""
-    found: list[WeightSlice] = []
-    for module, pieces in _by_module(slices).items():
-        for number, piece in enumerate(pieces):
-            if piece.name in adapted:
-                found += _slots(piece, module, number, settings.dim)
-    return found
-
-
-def _by_module(slices: Sequence[WeightSlice]) -> dict[str, list[WeightSlice]]:
-    """Returns the pieces of each local matrix from top to bottom. `experts.w13_weight` is of module `experts.w13`."""
-    found: dict[str, list[WeightSlice]] = {}
-    for piece in slices:
-        if len(piece.local) >= 2 and piece.tensor.endswith("weight"):
-            found.setdefault(piece.tensor.removesuffix("weight").rstrip("._"), []).append(piece)
-    return {module: sorted(pieces, key=lambda piece: piece.local[-2]) for module, pieces in found.items()}
-
-
-def _slots(piece: WeightSlice, module: str, number: int, dim: int) -> Iterator[WeightSlice]:
-    experts, held = piece.box[:-2], piece.local[:-2]
-    rows, columns = piece.box[-2:]
-    boxes: tuple[Box, Box] = (((0, dim), columns), (rows, (0, dim)))
-    for name, kind, box in zip(adapter_names(piece.name), "ab", boxes, strict=True):
-        local = tuple((0, stop - start) for start, stop in box)
-        yield WeightSlice(name, (*experts, *box), f"{module}.lora_{kind}.{number}", (*held, *local))

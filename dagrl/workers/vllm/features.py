@@ -6,7 +6,6 @@ GPUs; 0.27, 0.29, 0.31 and 0.32 on CPUs. One test fails with 0.27: a float32 log
 1.02e-5 instead of 1e-5. Differences:
 
 - `wake_up` returns whether all memory is back in 0.32, and nothing in 0.29. We do not use the result.
-- Expert tensors are in `experts.routed_experts` since 0.25 (`local_name`).
 - vLLM's own weight versions (`set_weight_version`) exist in 0.29, not in 0.26. We count versions ourselves.
 - An executor's `shutdown` destroys vLLM's process groups since 0.33. In our case they end with the process.
 - The second model runner serves some architectures in 0.26, and all of them in 0.32 if Triton is available. Requests,
@@ -161,8 +160,3 @@ def drain(engine: LLMEngine) -> list[RequestOutput]:
             outputs += engine.step()
         core.resume_scheduler()
     return outputs
-
-
-def local_name(parameter: str) -> str:
-    """Returns a parameter's name in our rules, which are those of vLLM before 0.25."""
-    return parameter.replace(".experts.routed_experts.", ".experts.")

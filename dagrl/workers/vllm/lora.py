@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dagrl.config import Config, Json, PeftConfig
 from dagrl.config.settings import SLOT_RANKS, sends_adapters
 from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count
-from dagrl.refit.slices import STACKED, WeightSlice
+from dagrl.refit.slices import STACKED
 from dagrl.workers.families import find_family
 from dagrl.workers.megatron.adapter_files import KEY, AdapterShapes
-from dagrl.workers.megatron.adapter_slices import adapter_names, adapter_slots, targets
+from dagrl.workers.megatron.adapter_slices import adapter_names, targets
 from dagrl.workers.megatron.weights import stacked_shapes
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations
 from dagrl.workers.vllm.quantization import in_fp8
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 
 if TYPE_CHECKING:
     import torch
@@ -52,15 +51,21 @@ def lora_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, A
         "max_lora_rank": next(rank for rank in SLOT_RANKS if rank >= peft.dim),
         "load_format": "auto",  # a refit writes none of the loaded parameters
     }
-    slots = describe_slots(vllm_weight_slices(hf_config, VllmRank()), hf_config, peft)
-    modules = {_module_of(slot.tensor).rpartition(".")[2] for slot in slots}
+    names = (find_family(hf_config).names.in_vllm(name) for name in targets(stacked_shapes(hf_config), peft))
+    modules = {name.partition(f".{STACKED}")[0].removesuffix(".weight").rpartition(".")[2] for name in names}
+    for architecture in _model_classes(hf_config):
+        packed = getattr(architecture, "packed_modules_mapping", {})
+        modules |= {layer for layer, parts in packed.items() if modules.intersection(parts)}
     # Other layers have no slot: those of the head would change how logits are computed.
     return arguments | features.only_known({"lora_target_modules": sorted(modules)})
 
 
-def describe_slots(slices: Sequence[WeightSlice], hf_config: Mapping[str, Json], settings: PeftConfig) -> list[WeightSlice]:
-    """Returns what a rank whose weights are `slices` holds in its slot, without an engine."""
-    return adapter_slots(slices, targets(stacked_shapes(hf_config), settings), settings)
+def _model_classes(hf_config: Mapping[str, Json]) -> Iterator[type[Any]]:
+    from vllm import ModelRegistry
+
+    for name in cast(list[str], hf_config.get("architectures") or []):
+        if name in ModelRegistry.models:
+            yield ModelRegistry.models[name].load_model_cls()
 
 
 def check_slots(config: Config, hf_config: Mapping[str, Json]) -> None:
@@ -208,12 +213,6 @@ def _held_experts(module: str, layer: Any) -> slice:
             f"vLLM's expert_placement_strategy to linear, or {KEY}.refit=merged"
         )
     return slice(held[0], held[-1] + 1)
-
-
-def _module_of(slot: str) -> str:
-    """Returns the vLLM module of a slot. Example: `_module_of("layers.0.mlp.experts.w13.lora_a.1")` ends in `experts`."""
-    module = slot.rpartition(".lora_")[0]
-    return module.removesuffix(".w13").removesuffix(".w2")
 
 
 def _check_complete(model: str, recording: Recording, adapted: AdapterShapes, slots: _Slots) -> None:

@@ -13,7 +13,6 @@ from dagrl.config import Config, Json
 from dagrl.config.settings import generation_dtype
 from dagrl.errors import ConfigError
 from dagrl.refit.fp8 import BLOCK, SCALE_SUFFIX, quantize_blocks
-from dagrl.workers.families import find_family
 from dagrl.workers.families.hf_config import ModelConfig
 from dagrl.workers.vllm.environment import require_generation
 
@@ -62,9 +61,21 @@ def quantization_arguments(config: Config, hf_config: Mapping[str, Json]) -> dic
     arguments: dict[str, Any] = {"dtype": compute_dtype(config, hf_config)}
     arguments["kv_cache_dtype"] = require_generation(config).vllm_cfg.kv_cache_dtype
     if quantizes(config, hf_config):
-        form = {**_FORM, "modules_to_not_convert": sorted(_unconverted(hf_config))}
-        arguments["hf_overrides"] = {"quantization_config": form}
+        arguments["hf_overrides"] = {"quantization_config": block_fp8(ModelConfig(hf_config).layers)}
     return arguments
+
+
+def block_fp8(layers: int) -> dict[str, Json]:
+    """Returns the `quantization_config` of a blockwise FP8 checkpoint. Routers, linear layers to vLLM, are not quantized."""
+    return {
+        **_FORM,
+        "modules_to_not_convert": [
+            f"{prefix}.layers.{layer}.{router}"
+            for layer in range(layers)
+            for prefix in ("backbone", "model")
+            for router in ROUTERS
+        ],
+    }
 
 
 def quantizes(config: Config, hf_config: Mapping[str, Json]) -> bool:
@@ -93,10 +104,3 @@ def check_form(quant_config: Any) -> None:
             f"vLLM holds the generation model as {type(quant_config).__name__} with {found}; a refit writes plain ones, and "
             f"FP8 in blocks of {BLOCK}x{BLOCK}: set policy.generation.vllm_cfg.precision=fp8"
         )
-
-
-def _unconverted(hf_config: Mapping[str, Json]) -> Iterator[str]:
-    """Yields the modules of routers, which vLLM would treat as linear layers, by all names that they may have."""
-    layers, prefix = ModelConfig(hf_config).layers, find_family(hf_config).names.layer
-    for layer in range(layers):
-        yield from (f"{prefix}.{layer}.{router}" for router in ROUTERS)

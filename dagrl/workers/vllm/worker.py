@@ -35,17 +35,23 @@ from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.workers.families.hf_config import model_keys
 from dagrl.workers.families.kv_scales import check_family, vllm_kv_scales
 from dagrl.workers.vllm import features
+from dagrl.workers.vllm.described import describe_ranks
 from dagrl.workers.vllm.destinations import Destinations, find_destinations
 from dagrl.workers.vllm.engine import QuantumEngine, Request
-from dagrl.workers.vllm.environment import check_head_size, require_generation, show_host_gpus, vllm_environment
+from dagrl.workers.vllm.environment import (
+    check_head_size,
+    check_layout,
+    require_generation,
+    show_host_gpus,
+    vllm_environment,
+)
 from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 from dagrl.workers.vllm.launch import break_collectives, end_engine, import_vllm, meet, read_hf_config, start_engine
 from dagrl.workers.vllm.loader import take_loaded_model
-from dagrl.workers.vllm.lora import check_slots, describe_slots, fill_slot, find_slots, lora_request
+from dagrl.workers.vllm.lora import check_slots, fill_slot, find_slots, lora_request
 from dagrl.workers.vllm.peers import Peers
-from dagrl.workers.vllm.quantization import compute_dtype, in_fp8
+from dagrl.workers.vllm.quantization import compute_dtype, quantization_arguments
 from dagrl.workers.vllm.sampling import sampling_params
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +89,7 @@ class VllmWorker:
         compute_dtype(config, hf_config)
         if has_fp8_kv_cache(config):
             check_family(hf_config)
-        VllmWorker.describe(config, hf_config, require_generation(config).vllm_cfg.layout, 0)
+        check_layout(hf_config, require_generation(config).vllm_cfg.layout)
         if sends_adapters(config):
             check_slots(config, hf_config)
         check_head_size(config, hf_config)
@@ -97,12 +103,14 @@ class VllmWorker:
         layout: ParallelLayout,
         rank: int,
     ) -> list[WeightSlice]:
-        """Returns what `rank` of `layout` will hold, without a worker."""
-        fp8 = in_fp8(config, hf_config)
-        place = VllmRank(layout.tp, layout.coordinates(rank).tp, expert_parallel=layout.ep > 1, fp8=fp8)
-        weights = vllm_weight_slices(hf_config, place)
+        """Returns what `rank` of `layout` will hold, without a worker; takes some 20 seconds (`described.py`).
+
+        Raises ConfigError if refits send adapters alone, whose slots only a running engine has.
+        """
         if sends_adapters(config):
-            return describe_slots(weights, hf_config, config.policy.megatron_cfg.peft)
+            raise ConfigError("a refit of adapters is planned when the engine runs: only a running engine has their slots")
+        arguments = {**quantization_arguments(config, hf_config), "enable_expert_parallel": layout.ep > 1}
+        weights = describe_ranks(hf_config, layout.tp, arguments)[layout.coordinates(rank).tp]
         return [*weights, *(vllm_kv_scales(hf_config) if has_fp8_kv_cache(config) else ())]
 
     @staticmethod

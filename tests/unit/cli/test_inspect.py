@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.vllm import VllmWorker
+from tests.unit.refit.weight_reference import VllmRank, vllm_weight_slices
 
 ROOT = Path(__file__).parents[3]
 GRPO, SFT = "examples/grpo_quickstart.yaml", "examples/sft_quickstart.yaml"
@@ -31,6 +33,16 @@ PARAMETERS = 2 * 16 * 64 + 64 + 2 * (64 * (2 * 4 + 2 * 2) * 32 + 2 * 32 + 3 * 25
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(autouse=True)
+def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describes engines by the reference; tests/integration/test_described.py has vLLM's own description."""
+
+    def describe(config: Config, hf_config: Any, layout: ParallelLayout, rank: int) -> list[WeightSlice]:
+        return vllm_weight_slices(dict(hf_config), VllmRank(layout.tp, layout.coordinates(rank).tp))
+
+    monkeypatch.setattr(VllmWorker, "describe", staticmethod(describe))
 
 
 def test_the_report_is_mermaid_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,9 +20,9 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.vllm import VllmWorker
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import FAMILIES
 from tests.unit.refit.memory_channel import run_refit
+from tests.unit.refit.weight_reference import VllmRank, vllm_weight_slices
 
 
 class Worker:

@@ -19,15 +19,16 @@ from dagrl.refit.slices import Box, is_contiguous_box
 from dagrl.refit.transfers import DIRECT_BYTES, Move, MoveSide, adjoin, aligned, box_of_run, split_messages
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.memory_channel import MemoryChannel, run_refit
 from tests.unit.refit.weight_reference import (
+    VllmRank,
     hf_weights,
     megatron_layouts,
     megatron_tensors,
     model_configs,
     vllm_sizes,
     vllm_tensors,
+    vllm_weight_slices,
 )
 
 

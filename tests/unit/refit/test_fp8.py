@@ -13,10 +13,17 @@ from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.fp8_reference import cuts_a_block, fp8_configs, fp8_tensors, quantized_model, random_weights
 from tests.unit.refit.memory_channel import copy_mapped, run_refit
-from tests.unit.refit.weight_reference import Config, Weights, megatron_layouts, megatron_tensors, vllm_sizes
+from tests.unit.refit.weight_reference import (
+    Config,
+    VllmRank,
+    Weights,
+    megatron_layouts,
+    megatron_tensors,
+    vllm_sizes,
+    vllm_weight_slices,
+)
 
 FP8 = torch.float8_e4m3fn
 Slices = list[list[WeightSlice]]

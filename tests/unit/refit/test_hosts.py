@@ -15,10 +15,17 @@ from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.plan.routes import _split_parts
 from dagrl.refit.slices import volume
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.memory_channel import MemoryChannel
 from tests.unit.refit.test_plan import check_megatron_to_vllm, megatron_slices
-from tests.unit.refit.weight_reference import Config, hf_weights, megatron_tensors, model_config, vllm_tensors
+from tests.unit.refit.weight_reference import (
+    Config,
+    VllmRank,
+    hf_weights,
+    megatron_tensors,
+    model_config,
+    vllm_tensors,
+    vllm_weight_slices,
+)
 
 CONFIG = model_config("qwen3_moe", hidden_size=32, vocab_size=1000)
 

@@ -24,10 +24,10 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.memory_channel import copy_mapped, run_refit
 from tests.unit.refit.weight_reference import (
     Config,
+    VllmRank,
     Weights,
     equal,
     hf_weights,
@@ -37,6 +37,7 @@ from tests.unit.refit.weight_reference import (
     model_configs,
     vllm_sizes,
     vllm_tensors,
+    vllm_weight_slices,
     zeros_like,
 )
 

@@ -19,10 +19,17 @@ from dagrl.refit.slices import expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.unit.refit.fp8_reference import spread
 from tests.unit.refit.memory_channel import run_refit
-from tests.unit.refit.weight_reference import equal, hf_weights, megatron_tensors, vllm_tensors, zeros_like
+from tests.unit.refit.weight_reference import (
+    VllmRank,
+    equal,
+    hf_weights,
+    megatron_tensors,
+    vllm_tensors,
+    vllm_weight_slices,
+    zeros_like,
+)
 
 MODULES = MegatronModules(transformer_engine=True, grouped_experts=True)
 SMALL: dict[str, dict[str, int]] = {

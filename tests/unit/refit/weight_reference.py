@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dagrl.errors import LayoutError
-from dagrl.refit.slices import WeightSlice, expand
+from dagrl.errors import LayoutError, RefitPlanError
+from dagrl.refit.fp8 import BLOCK, in_blocks
+from dagrl.refit.recording import record
+from dagrl.refit.slices import STACKED, Scales, WeightSlice, expand, stacked_name
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 
 Config = dict[str, Any]
 Weights = dict[str, Tensor]
@@ -434,81 +436,151 @@ def stage_chunks(layers: int, layout: ParallelLayout) -> list[list[int]]:
     return [[next(numbers) for _ in range(size // layout.vpp)] for _ in range(layout.vpp) for size in sizes]
 
 
+@dataclass(frozen=True)
+class VllmRank:
+    """One rank of an engine with `tp` tensor-parallel ranks; `fp8`: linear layers are in blockwise FP8."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    expert_parallel: bool = False
+    fp8: bool = False
+
+
 def vllm_tensors(w: Weights, config: Config, tp: int, rank: int, expert_parallel: bool = False) -> Weights:
     """What vLLM's model holds on tensor-parallel `rank`. Padding rows are 0; has `A_log` instead of the derived `A`."""
-    return _Vllm(w, config, tp, rank, expert_parallel).tensors()
+    stacks: dict[str, list[Tensor]] = {}
+    for name, tensor in w.items():
+        stacks.setdefault(stacked_name(name)[0] if ".experts." in name else name, []).append(tensor)
+    whole = {name: torch.stack(parts) if STACKED in name else parts[0] for name, parts in stacks.items()}
+    loads = _Vllm(whole, config, VllmRank(tp, rank, expert_parallel)).loads()
+    return {target: pad_to(torch.cat(parts, dim), rows) for target, dim, parts, rows in loads}
+
+
+def vllm_weight_slices(config: Config, rank: VllmRank) -> list[WeightSlice]:
+    """The slices of the same model, recorded as those of a real engine are. Raises LayoutError if sizes do not divide."""
+    shapes = {stacked_name(name)[0] if ".experts." in name else name: shape for name, shape in hf_shapes(config)}
+    count = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    checkpoint = [
+        (name, (count, *shape) if STACKED in name else shape, _dtype(name, config)) for name, shape in shapes.items()
+    ]
+    engine = torch.nn.Module()
+    empty = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape, kind in checkpoint}
+    for target, dim, parts, rows in _Vllm(empty, config, rank).loads():
+        engine._buffers[target] = pad_to(torch.cat(parts, dim), rows)  # `register_buffer` takes no names with dots
+
+    def load(sources: Iterator[tuple[str, Tensor]]) -> None:
+        for target, dim, parts, _ in _Vllm(dict(sources), config, rank).loads():
+            start = 0
+            for part in parts:
+                engine._buffers[target].narrow(dim, start, part.shape[dim]).copy_(part)
+                start += part.shape[dim]
+
+    slices = record(engine, checkpoint, torch.bfloat16, load).slices
+    return [_in_fp8(one) for one in slices] if rank.fp8 else slices
+
+
+def _dtype(name: str, config: Config) -> torch.dtype:
+    router = name.endswith("mlp.gate.weight") and config["model_type"] == "glm4_moe"
+    return torch.float32 if router or name.endswith(("A_log", "e_score_correction_bias")) else torch.bfloat16
+
+
+def _in_fp8(one: WeightSlice) -> WeightSlice:
+    plain = one.name.removesuffix(".weight").endswith(
+        (".gate", ".shared_expert_gate", "embed_tokens", "embeddings", "lm_head")
+    )
+    if one.dtype or plain or len(one.box) != (3 if STACKED in one.name else 2) or "conv1d" in one.name:
+        return one
+    if any(start % BLOCK for start, _ in one.local[-2:]):
+        raise RefitPlanError(f"{one.name} begins inside an FP8 block")
+    return replace(one, dtype="float8_e4m3fn", scales=Scales(f"{one.tensor}_scale_inv", in_blocks(one.local)))
 
 
 class _Vllm:
-    def __init__(self, w: Weights, config: Config, tp: int, rank: int, expert_parallel: bool) -> None:
-        self.w, self.c, self.tp, self.rank, self.ep = w, config, tp, rank, expert_parallel
+    """`loads` yields each tensor, its parts of the checkpoint along a dimension, and its padded rows (0: no padding)."""
+
+    def __init__(self, w: Weights, config: Config, rank: VllmRank) -> None:
+        self.w, self.c, self.tp, self.rank, self.ep = w, config, rank.tp, rank.tp_rank, rank.expert_parallel
 
     def cut(self, weight: Tensor, dim: int = 0) -> Tensor:
+        if weight.shape[dim] % self.tp:
+            raise LayoutError(f"{tuple(weight.shape)} is not divisible by {self.tp}")
         return weight.chunk(self.tp, dim)[self.rank]
 
-    def tensors(self) -> Weights:
-        out: Weights = {}
+    def loads(self) -> Iterator[tuple[str, int, list[Tensor], int]]:
+        if self.c["num_attention_heads"] % self.tp:
+            raise LayoutError("heads")
         for name, weight in self.w.items():
             made = self.fused(name, weight)
             if made is not None:
-                target, value = made
-                out[target.replace("backbone.embeddings", "model.embed_tokens").replace("backbone.", "model.")] = value
+                target, parts, rows = made
+                yield _in_vllm(target), 0, parts, rows
         for layer in range(self.c["num_hidden_layers"]):
             if layer_kind(self.c, layer) == "E":
-                out |= self.experts(layer)
-        return out
+                yield from self.experts(layer)
 
-    def fused(self, name: str, weight: Tensor) -> tuple[str, Tensor] | None:
+    def fused(self, name: str, weight: Tensor) -> tuple[str, list[Tensor], int] | None:
         """The merged tensor whose first part is the parameter `name`; None for later parts and experts."""
         skipped = ("k_proj", "v_proj", "kv_a_proj_with_mqa" if self.c.get("q_lora_rank") else "-")
         gated = "nemotron" not in self.c["model_type"]
         if ".experts." in name or any(part in name for part in skipped) or (gated and ".up_proj" in name):
             return None
         if name.startswith(("model.embed", "backbone.embed", "lm_head")):
-            return name, self.cut(pad_rows(weight, 64))
+            rows = -(-len(weight) // 64) * 64 // self.tp
+            return name, [weight[self.rank * rows : (self.rank + 1) * rows]], rows
         if ".q_proj." in name and self.c["model_type"] not in LATENT:
             k, v = (self.heads(self.w[name.replace(".q_proj.", f".{letter}_proj.")]) for letter in "kv")
-            return name.replace(".q_proj.", ".qkv_proj."), torch.cat([self.cut(weight), k, v])
+            return name.replace(".q_proj.", ".qkv_proj."), [self.cut(weight), k, v], 0
         if ".gate_proj." in name:
             up = self.cut(self.w[name.replace("gate_proj", "up_proj")])
-            return name.replace("gate_proj", "gate_up_proj"), torch.cat([self.cut(weight), up])
+            return name.replace("gate_proj", "gate_up_proj"), [self.cut(weight), up], 0
         if ".q_a_proj." in name:
             other = self.w[name.replace("q_a_proj", "kv_a_proj_with_mqa")]
-            return name.replace("q_a_proj", "fused_qkv_a_proj"), torch.cat([weight, other])
+            return name.replace("q_a_proj", "fused_qkv_a_proj"), [weight, other], 0
         if ".mixer.in_proj" in name or ".conv1d." in name:
             parts = split_mixer(weight, self.c, with_z="in_proj" in name)
-            return name, torch.cat([self.mixer_part(index, part, len(parts)) for index, part in enumerate(parts)])
+            return name, [self.mixer_part(index, part, len(parts)) for index, part in enumerate(parts)], 0
         if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
-            return name, self.cut(weight, 1)
+            return name, [self.cut(weight, 1)], 0
         rows = (".q_proj.", ".q_b_proj.", ".kv_b_proj.", ".up_proj.", "dt_bias", "A_log", ".D", "mixer.norm.weight")
-        return name, self.cut(weight) if any(part in name for part in rows) else weight
+        return name, [self.cut(weight) if any(part in name for part in rows) else weight], 0
 
     def mixer_part(self, index: int, part: Tensor, parts: int) -> Tensor:
         """A single group's B and C are whole on every rank."""
         group = index in (parts - 3, parts - 2) if parts == 5 else index > 0
-        return part if group and self.c["n_groups"] % self.tp else self.cut(part)
+        if group and self.c["n_groups"] > 1 and self.c["n_groups"] % self.tp:
+            raise LayoutError("mamba groups")
+        return part if group and self.c["n_groups"] == 1 else self.cut(part)
 
     def heads(self, weight: Tensor) -> Tensor:
         count = self.c["num_key_value_heads"]
-        if count >= self.tp:
+        if count % self.tp == 0:
             return self.cut(weight)
+        if self.tp % count:
+            raise LayoutError("key-value heads")
         return weight.view(count, self.c["head_dim"], *weight.shape[1:])[self.rank * count // self.tp]
 
-    def experts(self, layer: int) -> Weights:
+    def experts(self, layer: int) -> Iterator[tuple[str, int, list[Tensor], int]]:
         kind = self.c["model_type"]
         base, block = ("backbone", "mixer") if kind == "nemotron_h" else ("model", "mlp")
         prefix = f"{base}.layers.{layer}.{'block_sparse_moe' if kind == 'mixtral' else block}."
-        count = len(self.w[f"{prefix}gate.weight"])
         parts, down = (("w1", "w3"), "w2") if kind == "mixtral" else (("gate_proj", "up_proj"), "down_proj")
         parts = ("up_proj",) if kind == "nemotron_h" else parts
-        held = torch.arange(count).tensor_split(self.tp)[self.rank].tolist() if self.ep else range(count)
-        up = [torch.cat([self.expert_cut(self.w[f"{prefix}experts.{e}.{part}.weight"], 0) for part in parts]) for e in held]
-        rows = [self.expert_cut(self.w[f"{prefix}experts.{e}.{down}.weight"], 1) for e in held]
-        to = prefix.replace("backbone.", "model.")
-        return {f"{to}experts.w13_weight": torch.stack(up), f"{to}experts.w2_weight": torch.stack(rows)} if up else {}
+        to = _in_vllm(f"{prefix}experts.")
+        up = [self.expert_cut(self.w[f"{prefix}experts.*.{part}.weight"], 1) for part in parts]
+        if len(up[0]):
+            yield f"{to}w13_weight", 1, up, 0
+            yield f"{to}w2_weight", 1, [self.expert_cut(self.w[f"{prefix}experts.*.{down}.weight"], 2)], 0
 
     def expert_cut(self, weight: Tensor, dim: int) -> Tensor:
-        return weight if self.ep else self.cut(weight, dim)
+        return weight.tensor_split(self.tp)[self.rank] if self.ep else self.cut(weight, dim)
+
+
+def _in_vllm(name: str) -> str:
+    return name.replace("backbone.embeddings", "model.embed_tokens").replace("backbone.", "model.")
+
+
+def pad_to(weight: Tensor, rows: int) -> Tensor:
+    return torch.cat([weight, weight.new_zeros(rows - len(weight), *weight.shape[1:])]) if rows > len(weight) else weight
 
 
 def zeros_like(tensors: Weights, dtype: torch.dtype = torch.float32) -> Weights:

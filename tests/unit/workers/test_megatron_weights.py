@@ -16,10 +16,10 @@ from dagrl.refit.slices import expand, volume
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from dagrl.workers.vllm.weights import VllmRank, vllm_weight_slices
 from tests.families import FAMILIES, random_model
 from tests.unit.refit.weight_reference import (
     Config,
+    VllmRank,
     equal,
     filled,
     hf_weights,
@@ -27,6 +27,7 @@ from tests.unit.refit.weight_reference import (
     megatron_tensors,
     model_config,
     model_configs,
+    vllm_weight_slices,
 )
 from tests.unit.workers.megatron_te_shapes import CASES as TE_CASES
 
