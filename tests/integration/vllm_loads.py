@@ -65,7 +65,6 @@ CASES = [
     Case("nemotron_h", 2, changes=(("moe_latent_size", 16),)),
     Case("deepseek_v3", 2, changes=(("q_lora_rank", None),)),
     Case("deepseek_v2", 2, changes=(("q_lora_rank", None), ("topk_method", "group_limited_greedy"), ("n_group", 2))),  # Lite
-    Case("llama", 2, changes=(("attention_bias", True), ("mlp_bias", True))),
 ]
 
 _WIDE = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4}
@@ -146,7 +145,7 @@ def check(case: Case, root: Path) -> None:
     directory = root / "-".join(map(str, (case.family, case.tp, case.ep, case.fp8, len(case.changes))))
     _, whole = random_model(case.config, directory)
     checkpoint = quantized(whole, directory) if case.fp8 else whole
-    config = json.loads((directory / "config.json").read_text())
+    config = case.config
     ranks = [VllmRank(case.tp, rank, expert_parallel=case.ep, fp8=case.fp8) for rank in range(case.tp)]
     held = []
     for rank in ranks:
@@ -159,7 +158,7 @@ def check(case: Case, root: Path) -> None:
             check_derived(model)
     if case.fp8:
         check_refit(whole, config, ranks, held)
-        check_fp8_source(checkpoint, directory, ranks, held)
+        check_fp8_source(checkpoint, config, directory, ranks, held)
     print("agrees:", case.family, case.tp, case.ep, case.fp8, flush=True)
 
 
@@ -210,7 +209,9 @@ def check_refit(whole: Weights, config: Hf, ranks: Sequence[VllmRank], held: Seq
     check_received(slices, [fill(whole, mine) for mine in slices], wanted, held)
 
 
-def check_fp8_source(checkpoint: Weights, directory: Path, ranks: Sequence[VllmRank], held: Sequence[Weights]) -> None:
+def check_fp8_source(
+    checkpoint: Weights, config: Hf, directory: Path, ranks: Sequence[VllmRank], held: Sequence[Weights]
+) -> None:
     """A refit from transformers' FP8 module, which holds the checkpoint, gives the bytes of vLLM's loader for it."""
     from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
@@ -225,7 +226,6 @@ def check_fp8_source(checkpoint: Weights, directory: Path, ranks: Sequence[VllmR
     module.load_state_dict(checkpoint, assign=True)
     slices, tensors = slices_of(module, dtype="bfloat16"), tensors_of(module, dtype="bfloat16")
     assert {one.name for one in slices} == {name for name in checkpoint if not name.endswith("_scale_inv")}
-    config = json.loads((directory / "config.json").read_text())
     check_received([slices], [tensors], [vllm_weight_slices(config, rank) for rank in ranks], held)
 
 

@@ -1,21 +1,14 @@
-"""Agents in a child process: functions that talk to the policy through an endpoint, many episodes at once.
-
-The parent (`dagrl.rl.functions.agent_pool`) sends `(key, request)` to start an episode and `(key, None)` to cancel one. The
-child sends `(key, answer)` when one has ended, in any order.
-"""
+"""Agents in a child process: functions that talk to the policy through an endpoint, many episodes at once."""
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
-from dagrl.errors import error_text
 from dagrl.rl.functions.answers import Failed, is_coroutine, raised, without_exit
 from dagrl.runtime.deadline import Deadline
 
@@ -35,50 +28,32 @@ class Endpoint:
     model: str
 
 
-def serve_agents(connection: Connection, function: Callable[..., Any], deadline: Deadline) -> None:
-    """Runs episodes until the connection is closed."""
-    asyncio.run(_Agents(connection, function, deadline).serve())
+class AgentHost:
+    """The episodes of a process, by number. `reply` gets the answer to each; `spawn` runs a coroutine in the event loop."""
 
-
-class _Agents:
-    def __init__(self, connection: Connection, function: Callable[..., Any], deadline: Deadline) -> None:
-        self._connection, self._function, self._deadline = connection, function, deadline
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        deadline: Deadline,
+        spawn: Callable[[Coroutine[Any, Any, Any]], Future[Any]],
+        reply: Callable[[int, Any], None],
+    ) -> None:
+        self._function, self._deadline, self._spawn, self._reply = function, deadline, spawn, reply
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="agent")
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._episodes: dict[int, Future[Any]] = {}
+        self._replying = threading.Lock()
 
-    async def serve(self) -> None:
-        inbox: asyncio.Queue[tuple[str, Any] | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+    def __call__(self, number: int, request: Mapping[str, Any] | None) -> None:
+        """Starts an episode, or cancels it if there is no request."""
+        if request is None:
+            self._episodes.pop(number).cancel()
+            return
+        self._episodes[number] = self._spawn(self._answer(request))
+        self._episodes[number].add_done_callback(lambda answer: None if answer.cancelled() else self._end(number, answer))
 
-        def put(message: tuple[str, Any] | None) -> None:
-            loop.call_soon_threadsafe(inbox.put_nowait, message)
-
-        threading.Thread(target=self._receive, args=(put,), daemon=True).start()
-        while (message := await inbox.get()) is not None:
-            key, request = message
-            if request is not None:
-                self._tasks[key] = asyncio.create_task(self._run(key, request))
-            elif key in self._tasks:
-                self._tasks[key].cancel()
-
-    def _receive(self, put: Callable[[Any], Any]) -> None:
-        while True:
-            try:
-                put(self._connection.recv())
-            except (EOFError, OSError):
-                put(None)
-                return
-
-    async def _run(self, key: str, request: Mapping[str, Any]) -> None:
-        try:
-            answer = await self._answer(request)
-        finally:
-            del self._tasks[key]
-        try:
-            message = pickle.dumps((key, answer))
-        except Exception as error:  # a user's object may raise anything
-            message = pickle.dumps((key, Failed(f"its answer cannot be pickled: {error_text(error)}")))
-        self._connection.send_bytes(message)
+    def _end(self, number: int, answer: Future[Any]) -> None:
+        with self._replying:
+            self._reply(number, answer.result())
 
     async def _answer(self, request: Mapping[str, Any]) -> Any:
         """What the agent returns. At the deadline a coroutine is cancelled; a plain function loses its endpoint."""

@@ -5,15 +5,18 @@ r"""The child process that runs a user's function:
 
 Started by `dagrl.rl.functions.process`, with which it talks over the connection `FD`:
 - It first sends None, or why the function cannot be imported.
-- For each list of columns it receives, it sends one pickled answer per row, or a text that says what the function raised.
+- For each number and list of columns that it receives, it sends the number with one pickled answer per row, or with a text
+  that says what the function raised.
 - It exits when the connection is closed or its parent dies.
 
 With `named`, the last column has a dictionary per row, whose values are passed as keyword arguments. With `episodes`, the
-function makes environments (`dagrl.rl.functions.episodes`), and with `agents` the messages are those of
-`dagrl.rl.functions.agents`. Coroutine functions are awaited. With `single`, the coroutines of all rows of a call run
-concurrently, at most CONCURRENCY (0: all) at once, each under the deadline. All calls share one event loop, so the function
-may keep objects bound to it, such as a client or a semaphore. Tasks that a call leaves behind are cancelled, except those of
-environments, whose loop also runs between calls.
+function makes environments (`dagrl.rl.functions.episodes`). With `agents`, a message has the request of one episode, or None
+to cancel it, and answers come in any order.
+
+Coroutine functions are awaited. With `single`, the coroutines of all rows of a call run concurrently, at most CONCURRENCY
+(0: all) at once, each under the deadline. All calls share one event loop, so the function may keep objects bound to it, such
+as a client or a semaphore. Tasks that a call leaves behind are cancelled, except those of environments, whose loop also runs
+between calls.
 """
 
 from __future__ import annotations
@@ -27,18 +30,18 @@ import os
 import pickle
 import signal
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from dagrl.errors import UserError, error_text
 from dagrl.imports import load_callable
-from dagrl.rl.functions.agents import serve_agents
+from dagrl.rl.functions.agents import AgentHost
 from dagrl.rl.functions.answers import Failed, is_coroutine, raised, without_exit
 from dagrl.rl.functions.episodes import EpisodeHost
 from dagrl.rl.functions.keywords import with_keywords
+from dagrl.rl.functions.process import LoopThread
 from dagrl.runtime.deadline import Deadline
 
 Item = TypeVar("Item")
@@ -53,7 +56,9 @@ def main() -> None:
         atexit.register(os.kill, os.getppid(), signal.SIGCONT)  # a parent that is stopped would not end
     descriptor, path, key, how, arguments, concurrency, timeout_s, timeout_key, prepare = sys.argv[1:]
     deadline, batched = Deadline(float(timeout_s), timeout_key), how == "batched"
-    with Connection(int(descriptor)) as connection, LoopThread() if arguments == "episodes" else asyncio.Runner() as runner:
+    loop = LoopThread(arguments)
+    loop.start()
+    with Connection(int(descriptor)) as connection, asyncio.Runner() as own:
         try:
             function = load_callable(path, key)
             if arguments == "episodes" and hasattr(function, "prepare"):
@@ -62,44 +67,34 @@ def main() -> None:
             connection.send(str(error))
             return
         connection.send(None)
+
+        def reply(number: int, answer: Any) -> None:
+            connection.send((number, _pickled(answer)))
+
         if arguments == "agents":
-            serve_agents(connection, function, deadline)
+            _serve(connection, AgentHost(function, deadline, loop.spawn, reply))
             return
         function = EpisodeHost(function) if arguments == "episodes" else with_keywords(function, batched=batched)
         answers: Callable[..., Any] = answer_batch if batched else answer_row
         if is_coroutine(function) and not batched:
             answers = partial(answer_singly, deadline=deadline, concurrency=int(concurrency))
-        while True:
-            try:
-                columns = connection.recv()
-            except EOFError:
-                return
-            connection.send_bytes(_pickled(answers(runner, function, columns)))
+        runner = loop if arguments == "episodes" else own
+        _serve(connection, lambda number, columns: reply(number, answers(runner, function, columns)))
 
 
-class LoopThread:
-    """An event loop that runs in a thread of its own, so that connections and tasks of environments live between calls."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def run(self, call: Coroutine[Any, Any, Item]) -> Item:
-        """Returns the call's result."""
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+def _serve(connection: Connection, take: Callable[[int, Any], None]) -> None:
+    while True:
+        try:
+            number, content = connection.recv()
+        except EOFError:
+            return
+        take(number, content)
 
 
 Runner = asyncio.Runner | LoopThread
 
 
-def _pickled(answers: list[Any] | str) -> bytes:
+def _pickled(answers: Any) -> bytes:
     """Pickles answers by value. The pickler of `multiprocessing` would send torch tensors as shared memory."""
     try:
         return pickle.dumps(answers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import math
 import os
@@ -12,20 +14,23 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from dagrl.errors import RunError, error_text
 from dagrl.machine import descendants_of
 from dagrl.rl.functions.answers import Answers
 from dagrl.runtime.deadline import Deadline
 
+Item = TypeVar("Item")
+
 Arguments = Literal["named", "episodes", "agents"]
 """How a function is called; see `dagrl.rl.functions.child`."""
+
+ENDED = "the process that runs it ended"
 
 GRACE_S = 1.0
 """Seconds after the deadline in which a process reports which coroutines missed it."""
@@ -33,9 +38,45 @@ GRACE_S = 1.0
 START_TRIES = 3
 """Processes in a row that may end while they import the function."""
 
+_BYTES = struct.Struct("!i")  # before each message, as multiprocessing's connections have it; -1: `_MANY` follows
+_MANY = struct.Struct("!Q")
+
+
+class LostError(Exception):
+    """The process ended or was given up. `company` is the number of requests that it had; 0 if it had not started."""
+
+    def __init__(self, reason: str, company: int = 1) -> None:
+        super().__init__(reason)
+        self.company = company
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the loop."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops the loop after what it does now."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def spawn(self, call: Coroutine[Any, Any, Item]) -> Future[Item]:
+        """Runs the coroutine; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def run(self, call: Coroutine[Any, Any, Item]) -> Item:
+        """Returns the coroutine's result."""
+        return self.spawn(call).result()
+
 
 class FunctionProcess:
-    """One process, started when it is first needed and again after it was lost."""
+    """One process, started when it is first needed and again after it was lost. All calls come from one event loop."""
 
     def __init__(
         self,
@@ -51,24 +92,75 @@ class FunctionProcess:
         how = ["batched" if batched else "single", arguments, str(concurrency or 0)]
         self._command = [path, key, *how, str(deadline.seconds), deadline.key, json.dumps(prepare or {})]
         self._deadline, self._start = deadline, start
-        self._batched, self._concurrency = batched, concurrency
+        self._batched, self._concurrency, self._cancels = batched, concurrency, arguments == "agents"
+        self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._blocks_s = 0.0  # how long the connection may block, without `GRACE_S`
+        self._writer: asyncio.StreamWriter | None = None  # once the function is imported
+        self._reading: asyncio.Task[None] | None = None
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
         self._failure: RunError | None = None  # of a background start
-        self.imported = False  # by this process or an earlier one
+        self._imported = False  # by this process or an earlier one
         self._lost_starts = 0  # in a row
         self._closed = False
-        self._changing = threading.Lock()
 
-    def start(self) -> None:
-        """Makes sure that a process has imported the function. The next `ask` reports a failure."""
+    async def start(self) -> None:
+        """Makes sure that a process has imported the function. The next request reports a failure."""
         try:
-            self.connection()
+            await self._ready()
         except RunError as error:
             self._failure = error
-        except (EOFError, OSError):  # the next `ask` tries again
-            self.close()
+        except LostError:  # the next request tries again
+            pass
+
+    async def ask(self, columns: Sequence[Sequence[Any]], limit: Deadline | None = None) -> Answers | str:
+        """Returns the answers to all rows, or what went wrong. The next call replaces a process that was lost.
+
+        `limit` replaces the deadline for this call. Raises RunError if the function was never imported in time.
+        """
+        patience_s = self._patience_s(len(columns[0])) if limit is None else limit.seconds
+        try:
+            answers: Answers | str = await self.request([list(column) for column in columns], patience_s)
+            return answers
+        except TimeoutError:
+            return (limit or self._deadline).missed
+        except LostError as error:
+            return str(error)
+
+    async def request(self, content: Any, seconds: float) -> Any:
+        """Returns the answer of the process. Cancelling this cancels the request there, if it is an agent's.
+
+        Ends the process and raises TimeoutError after so many seconds. Raises LostError if it ends, RunError if the function
+        was never imported in time.
+        """
+        try:
+            await self._ready()
+        except RunError as error:
+            if self._imported:
+                raise LostError(str(error)) from error
+            raise
+        number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._pending[number] = answer
+        try:
+            async with asyncio.timeout(seconds):
+                await self._send((number, content))
+                return _unpickled(await answer)
+        except TimeoutError:
+            del self._pending[number]
+            await self._end()
+            raise
+        except asyncio.CancelledError:
+            if self._cancels:
+                with suppress(LostError):
+                    await self._send((number, None))
+            raise
+        finally:
+            self._pending.pop(number, None)
+
+    async def close(self) -> None:
+        """Ends the process for good."""
+        self._closed = True
+        await self._end()
 
     def _patience_s(self, rows: int) -> float:
         """Seconds to wait for the answers to `rows` rows, of which `concurrency` are under way at once."""
@@ -77,125 +169,109 @@ class FunctionProcess:
         rounds = math.ceil(rows / self._concurrency) if self._concurrency else 1
         return self._deadline.seconds * max(rounds, 1) + GRACE_S
 
-    def ask(self, columns: Sequence[Sequence[Any]], limit: Deadline | None = None) -> Answers | str:
-        """Returns the answers to all rows, or what went wrong. The next call replaces a process that was lost.
+    async def _ready(self) -> None:
+        """Starts a process unless there is one. Raises RunError if it cannot import the function, LostError if it ends."""
+        async with self._starting:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+            if self._writer is None:
+                reader, writer = await self._launch()
+                try:
+                    await self._check_import(reader)
+                except BaseException:
+                    writer.close()
+                    await self._end()
+                    raise
+                self._imported, self._lost_starts, self._writer = True, 0, writer
+                self._reading = asyncio.create_task(self._read(reader))
 
-        `limit` replaces the deadline for this call. Raises RunError if the function was never imported in time.
-        """
-        try:
-            return self._answers(self.connection(), columns, limit)
-        except RunError as error:
-            if not self.imported:
-                raise
-            return str(error)
-        except (EOFError, OSError):
-            self.close()
-            return "the process that runs it ended"
-
-    def _answers(self, connection: Connection, columns: Sequence[Sequence[Any]], limit: Deadline | None) -> Answers | str:
-        patience_s = self._patience_s(len(columns[0])) if limit is None else limit.seconds
-        if patience_s != self._blocks_s:
-            _limit_blocking(connection, patience_s + GRACE_S)
-            self._blocks_s = patience_s
-        connection.send([list(column) for column in columns])
-        if connection.poll(patience_s):
-            return _unpickled(connection.recv_bytes())
-        self.close()
-        return (limit or self._deadline).missed
-
-    def close(self, *, final: bool = False) -> None:
-        """Ends the process, if there is one; `final` prevents another. Callable from any thread.
-
-        The connection is shut down but not closed: if another thread is in `send`, its file descriptor could belong to
-        another file by the next write. It closes when the last reference goes.
-        """
-        with self._changing:
-            self._closed |= final
-            process, connection = self._process, self._connection
-            self._process = self._connection = None
-        if process is not None:
-            _kill(process)
-        if connection is not None:
-            with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
-                end.shutdown(socket.SHUT_RDWR)  # unblocks readers and writers even if a stray child holds the other end
-
-    def connection(self) -> Connection:
-        """Returns the connection to a process that has imported the function, starting one if necessary.
-
-        Raises RunError if it cannot be imported, and EOFError or OSError if the process ended meanwhile.
-        """
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        connection = self._connection
-        if connection is None:
-            connection = self._launch()
-            problem = self._import_failure(connection)
-            if problem is not None:
-                self.close()
-                raise RunError(problem)
-            self.imported, self._lost_starts = True, 0
-        return connection
-
-    def _import_failure(self, connection: Connection) -> str | None:
-        """Waits until a new process has imported the function; returns what went wrong, if anything.
-
-        Raises EOFError for a process that ended meanwhile, which is tried again `START_TRIES` times.
-        """
-        name = f"{self._command[1]} {self._command[0]}"
-        if not connection.poll(self._start.seconds):
-            return (
-                f"{name} was not imported within {self._start.key} = {self._start.seconds:g} s; raise it, or make the "
-                "module's import faster"
-            )
-        try:
-            failure = connection.recv()
-        except (EOFError, OSError):
-            self._lost_starts += 1
-            if self._closed or self._lost_starts < START_TRIES:
-                raise
-            return (
-                f"the process of {name} ended {self._lost_starts} times while it imported the function; see its output "
-                "above. Expected: a module that only defines things. Check what its import does, and the machine's memory"
-            )
-        return None if failure is None else f"{failure}. The driver could import it, but the process that runs it could not"
-
-    def _launch(self) -> Connection:
-        """Starts a process and returns the connection to it."""
+    async def _launch(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._closed:
+            raise LostError(ENDED)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        with self._changing:
-            if self._closed:
-                raise EOFError
-            self._blocks_s = 0.0
-            self._connection, theirs = Pipe()
-            reaper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")), str(os.getpid())]
-            child = [sys.executable, "-m", "dagrl.rl.functions.child", str(theirs.fileno()), *self._command]
-            self._process = subprocess.Popen(  # noqa: S603  # our own module, with the user's import path
+        ours, theirs = socket.socketpair()
+        reaper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")), str(os.getpid())]
+        child = [sys.executable, "-m", "dagrl.rl.functions.child", str(theirs.fileno()), *self._command]
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: ASYNC220, S603  # returns at once; our own module
                 [*reaper, *child],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            theirs.close()
-            return self._connection
+        return await asyncio.open_unix_connection(sock=ours)
+
+    async def _check_import(self, reader: asyncio.StreamReader) -> None:
+        name = f"{self._command[1]} {self._command[0]}"
+        try:
+            async with asyncio.timeout(self._start.seconds):
+                failure = pickle.loads(await _received(reader))  # noqa: S301  # from our own process
+        except TimeoutError:
+            raise RunError(
+                f"{name} was not imported within {self._start.key} = {self._start.seconds:g} s; raise it, or make the "
+                "module's import faster"
+            ) from None
+        except (EOFError, OSError) as error:
+            self._lost_starts += 1
+            if self._closed or self._lost_starts < START_TRIES:
+                raise LostError(ENDED, int(self._closed)) from error
+            raise RunError(
+                f"the process of {name} ended {self._lost_starts} times while it imported the function; see its output "
+                "above. Expected: a module that only defines things. Check what its import does, and the machine's memory"
+            ) from error
+        if failure is not None:
+            raise RunError(f"{failure}. The driver could import it, but the process that runs it could not")
+
+    async def _send(self, message: object) -> None:
+        content = pickle.dumps(message)
+        many = len(content) > 0x7FFF_FFFF
+        if self._writer is None:
+            raise LostError(ENDED)
+        self._writer.write((_BYTES.pack(-1) + _MANY.pack(len(content))) if many else _BYTES.pack(len(content)))
+        self._writer.write(content)
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise LostError(ENDED, len(self._pending)) from error
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                number, answer = pickle.loads(await _received(reader))  # noqa: S301  # from our own process
+                if (asked := self._pending.get(number)) is not None and not asked.done():
+                    asked.set_result(answer)
+        self._reading = None
+        await self._end()
+
+    async def _end(self) -> None:
+        """Ends the process, if there is one. Its requests raise LostError."""
+        process, self._process, writer, self._writer = self._process, None, self._writer, None
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+        if writer is not None:
+            writer.transport.abort()
+        if process is not None:
+            await asyncio.to_thread(_kill, process)
+        lost = [answer for answer in self._pending.values() if not answer.done()]
+        for answer in lost:
+            answer.set_exception(LostError(ENDED, len(lost)))
 
 
-def _limit_blocking(connection: Connection, seconds: float) -> None:
-    """Lets `send` and `recv_bytes` raise OSError if the process is stuck in the middle of a message for so long."""
-    whole = int(seconds)
-    limit = struct.pack("@ll", whole, max(int((seconds - whole) * 1e6), 1))
-    with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+async def _received(reader: asyncio.StreamReader) -> bytes:
+    (size,) = _BYTES.unpack(await reader.readexactly(_BYTES.size))
+    if size < 0:
+        (size,) = _MANY.unpack(await reader.readexactly(_MANY.size))
+    return await reader.readexactly(size)
 
 
-def _unpickled(answers: bytes) -> Answers | str:
+def _unpickled(answer: bytes) -> Any:
     try:
-        found: Answers | str = pickle.loads(answers)  # noqa: S301  # from our own process
+        return pickle.loads(answer)  # noqa: S301  # from our own process
     except Exception as error:  # a user's class may raise anything
         return f"its answer cannot be unpickled: {error_text(error)}"
-    return found
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

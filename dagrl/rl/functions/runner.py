@@ -6,19 +6,19 @@ with FunctionRunner("my_task:reward", "reward", config.reward, check, arguments=
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Self
 
 from dagrl.config import FunctionConfig, ProcessConfig
 from dagrl.errors import ConfigError
 from dagrl.imports import load_callable
 from dagrl.rl.functions.answers import Answers, Failed, is_coroutine
-from dagrl.rl.functions.process import Arguments, FunctionProcess
+from dagrl.rl.functions.process import Arguments, FunctionProcess, LoopThread
 from dagrl.runtime.deadline import Deadline
 
 logger = logging.getLogger(__name__)
@@ -76,54 +76,52 @@ class FunctionRunner:
             FunctionProcess(path, key, batched, self._deadline, start, arguments, concurrency, prepare)
             for _ in range(config.num_workers)
         ]
-        self._idle: queue.SimpleQueue[FunctionProcess] = queue.SimpleQueue()
+        self._idle: asyncio.Queue[FunctionProcess] = asyncio.Queue()
         for process in self._processes:
-            self._idle.put(process)
-        self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix=key)
+            self._idle.put_nowait(process)
+        self._loop = LoopThread(key)
 
     def __enter__(self) -> Self:
         """Starts the processes in the background. If one cannot start, the first call that uses it says why."""
-        for _ in self._processes:
-            self._threads.submit(self._start_one)
+        self._loop.start()
+        for process in self._processes:
+            self._loop.spawn(process.start())
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Ends the processes. Pending calls are answered with failures."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
-            process.close(final=True)
+            self._loop.run(process.close())
 
     def __call__(self, *columns: Sequence[Any]) -> Answers:
         """Returns one answer per row. Once a process is free, takes no longer than the module's docstring says."""
-        process = self._idle.get()
+        return self.submit(*columns).result()
+
+    def submit(self, *columns: Sequence[Any]) -> Future[Answers]:
+        """Like calling the runner, in the background."""
+        return self._loop.spawn(self._answers(columns))
+
+    async def _answers(self, columns: Sequence[Sequence[Any]]) -> Answers:
+        process = await self._idle.get()
         try:
-            process.start()
+            await process.start()
             until = time.monotonic() + self._whole.seconds if self._whole else math.inf
             if self._row_by_row:
-                return self._one_by_one(process, columns, until)
-            answers = process.ask(columns)
+                return await self._one_by_one(process, columns, until)
+            answers = await process.ask(columns)
             answers = self._checked(answers, len(columns[0])) if not isinstance(answers, str) else answers
             if not isinstance(answers, str):
                 return answers
             # A single row is not retried: that would repeat the same call, with its time and side effects.
-            return [Failed(answers)] if len(columns[0]) == 1 else self._retry(process, columns, until, answers)
+            return [Failed(answers)] if len(columns[0]) == 1 else await self._retry(process, columns, until, answers)
         finally:
-            self._idle.put(process)
+            self._idle.put_nowait(process)
 
-    def submit(self, *columns: Sequence[Any]) -> Future[Answers]:
-        """Like calling the runner, in the background."""
-        return self._threads.submit(self, *columns)
-
-    def _start_one(self) -> None:
-        process = self._idle.get()
-        try:
-            process.start()
-        finally:
-            self._idle.put(process)
-
-    def _retry(self, process: FunctionProcess, columns: Sequence[Sequence[Any]], until: float, message: str) -> Answers:
+    async def _retry(
+        self, process: FunctionProcess, columns: Sequence[Sequence[Any]], until: float, message: str
+    ) -> Answers:
         """Asks row by row. Warns if no row fails alone, as the failed batch would go unnoticed."""
-        answers = self._one_by_one(process, columns, until)
+        answers = await self._one_by_one(process, columns, until)
         if message not in self._warned and not any(isinstance(answer, Failed) for answer in answers):
             self._warned.add(message)
             logger.warning(
@@ -133,7 +131,7 @@ class FunctionRunner:
             )
         return answers
 
-    def _one_by_one(self, process: FunctionProcess, columns: Sequence[Sequence[Any]], until: float) -> Answers:
+    async def _one_by_one(self, process: FunctionProcess, columns: Sequence[Sequence[Any]], until: float) -> Answers:
         """Returns one answer per row, giving each remaining row an equal share of the time left `until` (`time.monotonic`).
 
         The share leaves room for process restarts at the rate seen so far, but is at least `MIN_SHARE` of `timeout_s`.
@@ -144,26 +142,21 @@ class FunctionRunner:
         for index, row in enumerate(rows):
             began = time.monotonic()
             if began < until:
-                process.start()  # if the last row lost it
+                await process.start()  # if the last row lost it
             now = time.monotonic()
             left_s, starts_s = until - now, starts_s + (now - began if index else 0.0)
-            share_s = left_s / (len(rows) - index) - starts_s / max(index, 1)
-            least_s = MIN_SHARE * self._deadline.seconds
-            answer = self._ask_row(process, row, min(max(share_s, least_s), left_s)) if left_s > 0 else self._not_asked()
+            if left_s <= 0:
+                assert self._whole is not None
+                answers.append(Failed(f"not retried alone within {self._whole.key} = {self._whole.seconds:g} s"))
+                continue
+            share_s = max(left_s / (len(rows) - index) - starts_s / max(index, 1), MIN_SHARE * self._deadline.seconds)
+            limit = None
+            if self._whole is not None and min(share_s, left_s) < self._deadline.seconds:
+                limit = Deadline(round(min(share_s, left_s), 3), f"its share of {self._whole.key}")
+            answer = await process.ask([[value] for value in row], limit)
+            answer = answer if isinstance(answer, str) else self._checked(answer, 1)
             answers.append(Failed(answer) if isinstance(answer, str) else answer[0])
         return answers
-
-    def _ask_row(self, process: FunctionProcess, row: Sequence[Any], share_s: float) -> Answers | str:
-        """Asks for one row, within `timeout_s` or its share of the call's time, whichever is less."""
-        limit = None
-        if self._whole is not None and share_s < self._deadline.seconds:
-            limit = Deadline(round(share_s, 3), f"its share of {self._whole.key}")
-        answer = process.ask([[value] for value in row], limit)
-        return answer if isinstance(answer, str) else self._checked(answer, 1)
-
-    def _not_asked(self) -> str:
-        assert self._whole is not None
-        return f"not retried alone within {self._whole.key} = {self._whole.seconds:g} s"
 
     def _checked(self, answers: Answers, rows: int) -> Answers | str:
         if len(answers) != rows:

@@ -6,9 +6,11 @@ here is held to the real modules by `megatron_shapes.py` and `tests/integration/
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -171,7 +173,7 @@ def hf_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
         prefix = f"{'backbone' if hybrid else 'model'}.layers.{layer}."
         yield from _hybrid_shapes(config, prefix, layer) if hybrid else _layer_shapes(config, prefix, layer)
     yield ("backbone.norm_f.weight" if hybrid else "model.norm.weight"), (config["hidden_size"],)
-    if not config["tie_word_embeddings"]:
+    if not config.get("tie_word_embeddings"):
         yield "lm_head.weight", vocabulary
 
 
@@ -458,6 +460,12 @@ def vllm_tensors(w: Weights, config: Config, tp: int, rank: int, expert_parallel
 
 def vllm_weight_slices(config: Config, rank: VllmRank) -> list[WeightSlice]:
     """The slices of the same model, recorded as those of a real engine are. Raises LayoutError if sizes do not divide."""
+    return list(_recorded(json.dumps(config), rank))
+
+
+@cache
+def _recorded(content: str, rank: VllmRank) -> list[WeightSlice]:
+    config = json.loads(content)
     shapes = {stacked_name(name)[0] if ".experts." in name else name: shape for name, shape in hf_shapes(config)}
     count = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
     checkpoint = [

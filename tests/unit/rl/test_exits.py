@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -78,17 +79,18 @@ def turn(text: str) -> dict[str, Any]:
 )
 def test_a_function_that_exits_fails_for_its_row(module: str, name: str, batched: bool, arguments: Arguments) -> None:
     deadline = Deadline(20.0, "reward.timeout_s")
-    process = FunctionProcess(f"{module}:{name}", "reward.function", batched, deadline, deadline, arguments)
 
-    def answers(program: str) -> Any:
-        if arguments == "episodes":
-            return process.ask([[program], [turn(program)]])
-        return process.ask([[program], [{}]])
+    async def asked() -> list[Any]:
+        process = FunctionProcess(f"{module}:{name}", "reward.function", batched, deadline, deadline, arguments)
+        try:
+            return [
+                await process.ask([[program], [turn(program) if arguments == "episodes" else {}]])
+                for program in (GOOD, BAD, GOOD)
+            ]
+        finally:
+            await process.close()
 
-    try:
-        before, failed, after = (answers(program) for program in (GOOD, BAD, GOOD))
-    finally:
-        process.close(final=True)
+    before, failed, after = asyncio.run(asked())
     message = failed if isinstance(failed, str) else failed[0].message
     assert message.startswith("RuntimeError: it called sys.exit(3) (") and message.endswith("exits_of_test.py, line 5)")
     assert before == after and int(before[0]) != os.getpid()

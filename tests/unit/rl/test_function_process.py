@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -38,14 +39,18 @@ def reward(prompt, completion, reference):
 """
 
 DRIVER = """
-import sys, time
+import asyncio, sys
 from dagrl.rl.functions.process import FunctionProcess
 from dagrl.runtime.deadline import Deadline
-deadline = Deadline(60.0, "reward.timeout_s")
-process = FunctionProcess("starting_reward:reward", "reward.function", False, deadline, deadline, "named")
-process.ask([["p"], [sys.argv[1]], ["r"], [{}]])
-print(process._process.pid, flush=True)
-time.sleep(600)
+
+async def run():
+    deadline = Deadline(60.0, "reward.timeout_s")
+    process = FunctionProcess("starting_reward:reward", "reward.function", False, deadline, deadline, "named")
+    await process.ask([["p"], [sys.argv[1]], ["r"], [{}]])
+    print(process._process.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(run())
 """
 
 
@@ -76,11 +81,15 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int) -> list[obj
     (tmp_path / "ending_reward.py").write_text(ENDS.format(bad=bad))
     monkeypatch.syspath_prepend(str(tmp_path))
     deadline = Deadline(20.0, "reward.timeout_s")
-    process = FunctionProcess("ending_reward:reward", "reward.function", False, deadline, deadline, "named")
-    try:
-        return [process.ask([["p"], ["c"], ["r"], [{}]]) for _ in range(START_TRIES)]
-    finally:
-        process.close(final=True)
+
+    async def asked_again() -> list[object]:
+        process = FunctionProcess("ending_reward:reward", "reward.function", False, deadline, deadline, "named")
+        try:
+            return [await process.ask([["p"], ["c"], ["r"], [{}]]) for _ in range(START_TRIES)]
+        finally:
+            await process.close()
+
+    return asyncio.run(asked_again())
 
 
 def test_one_that_ends_once_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
