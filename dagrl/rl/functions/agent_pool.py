@@ -53,14 +53,18 @@ class AgentPool:
         the first.
         """
         self._episodes[key] = answer = self._loop.spawn(self._answer(request, again))
+        answer.add_done_callback(lambda _: self._episodes.pop(key, None))
         return answer
 
     def cancel(self, key: str) -> None:
         """Ends an episode, if it is under way."""
-        self._episodes.pop(key).cancel()
+        if (episode := self._episodes.get(key)) is not None:
+            episode.cancel()
 
     def close(self) -> None:
-        """Ends the processes and with them all episodes."""
+        """Ends the processes and all episodes."""
+        for episode in list(self._episodes.values()):
+            episode.cancel()
         for room in self._rooms:
             self._loop.run(room.process.close())
         self._loop.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,19 +40,17 @@ class AgentHost:
         self._function, self._deadline, self._spawn, self._reply = function, deadline, spawn, reply
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="agent")
         self._episodes: dict[int, Future[Any]] = {}
-        self._replying = threading.Lock()
 
     def __call__(self, number: int, request: Mapping[str, Any] | None) -> None:
         """Starts an episode, or cancels it if there is no request."""
-        if request is None:
-            self._episodes.pop(number).cancel()
-            return
-        self._episodes[number] = self._spawn(self._answer(request))
-        self._episodes[number].add_done_callback(lambda answer: None if answer.cancelled() else self._end(number, answer))
+        if request is not None:
+            self._episodes[number] = episode = self._spawn(self._episode(number, request))
+            episode.add_done_callback(lambda _: self._episodes.pop(number, None))
+        elif (running := self._episodes.get(number)) is not None:
+            running.cancel()
 
-    def _end(self, number: int, answer: Future[Any]) -> None:
-        with self._replying:
-            self._reply(number, answer.result())
+    async def _episode(self, number: int, request: Mapping[str, Any]) -> None:
+        self._reply(number, await self._answer(request))
 
     async def _answer(self, request: Mapping[str, Any]) -> Any:
         """What the agent returns. At the deadline a coroutine is cancelled; a plain function loses its endpoint."""

@@ -6,20 +6,18 @@ here is held to the real modules by `megatron_shapes.py` and `tests/integration/
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dagrl.errors import LayoutError, RefitPlanError
 from dagrl.refit.fp8 import BLOCK, in_blocks
-from dagrl.refit.recording import record
 from dagrl.refit.slices import STACKED, Scales, WeightSlice, expand, stacked_name
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
@@ -459,31 +457,23 @@ def vllm_tensors(w: Weights, config: Config, tp: int, rank: int, expert_parallel
 
 
 def vllm_weight_slices(config: Config, rank: VllmRank) -> list[WeightSlice]:
-    """The slices of the same model, recorded as those of a real engine are. Raises LayoutError if sizes do not divide."""
-    return list(_recorded(json.dumps(config), rank))
-
-
-@cache
-def _recorded(content: str, rank: VllmRank) -> list[WeightSlice]:
-    config = json.loads(content)
-    shapes = {stacked_name(name)[0] if ".experts." in name else name: shape for name, shape in hf_shapes(config)}
+    """The slices of the same model. Raises LayoutError if sizes do not divide."""
+    names = [(stacked_name(name)[0] if ".experts." in name else name, shape) for name, shape in hf_shapes(config)]
     count = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0
-    checkpoint = [
-        (name, (count, *shape) if STACKED in name else shape, _dtype(name, config)) for name, shape in shapes.items()
-    ]
-    engine = torch.nn.Module()
-    empty = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape, kind in checkpoint}
-    for target, dim, parts, rows in _Vllm(empty, config, rank).loads():
-        engine._buffers[target] = pad_to(torch.cat(parts, dim), rows)  # `register_buffer` takes no names with dots
-
-    def load(sources: Iterator[tuple[str, Tensor]]) -> None:
-        for target, dim, parts, _ in _Vllm(dict(sources), config, rank).loads():
-            start = 0
-            for part in parts:
-                engine._buffers[target].narrow(dim, start, part.shape[dim]).copy_(part)
-                start += part.shape[dim]
-
-    slices = record(engine, checkpoint, torch.bfloat16, load).slices
+    shapes = {name: (count, *shape) if STACKED in name else shape for name, shape in names}
+    whole = {name: torch.empty(shape, dtype=_dtype(name, config), device="meta") for name, shape in shapes.items()}
+    source = {id(tensor): name for name, tensor in whole.items()}
+    slices = []
+    for target, dim, parts, _ in _Vllm(whole, config, rank).loads():
+        start = 0
+        for part in parts:
+            name = source[id(part if part._base is None else part._base)]
+            first = np.unravel_index(part.storage_offset(), shapes[name]) if part.numel() else (0,) * part.dim()
+            box = tuple((int(at), int(at) + size) for at, size in zip(first, part.shape, strict=True))
+            local = tuple((start, start + size) if axis == dim else (0, size) for axis, size in enumerate(part.shape))
+            if part.numel():
+                slices.append(WeightSlice(name, box, target, local, "float32" if part.dtype == torch.float32 else ""))
+            start += part.shape[dim]
     return [_in_fp8(one) for one in slices] if rank.fp8 else slices
 
 

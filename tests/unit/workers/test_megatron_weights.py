@@ -19,7 +19,6 @@ from dagrl.workers.megatron.weights import megatron_weight_slices
 from tests.families import FAMILIES, random_model
 from tests.unit.refit.weight_reference import (
     Config,
-    VllmRank,
     equal,
     filled,
     hf_weights,
@@ -27,7 +26,6 @@ from tests.unit.refit.weight_reference import (
     megatron_tensors,
     model_config,
     model_configs,
-    vllm_weight_slices,
 )
 from tests.unit.workers.megatron_te_shapes import CASES as TE_CASES
 
@@ -103,11 +101,10 @@ def test_missing_keys_are_as_in_transformers(kind: str, key: str, tmp_path: Path
     config = {name: value for name, value in model.items() if name != key}
     _, written = random_model(config, tmp_path)
     sizes = {name: tensor.numel() for name, tensor in written.items()}
-    for slices in (megatron_weight_slices(config, ParallelLayout(), 0), vllm_weight_slices(config, VllmRank())):
-        held: Counter[str] = Counter()
-        for piece in expand(slices):
-            held[piece.name] += volume(piece.box)
-        assert held == sizes
+    held: Counter[str] = Counter()
+    for piece in expand(megatron_weight_slices(config, ParallelLayout(), 0)):
+        held[piece.name] += volume(piece.box)
+    assert held == sizes
 
 
 COMPUTED = 5  # of megatron_forward.py and megatron_mixer.py
