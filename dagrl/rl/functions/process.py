@@ -40,6 +40,7 @@ START_TRIES = 3
 
 _BYTES = struct.Struct("!i")  # before each message, as multiprocessing's connections have it; -1: `_MANY` follows
 _MANY = struct.Struct("!Q")
+_READ_BYTES = 1 << 20
 
 
 class LostError(Exception):
@@ -65,6 +66,7 @@ class LoopThread:
         """Stops the loop after what it does now."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
 
     def spawn(self, call: Coroutine[Any, Any, Item]) -> Future[Item]:
         """Runs the coroutine; cancelling the future cancels it."""
@@ -146,7 +148,7 @@ class FunctionProcess:
                 await self._send((number, content))
                 return _unpickled(await answer)
         except TimeoutError:
-            del self._pending[number]
+            self._pending.pop(number, None)
             await self._end()
             raise
         except asyncio.CancelledError:
@@ -201,7 +203,7 @@ class FunctionProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        return await asyncio.open_unix_connection(sock=ours)
+        return await asyncio.open_unix_connection(sock=ours, limit=_READ_BYTES)
 
     async def _check_import(self, reader: asyncio.StreamReader) -> None:
         name = f"{self._command[1]} {self._command[0]}"
@@ -248,6 +250,8 @@ class FunctionProcess:
     async def _end(self) -> None:
         """Ends the process, if there is one. Its requests raise LostError."""
         process, self._process, writer, self._writer = self._process, None, self._writer, None
+        lost = [answer for answer in self._pending.values() if not answer.done()]
+        self._pending.clear()
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -255,9 +259,9 @@ class FunctionProcess:
             writer.transport.abort()
         if process is not None:
             await asyncio.to_thread(_kill, process)
-        lost = [answer for answer in self._pending.values() if not answer.done()]
         for answer in lost:
-            answer.set_exception(LostError(ENDED, len(lost)))
+            if not answer.done():  # by a deadline or a cancellation meanwhile
+                answer.set_exception(LostError(ENDED, len(lost)))
 
 
 async def _received(reader: asyncio.StreamReader) -> bytes:
