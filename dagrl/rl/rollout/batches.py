@@ -27,7 +27,7 @@ NO_ROW = Episode(Prompt("", np.zeros(0, np.int64), "", ""), 0, 0)
 
 
 def scored_batch(config: Config, groups: Sequence[ScoredGroup], step: int) -> Batch:
-    """Returns the rows of all samples of `groups`, in the order of `row_keys`, for optimizer step `step`."""
+    """Returns the rows of all samples of `groups`, in the order of `sample_keys`, for optimizer step `step`."""
     samples = samples_in(groups)
     valid = np.concatenate([group.valid for group in groups])
     if config.grpo.overlong_filtering:
@@ -55,11 +55,6 @@ def with_experts(config: Config, batch: Batch, episodes: Sequence[Episode]) -> B
 def sample_keys(groups: Sequence[ScoredGroup]) -> list[Key]:
     """Returns the key of every sample, group by group."""
     return [(group.group.number, place) for group in groups for place in range(len(group.samples))]
-
-
-def row_keys(config: Config, groups: Sequence[ScoredGroup]) -> list[Key]:
-    """Returns the sample of every row: each of `sample_keys`, `rows_per_sample` times."""
-    return [key for key in sample_keys(groups) for _ in range(rows_per_sample(config))]
 
 
 def row_ids(config: Config, keys: Sequence[Key]) -> npt.NDArray[np.int64]:

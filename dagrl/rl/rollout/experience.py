@@ -1,12 +1,9 @@
 """Produces training batches: draws prompts, completes and scores them, and keeps them in the trajectory buffer.
 
-    experience = Experience(config, prompts, engines, reward, turns, stop, version=0, max_age_steps=0)
-    experience.fill()                 # starts as many groups as their ages allow
-    experience.work()                 # runs one quantum of generation, and takes finished scores
-    groups = experience.take()        # a batch for a training step, or None
-    experience.advance(version)       # after the step, when generation has its weights
-
-The synchronous and the asynchronous loop differ only in when they call these methods.
+experience = Experience(config, prompts, engines, reward, turns, stop, version=0, max_age_steps=0)
+groups = experience.next_batch()      # runs quanta of generation and takes scores, until a batch is complete
+experience.work_until(training)       # goes on while it is trained on, as far as ages allow
+experience.advance(version)           # after the step, when generation has its weights
 """
 
 from __future__ import annotations
@@ -150,11 +147,19 @@ class Experience:
         self._take_scores()
 
     def next_batch(self) -> list[ScoredGroup]:
-        """Generates until a batch is complete, and takes it. Raises StopRequestedError if a stop is requested."""
-        while (groups := self.take()) is None:
+        """Generates until a batch for a training step is complete. Raises StopRequestedError if a stop is requested.
+
+        Raises RunError if the reward function or the environment failed for too many samples of the batch and of the groups
+        dropped since the last one, or if dynamic sampling drops too many groups.
+        """
+        while (taken := self.buffer.take()) is None:
+            self._check_yield()
             self._stop.check()
             self.fill()
             self.work()
+        groups = [group.payload for group in taken]
+        check_groups(self._config, self._reward, [*self._dropped_groups, *groups])
+        self._dropped_groups = []
         return groups
 
     def work_until(self, update: Future[Any]) -> None:
@@ -162,21 +167,6 @@ class Experience:
         while not update.done():
             self.fill()
             self.work(update)
-
-    def take(self) -> list[ScoredGroup] | None:
-        """Returns a batch for the next training step, or None if no batch is complete.
-
-        Raises RunError if the reward function or the environment failed for too many samples of the batch and of the groups
-        dropped since the last one, or if dynamic sampling drops too many groups.
-        """
-        taken = self.buffer.take()
-        if taken is None:
-            self._check_yield()
-            return None
-        groups = [group.payload for group in taken]
-        check_groups(self._config, self._reward, [*self._dropped_groups, *groups])
-        self._dropped_groups = []
-        return groups
 
     def advance(self, version: int) -> None:
         """Marks the last taken batch as trained; generation has `version`."""

@@ -201,20 +201,16 @@ class Rollouts:
             self._waiting[request] = PendingRequest(request, group.cohort, expected)
 
     def _submit(self) -> None:
-        """Submits a quantum with the requests that fit."""
-        sent = dispatch(self._fitting(), self._shards)
+        """Submits a quantum with the requests whose options fit into one."""
+        options = {request: self._requests[request][1].options for request in self._waiting}
+        constrained = {request: item for request, item in options.items() if item.constraint}
+        later = constrained.keys() - fitting(constrained)
+        sent = dispatch([item for request, item in self._waiting.items() if request not in later], self._shards)
         chosen = [item.request_id for shard in sent for item in shard]
         for request in chosen:
             del self._waiting[request]
         ends = np.cumsum([len(shard) for shard in sent])
         self._start(chosen, np.split(np.arange(len(chosen), dtype=np.intp), ends[:-1]), self.quantum_size.next())
-
-    def _fitting(self) -> list[PendingRequest]:
-        """The waiting requests whose options fit into one quantum."""
-        options = {request: self._requests[request][1].options for request in self._waiting}
-        constrained = {request: item for request, item in options.items() if item.constraint}
-        kept = constrained.keys() - fitting(constrained)
-        return [item for request, item in self._waiting.items() if request not in kept]
 
     def _start(self, requests: Sequence[int], rows: Sequence[npt.NDArray[np.intp]], engine_steps: tuple[int, ...]) -> None:
         """Submits a quantum of `engine_steps[shard]` steps; each shard gets its `rows` of the requests."""
@@ -239,22 +235,18 @@ class Rollouts:
         """Takes finished requests, and the new tokens of those that run."""
         ended = []
         for made in [request for part in generated for request in part.requests()]:
-            turn = self._requests[made.request_id]
-            if made.finish_reason:
-                self._append(turn, made)
-                ended.append((turn, made))
-            else:
+            group, episode = self._requests[made.request_id]
+            if not made.finish_reason:
                 self._known.setdefault(made.request_id, []).append(made)
-                self._turns.stream(turn[1], made)
+                self._turns.stream(episode, made)
+                continue
+            self._forget(made.request_id)
+            episode.append(made)
+            episode.times[episode.turns] = episode.times[episode.turns][0], time.time_ns()
+            episode.turns += 1
+            self.history.record(group.key, len(episode.tokens) - episode.turn_start)
+            ended.append(((group, episode), made))
         self._turns.finish(ended)
-
-    def _append(self, turn: Turn, made: FinishedRequest) -> None:
-        group, episode = turn
-        self._forget(made.request_id)
-        episode.append(made)
-        episode.times[episode.turns] = episode.times[episode.turns][0], time.time_ns()
-        episode.turns += 1
-        self.history.record(group.key, len(episode.tokens) - episode.turn_start)
 
     def _replace(self, error: WorkerError, parts: list[Mapping[int, Generated]]) -> None:
         """Replaces failed engines. `parts` are the results of the quanta that have failed already, by shard."""
