@@ -1,4 +1,4 @@
-"""What trainers hold of a tiny model, for `bench/refit_architectures.py`: a plain module, FSDP2 shards, Megatron's modules.
+"""What trainers hold of a tiny model, for `refit_architectures.py`: a plain module, FSDP2 shards, Megatron's modules.
 
 Shards are made in forked processes, each of which is one rank of a world without peers.
 """

@@ -1,56 +1,93 @@
 """Measures refits of full-size models: how long the weights take from Megatron's modules to vLLM's, and by other methods.
 
-    dagrl bench refit --json F --plot F              all cases that fit this host's GPUs, two sides of equal size
-    dagrl bench refit --cases "4B TP2->TP2" --rounds 50
-    dagrl bench refit --cases "4B TP1->TP1 colocated"   two processes on one GPU, over CUDA IPC
-    dagrl bench refit --trial                        a tiny model on the CPU, to try the benchmark
+    dagrl bench refit --json F                            all cases that fit this host's GPUs, two sides of equal size
+    dagrl bench refit --cases "4B TP2->TP2" --repeats 50
+    dagrl bench refit --cases "4B TP1->TP1 colocated"     two processes on one GPU, over CUDA IPC
+    dagrl bench refit --trial                             a tiny model on the CPU, to try the benchmark
+    dagrl bench refit --plan --cases 235b dsv3            time and memory of planning, without weights
+    dagrl bench refit --delta                             whole and delta refits over a slow link
+    dagrl bench refit --architectures --json F            every architecture that vLLM builds, at tiny size
 
-A row of the JSON file is one method of one case. It has the seconds (median, 90th percentile) of the slowest rank from a
-common start until the last byte is in place, the bytes a generation rank holds, the share of the raw bandwidth of NCCL's
-point-to-point messages between the same pairs, measured just before (of plain copies if both sides share a GPU), staging
-memory, the pause of a generation rank, and the number of wrong parameters.
+A step of a side is one transfer of the whole model: the seconds of the slowest rank from a common start until the last byte
+is in place. After each turn every element of every destination is compared with its expected value. Rows have the bytes that
+a generation rank holds (`bytes_into_rank`), the bandwidth of NCCL's point-to-point messages between the same pairs, measured
+just before (`raw_gb_per_s`; of plain copies if both sides share a GPU), staging memory, and the pause of a generation rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import socket
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
-from dagrl.bench.deadline import TIME_IS_UP, BenchDeadline, add_deadline
-from dagrl.bench.refit_cases import CASES, TRIALS, RefitCase, largest_that_fit, trials
-from dagrl.bench.refit_report import label, plot, print_table
-from dagrl.bench.report import Row, add_outputs, count, report_rows
+from dagrl.bench import harness
+from dagrl.bench.harness import Column, Contest, Take, Turn
+from dagrl.bench.report import Row, count
 from dagrl.errors import ConfigError, RunError
+from dagrl.runtime.ports import reserve_port
 
-SPARE_S = 1.5  # for processes to exit before they are killed
-OVERTIME_S = 25.0
-"""Time after the deadline for a method that takes longer than the earlier ones. It exceeds a channel's deadline, after
-which a hanging rank reports itself. With the plot it stays below the time that `dagrl.bench.gpu.run_all` grants a job
-after its deadline."""
+if TYPE_CHECKING:
+    from dagrl.bench.refit_cases import RefitCase
+
+END_S = 1.5  # for processes to exit before they are killed
+LIMIT_S = 240.0
+"""How long ranks may take to build a case, or for a turn."""
+
+COLUMNS = (
+    Column("GB into a rank", "gigabytes", "{:.3f}"),
+    Column("GB/s", "gb_per_s", "{:.1f}"),
+    Column("of the link", "share_of_raw", "{:.3f}"),
+    Column("staging MB", "staging_mb", "{:.0f}"),
+    Column("pause ms", "pause_ms", "{:.2f}"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_outputs(parser)
+    harness.add_arguments(parser)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--trial", action="store_true", help="measure a tiny model on the CPU")
+    what.add_argument("--plan", action="store_true", help="measure `dagrl inspect --phase refit` of full-size models")
+    what.add_argument("--delta", action="store_true", help="measure delta refits; needs root, `ip` and `tc`")
+    what.add_argument("--architectures", action="store_true", help="refit tiny models of all architectures")
     parser.add_argument(
-        "--cases", nargs="*", default=[], help='only cases with these name prefixes, e.g. "4B" "30B EP2->TP2 fp8"'
+        "--cases", nargs="*", default=[], help='only cases with these prefixes, e.g. "4B" "30B EP2->TP2 fp8"'
     )
-    parser.add_argument("--rounds", type=count, default=20, help="measured refits per method")
-    parser.add_argument("--bucket-bytes", type=int, help="bytes per bucket; default: the value of a run")
-    parser.add_argument("--direct-bytes", type=int, help="smallest slice sent without staging")
-    parser.add_argument("--no-rivals", action="store_true", help="skip the broadcasts")
-    add_deadline(parser, default=900.0)
-    parser.add_argument("--trial", action="store_true", help="measure a tiny model on the CPU")
+    parser.add_argument("--repeats", type=count, default=10, help="transfers of a turn")
+    parser.add_argument("--no-rivals", action="store_true", help="skip the broadcasts and vLLM's own transfers")
+    parser.add_argument("--names", nargs="*", help="of --architectures: only these; default: all that vLLM lists")
+    parser.add_argument("--seconds", type=float, default=240, help="of --architectures: deadline of one")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures, prints the table and writes the requested files. Raises RunError if a method failed or left wrong
-    parameters."""
+    if options.architectures:
+        from dagrl.bench import refit_architectures
+
+        refit_architectures.run(options)
+        return
+    if options.plan or options.delta:
+        from dagrl.bench import refit_delta, refit_plan
+
+        (refit_plan if options.plan else refit_delta).run(options)
+        return
+    cases, left_out = chosen(options)
+    with ExitStack() as stack:
+        pool = Pool(cases, not options.trial, rivals=not (options.no_rivals or options.trial))
+        stack.callback(pool.close)
+        contests = [
+            Contest(case.label, {case.label: {"gpus": case.gpus}}, partial(methods, pool, case, options)) for case in cases
+        ]
+        harness.run(options, contests, COLUMNS, finish, left_out)
+
+
+def chosen(options: argparse.Namespace) -> tuple[list[RefitCase], dict[str, str]]:
+    """Returns the cases that fit, those of equal sizes next to each other, and why others do not. Raises ConfigError."""
+    from dagrl.bench.refit_cases import CASES, TRIALS, largest_that_fit, trials
+
     gpus, memory = _gpus()
     if not options.trial and not gpus:
         raise ConfigError("found no GPU; use a host with GPUs, or --trial for a tiny model on the CPU")
@@ -58,37 +95,7 @@ def run(options: argparse.Namespace) -> None:
     if not cases and not left_out:
         names = dict.fromkeys(case.name for case in (TRIALS if options.trial else CASES))
         raise ConfigError(f"--cases {' '.join(options.cases)}: no case has this prefix; choose from {', '.join(names)}")
-    deadline, failed = BenchDeadline(options.deadline), dict[str, str]()
-    deadline.left_out |= left_out
-    measured = sorted_out(_measure_all(cases, options, deadline), deadline.left_out, failed)
-    show = partial(print_table, failed=failed)
-    report_rows(options, measured, show, plot, deadline=deadline, failed=failed, key="cases")
-    if failed:
-        raise RunError(f"{len(failed)} methods of the refit benchmark failed, see their rows: {', '.join(failed)}")
-
-
-def sorted_out(rows: Iterable[Row], left_out: dict[str, str], failed: dict[str, str]) -> Iterator[list[Row]]:
-    """Yields the measured rows so far; adds the others to `left_out` and `failed`, by their labels. A method that left wrong
-    parameters has failed too."""
-    measured: list[Row] = []
-    for row in rows:
-        if "left_out" in row:
-            left_out[label(row)] = row["left_out"]
-        if "error" in row:
-            failed[label(row)] = row["error"]
-        if row.get("wrong_parameters"):
-            failed[label(row)] = f"wrong parameters: {row['wrong_parameters']}"
-        measured += [row] if "median_s" in row else []
-        sys.stderr.write(f"{_line(row)}\n")
-        yield measured
-
-
-def _line(row: Row) -> str:
-    if "median_s" in row:
-        return f"{label(row)}: {row['median_s'] * 1e3:.2f} ms, {row['gb_per_s']:.1f} GB/s"
-    if "left_out" in row:
-        return f"{label(row)}: left out, {row['left_out']}"
-    return f"{label(row)}: {row.get('note') or row['error']}"
+    return sorted(cases, key=lambda case: (case.gpus, case.ranks), reverse=True), left_out
 
 
 def _gpus() -> tuple[int, int]:
@@ -99,73 +106,95 @@ def _gpus() -> tuple[int, int]:
     return len(found), min(found, default=0)
 
 
-def _measure_all(cases: Sequence[RefitCase], options: argparse.Namespace, deadline: BenchDeadline) -> Iterator[Row]:
-    """Yields the rows of cases of the same number of ranks and GPUs, then of the next."""
-    for sizes in sorted({(case.gpus, case.ranks) for case in cases}, reverse=True):
-        some = [case for case in cases if (case.gpus, case.ranks) == sizes]
-        if deadline.left() > 0:
-            yield from _measure(some, options, time.monotonic() + deadline.left())
-        else:
-            yield from ({"name": case.name, "dtype": case.dtype, "left_out": TIME_IS_UP} for case in some)
+@contextmanager
+def methods(pool: Pool, case: RefitCase, options: argparse.Namespace) -> Iterator[dict[str, Take]]:
+    """Yields the methods of a case, on ranks that hold both sides."""
+    names = pool.begin(case)
+    yield {name: partial(turn, pool, case, name, options.repeats) for name in names}
+    pool.ask("end")
 
 
-def _measure(cases: Sequence[RefitCase], options: argparse.Namespace, until: float) -> Iterator[Row]:
-    """Measures cases of the same number of ranks and GPUs, in processes of their own."""
-    from dagrl.bench.refit_rank import PORTS_A_CASE, Settings, run_rank
+def turn(pool: Pool, case: RefitCase, method: str, repeats: int) -> dict[str, Turn]:
+    """Transfers the model some times. Raises RunError if a parameter is wrong afterwards."""
+    answers = pool.ask("turn", method, repeats)
+    if wrong := [name for answer in answers for name in answer["wrong"]]:
+        raise RunError(f"wrong parameters: {len(wrong)}, such as {', '.join(wrong[:4])}")
+    seconds = [max(each) for each in zip(*(answer["seconds"] for answer in answers), strict=True)]
+    facts = {key: max(answer["facts"].get(key, 0) for answer in answers) for key in answers[0]["facts"]}
+    return {case.label: Turn(seconds, facts | {"holders": sorted({answer["holder"] for answer in answers})})}
 
-    size = cases[0].ranks
-    control, *ports = _free_ports(1 + PORTS_A_CASE * len(cases))
-    settings = Settings(
-        cases,
-        not options.trial,
-        options.rounds,
-        control,
-        ports,
-        options.bucket_bytes,
-        options.direct_bytes,
-        rivals=not (options.no_rivals or options.trial),
-        until=until,
-    )
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    ranks = [context.Process(target=run_rank, args=(settings, rank, theirs), daemon=True) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    theirs.close()
-    try:
-        yield from _listen(ours, size, until + OVERTIME_S)
-    finally:
-        last = time.monotonic() + SPARE_S
-        for process in ranks:
-            process.join(max(0.0, last - time.monotonic()))
+
+def finish(rows: list[Row]) -> list[Row]:
+    """Adds rates and the share of the link."""
+    found = []
+    for row in rows:
+        rate = row["bytes_into_rank"] / row["median_s"] / 1e9
+        more = {"gigabytes": row["bytes_into_rank"] / 1e9, "gb_per_s": rate, "staging_mb": row["staging_bytes"] / 1e6}
+        more |= {"share_of_raw": rate / row["raw_gb_per_s"]} if row["raw_gb_per_s"] else {}
+        more |= {"pause_ms": row["pause_s"] * 1e3} if row.get("pause_s") else {}
+        found.append(row | more)
+    return found
+
+
+class Pool:
+    """Processes of the ranks of both sides. They stay for all cases of the same number of ranks and GPUs."""
+
+    def __init__(self, cases: Sequence[RefitCase], on_gpus: bool, rivals: bool) -> None:
+        self._cases, self._on_gpus, self._rivals = cases, on_gpus, rivals
+        self._sizes: tuple[int, int] | None = None
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def begin(self, case: RefitCase) -> list[str]:
+        """Builds a case on the ranks, which are started if their number changes. Returns its methods."""
+        from dagrl.bench.refit_rank import PORTS, run_rank
+
+        if (case.gpus, case.ranks) != self._sizes:
+            self.close()
+            context, control = multiprocessing.get_context("spawn"), reserve_port()
+            for rank in range(case.ranks):
+                ours, theirs = context.Pipe()
+                arguments = (theirs, rank, case.ranks, case.gpus, control, self._on_gpus)
+                self._processes.append(context.Process(target=run_rank, args=arguments, daemon=True))
+                self._processes[-1].start()
+                theirs.close()
+                self._pipes.append(ours)
+            self._sizes = (case.gpus, case.ranks)
+        kind = (case.model, case.fp8, case.to_megatron)
+        first = case == next(one for one in self._cases if (one.model, one.fp8, one.to_megatron) == kind)
+        names: list[str] = self.ask("begin", case, [reserve_port() for _ in range(PORTS)], first, self._rivals)[0]
+        return names
+
+    def ask(self, command: str, *arguments: Any) -> list[Any]:
+        """Returns every rank's answer. Raises RunError with the errors of all ranks; without an answer they are killed."""
+        if not self._pipes:
+            raise RunError("the ranks have ended")
+        for pipe in self._pipes:
+            pipe.send((command, arguments))
+        answers: list[tuple[str, Any]] = []
+        until = time.monotonic() + LIMIT_S
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                arrived = pipe.poll(max(0.0, until - time.monotonic()))
+                answers.append(pipe.recv() if arrived else (f"did not {command} within {LIMIT_S:.0f} s", None))
+            except (EOFError, OSError):
+                arrived = False
+                answers.append(("died", None))
+            if not arrived:
+                self.close()
+                raise RunError(f"rank {rank} {answers[-1][0]}")
+        errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(answers) if error]
+        if errors:
+            raise RunError("\n".join(errors))
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for pipe in self._pipes:
+            pipe.close()  # ends a rank that listens
+        until = time.monotonic() + END_S
+        for process in self._processes:
+            process.join(max(0.0, until - time.monotonic()))
             process.kill()
             process.join()
-
-
-def _listen(connection: Connection, size: int, until: float) -> Iterator[Row]:
-    """Passes on rows until every rank has ended."""
-    running = size
-    while running:
-        if not connection.poll(max(0.0, until - time.monotonic())):
-            yield {"error": f"{running} ranks did not finish in time and were killed"}
-            return
-        try:
-            row = connection.recv()
-        except EOFError:
-            yield {"error": f"{running} ranks died"}
-            return
-        if row is None:
-            running -= 1
-        else:
-            yield row
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+        self._processes, self._pipes, self._sizes = [], [], None

@@ -1,7 +1,7 @@
 """Refits every architecture that the installed vLLM can build at tiny size, and compares with vLLM's own `load_weights`.
 
-    dagrl bench refit_architectures --json F                     all text and multimodal architectures
-    dagrl bench refit_architectures --names Gemma3ForCausalLM    some of them
+    dagrl bench refit --architectures --json F                     all text and multimodal architectures
+    dagrl bench refit --architectures --names Gemma3ForCausalLM    some of them
 
 For each architecture transformers builds a tiny model with random weights, and vLLM builds its own from the saved
 configuration, on one rank and on two tensor-parallel ones. vLLM's loader is recorded. The weights of a second checkpoint are
@@ -52,12 +52,6 @@ class ArchitectureRow:
     tp: int
     passed: bool
     reason: str = ""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, help="write the rows to this JSON file")
-    parser.add_argument("--names", nargs="*", help="architectures (default: all that vLLM lists for text and images)")
-    parser.add_argument("--seconds", type=float, default=240, help="deadline of one architecture")
 
 
 def run(options: argparse.Namespace) -> None:

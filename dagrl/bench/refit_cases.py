@@ -57,9 +57,14 @@ class RefitCase:
         """Data type of the generation side's linear layers."""
         return "fp8" if self.fp8 else "bf16"
 
+    @property
+    def label(self) -> str:
+        """Name and data type."""
+        return f"{self.name} {self.dtype}"
+
     def is_wanted(self, wanted: Sequence[str]) -> bool:
         """Returns whether the name and dtype start with one of `wanted`; an empty `wanted` selects all."""
-        return not wanted or f"{self.name} {self.dtype}".startswith(tuple(wanted))
+        return not wanted or self.label.startswith(tuple(wanted))
 
     @property
     def config(self) -> Mapping[str, Json]:
@@ -150,7 +155,7 @@ def largest_that_fit(gpus: int, memory_bytes: int, wanted: Sequence[str] = ()) -
     chosen: list[RefitCase] = []
     left_out: dict[str, str] = {}
     for case in CASES:
-        label = f"{case.name} {case.dtype}"
+        label = case.label
         if not case.is_wanted(wanted):
             continue
         if case.gpus > gpus:

@@ -22,11 +22,15 @@ class Control:
         self.rank, self.size = rank, size
         self._store = TCPStore("127.0.0.1", port, size, rank == 0, timeout=timedelta(seconds=timeout_s))
         self._timeout_s = timeout_s
-        self._number = 0
+        self._command, self._number = 0, 0
+
+    def begin(self, command: int) -> None:
+        """Starts a command; ranks that failed in the one before are in step again."""
+        self._command, self._number = command, 0
 
     def _key(self) -> str:
         self._number += 1
-        return f"step/{self._number}"
+        return f"{self._command}/{self._number}"
 
     def barrier(self) -> None:
         """Returns when all ranks have arrived."""
@@ -46,13 +50,6 @@ class Control:
         self._store.set(f"{key}/{self.rank}", pickle.dumps(value).hex())
         return [pickle.loads(bytes.fromhex(self._store.get(f"{key}/{rank}").decode())) for rank in range(self.size)]  # noqa: S301
 
-    def leave(self) -> None:
-        """Returns when this rank may end. Rank 0 serves the store and leaves last."""
-        left, deadline = self._store.add("left", 1), time.monotonic() + self._timeout_s
-        while self.rank == 0 and left < self.size and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-            left = self._store.add("left", 0)
-
     def start_together(self) -> None:
         """Returns at the same instant on all ranks; spins at the end instead of sleeping."""
         self.barrier()
@@ -64,11 +61,11 @@ class Control:
             pass
 
     def seconds(self, act: Callable[[], object], rounds: int, warmup: int) -> list[float]:
-        """Returns the slowest rank's seconds of each round, sorted. All ranks start each round at the same instant."""
+        """Returns this rank's seconds of each round. All ranks start each round at the same instant."""
         taken = []
         for _ in range(warmup + rounds):
             self.start_together()
             start = time.perf_counter()
             act()
             taken.append(time.perf_counter() - start)
-        return sorted(max(each) for each in zip(*self.gather(taken[warmup:]), strict=True))
+        return taken[warmup:]

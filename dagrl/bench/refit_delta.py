@@ -1,13 +1,10 @@
 """Measures delta refits over a slow link: whole refits and delta refits after the same optimizer steps, in turn.
 
-    dagrl bench refit_delta --json F                                  1 Gbit/s and 100 Mbit/s, learning rates 1e-6 and 1e-5
-    dagrl bench refit_delta --rates 10gbit --learning-rates 1e-6
-
 A trainer and an engine's rank are processes in network namespaces, connected by a link whose rate `tc tbf` limits: two hosts
 for all that they can see. The trainer takes AdamW steps of a policy gradient with float32 master weights, and sends the
 bfloat16 weights into vLLM's layout. Both refits have tensors of their own on the engine's side, which must be equal after
-each step. `whole_s` and `delta_s` are from the trainer's call to the commit of both ranks, `whole_cpu_s` and `delta_cpu_s`
-the trainer's processor time in them. `load` is the load average, the benchmark included. Needs root, `ip` and `tc`.
+each step. Times are from the trainer's call to the commit of both ranks, `cpu_s` is the trainer's processor time in it.
+Needs root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -20,10 +17,18 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from dagrl.bench.report import Row, add_outputs, count, report_rows
+from dagrl.bench import harness
+from dagrl.bench.harness import Column, Contest, Take, Turn
 from dagrl.errors import ConfigError, MissingDependencyError, RunError
 
+RATES, LEARNING_RATES = ("1gbit", "100mbit"), (1e-6, 1e-5)
+LAYERS = 8
+"""Layers of the model, 4 million parameters each."""
+
+COLUMNS = (Column("MB", "megabytes", "{:.2f}"), Column("CPU s", "cpu_s", "{:.3f}"), Column("changed", "changed", "{:.1%}"))
 TRAINER, ENGINE = "trainer", "engine"
 ADDRESSES = {TRAINER: "10.77.5.1", ENGINE: "10.77.5.2"}
 _LIMIT_S = 900.0
@@ -31,33 +36,32 @@ _BURST = "512kb"
 _NAMED = ("unshare", "--uts", "env")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_outputs(parser, plot=False)
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], help="rates of the link, in tc's units")
-    parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-6, 1e-5], help="of AdamW")
-    parser.add_argument("--steps", type=count, default=5, help="measured steps of each case")
-    parser.add_argument("--layers", type=count, default=8, help="layers of the model, 4 million parameters each")
-
-
 def run(options: argparse.Namespace) -> None:
+    """Measures every rate and learning rate; a turn has `--repeats` steps."""
     for program in ("ip", "tc", "unshare"):
         if shutil.which(program) is None:
             raise MissingDependencyError(f"{program!r} is missing; install iproute2 and util-linux")
     if os.geteuid() != 0:
         raise ConfigError("network namespaces need root; run this benchmark as root, for example in a container")
-    if options.steps < 1 or options.layers < 1:
-        raise ConfigError(f"--steps {options.steps} and --layers {options.layers} must be at least 1")
-    report_rows(options, _measure(options), _print)
+    contests = []
+    for rate in RATES:
+        for learning_rate in LEARNING_RATES:
+            name = f"{rate}, learning rate {learning_rate:g}"
+            contests.append(Contest(name, {name: {}}, partial(sides, name, rate, learning_rate, options)))
+    options.rounds = 1  # both sides alternate within one run
+    harness.run(options, contests, COLUMNS)
 
 
-def _measure(options: argparse.Namespace) -> Iterator[list[Row]]:
-    """Yields all rows so far."""
-    rows: list[Row] = []
-    for rate in options.rates:
-        with two_hosts(rate) as prefixes:
-            for learning_rate in options.learning_rates:
-                rows.append({"rate": rate, **measure(prefixes, learning_rate, options.steps, options.layers)})
-                yield rows
+@contextmanager
+def sides(name: str, rate: str, learning_rate: float, options: argparse.Namespace) -> Iterator[dict[str, Take]]:
+    """Runs both processes, and yields what they measured."""
+    with two_hosts(rate) as prefixes:
+        found = measure(prefixes, learning_rate, options.repeats, LAYERS)
+    yield {side: partial(_taken, name, found[side]) for side in ("whole", "delta")}
+
+
+def _taken(name: str, found: dict[str, Any]) -> dict[str, Turn]:
+    return {name: Turn(found["seconds"], found["facts"])}
 
 
 @contextmanager
@@ -90,8 +94,8 @@ def two_hosts(rate: str) -> Iterator[Mapping[str, Sequence[str]]]:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)  # noqa: S603, S607
 
 
-def measure(prefixes: Mapping[str, Sequence[str]], learning_rate: float, steps: int, layers: int) -> Row:
-    """Runs both processes once. Returns the trainer's row. Raises RunError if one of them fails."""
+def measure(prefixes: Mapping[str, Sequence[str]], learning_rate: float, steps: int, layers: int) -> dict[str, Any]:
+    """Runs both processes once. Returns what the trainer measured. Raises RunError if one of them fails."""
     words = [f"{ADDRESSES[TRAINER]}:29611", str(learning_rate), str(steps), str(layers)]
     command = [sys.executable, "-m", "dagrl.bench.refit_delta_rank"]
     started = {
@@ -106,8 +110,8 @@ def measure(prefixes: Mapping[str, Sequence[str]], learning_rate: float, steps: 
     for side, (_, errors) in ended.items():
         if started[side].returncode:
             raise RunError(f"the {side} failed: {errors[-2000:]}")
-    row: Row = json.loads(ended[TRAINER][0].splitlines()[-1])
-    return row
+    found: dict[str, Any] = json.loads(ended[TRAINER][0].splitlines()[-1])
+    return found
 
 
 def _tool(*words: str) -> None:
@@ -116,8 +120,3 @@ def _tool(*words: str) -> None:
         raise ConfigError(
             f"{' '.join(words)} failed: {done.stderr.strip()}; this benchmark needs the right to make network namespaces"
         )
-
-
-def _print(rows: Sequence[Row]) -> None:
-    for row in rows:
-        print("  ".join(f"{name}={value}" for name, value in row.items()))

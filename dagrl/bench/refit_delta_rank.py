@@ -1,4 +1,4 @@
-"""One process of `bench refit_delta`: the trainer, or the engine's rank.
+"""One process of `bench refit --delta`: the trainer, or the engine's rank.
 
 python -m dagrl.bench.refit_delta_rank trainer|engine ADDRESS LEARNING_RATE STEPS LAYERS
 """
@@ -6,14 +6,12 @@ python -m dagrl.bench.refit_delta_rank trainer|engine ADDRESS LEARNING_RATE STEP
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
 from statistics import median
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,13 +89,12 @@ def connect(
     return channel, (RefitSender if side == "train" else RefitReceiver)(plan, tensors, channel)
 
 
-def train(address: str, learning_rate: float, steps: int, layers: int) -> dict[str, Json]:
-    """Steps and sends. Returns the row of results."""
+def train(address: str, learning_rate: float, steps: int, layers: int) -> dict[str, Any]:
+    """Steps and sends. Returns the seconds of each refit and medians of the rest, by mode."""
     trainer = Trainer(layers, learning_rate)
     slices, tensors = slices_of(trainer.model, dtype="bfloat16"), tensors_of(trainer.model, dtype="bfloat16")
     ends = {mode: connect("train", address, mode, slices, tensors) for mode in MODES}
-    taken: dict[str, list[tuple[float, float, int]]] = {mode: [] for mode in MODES}  # seconds, of the processor, and bytes
-    shares: list[float] = []
+    taken: dict[str, list[tuple[float, float, int, float]]] = {mode: [] for mode in MODES}
     for version in range(steps + 1):
         share = trainer.step()
         for mode in MODES if version % 2 else MODES[::-1]:
@@ -107,25 +104,14 @@ def train(address: str, learning_rate: float, steps: int, layers: int) -> dict[s
             with commit_together(channel, wait=True):
                 report = sender.send(version)
             if version:  # the first refit is whole, and opens connections
-                taken[mode].append((time.perf_counter() - start, time.process_time() - used, report.bytes_sent))
-        shares += [share] if version else []
-    whole_s, whole_cpu_s, whole_bytes = np.median(taken["off"], axis=0).tolist()
-    delta_s, delta_cpu_s, delta_bytes = np.median(taken["lossless"], axis=0).tolist()
-    return {
-        "learning_rate": learning_rate,
-        "parameters": sum(master.numel() for master in trainer.masters),
-        "elements_changed": round(median(shares), 5),
-        "bytes_whole": int(whole_bytes),
-        "bytes_delta": int(delta_bytes),
-        "bytes_ratio": round(whole_bytes / delta_bytes, 1),
-        "whole_s": round(whole_s, 4),
-        "delta_s": round(delta_s, 4),
-        "time_ratio": round(whole_s / delta_s, 1),
-        "whole_cpu_s": round(whole_cpu_s, 4),
-        "delta_cpu_s": round(delta_cpu_s, 4),
-        "n": steps,
-        "load": round(os.getloadavg()[0], 1),
-    }
+                spent = time.perf_counter() - start, time.process_time() - used
+                taken[mode].append((*spent, report.bytes_sent, share))
+    found = {}
+    for name, mode in (("whole", "off"), ("delta", "lossless")):
+        seconds, cpu, sizes, shares = zip(*taken[mode], strict=True)
+        facts = {"cpu_s": median(cpu), "megabytes": median(sizes) / 1e6, "changed": median(shares)}
+        found[name] = {"seconds": seconds, "facts": facts}
+    return found
 
 
 def receive(address: str, steps: int, layers: int) -> None:

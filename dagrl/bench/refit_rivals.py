@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -47,10 +48,14 @@ def raw_bytes_per_second(
                     channel.receive(message, sources[rank]).wait()
             channel.synchronize()
 
-        taken = control.seconds(carry, rounds=5, warmup=2)
-        found[size] = size * count / taken[len(taken) // 2]
+        found[size] = size * count / _slowest(control, carry)
         del message
     return found
+
+
+def _slowest(control: Control, carry: Callable[[], object]) -> float:
+    """Returns the median of five rounds of the slowest rank."""
+    return float(median(max(each) for each in zip(*control.gather(control.seconds(carry, rounds=5, warmup=2)), strict=True)))
 
 
 def copied_bytes_per_second(control: Control, device: torch.device, sizes: Sequence[int] = RAW_BYTES) -> dict[int, float]:
@@ -66,8 +71,7 @@ def copied_bytes_per_second(control: Control, device: torch.device, sizes: Seque
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-        taken = control.seconds(carry, rounds=5, warmup=2)
-        found[size] = size * count / taken[len(taken) // 2]
+        found[size] = size * count / _slowest(control, carry)
         del there, here
     return found
 

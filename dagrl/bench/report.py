@@ -10,14 +10,12 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dagrl.bench.deadline import BenchDeadline
 from dagrl.machine import gpus, package_versions
 
 PACKAGES = (
@@ -161,58 +159,6 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         panel.invert_yaxis()
     axes[-1, 0].set_xlabel("seconds")
     figure.suptitle(hardware(), fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def add_outputs(parser: argparse.ArgumentParser, *, plot: bool = True) -> None:
-    """Adds `--json` and `--plot`."""
-    parser.add_argument("--json", type=Path, metavar="F", help="write the rows to this JSON file")
-    if plot:
-        parser.add_argument("--plot", type=Path, metavar="F", help="plot the rows to this file (png, svg)")
-
-
-def report_rows(
-    options: argparse.Namespace,
-    measured: Iterable[Sequence[Row]],
-    print_table: Callable[[Sequence[Row]], None],
-    plot: Callable[[Sequence[Row], Path], None] | None = None,
-    *,
-    deadline: BenchDeadline | None = None,
-    failed: Mapping[str, str] | None = None,
-    key: str = "rows",
-) -> None:
-    """Rewrites the file of `--json` for each of `measured`, all rows so far; prints and plots the last.
-
-    An interrupted run keeps its rows. `failed` may grow meanwhile, like what the deadline leaves out.
-    """
-    rows: Sequence[Row] = []
-    deadline = deadline or BenchDeadline(None)
-
-    def write(rows: Sequence[Row]) -> None:
-        if options.json:
-            BenchReport(rows, command_line(), left_out=deadline.left_out, failed=failed or {}).write(options.json)
-
-    for rows in measured:
-        write(rows)
-    write(rows)
-    print_table(rows)
-    deadline.tell()
-    if plot is not None and options.plot and rows:
-        plot(rows, options.plot)
-
-
-@contextmanager
-def drawing(path: Path, rows: int = 1, columns: int = 1, **settings: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields a figure and its axes, `[rows, columns]`, and writes it to `path`. `settings` are those of `subplots`."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **settings)
-    yield figure, axes
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

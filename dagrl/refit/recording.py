@@ -200,7 +200,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sources = sorted({view.base.name for view in (taken.sources() if taken else ())})
             raise UnmappedError(
                 f"the engine's loader assembles {', '.join(sources) or into} in a buffer of its own, which a refit cannot "
-                "follow. Set refit.unmapped to load, or use a model that dagrl bench refit_architectures lists as passed",
+                "follow. Set refit.unmapped to load, or use a model that dagrl bench refit --architectures lists as passed",
                 sources,
             )
         self._written.add(into.base.name)
@@ -251,7 +251,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = sorted({source.base.name for view in views for source in view.sources()})
         return UnmappedError(
             f"the engine's loader of {', '.join(map(repr, names[:4]))} needs {operation}, which a refit cannot describe. "
-            "Set refit.unmapped to load, or use a model that dagrl bench refit_architectures lists as passed",
+            "Set refit.unmapped to load, or use a model that dagrl bench refit --architectures lists as passed",
             names,
         )
 

@@ -16,7 +16,7 @@ def test_rows_of_architectures(tmp_path: Path) -> None:
     report = tmp_path / "rows.json"
     names = ["GptOssForCausalLM", "NemotronHForCausalLM", "Qwen3ForCausalLM", "NoSuchModel"]
     code = "import sys; from dagrl.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "bench", "refit_architectures", "--json", str(report), "--names", *names]
+    command = [sys.executable, "-c", code, "bench", "refit", "--architectures", "--json", str(report), "--names", *names]
     subprocess.run(command, check=True, timeout=280)
     rows = {(row["architecture"], row["source"], row["tp"]): row for row in json.loads(report.read_text())}
     sources = [(name, source) for name in names[:3] for source in ("hf", "dtensor")] + [("Qwen3ForCausalLM", "megatron")]

@@ -2,66 +2,50 @@
 
 from __future__ import annotations
 
-import argparse
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dagrl.bench import refit, refit_rank
-from dagrl.bench.deadline import TIME_IS_UP
-from dagrl.bench.refit import _free_ports, sorted_out
+from dagrl.bench import refit
 from dagrl.bench.refit_cases import CASES, TRIALS, largest_that_fit, trials
 from dagrl.bench.refit_control import Control
 from dagrl.bench.refit_mappings import TABLE, RefitMapping
 from dagrl.bench.refit_plan import configuration
-from dagrl.bench.refit_rank import Rank, Settings
 from dagrl.bench.refit_resharding import _along
 from dagrl.bench.refit_vllm_engines import Calls, answer_calls
-from dagrl.bench.report import BenchReport
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.errors import RunError
 from dagrl.run.preflight import check_model, worker_classes
 from dagrl.runtime.layout import ParallelLayout
-
-GOOD = {"name": "4B TP2->TP2", "dtype": "bf16", "method": "dagrl", "median_s": 0.01, "gb_per_s": 1.0, "wrong_parameters": 0}
-
-
-def test_rows_are_measured_left_out_or_failed() -> None:
-    wrong = {**GOOD, "method": "broadcast", "wrong_parameters": 3}
-    rows = [
-        {"name": "4B TP2->TP2", "dtype": "bf16", "note": "built in 1 s"},
-        GOOD,
-        {"name": "4B TP4->TP4", "dtype": "bf16", "left_out": "the time is up"},
-        wrong,
-        {"name": "30B", "dtype": "fp8", "method": "prepare", "error": "rank 1: out of memory"},
-        {"error": "2 ranks died"},
-    ]
-    left_out: dict[str, str] = {"30B bf16": "needs 8 GPUs, found 2"}
-    failed: dict[str, str] = {}
-    *_, measured = sorted_out(rows, left_out, failed)
-    assert measured == [GOOD, wrong]
-    assert left_out == {"30B bf16": "needs 8 GPUs, found 2", "4B TP4->TP4 bf16": "the time is up"}
-    assert failed == {
-        "4B TP2->TP2 bf16 broadcast": "wrong parameters: 3",
-        "30B fp8 prepare": "rank 1: out of memory",
-        "the benchmark": "2 ranks died",
-    }
+from dagrl.runtime.ports import reserve_port
 
 
-@pytest.mark.parametrize("row", [{**GOOD, "wrong_parameters": 3}, {**GOOD, "error": "out of memory"}])
-def test_failed_methods_raise(row: dict[str, object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(refit, "_measure_all", lambda *rest: [row])
-    monkeypatch.setattr(refit, "print_table", lambda *rest, **more: None)
-    parser = argparse.ArgumentParser()
-    refit.add_arguments(parser)
-    with pytest.raises(RunError, match=r"1 methods .* failed, see their rows: 4B TP2->TP2 bf16 dagrl"):
-        refit.run(parser.parse_args(["--trial", "--json", str(tmp_path / "refit.json")]))
-    assert list(BenchReport.read(tmp_path / "refit.json").failed) == ["4B TP2->TP2 bf16 dagrl"]
+class Ranks:
+    """Ranks that answer at once: two senders, and two receivers of which one has a wrong parameter."""
+
+    def __init__(self, wrong: list[str]) -> None:
+        self.wrong = wrong
+
+    def ask(self, command: str, *arguments: object) -> list[dict[str, Any]]:
+        facts = {"bytes_into_rank": 8 * 10**9, "raw_gb_per_s": 400.0, "staging_bytes": 10**6}
+        answers = [{"seconds": [0.01, 0.02], "wrong": [], "holder": "modules", "facts": facts} for _ in range(4)]
+        answers[2] |= {"seconds": [0.04, 0.02], "wrong": self.wrong}
+        return answers
+
+
+def test_the_slowest_rank_counts() -> None:
+    case = TRIALS[0]
+    (turn,) = refit.turn(Ranks([]), case, "dagrl", 2).values()  # type: ignore[arg-type]
+    assert turn.seconds == [0.04, 0.02]
+    (row,) = refit.finish([{"median_s": 0.04, **turn.facts}])
+    assert (row["gb_per_s"], row["share_of_raw"], row["staging_mb"]) == (200.0, 0.5, 1.0)
+
+
+def test_wrong_parameters_fail_the_method() -> None:
+    with pytest.raises(RunError, match=r"wrong parameters: 1, such as lm_head\.weight"):
+        refit.turn(Ranks(["lm_head.weight"]), TRIALS[0], "packed broadcast", 2)  # type: ignore[arg-type]
 
 
 def test_a_case_needs_the_gpus_of_both_sides() -> None:
@@ -97,18 +81,6 @@ def test_groups_are_the_ranks_along_an_axis() -> None:
     assert list(_along(layout, "pp")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-@pytest.mark.parametrize("others", [True, False])
-def test_methods_without_time_are_left_out_on_all_ranks(monkeypatch: pytest.MonkeyPatch, others: bool) -> None:
-    """Even if this rank alone has enough time."""
-    said: list[dict[str, Any]] = []
-    control = SimpleNamespace(gather=lambda mine: [mine, others], leave=lambda: None)
-    monkeypatch.setattr(refit_rank, "Control", lambda *given: control)
-    until = time.monotonic() + (-1.0 if others else 60.0)
-    settings = Settings(TRIALS[:1], on_gpus=False, rounds=1, control_port=0, ports=range(9), until=until)
-    Rank(settings, 0, said.append).run()
-    assert said == [{"name": TRIALS[0].name, "dtype": TRIALS[0].dtype, "method": "all methods", "left_out": TIME_IS_UP}]
-
-
 class _Engine:
     """A worker that keeps its calls, and rejects one update."""
 
@@ -128,13 +100,13 @@ class _Engine:
 
 
 def test_calls_of_vllms_trainer_run_on_the_generation_rank() -> None:
-    (port,) = _free_ports(1)
+    port = reserve_port()
     engine = _Engine()
 
     def generation() -> None:
         control = Control(port, 1, 2, 20)
         answer_calls(control, engine)
-        control.leave()
+        control.barrier()
 
     with ThreadPoolExecutor(1) as pool:
         answered = pool.submit(generation)
@@ -146,6 +118,6 @@ def test_calls_of_vllms_trainer_run_on_the_generation_rank() -> None:
         calls.update_weights({"names": ["a"]})
         calls.finish_weight_update()
         calls.call("done")
-        control.leave()
+        control.barrier()
         answered.result(20)
     assert engine.seen == ["start", "bad", {"names": ["a"]}, "finish"]

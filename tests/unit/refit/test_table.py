@@ -142,7 +142,7 @@ def slow_if_largest(rows: list[RefitMapping]) -> list[Any]:
 
 @pytest.mark.parametrize("row", slow_if_largest(LARGEST), ids=str)
 def test_the_largest_models_are_planned_in_little_memory(row: RefitMapping) -> None:
-    """With description, hosts, summary and the parts of two ranks, in its own process. `bench refit_plan` measures time."""
+    """With description, hosts, summary and the parts of two ranks, in its own process. `bench refit --plan` measures it."""
     command = [sys.executable, "-c", PROGRAM, str(row)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
