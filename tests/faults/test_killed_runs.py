@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dagrl.bench.gpu.dying import PLACES
-from dagrl.bench.gpu.faults import CONFIG, DEATH_AT, measure
+from tests.faults.dying import PLACES
+from tests.faults.killing import CONFIG, DEATH_AT, measure
 
 
 @pytest.mark.slow

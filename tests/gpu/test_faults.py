@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from dagrl.bench.gpu.dying import PLACES
-from dagrl.bench.gpu.faults import CONFIG, DEATH_AT, measure
-from dagrl.bench.report import Row
+from tests.faults.dying import PLACES
+from tests.faults.killing import CONFIG, DEATH_AT, measure
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 pytestmark = [
@@ -21,7 +22,7 @@ REPLICAS = ("policy.megatron_cfg.data_parallel_size=2", "checkpointing.save_peri
 
 
 @pytest.fixture(scope="module")
-def faults() -> list[Row]:
+def faults() -> list[dict[str, Any]]:
     """Of a GRPO run; of two runs on two GPUs, as an all-reduce takes both."""
     if torch.cuda.device_count() >= 3:
         return measure(CONFIG, REPLICAS)
@@ -30,7 +31,7 @@ def faults() -> list[Row]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_run_goes_on(faults: list[Row], place: str) -> None:
+def test_the_run_goes_on(faults: list[dict[str, Any]], place: str) -> None:
     (fault,) = [fault for fault in faults if fault["place"] == place]
     assert fault["role"] == ("train" if place == "all_reduce" else "generation")
     assert (

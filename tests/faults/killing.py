@@ -20,21 +20,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dagrl.bench.gpu.dying import DEATHS, PLACES, ask_for_death, died_at, has_died
-from dagrl.bench.report import Row
 from dagrl.errors import RunError
+from tests.faults.dying import DEATHS, PLACES, ask_for_death, died_at, has_died
 
 if TYPE_CHECKING:
     from dagrl.config import Config
 
-CONFIG = Path(__file__).with_name("faults.yaml")
+CONFIG = Path(__file__).with_name("killing.yaml")
 DEATH_AT = {"all_reduce": 2, "quantum": 4, "refit": 7}
 """Policy version at each death; training step `v` makes version `v`."""
 
 END_S = 20.0  # for a run to stop
 
 
-def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES, deadline_s: float = 540.0) -> list[Row]:
+def measure(
+    path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES, deadline_s: float = 540.0
+) -> list[dict[str, Any]]:
     """Runs both and returns each fault. Raises RunError if a run fails or is late."""
     from dagrl.config.file import load_config
     from dagrl.config.settings import layouts
@@ -53,10 +54,8 @@ def measure(path: Path, overrides: Sequence[str], places: Sequence[str] = PLACES
 def with_dying_workers(config: Config) -> Config:
     """Returns the configuration with workers that die on request."""
     assert config.policy.generation is not None
-    generation = config.policy.generation.model_copy(update={"worker": "dagrl.bench.gpu.dying:DyingVllmWorker"})
-    policy = config.policy.model_copy(
-        update={"worker": "dagrl.bench.gpu.dying:DyingMegatronWorker", "generation": generation}
-    )
+    generation = config.policy.generation.model_copy(update={"worker": "tests.faults.dying:DyingVllmWorker"})
+    policy = config.policy.model_copy(update={"worker": "tests.faults.dying:DyingMegatronWorker", "generation": generation})
     return config.model_copy(update={"policy": policy})
 
 
@@ -126,7 +125,7 @@ def _run(config: Config, directory: Path, gpus: str) -> None:
     run_with_restarts(train, config)
 
 
-def _fault(place: str, places: Sequence[str], directory: Path) -> Row:
+def _fault(place: str, places: Sequence[str], directory: Path) -> dict[str, Any]:
     """Returns one death: seconds from the death to the driver's error, and to the end of the first training step after it.
 
     `resumed_from_step` is the step before that one. `loss_difference` and `grad_norm_difference` are the largest relative
@@ -173,7 +172,7 @@ def _difference(found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1e-9)
 
 
-def _steps(directory: Path) -> dict[int, Row]:
+def _steps(directory: Path) -> dict[int, Any]:
     return {int(line["step"]): line for line in _lines(directory / "metrics.jsonl") if "loss" in line}
 
 
