@@ -44,7 +44,7 @@ def rows(count: int = 16, length: int = 2048, seed: int = 0) -> Splits:
     """Returns `count` demonstrations of `length` tokens: a digit as the prompt, and a response with its end token."""
     texts = enumerate(_texts(count, length - 1, seed))
     examples = tuple(Example(text[:1], text[1:], source=f"row {number}") for number, text in texts)
-    return Splits(examples, (), examples[:1])
+    return Splits(examples, examples, examples[:1])
 
 
 def _texts(count: int, characters: int, seed: int) -> list[str]:
