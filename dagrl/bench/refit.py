@@ -162,7 +162,9 @@ class Pool:
             self._sizes = (case.gpus, case.ranks)
         kind = (case.model, case.fp8, case.to_megatron)
         first = case == next(one for one in self._cases if (one.model, one.fp8, one.to_megatron) == kind)
-        names: list[str] = self.ask("begin", case, [reserve_port() for _ in range(PORTS)], first, self._rivals)[0]
+        names: list[str] = self.ask(
+            "begin", case, case.destinations(), [reserve_port() for _ in range(PORTS)], first, self._rivals
+        )[0]
         return names
 
     def ask(self, command: str, *arguments: Any) -> list[Any]:

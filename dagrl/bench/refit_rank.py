@@ -39,6 +39,7 @@ from dagrl.channels.spec import ChannelKind
 from dagrl.refit import RecordMode, RefitReceiver, RefitSender, Verify, commit_together, plan_refit
 from dagrl.refit.carry.autotune import TRIALS
 from dagrl.refit.connect import device_name
+from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import move_bytes
 
 PORTS = 4
@@ -74,10 +75,13 @@ class Rank:
         self._built: tuple[Any, Side] | None = None
         self._case = ExitStack()
 
-    def begin(self, case: RefitCase, ports: Sequence[int], thorough: bool, rivals: bool) -> list[str]:
+    def begin(
+        self, case: RefitCase, destinations: list[list[WeightSlice]], ports: Sequence[int], thorough: bool, rivals: bool
+    ) -> list[str]:
         """Builds this rank's side and measures the link. Returns the names of the case's methods."""
         self._case.close()  # of a case that failed
         self.case, self.is_sender = case, self.rank < case.train.world_size
+        self._destinations = destinations  # vLLM's are recorded in a process of their own, once for all ranks
         *self._group_addresses, address = (f"127.0.0.1:{port}" for port in ports)
         self._made: dict[str, Method] = {}
         self._makers: dict[str, Callable[[], Method]] = {}
@@ -145,13 +149,13 @@ class Rank:
             return
         self._let_go()
         if not self._on_gpus:
-            slices = (case.sources() + case.destinations())[self.rank]
+            slices = (case.sources() + self._destinations)[self.rank]
             side = Side(slices, described(slices, self.device), "tensors of the described shapes")
         elif self.is_sender:
             model = megatron_model(case, case.train, rank, self._group_addresses[0], self.device)
             side = modules_side(case.sources()[rank], model)
         else:
-            side = vllm_side(case, rank, self.device)
+            side = vllm_side(case, rank, self._destinations[rank], self.device)
         self._built = (key, side)
 
     def _build_resharding(self) -> None:
@@ -192,7 +196,7 @@ class Rank:
         mapped = case.colocated and name != "dagrl by messages"
         plan = plan_refit(
             case.sources(),
-            case.destinations(),
+            self._destinations,
             dtype="bfloat16",
             aliases=case.aliases,
             mailboxes=case.colocated,

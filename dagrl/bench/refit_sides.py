@@ -57,9 +57,8 @@ def megatron_model(case: RefitCase, layout: ParallelLayout, rank: int, address: 
         groups.end_groups()
 
 
-def vllm_side(case: RefitCase, rank: int, device: torch.device) -> Side:
+def vllm_side(case: RefitCase, rank: int, slices: Sequence[WeightSlice], device: torch.device) -> Side:
     """Returns this generation rank's vLLM modules, with the parameters that vLLM's own loader fills."""
-    slices = case.destinations()[rank]
     try:
         model, config = _vllm_model(case, rank, device)
         parameters = dict(model.named_parameters(remove_duplicate=False))
