@@ -1,7 +1,4 @@
-"""Models with published shapes and random weights, written as Hugging Face checkpoints for benchmarks to train on.
-
-    write_model(SHAPES["qwen3-0.6b"], directory)          # config.json and model.safetensors, bfloat16
-    python -m dagrl.bench.models qwen3-4b DIR             # with a tokenizer, as DIR/qwen3-4b, unless it exists
+"""Qwen3 models of published shapes with random weights, written like checkpoints.
 
 Sizes come from the published `config.json` files. `with_layers` shortens a model to fit a machine and changes its name.
 """
@@ -9,7 +6,6 @@ Sizes come from the published `config.json` files. `with_layers` shortens a mode
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +122,3 @@ def _draw(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator)
     if len(size) == 1:
         return torch.ones(size, dtype=dtype, device=generator.device)
     return (torch.randn(size, generator=generator, device=generator.device) * 0.02).to(dtype)
-
-
-if __name__ == "__main__":
-    write_with_tokenizer(SHAPES[sys.argv[1]], Path(sys.argv[2]))
