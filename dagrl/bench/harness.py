@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dagrl.bench.report import BenchReport, Row, command_line, commit, count, plot, print_rows, shown
+from dagrl.bench.report import BenchReport, Row, check_plot, command_line, commit, count, plot, print_rows, shown
 from dagrl.errors import ConfigError, DagrlError, RunError
 
 T = TypeVar("T")
@@ -105,6 +105,8 @@ def run(
 
     Raises RunError if nothing was measured, or a side failed.
     """
+    if options.plot:
+        check_plot(options.plot)
     deadline, failed = Deadline(options.deadline), dict[str, str]()
     deadline.left_out |= left_out or {}
     rows: list[Row] = []

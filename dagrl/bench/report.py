@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from dagrl.errors import ConfigError
 from dagrl.machine import gpus, package_versions
 
 PACKAGES = (
@@ -129,6 +130,15 @@ def print_rows(columns: Sequence[str], rows: Iterable[Iterable[object]], title: 
     for row in rows:
         table.add_row(*("" if cell is None else str(cell) for cell in row))
     Console(width=max(190, Console().width)).print(table)
+
+
+def check_plot(path: Path) -> None:
+    """Raises ConfigError before the measurement if the plot could not be drawn: an unknown file type."""
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:] not in kinds:
+        raise ConfigError(f"--plot {path}: cannot draw file type {path.suffix!r}; use one of {', '.join(sorted(kinds))}")
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from dagrl.bench import report
 from dagrl.bench.report import BenchReport, commit
+from dagrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,6 +44,8 @@ def test_rows_can_be_drawn_on_any_machine(tmp_path: Path) -> None:
     row = {"case": "chain", "side": "dagrl", "median_s": 2e-3, "low_s": 1e-3, "high_s": 4e-3}
     report.plot([row, {**row, "side": "Ray graph"}, {**row, "case": "reduce"}], tmp_path / "rows.svg")
     assert "Ray graph" in (tmp_path / "rows.svg").read_text()
+    with pytest.raises(ConfigError, match=r"--plot .*a\.xyz: cannot draw file type '\.xyz'; use one of .*png"):
+        report.check_plot(tmp_path / "a.xyz")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.5, "4.5 s"), (0.0123, "12.3 ms"), (44e-6, "44 us"), (None, "")])
