@@ -91,7 +91,7 @@ class Experience:
         self.buffer = TrajectoryBuffer[ScoredGroup](grpo.num_prompts_per_step, max_age_steps, version=version)
         self.rollouts = Rollouts(config, engines, prompts.tokenizer, turns)
         self._scoring: list[_Scoring] = []
-        self._validated: list[_Scoring] = []
+        self._validated: list[ScoredGroup] = []
         self._dropped_groups: list[ScoredGroup] = []  # by dynamic sampling, since the last batch was taken
         self._untrained: list[Untrained] = []  # since they were taken
         self._dropped_before: Counter[str] = Counter()  # by earlier processes of the run, by reason
@@ -136,8 +136,7 @@ class Experience:
         if not self.rollouts.generating:
             awaited: list[Future[Any]] = [*self._turns.awaited, *([] if other is None else [other])]
             awaited += [item.answers for item in self._scoring]
-            awaited += [item.answers for item in self._validated if not item.answers.done()]
-            if not awaited and not self._validated:
+            if not awaited:
                 raise RunError(
                     f"no batch can become complete: nothing is being generated, scored or answered; groups: "
                     f"{self.buffer.counts()}"
@@ -237,15 +236,14 @@ class Experience:
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         self.rollouts.start(*groups)
-        while len(self._validated) < len(prompts) or not all(item.answers.done() for item in self._validated):
+        while len(self._validated) < len(prompts):
             if self._stop.requested:
                 self._give_up_validation()
                 if may_stop:
                     self._stop.check()
                 return {}
             self.work()
-        scored, self._validated = sorted(self._validated, key=lambda item: item.group.number), []
-        judged = [self._scored(item) for item in scored]
+        judged, self._validated = sorted(self._validated, key=lambda scored: scored.group.number), []
         self._untrained += map(Untrained, judged)
         rewards, samples = check_groups(self._config, self._reward, judged, may_all_fail=True)
         found = self._turns.metrics(samples)
@@ -266,6 +264,7 @@ class Experience:
         logger.warning("a validation was given up, as the run stops; its step has no validation metrics")
         self.rest()
         self.rollouts.abort({number for number in self.rollouts.numbers if number >= VALIDATION_STREAM})
+        self._scoring = [item for item in self._scoring if item.group.number < VALIDATION_STREAM]
         self._validated = []
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -355,24 +354,22 @@ class Experience:
             left = iter(samples_of(self._prompts.tokenizer, *decoded))
             for group in decoded:
                 samples = list(islice(left, len(group.episodes)))
-                scoring = self._validated if group.number >= VALIDATION_STREAM else self._scoring
                 values = partial(reward_values, group, samples, self._prompts.tokenizer)
-                scoring.append(_Scoring(group, samples, self._reward.submit(*reward_texts(samples), values)))
+                self._scoring.append(_Scoring(group, samples, self._reward.submit(*reward_texts(samples), values)))
 
     def _take_scores(self) -> None:
         done, self._scoring = split_done(self._scoring, lambda item: item.answers)
         for item in done:
-            group = self._scored(item)
-            if self._config.grpo.use_dynamic_sampling and (reason := drop_reason(group)):
+            rewards = with_turn_rewards(self._config, rewards_of(item.answers.result()), item.samples)
+            group = scored_group(self._config, item.group, item.samples, rewards)
+            if item.group.number >= VALIDATION_STREAM:
+                self._validated.append(group)
+            elif self._config.grpo.use_dynamic_sampling and (reason := drop_reason(group)):
                 self._dropped_groups.append(group)
                 self._untrained.append(Untrained(group, TRAIN, reason))
                 self.buffer.drop(item.group.number, reason)
             else:
                 self.buffer.finish(item.group.number, group)
-
-    def _scored(self, item: _Scoring) -> ScoredGroup:
-        rewards = with_turn_rewards(self._config, rewards_of(item.answers.result()), item.samples)
-        return scored_group(self._config, item.group, item.samples, rewards)
 
     def _dropped(self) -> Counter[str]:
         """Groups dropped since the run began, by reason."""
