@@ -4,7 +4,7 @@ from dagrl.config.algorithm import ALGORITHMS, AdvantageConfig, GrpoConfig, Loss
 from dagrl.config.generation import ForcedLengths, GenerationConfig, VllmConfig
 from dagrl.config.megatron import Fp8Config, MegatronConfig, PeftConfig
 from dagrl.config.models import CriticConfig
-from dagrl.config.policy import DynamicBatchingConfig, PolicyConfig, RandomInit, SequencePackingConfig, TokenizerConfig
+from dagrl.config.policy import PolicyConfig, RandomInit, SequencePackingConfig, TokenizerConfig
 from dagrl.config.run import (
     CheckpointConfig,
     ClusterConfig,
@@ -25,7 +25,6 @@ __all__ = [
     "Config",
     "CriticConfig",
     "DataConfig",
-    "DynamicBatchingConfig",
     "EnvironmentConfig",
     "ExecutorConfig",
     "ForcedLengths",

@@ -106,10 +106,9 @@ def _length_mistakes(config: Config) -> Mistakes:
 
 def _microbatch_mistakes(policy: PolicyConfig) -> Mistakes:
     packed, widest = policy.sequence_packing.enabled, bucket_widths(policy)[-1]
-    both = "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true; set one to false"
     purposes: tuple[Literal["train", "logprob"], ...] = ("train", "logprob")
     tokens = {purpose: policy.microbatch_tokens(purpose) for purpose in purposes}
-    return {both: packed and policy.dynamic_batching.enabled} | {
+    return {
         f"policy.sequence_packing.{purpose}_mb_tokens is {found}, less than the largest bucket of {widest} tokens; set it "
         f"to {widest} or more, as sequences are not split": packed and found < widest
         for purpose, found in tokens.items()

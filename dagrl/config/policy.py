@@ -53,7 +53,7 @@ class SequencePackingConfig(Section):
     See `dagrl.workers.train.packing`.
     """
 
-    enabled: bool = derived(False, "GPUs: true unless `dynamic_batching` is on; else false")
+    enabled: bool = derived(False, "GPUs: true; else false")
     """Pack sequences."""
 
     train_mb_tokens: PositiveInt | None = derived(None, "GPUs: what fits the memory, at most 16384")
@@ -66,22 +66,6 @@ class SequencePackingConfig(Section):
     """Compute the tokens that neighbouring sequences begin with once per row: the prompt of a group, or of both answers of a
     preference. `auto`: where it saves at least a third of the tokens, except with context parallelism or a router loss.
     """
-
-
-class DynamicBatchingConfig(Section):
-    """Microbatches with as many rows as fit a token budget. Rows of similar length share one, padded to the longest."""
-
-    enabled: bool = False
-    """Batch by tokens."""
-
-    train_mb_tokens: PositiveInt | None = None
-    """Tokens of a train microbatch. null: `max_total_sequence_length * train_micro_batch_size`."""
-
-    logprob_mb_tokens: PositiveInt | None = None
-    """Tokens of a log-probability microbatch. null: `max_total_sequence_length * logprob_batch_size`."""
-
-    sequence_length_round: PositiveInt = 64
-    """Rows are padded to a multiple of this many tokens."""
 
 
 class PolicyConfig(Section):
@@ -121,7 +105,6 @@ class PolicyConfig(Section):
     exponentials of a microbatch's logits are kept in half precision for the backward pass."""
 
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
-    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
 
     deterministic: bool = False
     """Kernels whose results depend neither on which sequences run together nor on timing: vLLM's batch-invariant ones (on
@@ -155,8 +138,8 @@ class PolicyConfig(Section):
     """Generation. null: with algorithm `grpo`, all defaults."""
 
     def microbatch_tokens(self, purpose: Literal["train", "logprob"]) -> int:
-        """Returns the token budget of a microbatch with sequence packing or dynamic batching."""
-        section = self.sequence_packing if self.sequence_packing.enabled else self.dynamic_batching
+        """Returns the token budget of a packed microbatch."""
+        section = self.sequence_packing
         rows = self.train_micro_batch_size if purpose == "train" else self.logprob_batch_size
         tokens = section.train_mb_tokens if purpose == "train" else section.logprob_mb_tokens
         return tokens or self.max_total_sequence_length * rows

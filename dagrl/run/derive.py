@@ -114,9 +114,9 @@ def _rows_per_step(config: Config, section: str) -> int:
 
 
 def _use_gpus(derived: Derived) -> None:
-    config, rolls_out = derived.config, generates(derived.config)
+    rolls_out = generates(derived.config)
     derived.set("policy.precision", "bfloat16", "GPUs")
-    if not config.policy.dynamic_batching.enabled and derived.open("policy.worker"):
+    if derived.open("policy.worker"):
         derived.set("policy.sequence_packing.enabled", True, "GPUs: no padding")
     for name, seconds in GPU_SECONDS.items():
         derived.set(f"timeouts.{name}", seconds, "GPUs: models and batches are large")

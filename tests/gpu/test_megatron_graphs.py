@@ -42,7 +42,6 @@ TWO = [
 ]
 HALF = [
     recorded(case("qwen3", "packed", packed=True)),
-    recorded(case("qwen3_tied", "dynamic", dynamic=True)),
     recorded(case("qwen3_moe", "single")),
     recorded(case("qwen3_moe", "packed", packed=True)),
 ]

@@ -38,7 +38,6 @@ class Case:
 
 
 PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 64}}
-DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 64, "sequence_length_round": 8}}
 
 
 def case(
@@ -47,7 +46,6 @@ def case(
     sharded: bool = False,
     sequence_parallel: bool = False,
     packed: bool = False,
-    dynamic: bool = False,
     overlap: bool = False,
     recompute: dict[str, Any] | None = None,
     **sizes: int,
@@ -57,7 +55,7 @@ def case(
     ddp = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap and sharded}
     megatron |= {"distributed_data_parallel_config": ddp} if overlap else {}
     optimizer = {"use_distributed_optimizer": True} if sharded else {}
-    policy = PACKED if packed else DYNAMIC if dynamic else {}
+    policy = PACKED if packed else {}
     return Case(f"{model}-{name}", model, ParallelLayout(**sizes), megatron, optimizer, policy)
 
 
@@ -79,7 +77,6 @@ CASES = [
     case("qwen3_tied", "tp2pp2", tp=2, pp=2),
     case("qwen3_tied", "dp2pp2vpp2-sharded-overlapped", sharded=True, overlap=True, dp=2, pp=2, vpp=2),
     case("qwen3_tied", "dp2pp2vpp2-packed", packed=True, dp=2, pp=2, vpp=2),
-    case("qwen3_tied", "dp2pp2vpp2-dynamic", dynamic=True, dp=2, pp=2, vpp=2),
     case("qwen2", "tp2", tp=2),
     case("llama", "cp2", cp=2),
     case("small_vocabulary", "tp2", tp=2),

@@ -5,7 +5,7 @@ Heavy imports happen in `prepare` and `setup`, so the driver can import the clas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from dagrl.errors import ConfigError, RunError, UserError
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.families.hf_config import model_keys, with_scalar_head
 from dagrl.workers.families.kv_scales import megatron_kv_scales
 from dagrl.workers.megatron import cpu
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
     from dagrl.workers.megatron.trainer import Trainer
     from dagrl.workers.train.checkpoint import Saving
     from dagrl.workers.train.microbatches import RoutedModel
-    from dagrl.workers.train.offload import StatePart
-    from dagrl.workers.train.optimizer import OptimizerSteps
     from dagrl.workers.train.row_plans import ParallelRank
 
 
@@ -165,12 +162,7 @@ class MegatronBackend:
         assert self._trainer is not None, "`setup` makes it"
         return self._trainer
 
-    model = optimizer = trainer
-
-    @property
-    def steps(self) -> OptimizerSteps:
-        """Counters of optimizer steps."""
-        return self.trainer.steps
+    model = trainer
 
     @property
     def place(self) -> ParallelRank:
@@ -190,14 +182,6 @@ class MegatronBackend:
         model = self.trainer.model.architecture
         return None if model.record is None else RoutedModel(model.vocabulary, model.record)
 
-    def settle(self) -> None:
-        """Completes an overlapped gathering of parameters."""
-        self.trainer.finish_param_gather()
-
-    def step_metrics(self) -> StepMetrics:
-        """Returns the router's losses and the load of the experts in the last training pass."""
-        return self.trainer.load.read()
-
     def train_tflop(self, lengths: Iterable[int]) -> float:
         """Returns the TFLOPs of training on sequences of these lengths."""
         return step_tflop(self.trainer.model.architecture, lengths)
@@ -216,14 +200,6 @@ class MegatronBackend:
             self.trainer.model_pass = usual
 
     # ---- state
-
-    def state(self, part: StatePart) -> list[Tensor]:
-        """Returns the tensors of a part of the state."""
-        return self.trainer.state(part)
-
-    def before_offload(self, what: Sequence[str]) -> None:
-        """Drops recordings, and the optimizer's own copies of gradients."""
-        self.trainer.before_offload(what)
 
     def base_model(self) -> AbstractContextManager[None] | None:
         """Returns a context in which adapters are off, if there are any."""

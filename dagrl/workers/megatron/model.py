@@ -298,9 +298,6 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
         # With two stages, an interleaved schedule has two simultaneous transfers between the same workers. Batched, they
         # are silently swapped (megatron/training/arguments.py requires more than two stages).
         "batch_p2p_comm": layout.vpp == 1,
-        # Microbatches of different shapes announce them to the next stage. In an interleaved schedule each call sends in
-        # one direction only, so two stages cannot confuse shapes. Megatron rejects this with its default dispatcher.
-        "variable_seq_lengths": policy.dynamic_batching.enabled and layout.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
         "overlap_p2p_comm": layout.vpp > 1,
     }

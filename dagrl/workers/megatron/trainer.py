@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dagrl.config import Config
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.megatron.cpu import cuda_type_names
 from dagrl.workers.megatron.cuda_graphs import ModelPass, RecordedPasses, plain_pass
 from dagrl.workers.megatron.expert_load import ExpertLoad
@@ -37,7 +38,7 @@ from dagrl.workers.train.optimizer import OptimizerSteps
 
 @dataclass
 class Trainer:
-    """A `Model` and its `Optimizer`; without an optimizer, one that only runs forward (`frozen_trainer`).
+    """A `TrainedModel`; without an optimizer, one that only runs forward (`frozen_trainer`).
 
     `model_pass` runs one microbatch through a chunk. `load` is what the routers counted in the last training pass.
     """
@@ -109,7 +110,7 @@ class Trainer:
         if "gradients" in what and self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    def finish_param_gather(self) -> None:
+    def settle(self) -> None:
         """Completes the all-gather of parameters that an overlapped step left to the next forward pass. A collective."""
         overlaps = self.settings.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather
         if not overlaps or self.optimizer is None:
@@ -117,6 +118,10 @@ class Trainer:
         for chunk in self.chunks:
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def step_metrics(self) -> StepMetrics:
+        """Returns the router's losses and the load of the experts in the last training pass."""
+        return self.load.read()
 
     def zero_gradients(self) -> None:
         """Sets all gradients to zero."""
@@ -152,7 +157,7 @@ class Trainer:
             self.optimizer.step_with_ready_grads()
         self.load.update_expert_biases()
 
-    def reset(self) -> None:
+    def reset_optimizer(self) -> None:
         """Zeros the moments and copies master weights from the model."""
         for _, state in self._states():
             for value in state.values():

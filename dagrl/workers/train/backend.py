@@ -25,6 +25,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext
 from dagrl.telemetry.metrics import StepMetrics
+from dagrl.workers.train.optimizer import Gradients
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from dagrl.workers.train.logprobs import TokenHead
     from dagrl.workers.train.microbatches import Microbatch, Microbatches, RoutedModel
     from dagrl.workers.train.offload import StatePart
-    from dagrl.workers.train.optimizer import Optimizer, OptimizerSteps
+    from dagrl.workers.train.optimizer import OptimizerSteps
     from dagrl.workers.train.row_plans import ParallelRank
 
 Score = Callable[["Microbatch", "Tensor"], tuple["Tensor", Any]]
@@ -77,6 +78,39 @@ class Model(Protocol):
 
         Live objects, whose `.data` a reference policy may replace for a while.
         """
+        ...
+
+
+class TrainedModel(Model, Gradients, Protocol):
+    """A model with gradients and an optimizer."""
+
+    @property
+    def steps(self) -> OptimizerSteps:
+        """Counters of optimizer steps, which are part of a checkpoint."""
+        ...
+
+    def zero_gradients(self) -> None:
+        """Sets all gradients to zero."""
+        ...
+
+    def reset_optimizer(self) -> None:
+        """Zeros moments and step counts, and copies any master weights from the model."""
+        ...
+
+    def settle(self) -> None:
+        """Completes what an optimizer step left to the next forward pass, before a phase that is not a training step."""
+        ...
+
+    def step_metrics(self) -> StepMetrics:
+        """Returns what the model itself reports of the last training pass, such as the load of its experts."""
+        ...
+
+    def state(self, part: StatePart) -> list[Tensor]:
+        """Returns the tensors of a part, for moving them between device and host. No collective."""
+        ...
+
+    def before_offload(self, what: Sequence[str]) -> None:
+        """Drops what refers to the memory of these parts, such as recorded graphs. No collective."""
         ...
 
 
@@ -148,15 +182,7 @@ class Backend(Protocol):
     # Computing
 
     @property
-    def model(self) -> Model: ...
-
-    @property
-    def optimizer(self) -> Optimizer: ...
-
-    @property
-    def steps(self) -> OptimizerSteps:
-        """Counters of optimizer steps, which are part of a checkpoint."""
-        ...
+    def model(self) -> TrainedModel: ...
 
     @property
     def place(self) -> ParallelRank:
@@ -168,27 +194,11 @@ class Backend(Protocol):
         """What splitting a batch needs to know of a model with experts; None without experts."""
         ...
 
-    def settle(self) -> None:
-        """Completes what an optimizer step left to the next forward pass, before a phase that is not a training step."""
-        ...
-
-    def step_metrics(self) -> StepMetrics:
-        """Returns what the model itself reports of the last training pass, such as the load of its experts."""
-        ...
-
     def train_tflop(self, lengths: Iterable[int]) -> float:
         """Returns the TFLOPs of training on whole sequences of these lengths, by the model's formula. No collective."""
         ...
 
     # State
-
-    def state(self, part: StatePart) -> list[Tensor]:
-        """Returns the tensors of a part, for moving them between device and host. No collective."""
-        ...
-
-    def before_offload(self, what: Sequence[str]) -> None:
-        """Drops what refers to the memory of these parts, such as recorded graphs. No collective."""
-        ...
 
     def base_model(self) -> AbstractContextManager[None] | None:
         """Returns a context in which the model runs without its adapters, as the reference policy. None: it has none, and

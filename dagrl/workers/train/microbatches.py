@@ -77,10 +77,7 @@ class Microbatches:
     room: int
 
     def for_warmup(self, room: int) -> Microbatches:
-        """Returns the few microbatches that a warm-up runs: the first ones and the last (`warmup_count`).
-
-        All of a batch have one shape, except with dynamic batching, where the first are the largest.
-        """
+        """Returns the few microbatches that a warm-up runs: the first ones and the last (`warmup_count`)."""
         count = warmup_count(self.rank.layout)
         items = self.items if len(self.items) <= count else (*self.items[: count - 1], self.items[-1])
         return replace(self, items=items, room=room)
@@ -146,7 +143,7 @@ def warmup_batches(batch: Batch, rule: SplitRule, rank: ParallelRank, seen: set[
     """
     shares = rule.shares(rank.layout)
     apart = _apart(batch) if shares else batch
-    for width in reversed(row_widths(rule, rank.layout)) if rule.kind == "packed" else ():
+    for width in reversed(row_widths(rule, rank.layout)) if rule.packed else ():
         rows = -(-width // batch.tokens)
         if rows <= batch.rows and width not in seen:
             seen.add(width)

@@ -21,12 +21,8 @@ logger = logging.getLogger(__name__)
 CLIP_EPSILON = 1e-6  # added to the norm before the limit is divided by it, as in torch and Megatron
 
 
-class Optimizer(Protocol):
-    """Gradients and optimizer of a trained model. `OptimizerSteps.take` calls the methods of a step in its order."""
-
-    def zero_gradients(self) -> None:
-        """Sets all gradients to zero."""
-        ...
+class Gradients(Protocol):
+    """The gradients and the optimizer of a model. `OptimizerSteps.take` calls them in this order."""
 
     def gradient_norm(self) -> Tensor:
         """Returns the norm of the whole model's gradients, each counted once: a scalar on the device, equal on all ranks."""
@@ -38,10 +34,6 @@ class Optimizer(Protocol):
 
     def update(self, rate: float) -> None:
         """Updates the weights with this learning rate."""
-        ...
-
-    def reset(self) -> None:
-        """Zeros moments and step counts, and copies any master weights from the model."""
         ...
 
 
@@ -71,7 +63,7 @@ class OptimizerSteps:
         share = 1.0 - part if wanted.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * part) + 1.0)
         return low + share * (optimizer.lr - low)
 
-    def take(self, optimizer: Optimizer, lr: float | None, *, apply: bool) -> dict[str, float]:
+    def take(self, model: Gradients, lr: float | None, *, apply: bool) -> dict[str, float]:
         """Clips the accumulated gradients and updates the weights, with `lr` in place of the schedule's rate if it is given.
 
         Returns `grad_norm` (before clipping), `lr` and `skipped_steps`. Without `apply`, does everything but the update. A
@@ -80,12 +72,12 @@ class OptimizerSteps:
         """
         rate, limit = self.rate if lr is None else lr, self.config.policy.megatron_cfg.optimizer.clip_grad
         with torch.no_grad():
-            total = optimizer.gradient_norm()
+            total = model.gradient_norm()
             norm, usable = torch.stack([total, _all_agree(torch.isfinite(total) & (total > 0))]).tolist()
             if usable and 0 < limit < norm + CLIP_EPSILON:
-                optimizer.clip(limit, total)
+                model.clip(limit, total)
             if usable and apply:
-                optimizer.update(rate)
+                model.update(rate)
                 self.taken += 1
         if not usable and apply:
             self.skipped += 1

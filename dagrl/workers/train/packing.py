@@ -75,18 +75,3 @@ def pack_widths(budget: int, multiple: int) -> tuple[int, ...]:
 def fitting_width(tokens: int, widths: Sequence[int]) -> int:
     """Returns the smallest of the ascending `widths` that holds `tokens`."""
     return next(width for width in widths if width >= tokens)
-
-
-def by_length(lengths: Sequence[int], budget: int, round_to: int) -> Bins:
-    """Groups sequences of similar length for dynamic batching: rows times the longest is at most `budget` tokens.
-
-    Lengths are rounded up to `round_to`. A sequence longer than the budget gets its own microbatch.
-    """
-    bins: Bins = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        longest = -(-lengths[bins[-1][0]] // round_to) * round_to if bins else 0
-        if bins and (len(bins[-1]) + 1) * longest <= budget:
-            bins[-1].append(row)
-        else:
-            bins.append([row])
-    return bins

@@ -1,8 +1,7 @@
 """Plans the rows of microbatches: which sequences of a batch go together, equally many microbatches on every worker.
 
-`SplitRule` has three kinds. `rows` takes the rows as they are, equally many per microbatch. `dynamic` groups rows of similar
-length and pads them to the longest. `packed` puts many sequences into one row, where sequences with a common prefix
-(`dagrl.workers.train.prefixes`) can share its tokens. Imported only where torch is.
+Rows are taken as they are, equally many per microbatch, or packed: many sequences in one row, where sequences with a common
+prefix (`dagrl.workers.train.prefixes`) can share its tokens. Imported only where torch is.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dagrl.config import PolicyConfig
 from dagrl.config.settings import least_shared
 from dagrl.runtime.layout import Coordinates, ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.workers.train.packing import Bins, by_length, fitting_width, pack, pack_widths, spread
+from dagrl.workers.train.packing import fitting_width, pack, pack_widths, spread
 from dagrl.workers.train.prefixes import PrefixGroup, divided, prefix_groups
 from dagrl.workers.train.segments import Indices
 
@@ -33,26 +32,21 @@ class SplitRule:
     Packed rows share prefixes if that saves at least the part `least_shared` of the batch's tokens; None: never.
     """
 
-    kind: Literal["rows", "packed", "dynamic"]
+    packed: bool
     rows: int
     tokens: int
-    round_to: int
     least_shared: float | None = None
 
     @staticmethod
     def of(policy: PolicyConfig, purpose: Literal["train", "logprob"]) -> SplitRule:
         """Reads the rule for training or for log-probabilities."""
-        packing, dynamic = policy.sequence_packing, policy.dynamic_batching
-        kind: Literal["rows", "packed", "dynamic"] = (
-            "packed" if packing.enabled else "dynamic" if dynamic.enabled else "rows"
-        )
         rows = policy.train_micro_batch_size if purpose == "train" else policy.logprob_batch_size
         tokens, shared = policy.microbatch_tokens(purpose), least_shared(policy)
-        return SplitRule(kind, rows, tokens, dynamic.sequence_length_round, shared)
+        return SplitRule(policy.sequence_packing.enabled, rows, tokens, shared)
 
     def shares(self, layout: ParallelLayout) -> bool:
         """Whether rows may share prefixes. Context parallelism splits every sequence."""
-        return self.kind == "packed" and self.least_shared is not None and layout.cp == 1
+        return self.packed and self.least_shared is not None and layout.cp == 1
 
 
 @dataclass(frozen=True)
@@ -83,10 +77,8 @@ PlannedRow = Sequence[Piece]
 def plan_rows(batch: Batch, rule: SplitRule, rank: ParallelRank) -> list[list[PlannedRow]]:
     """Returns the rows of each microbatch. Rows of one microbatch have equal width. A collective over dp."""
     lengths = batch["lengths"].astype(np.int64)
-    if rule.kind == "packed":
+    if rule.packed:
         return _packed(batch, lengths, rule, rank)
-    if rule.kind == "dynamic":
-        return _dynamic(lengths, rule, rank)
     whole = _round_up(-(-batch.rows // rule.rows), _rounds(rank.layout))
     size = -(-batch.rows // whole)  # at most `rule.rows`, with minimal padding
     present = 1 + int(np.flatnonzero(lengths).max(initial=0))  # padding rows come last
@@ -135,20 +127,6 @@ def _filled_row(row: list[Piece], width: int, each: int) -> PlannedRow:
     left = width - sum(piece.tokens for piece in row)
     most = _round_up(TAIL, each)
     return [*row, *(Piece(-1, 0, min(most, left - start)) for start in range(0, left, most))]
-
-
-def _dynamic(lengths: Indices, rule: SplitRule, rank: ParallelRank) -> list[list[PlannedRow]]:
-    """Groups rows of similar length, padded to the longest."""
-    present = np.flatnonzero(lengths).tolist()
-    bins: Bins = by_length(lengths[present].tolist(), rule.tokens, rule.round_to)
-    count = _round_up(_max_over_dp(len(bins), rank), _rounds(rank.layout))
-    rows = [[present[index] for index in held] for held in bins] + [[-1]] * (count - len(bins))
-    multiple = _width_multiple(rank.layout)
-    widths = [
-        _round_up(_round_up(max(int(lengths[row]) if row >= 0 else 1 for row in held), rule.round_to), multiple)
-        for held in rows
-    ]
-    return [[[Piece(row, 0, width)] for row in held] for held, width in zip(rows, widths, strict=True)]
 
 
 def _max_over_dp(number: int, rank: ParallelRank) -> int:

@@ -136,7 +136,7 @@ class TrainWorker:
                 gc.freeze()  # full collections skip all imports; they run at different times on each worker
                 with self._running(training=True):
                     backend.setup(address)
-                self._offloader = Offloader(self._device, backend.state)
+                self._offloader = Offloader(self._device, backend.model.state)
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)  # frames hold the model, and with it groups and threads
                 self.shutdown()
@@ -206,7 +206,7 @@ class TrainWorker:
         try:
             with torch.cuda.stream(self._stream):
                 if self._backend is not None and not training:
-                    self._backend.settle()
+                    self._backend.model.settle()
                 yield
                 if torch.cuda.is_available():
                     torch.cuda.current_stream().synchronize()
@@ -248,12 +248,12 @@ class TrainWorker:
         with self._running(training=True):
             for microbatches in self._microbatches(batch, "train"):
                 self.offloader.begin_due()
-                backend.optimizer.zero_gradients()
+                backend.model.zero_gradients()
                 reports = backend.model.run(microbatches, self._loss(algorithm, batch), backward=True)
             self.offloader.require(("optimizer",), "an optimizer step")
-            shared = backend.steps.take(backend.optimizer, rate, apply=not in_warmup())
+            shared = backend.model.steps.take(backend.model, rate, apply=not in_warmup())
             metrics = merge_step_metrics([read_reports(reports, microbatches), StepMetrics(shared=shared)])
-            of_model = backend.step_metrics()
+            of_model = backend.model.step_metrics()
         seconds = time.perf_counter() - started
         tflop = backend.train_tflop(batch["lengths"]) - backend.train_tflop(microbatches.saved)
         figures = throughput_metrics(
@@ -288,8 +288,8 @@ class TrainWorker:
         backend = self.backend()
         with self._running():
             self.offloader.require(("weights", "optimizer"), "resetting the optimizer")
-            backend.optimizer.reset()
-            backend.steps.taken = 0
+            backend.model.reset_optimizer()
+            backend.model.steps.taken = 0
 
     def _loss(self, algorithm: Algorithm, batch: Batch) -> MicrobatchLoss:
         from dagrl.rl.losses import Denominators
@@ -501,7 +501,7 @@ class TrainWorker:
         backend = self.backend()
         with self._running():
             if what:
-                backend.before_offload(what)
+                backend.model.before_offload(what)
             self.offloader.offload(what)
 
     def reload(self, what: tuple[str, ...]) -> None:

@@ -407,11 +407,6 @@ TABLE = [
         ("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=12"),
     ),
     Row(
-        "packing and dynamic batching",
-        ("policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true",),
-        ("policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"),
-    ),
-    Row(
         "shared prefixes without packing",
         ("shared_prefix is true for train workers", "enabled is false; set it to true, or set shared_prefix=auto"),
         ("policy.sequence_packing.shared_prefix=true",),

@@ -26,15 +26,19 @@ from dagrl.workers.train.worker import TrainWorker, ValueWorker
 
 
 class PlainModel:
-    """A `Model`: packed rows are told apart by their positions."""
+    """A `TrainedModel`: packed rows are told apart by their positions."""
 
-    def __init__(self, directory: Path, scalar: bool = False) -> None:
+    def __init__(self, directory: Path, config: Config, scalar: bool = False) -> None:
         from transformers import AutoModelForCausalLM
 
         self.net = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         if scalar:
             self.net.lm_head = torch.nn.Linear(self.net.config.hidden_size, 1, bias=False)
-        self._scalar = scalar
+        self._scalar, self.steps = scalar, OptimizerSteps(config)
+        wanted = config.policy.megatron_cfg.optimizer
+        of = [[part for part in self.weights().values() if (part.ndim > 1) is matrices] for matrices in (True, False)]
+        groups = [{"params": of[0], "weight_decay": wanted.weight_decay}, {"params": of[1], "weight_decay": 0.0}]
+        self.adam = torch.optim.AdamW(groups, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)
 
     def run(self, microbatches: Microbatches, score: Score, *, backward: bool) -> list[Any]:
         reports = []
@@ -57,6 +61,41 @@ class PlainModel:
     def weights(self) -> dict[str, Tensor]:
         return dict(self.net.named_parameters())
 
+    def zero_gradients(self) -> None:
+        for part in self.weights().values():
+            part.grad = torch.zeros_like(part)
+
+    def gradient_norm(self) -> Tensor:
+        return torch.nn.utils.get_total_norm(self.state("gradients"))
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        torch.nn.utils.clip_grads_with_norm_(self.weights().values(), limit, norm)
+
+    def update(self, rate: float) -> None:
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.adam.step()
+
+    def reset_optimizer(self) -> None:
+        self.adam.state.clear()
+
+    def state(self, part: StatePart) -> list[Tensor]:
+        weights = self.weights().values()
+        if part == "weights":
+            return [weight.data for weight in weights]
+        if part == "gradients":
+            return [weight.grad for weight in weights if weight.grad is not None]
+        return [value for state in self.adam.state.values() for value in state.values() if value.ndim]
+
+    def before_offload(self, what: Sequence[str]) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def step_metrics(self) -> StepMetrics:
+        return StepMetrics()
+
 
 class PlainSave:
     """Has written everything when it is made."""
@@ -73,7 +112,7 @@ class PlainBackend:
     captures = False
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._spec, self.steps = spec, OptimizerSteps(spec.config)
+        self._spec = spec
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
@@ -96,21 +135,14 @@ class PlainBackend:
         import transformers  # noqa: F401
 
     def setup(self, address: str) -> None:
-        self.model = PlainModel(Path(str(self._spec.config.policy.model_name)), self._spec.scalar)
-        wanted = self._spec.config.policy.megatron_cfg.optimizer
-        of = [[part for part in self.model.weights().values() if (part.ndim > 1) is matrices] for matrices in (True, False)]
-        groups = [{"params": of[0], "weight_decay": wanted.weight_decay}, {"params": of[1], "weight_decay": 0.0}]
-        self._adam = torch.optim.AdamW(groups, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)
+        policy = self._spec.config.policy
+        self.model = PlainModel(Path(str(policy.model_name)), self._spec.config, self._spec.scalar)
 
     def abort(self) -> None:
         pass
 
     def shutdown(self) -> None:
         pass
-
-    @property
-    def optimizer(self) -> PlainBackend:
-        return self
 
     @property
     def place(self) -> ParallelRank:
@@ -121,53 +153,14 @@ class PlainBackend:
     def routed(self) -> None:
         return None
 
-    def settle(self) -> None:
-        pass
-
-    def step_metrics(self) -> StepMetrics:
-        return StepMetrics()
-
     def train_tflop(self, lengths: Iterable[int]) -> float:
         return 6e-12 * sum(lengths) * sum(part.numel() for part in self.model.weights().values())
-
-    # ---- optimizer
-
-    def zero_gradients(self) -> None:
-        for part in self.model.weights().values():
-            part.grad = torch.zeros_like(part)
-
-    def gradient_norm(self) -> Tensor:
-        return torch.nn.utils.get_total_norm(self.state("gradients"))
-
-    def clip(self, limit: float, norm: Tensor) -> None:
-        torch.nn.utils.clip_grads_with_norm_(self.model.weights().values(), limit, norm)
-
-    def update(self, rate: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
-
-    def reset(self) -> None:
-        self._adam.state.clear()
-
-    # ---- state
-
-    def state(self, part: StatePart) -> list[Tensor]:
-        weights = self.model.weights().values()
-        if part == "weights":
-            return [weight.data for weight in weights]
-        if part == "gradients":
-            return [weight.grad for weight in weights if weight.grad is not None]
-        return [value for state in self._adam.state.values() for value in state.values() if value.ndim]
-
-    def before_offload(self, what: Sequence[str]) -> None:
-        pass
 
     def base_model(self) -> None:
         return None
 
     def frozen_model(self, directory: Path) -> PlainModel:
-        return PlainModel(directory)
+        return PlainModel(directory, self._spec.config)
 
     # ---- refits and files
 
@@ -184,16 +177,16 @@ class PlainBackend:
         return nullcontext()
 
     def start_save(self, directory: str, reference: Mapping[str, Tensor] | None, *, background: bool) -> PlainSave:
-        counters = {"taken": self.steps.taken, "skipped": self.steps.skipped}
-        held = {"weights": self.model.net.state_dict(), "adam": self._adam.state_dict(), "counters": counters}
+        counters = {"taken": self.model.steps.taken, "skipped": self.model.steps.skipped}
+        held = {"weights": self.model.net.state_dict(), "adam": self.model.adam.state_dict(), "counters": counters}
         torch.save({**held, "reference": reference}, directory)
         return PlainSave()
 
     def load(self, directory: str) -> Mapping[str, Tensor] | None:
         held = torch.load(directory)
         self.model.net.load_state_dict(held["weights"])
-        self._adam.load_state_dict(held["adam"])
-        self.steps.taken, self.steps.skipped = held["counters"]["taken"], held["counters"]["skipped"]
+        self.model.adam.load_state_dict(held["adam"])
+        self.model.steps.taken, self.model.steps.skipped = held["counters"]["taken"], held["counters"]["skipped"]
         reference: Mapping[str, Tensor] | None = held["reference"]
         return reference
 

@@ -20,9 +20,8 @@ from dagrl.workers.train.row_plans import ParallelRank, SplitRule
 
 WIDTH = 24
 RULES = {
-    "rows": SplitRule("rows", 2, 48, 8),
-    "packed": SplitRule("packed", 2, 48, 8),
-    "dynamic": SplitRule("dynamic", 2, 48, 8),
+    "rows": SplitRule(False, 2, 48),
+    "packed": SplitRule(True, 2, 48),
 }
 
 
@@ -50,7 +49,7 @@ def test_the_output_layer_gets_the_tokens_of_the_loss_mask_alone(kind: str) -> N
         assert item.scored is not None and item.scored.tolist() == (inside.tolist() or [0])
     nothing = batch.with_fields(loss_mask=np.zeros_like(batch["loss_mask"]))
     for masked, expected in ((True, [[0]]), (False, [None])):
-        cut = split_batch(nothing, SplitRule("rows", 9, 0, 8), place(), masked=masked)
+        cut = split_batch(nothing, SplitRule(False, 9, 0), place(), masked=masked)
         assert [None if item.scored is None else item.scored.tolist() for item in cut.items] == expected
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagrl.errors import DataError
-from dagrl.workers.train.packing import by_length, fitting_width, largest, pack, pack_widths, spread
+from dagrl.workers.train.packing import fitting_width, largest, pack, pack_widths, spread
 
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=60)
 
@@ -42,11 +42,6 @@ def test_widths_are_eighths_of_the_budget() -> None:
     assert pack_widths(4096, 8) == (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096)
     assert pack_widths(20, 8) == (8, 16, 24)
     assert fitting_width(513, pack_widths(4096, 8)) == 1024
-
-
-def test_dynamic_microbatches_hold_sequences_of_similar_length() -> None:
-    assert by_length([30, 5, 7, 100, 6, 33], budget=120, round_to=8) == [[3], [5, 0, 2], [4, 1]]  # 104, 3 x 40, 2 x 8
-    assert by_length([200], budget=120, round_to=8) == [[0]]
 
 
 def test_a_sequence_longer_than_the_budget_is_an_error() -> None:

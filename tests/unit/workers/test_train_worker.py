@@ -22,7 +22,6 @@ pytest.importorskip("transformers")
 WAYS = {
     "rows": {},
     "packed": {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 64}},
-    "dynamic": {"dynamic_batching": {"enabled": True, "train_mb_tokens": 48, "logprob_mb_tokens": 64}},
 }
 
 
@@ -122,7 +121,7 @@ def test_a_checkpoint_continues_and_names_what_differs(make: Callable[..., Plain
 def test_a_gradient_that_is_not_finite_skips_the_step(make: Callable[..., PlainWorker]) -> None:
     batch, worker = reference.make_batch(), make()
     before = {name: tensor.clone() for name, tensor in worker.weight_tensors().items()}
-    worker.backend().optimizer.clip = None  # type: ignore[assignment, method-assign]  # not reached
+    worker.backend().model.clip = None  # type: ignore[assignment, method-assign]  # not reached
     with torch.no_grad():
         worker.backend().model.weights()["lm_head.weight"].fill_(torch.inf)
     metrics = worker.train_step(batch, "likelihood").shared
