@@ -69,9 +69,9 @@ def _write_megatron_shard(name: str, directory: Path, path: Path, rank: int) -> 
     from dagrl.workers.megatron import cpu
     from dagrl.workers.megatron.architecture import read_architecture
     from dagrl.workers.megatron.groups import parallel_sizes
-    from dagrl.workers.megatron.hf_load import load_hf, read_hf_config
     from dagrl.workers.megatron.model import build_model
     from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
+    from dagrl.workers.train.hf_load import load_hf, read_hf_config
 
     cpu.adapt()
     _join_world(rank)

@@ -94,10 +94,10 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch) ->
 
     from dagrl.workers.megatron.architecture import read_architecture
     from dagrl.workers.megatron.groups import start_groups
-    from dagrl.workers.megatron.hf_load import load_hf, read_hf_config
     from dagrl.workers.megatron.model import build_model
     from dagrl.workers.megatron.trainer import create_state, optimizer_config
     from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
+    from dagrl.workers.train.hf_load import load_hf, read_hf_config
     from dagrl.workers.train.microbatches import split_batch
     from dagrl.workers.train.row_plans import ParallelRank, SplitRule
 

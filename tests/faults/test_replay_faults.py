@@ -23,7 +23,7 @@ from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, phase
 from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
-from dagrl.workers.megatron.groups import abort_groups
+from dagrl.workers.train.groups import abort_groups
 from tests.integration.fake_workers import ENGINES, FakeWorker
 
 SOON_S = 50.0

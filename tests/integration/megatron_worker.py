@@ -308,7 +308,7 @@ class TestedWorker(MegatronWorker):
 
     def export_in_files(self, directory: str, file_bytes: int) -> None:
         """Runs `export_hf` with files of at most `file_bytes`."""
-        from dagrl.workers.megatron import hf_export
+        from dagrl.workers.train import hf_export
 
         usual, hf_export.FILE_BYTES = hf_export.FILE_BYTES, file_bytes
         try:
@@ -336,7 +336,7 @@ class TestedWorker(MegatronWorker):
 
     def _boxes(self, tensors: dict[str, Any]) -> list[tuple[str, Box, Any]]:
         from dagrl.refit.slices import expand
-        from dagrl.workers.megatron.hf_load import local_view
+        from dagrl.workers.train.hf_load import local_view
 
         return [
             (piece.name, piece.box, local_view(tensors[piece.tensor], piece).float().cpu().clone().numpy())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import PeftConfig
 from dagrl.errors import CheckpointError, ConfigError
-from dagrl.workers.megatron.hf_load import opened
+from dagrl.workers.train.hf_load import opened
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,19 +25,13 @@ from dagrl.workers.megatron.adapter_files import check_adapters, read_adapters, 
 from dagrl.workers.megatron.adapter_slices import targets, trained_adapters
 from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture
 from dagrl.workers.megatron.flops import step_tflop
-from dagrl.workers.megatron.groups import (
-    abort_groups,
-    end_groups,
-    gather_objects,
-    run_on_all_ranks,
-    start_checkpoint_group,
-    start_groups,
-)
-from dagrl.workers.megatron.hf_export import export_hf
-from dagrl.workers.megatron.hf_load import ParameterShapes, check_hf, has_scalar_head, load_hf, read_hf_config
+from dagrl.workers.megatron.groups import end_groups, start_groups
 from dagrl.workers.megatron.identity import identity_of, read_worker_file
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
 from dagrl.workers.train.backend import ModelSpec
+from dagrl.workers.train.groups import abort_groups, gather_objects, run_on_all_ranks, start_checkpoint_group
+from dagrl.workers.train.hf_export import export_hf
+from dagrl.workers.train.hf_load import ParameterShapes, check_hf, has_scalar_head, load_hf, read_hf_config
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,11 +22,11 @@ from torch.distributed import ProcessGroup
 
 from dagrl.config import Json
 from dagrl.files import write_whole
-from dagrl.workers.megatron.groups import run_on_all_ranks
 from dagrl.workers.megatron.identity import FORMAT, WORKER, read_worker_file
 from dagrl.workers.megatron.sharding import pieces_to_load, pieces_to_save, set_step_count, step_count
 from dagrl.workers.megatron.trainer import Trainer
 from dagrl.workers.train.checkpoint import Piece, Saving, load, whole
+from dagrl.workers.train.groups import run_on_all_ranks
 
 
 def start_saving(

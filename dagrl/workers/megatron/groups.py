@@ -1,26 +1,17 @@
-"""Process groups of a train worker: creation, abort and destruction, and actions that all ranks run together."""
+"""Megatron's process groups: creation and destruction."""
 
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-from dagrl.errors import CheckpointError
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.process_groups import break_groups, reset_group_names
+from dagrl.runtime.process_groups import reset_group_names
 from dagrl.runtime.store import open_tcp_store
 from dagrl.runtime.worker import WorkerContext
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 _GC_PASSES = 5  # at most, until the garbage collector finds nothing
-_dropping = threading.Lock()
-
-Result = TypeVar("Result")
 
 
 def start_groups(context: WorkerContext, address: str, seed: int) -> None:
@@ -61,34 +52,6 @@ def parallel_sizes(layout: ParallelLayout) -> dict[str, Any]:
     }
 
 
-def start_checkpoint_group(checkpoint_s: float) -> ProcessGroup:
-    """Creates a Gloo group of all workers, in which they wait while others write or read files. A collective.
-
-    Its deadline is 1.5 times a worker's own file deadline, so that a late worker reports itself first.
-    """
-    import torch.distributed as dist
-
-    group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5 * checkpoint_s))
-    return group
-
-
-def abort_groups() -> None:
-    """Aborts every group of this process, so that waiting collectives raise here and at peers. Works from any thread.
-
-    With NCCL this is also needed after a peer's death. The process can then report, but cannot join new groups.
-    """
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return
-    over_nccl = dist.get_backend() == "nccl"
-    if not break_groups(list(dist.distributed_c10d._world.pg_map)) or not over_nccl:
-        return
-    with _dropping:
-        if dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()  # groups are already aborted: this drops their names
-
-
 def end_groups() -> None:
     """Destroys Megatron's groups and the default group, also after an abort or a failed join.
 
@@ -105,30 +68,3 @@ def end_groups() -> None:
     for _ in range(_GC_PASSES):
         if not gc.collect():
             break
-
-
-def run_on_all_ranks(group: ProcessGroup | None, action: Callable[..., Result], *args: Any) -> Result:
-    """Runs `action` on every rank of `group`. If it fails on one, raises CheckpointError with its message on all.
-
-    Without a group, runs it in this process only and raises its error unchanged.
-    """
-    if group is None:
-        return action(*args)
-    error: Exception | None = None
-    try:
-        result = action(*args)
-    except Exception as raised:
-        error = raised
-    failed = [message for message in gather_objects(group, None if error is None else str(error)) if message is not None]
-    if failed:
-        raise CheckpointError(failed[0]) from error
-    return result
-
-
-def gather_objects(group: ProcessGroup, value: Any) -> list[Any]:
-    """Returns the values of all ranks, in rank order."""
-    import torch.distributed as dist
-
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value, group)
-    return gathered

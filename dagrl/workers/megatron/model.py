@@ -1,7 +1,7 @@
 """Builds this rank's part of a Megatron-Core GPTModel of local layers from a Hugging Face configuration.
 
 `dagrl.workers.megatron.kernels` chooses what computes attention, grouped experts and FP8 products. Weights stay
-uninitialized; `dagrl.workers.megatron.hf_load` fills them. Imported only where Megatron is.
+uninitialized; `dagrl.workers.train.hf_load` fills them. Imported only where Megatron is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The learning-rate schedule, and the order of an optimizer step. Imported only where torch is."""
+"""The learning-rate schedule, and the order of an optimizer step. Importing this needs no torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import logging
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from dagrl.config import Config
 from dagrl.config.settings import optimizer_steps
 from dagrl.telemetry.metrics import GRAD_NORM, SKIPPED_STEPS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +69,8 @@ class OptimizerSteps:
         step whose gradient norm is zero, or not finite on any worker, is skipped on all and counted: otherwise moments and
         weight decay would change weights without a learning signal.
         """
+        import torch
+
         rate, limit = self.rate if lr is None else lr, self.config.policy.megatron_cfg.optimizer.clip_grad
         with torch.no_grad():
             total = model.gradient_norm()
@@ -87,6 +88,8 @@ class OptimizerSteps:
 
 def _all_agree(condition: Tensor) -> Tensor:
     """Returns 1 if the condition holds on every worker, else 0. A collective over all workers."""
+    import torch.distributed as dist
+
     flag = condition.float()
     if dist.is_initialized():
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)

@@ -22,8 +22,8 @@ from dagrl.refit.slices import Box, Scales, WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.families.hf_config import model_keys
-from dagrl.workers.megatron.hf_load import load_hf
 from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.train.hf_load import load_hf
 from dagrl.workers.vllm import VllmWorker
 from dagrl.workers.vllm.destinations import find_destinations
 from dagrl.workers.vllm.loader import LoadedModel

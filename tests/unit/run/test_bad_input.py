@@ -28,8 +28,8 @@ from dagrl.run.resume import REFERENCE
 from dagrl.runtime.phase import Input, Shard, Value, phase
 from dagrl.telemetry.record import RunPaths, lock_run
 from dagrl.workers.megatron import MegatronWorker
-from dagrl.workers.megatron.hf_load import read_hf_config
 from dagrl.workers.megatron.identity import FORMAT, WORKER, identity_of
+from dagrl.workers.train.hf_load import read_hf_config
 from tests.integration.unigram_workers import UnigramTrainer
 
 MODEL = {

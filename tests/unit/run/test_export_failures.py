@@ -55,7 +55,7 @@ def worker(rank: int, port: int, failing: int, directory: Path, kinds: list[str]
     """Exports once for each of `kinds`, the behaviour of rank `failing`; sends the error of each export, or ''."""
     import torch.distributed as dist
 
-    from dagrl.workers.megatron.hf_export import export_hf
+    from dagrl.workers.train.hf_export import export_hf
 
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS, timeout=timedelta(seconds=START_S))
@@ -76,7 +76,7 @@ def exports(directory: Path, failing: int, kinds: list[str]) -> list[list[str | 
     """Returns the answer of each rank, None if it died. Fails if one does not answer within half the groups' deadline."""
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "dagrl.workers.megatron.hf_export"])
+    context.set_forkserver_preload(["torch.distributed", "dagrl.workers.train.hf_export"])
     port, running = reserve_port(), []
     for rank in range(RANKS):
         ours, theirs = context.Pipe()

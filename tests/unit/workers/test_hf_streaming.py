@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from dagrl.errors import CheckpointError
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.megatron import hf_export, hf_load
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
+from dagrl.workers.train import hf_export, hf_load
 
 LAYERS, FILES = 8, 6
 MODEL: dict[str, Any] = {

@@ -19,8 +19,8 @@ from dagrl.files import replace_directory
 from dagrl.refit.slices import Box, WeightSlice, expand, volume
 from dagrl.runtime.process_groups import break_gloo_group
 from dagrl.workers.families.hf_config import DRAFT_LAYERS, SCORE, as_classifier
-from dagrl.workers.megatron.groups import run_on_all_ranks
-from dagrl.workers.megatron.hf_load import INDEX, local_view, read_hf_config
+from dagrl.workers.train.groups import run_on_all_ranks
+from dagrl.workers.train.hf_load import INDEX, local_view, read_hf_config
 
 if TYPE_CHECKING:
     import torch
