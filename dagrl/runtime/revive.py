@@ -17,11 +17,13 @@ from dagrl.runtime.worker_group import WorkerGroup
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+REPORT_S = 1.0
+"""How long a worker may take to answer before it is looked at with the others, and not among the dead."""
 
 
 @dataclass(frozen=True)
 class Revival:
-    """How many workers of a group kept their processes, were replaced by new processes."""
+    """How many workers of a group kept their processes, and how many are new."""
 
     kept: int
     started: int
@@ -41,19 +43,22 @@ def revive(group: WorkerGroup, lost: Collection[int] | None = None, *, rest_s: f
     ranks = [rank for shard in shards for rank in group.layout.shard(shard)]
     if lost is None:
         group.out_of_service.clear()
-    kept = _reset(group, idle_ranks(group, rest_s, [rank for rank in ranks if rank not in (lost or ())]), rest_s)
-    gone = [rank for rank in ranks if rank not in kept]
-    group.replace_workers(gone, setup=ranks)
-    return Revival(len(kept), len(gone))
+    dead = [rank for rank, found in group.reports(REPORT_S, ranks).items() if found is DIED or rank in (lost or ())]
+    group.start_again(dead)  # at once: their imports take the longest
+    others = [rank for rank in ranks if rank not in dead]
+    kept = _reset(group, idle_ranks(group, rest_s, others), rest_s)
+    stuck = [rank for rank in others if rank not in kept]
+    group.start_again(stuck)
+    group.join_again([*dead, *stuck], ranks)
+    return Revival(len(kept), len(dead) + len(stuck))
 
 
 def idle_ranks(group: WorkerGroup, rest_s: float, ranks: Collection[int] | None = None) -> list[int]:
     """Returns those of `ranks` (None: all) whose workers live and run nothing, as soon as none runs, or after `rest_s`."""
     until = time.monotonic() + rest_s
     while True:
-        found = group.reports(max(0.0, until - time.monotonic()))
-        asked = [rank for rank in found if ranks is None or rank in ranks]
-        alive = [rank for rank in asked if found[rank].what not in (DIED.what, NO_ANSWER.what)]
+        found = group.reports(max(0.0, until - time.monotonic()), ranks)
+        alive = [rank for rank in found if found[rank].what not in (DIED.what, NO_ANSWER.what)]
         idle = [rank for rank in alive if not found[rank].what]
         if idle == alive or time.monotonic() >= until:
             return idle

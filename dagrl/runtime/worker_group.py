@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -170,12 +170,17 @@ class WorkerGroup:
         deadline = Deadline(call_timeout_s, "call_timeout_s")
         return cls(Role(role, layout, methods, transports), handles, deadline=deadline, health_group=health_group)
 
-    def replace_workers(self, ranks: Sequence[int], *, setup: Sequence[int] | None = None) -> None:
-        """Kills the workers of `ranks`, starts new ones, and sets the workers of `setup` up again (None: all).
+    def replace_workers(self, ranks: Sequence[int]) -> None:
+        """Kills the workers of `ranks`, starts new ones, and sets all workers up again.
 
         Call `Scheduler.recover` next: it compiles the graphs of these workers and leaves the others. Raises RunError for a
         group around existing actors: make new actors, and give `Scheduler.replace_group` a group of them and the others.
         """
+        self.start_again(ranks)
+        self.join_again(ranks)
+
+    def start_again(self, ranks: Sequence[int]) -> None:
+        """Kills the workers of `ranks` and starts new ones. Does not wait for them; `join_again` does."""
         if self._starter is None:
             raise RunError(
                 f"the {self.role.name} group did not create its workers and cannot start them again; make a group of new "
@@ -187,8 +192,11 @@ class WorkerGroup:
             actors[rank] = self._starter.start(rank)
             self._late_runs[rank] = ()
         self.actors = tuple(actors)
-        self._install(ranks)
         self.prepare(ranks)
+
+    def join_again(self, ranks: Sequence[int], setup: Sequence[int] | None = None) -> None:
+        """Makes workers that `start_again` started ready for graphs, and sets those of `setup` up again (None: all)."""
+        self._install(ranks)
         self.setup(setup)
 
     def _install(self, ranks: Sequence[int]) -> None:
@@ -281,9 +289,10 @@ class WorkerGroup:
         for actor, ticket in zip(self.actors, tickets, strict=True):
             self._health(actor, reset_tickets, ticket)
 
-    def reports(self, timeout_s: float) -> dict[int, Report]:
-        """Returns what the worker of each rank runs."""
-        refs = {self._health(actor, report): rank for rank, actor in enumerate(self.actors)}
+    def reports(self, timeout_s: float, ranks: Collection[int] | None = None) -> dict[int, Report]:
+        """Returns what the worker of each rank (None: of all) runs."""
+        asked = range(len(self.actors)) if ranks is None else ranks
+        refs = {self._health(self.actors[rank], report): rank for rank in asked}
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
         reports = dict.fromkeys(refs.values(), NO_ANSWER)
         for ref in ready:
