@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from subprocess import Popen
 from threading import Event
@@ -106,8 +106,7 @@ class Fleet:
     def groups(self, config: Config, roles: Set[str], stop: StopSignal, meanwhile: Meanwhile) -> list[WorkerGroup]:
         """Returns the groups of `roles`, set up: new ones, or those of the last attempt made whole.
 
-        `meanwhile` may be called with those that start first (`start_groups`). Gives up if a stop is requested or Ray has
-        ended.
+        `meanwhile` may be called with those that are ready first. Gives up if a stop is requested or Ray has ended.
         """
 
         def check() -> None:
@@ -116,7 +115,7 @@ class Fleet:
 
         whole, self._settled = self._settled and not is_colocated(config), False
         if self._groups and whole:
-            self._revive(config, self._groups, check)
+            self._revive(config, check, meanwhile)
         else:
             self._workers.close()
             self._groups = start_groups(config, roles, self._workers, check, meanwhile)
@@ -146,18 +145,31 @@ class Fleet:
             return False
         return True
 
-    def _revive(self, config: Config, groups: Sequence[WorkerGroup], check: Callable[[], None]) -> None:
-        """Makes groups whole, side by side."""
-        begin, limits = time.monotonic(), config.timeouts
+    def _revive(self, config: Config, check: Callable[[], None], meanwhile: Meanwhile) -> None:
+        """Makes the groups whole, side by side. `meanwhile` is called with the first that are, unless all are."""
+        begin, given_up = time.monotonic(), Event()
+
+        def check_all() -> None:
+            check()
+            if given_up.is_set():
+                raise CancelledError
 
         def whole(group: WorkerGroup) -> Revival:
-            with group.waiting(check):
-                return revive(group, rest_s=limits.teardown_s)
+            with group.waiting(check_all):
+                return revive(group, rest_s=config.timeouts.teardown_s)
 
         with ThreadPoolExecutor() as pool:
-            found = list(pool.map(whole, groups))
-        for group, one in zip(groups, found, strict=True):
-            logger.info("%s: %s", group.role.name, one)
+            revivals = [pool.submit(whole, group) for group in self._groups]
+            try:
+                wait(revivals, return_when=FIRST_COMPLETED)
+                ready = [group for group, one in zip(self._groups, revivals, strict=True) if one.done() and one.result()]
+                if len(ready) < len(self._groups):
+                    meanwhile(ready, check)
+            except BaseException:
+                given_up.set()
+                raise
+        for group, revival in zip(self._groups, revivals, strict=True):
+            logger.info("%s: %s", group.role.name, revival.result())
         logger.info("all workers are whole again after %.1f s", time.monotonic() - begin)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config
 from dagrl.config.file import value_text
-from dagrl.config.roles import GENERATION
+from dagrl.config.roles import GENERATION, TRAIN
 from dagrl.config.settings import (
     device_count,
     generates,
@@ -280,8 +280,8 @@ def _compile(session: Session, plans: Sequence[PhasePlan], warm: Collection[str]
     progress, phases = session.recorder.progress, session.replays.phases
     progress.stage("Compiling phases")
     compiled = scheduler.graphs()
-    needs_reference = holds_reference(config) and not compiled
     left = [plan for plan in plans if phases[plan.name].name not in compiled]
+    needs_reference = holds_reference(config) and any(phases[plan.name].roles == (TRAIN,) for plan in left)
     add_phases(scheduler, phases, left, session.inputs.tokenizer)
     scheduler.compile()
     if session.generation is not None:

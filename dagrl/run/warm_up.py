@@ -1,4 +1,4 @@
-"""Adds the planned phases to a scheduler, and warms up those of the train workers while generation workers start.
+"""Adds the planned phases to a scheduler, and warms up those of the groups that have started while others start.
 
 Where both share a GPU and may exchange memory (`policy.generation.colocated.exchange: auto`), the train worker's memory is
 limited meanwhile: a tenth of the GPU stays free next to what generation is planned to take. A warm-up that needs more is
@@ -51,25 +51,24 @@ class EarlyWarmUp:
 
     def __call__(self, groups: Sequence[WorkerGroup], check: Callable[[], None]) -> None:
         """Calls `check`, which may raise to give up, before each phase."""
-        train = next(group for group in groups if group.role.name == TRAIN)
-        limited = takes_turns(self.config)
-        if limited and LIMIT not in train.role.methods:
+        train = next((group for group in groups if group.role.name == TRAIN), None)
+        if train is not None and takes_turns(self.config) and LIMIT not in train.role.methods:
             return
         with self.stop.at_once():
             self.scheduler.join(groups)
             mine = [plan for plan in self.plans if self.scheduler.groups.keys() >= set(self.phases[plan.name].roles)]
             add_phases(self.scheduler, self.phases, mine, self.inputs.tokenizer)
             self.scheduler.compile(complete=False)
-            if holds_reference(self.config):
+            if train is not None and holds_reference(self.config):
                 train.call("snapshot_reference")  # for the warm-up only
-            if limited:
+            if train is not None and takes_turns(self.config):
                 self._warm_up_limited(train, check)
             else:
                 self._warm_up(check)
 
     def _warm_up(self, check: Callable[[], None]) -> None:
         seconds = self.scheduler.warmup(before=lambda phase: check())
-        log_warm_up("warm-up while generation starts", seconds)
+        log_warm_up("warm-up while others start", seconds)
         self.done.update(seconds)
 
     def _warm_up_limited(self, train: WorkerGroup, check: Callable[[], None]) -> None:
