@@ -291,6 +291,7 @@ FAULTS = {
         Fault("SIGKILL environment", kill("environment"), scenarios=TURNS, harmless=True),
         Fault("SIGKILL raylet", kill("raylet"), scenarios=ONE_HOST),
         Fault("SIGKILL GCS", kill("GCS"), scenarios=ONE_HOST, noticed_s=90.0),
+        Fault("SIGKILL runtime-env agent", kill("runtime-env agent"), scenarios=ONE_HOST, noticed_s=30.0),
         Fault("SIGKILL driver", kill("driver")),
         Fault("SIGSTOP train worker for a while", pause("train worker"), (0.5, 4.0), harmless=True),
         Fault(

@@ -60,7 +60,7 @@ class Scenario:
         return (*COMMON, *self.overrides)
 
 
-RAY = {"raylet": "/raylet/raylet", "GCS": "gcs_server"}
+RAY = {"raylet": "/raylet/raylet", "GCS": "gcs_server", "runtime-env agent": "runtime_env.agent"}
 WORKERS = {"train worker": "ray::Megatron", "generation worker": "ray::Vllm"}
 TRAIN = {"train worker": WORKERS["train worker"], **RAY}
 BOTH = {**WORKERS, **RAY, "reward": "dagrl.rl.functions.child"}
