@@ -16,11 +16,10 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -33,6 +32,7 @@ from dagrl.errors import MissingDependencyError
 from dagrl.run.cluster import ray_cluster
 
 WARMUP = 3
+STEPS = (verl_steps.train, verl_steps.infer_and_train)
 MODES = {"DP_COMPUTE_PROTO": "proto", "n-d, TensorDict": "over_mesh"}
 
 
@@ -52,16 +52,24 @@ def run(options: argparse.Namespace) -> None:
     assert verl
     contests = []
     for workers in options.workers:
-        for mode in MODES:
-            for size in options.bytes:
-                name = f"{mode}, {workers} workers, {size} bytes"
-                sizes = {name: {"workers": workers, "payload_bytes": size}}
-                contests.append(Contest(name, sizes, partial(calls, name, mode, workers, size), WARMUP))
+        names = {
+            case_name(mode, workers, size): {"workers": workers, "payload_bytes": size} for mode, size in cases(options)
+        }
+        contests.append(Contest(f"calls of {workers} workers", names, partial(calls, workers, options), WARMUP))
     for workers in options.step_workers:
-        for step in (verl_steps.train, verl_steps.infer_and_train):
-            name = f"step: {step.__name__}, {workers} workers"
-            contests.append(Contest(name, {name: {"workers": workers}}, partial(steps, name, step, workers), WARMUP))
+        names = {f"step: {step.__name__}, {workers} workers": {"workers": workers} for step in STEPS}
+        contests.append(Contest(f"steps of {workers} workers", names, partial(steps, workers), WARMUP))
     harness.run(options, contests)
+
+
+def cases(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """Returns each kind of data in every size."""
+    return [(mode, size) for mode in MODES for size in options.bytes]
+
+
+def case_name(mode: str, workers: int, size: int) -> str:
+    """Returns the name of a case of calls."""
+    return f"{mode}, {workers} workers, {size} bytes"
 
 
 @contextmanager
@@ -72,7 +80,7 @@ def cluster(workers: int) -> Iterator[None]:
 
 
 @contextmanager
-def calls(name: str, mode: str, workers: int, size: int) -> Iterator[dict[str, Take]]:
+def calls(workers: int, options: argparse.Namespace) -> Iterator[dict[str, Take]]:
     """Yields calls of verl workers that return what they are given."""
     import torch
     from tensordict import TensorDict
@@ -85,16 +93,21 @@ def calls(name: str, mode: str, workers: int, size: int) -> Iterator[dict[str, T
         pool = RayResourcePool([workers], use_gpu=False)
         group = RayWorkerGroup(pool, RayClassWithInitArgs(ray.remote(echo_class())), device_name="cpu")
         fast = accelerate(group)
-        rows = max(workers, 8)
-        values = torch.arange(max(1, size // 8 // rows) * rows).view(rows, -1)
-        proto = mode == "DP_COMPUTE_PROTO"
-        data = DataProto.from_single_dict({"x": values}) if proto else TensorDict({"x": values}, batch_size=[rows])
-        yield {side: partial(timed, name, partial(getattr(one, MODES[mode]), data)) for side, one in sides(group, fast)}
+        rows, data = max(workers, 8), {}
+        for mode, size in cases(options):
+            values = torch.arange(max(1, size // 8 // rows) * rows).view(rows, -1)
+            proto = mode == "DP_COMPUTE_PROTO"
+            made = DataProto.from_single_dict({"x": values}) if proto else TensorDict({"x": values}, batch_size=[rows])
+            data[case_name(mode, workers, size)] = MODES[mode], made
+        yield {
+            side: partial(timed, {name: partial(getattr(one, method), made) for name, (method, made) in data.items()})
+            for side, one in (("dagrl", fast), ("verl", group))
+        }
         fast.close()
 
 
 @contextmanager
-def steps(name: str, step: Callable[[Any, Any], object], workers: int) -> Iterator[dict[str, Take]]:
+def steps(workers: int) -> Iterator[dict[str, Take]]:
     """Yields verl's training steps."""
     from dagrl.embed.verl import accelerate
 
@@ -102,17 +115,18 @@ def steps(name: str, step: Callable[[Any, Any], object], workers: int) -> Iterat
         group = verl_steps.training_group(verl_steps.write_model(Path(directory)), workers)
         fast = accelerate(group)
         batch = verl_steps.training_batch(0, rows=4 * workers)
-        yield {side: partial(timed, name, partial(step, one, batch)) for side, one in sides(group, fast)}
+        yield {
+            side: partial(timed, {f"step: {step.__name__}, {workers} workers": partial(step, one, batch) for step in STEPS})
+            for side, one in (("dagrl", fast), ("verl", group))
+        }
         fast.close()
 
 
-def sides(group: Any, fast: Any) -> list[tuple[str, Any]]:
-    """Returns both groups by the name of their side."""
-    return [("dagrl", fast), ("verl", group)]
-
-
-def timed(name: str, call: Callable[[], object]) -> dict[str, Turn]:
-    """Takes a turn of one call."""
-    started = time.perf_counter()
-    call()
-    return {name: Turn([time.perf_counter() - started])}
+def timed(acts: Mapping[str, Callable[[], object]]) -> dict[str, Turn]:
+    """Takes a turn: one call of each case."""
+    found = {}
+    for name, act in acts.items():
+        started = time.perf_counter()
+        act()
+        found[name] = Turn([time.perf_counter() - started])
+    return found

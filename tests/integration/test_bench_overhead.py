@@ -1,16 +1,14 @@
-"""`bench overhead` and `bench step` in short; and refits under pytest-benchmark."""
+"""`bench overhead` and `bench step` in short, and the processes of sides."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from dagrl.bench import bench_refit
 from dagrl.bench.harness import run_process
 from dagrl.bench.overhead import PHASES, SIDES
 from dagrl.cli.main import main
@@ -63,10 +61,3 @@ def test_whole_runs_are_compared(tmp_path: Path) -> None:
     for row in (sync, in_flight):
         tokens = row["trained_tokens_per_s"] * sum(row["steps_s"][0])
         assert 2 * 16 * 3 <= tokens <= 2 * 16 * 48 and 0 <= row["idle/train"] <= 1
-
-
-def test_refits_run_under_pytest_benchmark() -> None:
-    options = ["--benchmark-disable", "-q", "-k", "ipc-checksum", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", str(Path(bench_refit.__file__)), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
