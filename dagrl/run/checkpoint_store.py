@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Final, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -49,9 +50,10 @@ from dagrl.telemetry.record import RunPaths
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT: Final = 2
 MANIFEST, STATE = "manifest.json", "state.json"
 SMALL_FILE_BYTES = 1 << 20  # the driver reads files up to this size; the workers that load them read larger ones
+Content = TypeVar("Content")
 _NAME = re.compile(r"step_(\d{8,})(\.tmp|\.old)?")
 
 
@@ -74,6 +76,12 @@ class Checkpoint:
 
     directory: Path
     state: TrainState
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    format: Literal[2]
+    files: dict[str, FileEntry]
 
 
 class CheckpointStore:
@@ -124,19 +132,18 @@ class CheckpointStore:
     @contextmanager
     def saving(self, state: TrainState) -> Iterator[Path]:
         """Yields a directory for a checkpoint. Publishes it when the block ends; removes it if the block raises."""
-        with self.writing(state) as directory:
+        directory = self.begin(state)
+        with self.discarding(directory):
             yield directory
         self.publish(state, directory)
 
-    @contextmanager
-    def writing(self, state: TrainState) -> Iterator[Path]:
-        """Yields an empty directory for a checkpoint that `publish` completes. Removes it if the block raises."""
+    def begin(self, state: TrainState) -> Path:
+        """Returns an empty directory for a checkpoint that `publish` completes."""
         directory = self._final(state).with_suffix(".tmp")
         if directory.exists():
             shutil.rmtree(directory)
         directory.mkdir(parents=True)
-        with self.discarding(directory):
-            yield directory
+        return directory
 
     def publish(self, state: TrainState, directory: Path, written: Mapping[str, FileEntry] | None = None) -> None:
         """Completes a checkpoint whose parts are all written, and removes checkpoints that need not be kept.
@@ -144,7 +151,7 @@ class CheckpointStore:
         `written` has files whose size and checksum are known, by their path in `directory`. The others are read.
         """
         with self.discarding(directory):
-            write_whole(directory / STATE, json.dumps({"format": FORMAT, **asdict(state)}, indent=1))
+            write_whole(directory / STATE, json.dumps(asdict(state), indent=1))
             sync_tree(directory)
             _write_manifest(directory, written or {})
         replace_directory(directory, self._final(state))
@@ -168,32 +175,20 @@ class CheckpointStore:
 
         Reads `state.json` only; see `verify`.
         """
-        read = [(path, self._read_or_warn(path)) for path in self._directories()]
-        return [Checkpoint(path, state) for path, state in read if state is not None]
-
-    def _read_or_warn(self, directory: Path) -> TrainState | None:
-        try:
-            return read_state(directory)
-        except CheckpointError as error:
-            if directory not in self._unreadable:
-                logger.warning("%s is neither ranked nor removed: %s", directory, error)
-            self._unreadable.add(directory)
-            return None
+        found = []
+        for directory in self._directories():
+            try:
+                found.append(Checkpoint(directory, read_state(directory)))
+            except CheckpointError as error:
+                if directory not in self._unreadable:
+                    logger.warning("%s is neither ranked nor removed: %s", directory, error)
+                self._unreadable.add(directory)
+        return found
 
     def latest(self) -> Checkpoint | None:
         """Returns the newest checkpoint, verified, or None. Raises CheckpointError if it is damaged."""
         found = self._directories()
         return load_checkpoint_directory(found[-1]) if found else None
-
-    def _ranked(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-        """Best first, checkpoints without a metric last, among equals the newest first."""
-
-        def rank(checkpoint: Checkpoint) -> tuple[bool, float, int]:
-            metric = checkpoint.state.metric
-            measured = metric is not None and math.isfinite(metric)
-            return measured, self._sign * metric if measured and metric else 0.0, checkpoint.state.step
-
-        return sorted(checkpoints, key=rank, reverse=True)
 
     def _prune(self) -> None:
         for path, _, suffix in self._entries():
@@ -202,10 +197,16 @@ class CheckpointStore:
         if self._keep_best is None and self._keep_last is None:
             return
         checkpoints = self.all()
-        best = self._ranked(checkpoints)[: self._keep_best or 0]
+        best = sorted(checkpoints, key=self._rank, reverse=True)[: self._keep_best or 0]
         for checkpoint in checkpoints[: -(self._keep_last or 1)]:
             if checkpoint not in best:
                 self._remove(checkpoint.directory)
+
+    def _rank(self, checkpoint: Checkpoint) -> tuple[bool, float, int]:
+        """Higher is better: checkpoints without a metric rank last, among equals the newest first."""
+        metric = checkpoint.state.metric
+        measured = metric is not None and math.isfinite(metric)
+        return measured, self._sign * metric if measured and metric else 0.0, checkpoint.state.step
 
     def _remove(self, directory: Path) -> None:
         """Renames a checkpoint before removing it, so that a crash cannot leave half of it under its name."""
@@ -249,9 +250,8 @@ def load_checkpoint_directory(directory: Path) -> Checkpoint:
 def verify(directory: Path) -> None:
     """Compares a checkpoint with its manifest, except the contents of `large_files`. Raises CheckpointError."""
     files = _read_manifest(directory)
-    mine = {name: entry for name, entry in files.items() if "/" not in name}
-    verify_files(directory, mine)
-    verify_files(directory, {name: entry for name, entry in files.items() if name not in mine}, SMALL_FILE_BYTES)
+    verify_files(directory, {name: entry for name, entry in files.items() if "/" not in name})
+    verify_files(directory, {name: entry for name, entry in files.items() if "/" in name}, SMALL_FILE_BYTES)
 
 
 def large_files(directory: Path, role: str) -> dict[str, FileEntry]:
@@ -262,11 +262,7 @@ def large_files(directory: Path, role: str) -> dict[str, FileEntry]:
 
 def read_state(directory: Path) -> TrainState:
     """Reads `state.json` of a checkpoint."""
-    content = _read_json(directory, STATE)
-    try:
-        state = TypeAdapter(TrainState).validate_python({name: value for name, value in content.items() if name != "format"})
-    except ValidationError as error:
-        raise CheckpointError(f"{directory / STATE} is not a state that this version of dagrl wrote: {error}") from error
+    state = _read(directory, STATE, TrainState)
     if directory.name.split(".")[0] != f"step_{state.step:08d}":
         raise CheckpointError(
             f"{directory} holds the state of step {state.step}; it was renamed or copied. Rename it to its step"
@@ -275,22 +271,13 @@ def read_state(directory: Path) -> TrainState:
 
 
 def _write_manifest(directory: Path, written: Mapping[str, FileEntry]) -> None:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    names = {path.relative_to(directory).as_posix(): path for path in files}
-    if missing := sorted(written.keys() - names.keys()):
-        raise CheckpointError(
-            f"workers wrote {directory / missing[0]}, but the driver does not find it. Put output_dir, and "
-            "checkpointing.checkpoint_dir if set, on a file system that all hosts share"
-        )
-    entries = {name: asdict(written.get(name) or fingerprint(path)) for name, path in names.items()}
-    write_whole(directory / MANIFEST, json.dumps({"format": FORMAT, "files": entries}, indent=1))
+    paths = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    manifest = _Manifest(FORMAT, {name: written.get(name) or fingerprint(path) for name, path in paths.items()})
+    write_whole(directory / MANIFEST, json.dumps(asdict(manifest), indent=1))
 
 
 def _read_manifest(directory: Path) -> dict[str, FileEntry]:
-    try:
-        files = TypeAdapter(dict[str, FileEntry]).validate_python(_read_json(directory, MANIFEST).get("files"))
-    except ValidationError as error:
-        raise _damaged(directory, f"{MANIFEST} does not list files with their sizes ({error})") from error
+    files = _read(directory, MANIFEST, _Manifest).files
     if STATE not in files:
         raise _damaged(directory, f"{MANIFEST} does not list {STATE}")
     if outside := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name]:
@@ -298,23 +285,21 @@ def _read_manifest(directory: Path) -> dict[str, FileEntry]:
     return files
 
 
-def _read_json(directory: Path, name: str) -> dict[str, object]:
-    path = directory / name
-    if not path.is_file():
+def _read(directory: Path, name: str, kind: type[Content]) -> Content:
+    """Reads a JSON file of a checkpoint."""
+    try:
+        return TypeAdapter(kind).validate_json((directory / name).read_bytes())
+    except FileNotFoundError as error:
         raise CheckpointError(
             f"{directory} has no {name}: it is not a complete checkpoint of dagrl. "
             "Name a directory step_<number> that a run wrote"
-        )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise _damaged(directory, f"{name} is not JSON ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"{path} has format {found!r}; this version of dagrl reads format {FORMAT}")
-    return content
+        raise CheckpointError(f"cannot read {directory / name}: {error.strerror}") from error
+    except ValidationError as error:
+        what, *_ = error.errors()
+        where = ".".join(["", *map(str, what["loc"])])
+        raise _damaged(directory, f"{name}{where} is not of this version of dagrl ({what['msg']})") from error
 
 
 def _damaged(directory: Path, what: str) -> CheckpointError:

@@ -43,7 +43,7 @@ class Checkpoints:
     state: TrainState = field(default_factory=lambda: TrainState(step=0))
     parts: list[DriverPart] = field(default_factory=list)
     saved_step: int = 0
-    _pending: tuple[TrainState, Path] | None = field(default=None, init=False)
+    _pending: tuple[TrainState, Path, dict[str, FileEntry]] | None = field(default=None, init=False)
 
     def restore(self) -> None:
         """Takes the state that the run resumes from, if any, and loads it into the train workers."""
@@ -87,37 +87,36 @@ class Checkpoints:
             self._finish()
 
     def _write(self) -> None:
-        background, files = self.config.checkpointing.async_save, dict[str, FileEntry]()
-        with self.store.writing(self.state) as directory:
+        """Writes all parts; with `async_save`, workers go on writing theirs."""
+        directory, files = self.store.begin(self.state), dict[str, FileEntry]()
+        with self.store.discarding(directory):
             for role in self.groups:
                 self._hold(role)
-                files |= self._files(role, "save_checkpoint", str(directory / role), *([True] if background else []))
+                background = [True] if self.config.checkpointing.async_save else []
+                files |= self._files(role, "save_checkpoint", str(directory / role), *background)
             for write in self.parts:
                 write(directory)
-        if background:
-            self._pending = (self.state, directory)
-        else:
-            self._publish(self.state, directory, files)
+        self._pending = (self.state, directory, files)
+        if not self.config.checkpointing.async_save:
+            self._finish()
 
     def _finish(self) -> None:
-        """Waits for the pending checkpoint and publishes it."""
+        """Publishes the pending checkpoint; waits for workers that still write."""
         if self._pending is None:
             return
-        (state, directory), self._pending = self._pending, None
+        (state, directory, files), self._pending = self._pending, None
         with self.store.discarding(directory):
-            files = {name: entry for role in self.groups for name, entry in self._files(role, "finish_checkpoint").items()}
-        self._publish(state, directory, files)
+            if self.config.checkpointing.async_save:
+                for role in self.groups:
+                    files |= self._files(role, "finish_checkpoint")
+            for name in (*self.groups, *files):
+                require_shared(directory / name)
+        self.store.publish(state, directory, files)
 
     def _files(self, role: str, method: str, *arguments: object) -> dict[str, FileEntry]:
         """Calls a method that writes a role's part. Returns the files that workers know, by their path in the checkpoint."""
         answers = self._call(self.groups[role], method, *arguments)
         return {f"{role}/{name}": entry for files in answers for name, entry in (files or {}).items()}
-
-    def _publish(self, state: TrainState, directory: Path, files: Mapping[str, FileEntry]) -> None:
-        with self.store.discarding(directory):
-            for role in self.groups:
-                require_shared(directory / role)
-        self.store.publish(state, directory, files)
 
     def _load(self, directory: Path) -> None:
         for role, group in self.groups.items():

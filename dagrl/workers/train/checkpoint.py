@@ -298,37 +298,17 @@ class _SummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as file:
-            if mode != "wb":
-                yield file
-                return
-            stream = _SummedStream(file)
-            yield stream
-            self.entries[Path(path).name] = FileEntry(stream.size, stream.crc32)
+        with _SummedFile(io.FileIO(path, mode)) as file:
+            yield file
+        self.entries[Path(path).name] = FileEntry(Path(path).stat().st_size, file.crc32)
 
 
-class _SummedStream(io.RawIOBase):
-    def __init__(self, file: io.IOBase) -> None:
-        self._file: Any = file
-        self.size = self.crc32 = 0
+class _SummedFile(io.BufferedWriter):
+    crc32 = 0
 
     def write(self, data: Any) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
-        count: int = self._file.write(data)
-        self.size += count
-        return count
-
-    def tell(self) -> int:
-        return self.size
-
-    def fileno(self) -> int:
-        self._file.flush()
-        number: int = self._file.fileno()
-        return number
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
+        return super().write(data)
 
 
 def disk_error(error: BaseException) -> Exception:
