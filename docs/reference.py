@@ -27,7 +27,7 @@ API: dict[str, tuple[str, ...]] = {
     "dagrl.runtime.worker": ("WorkerHooks",),
     "dagrl.refit": ("WeightSlice", "RefitSender", "RefitReceiver", "RefitReport", "RankPlan", "commit_together"),
     "dagrl.refit.sources": ("slices_of", "tensors_of"),
-    "dagrl.refit.meet": ("Meeting", "meet"),
+    "dagrl.refit.rendezvous": ("Meeting", "meet"),
     "dagrl.channels": ("open_channel", "ChannelSpec", "Channel"),
     "dagrl.workers.vllm.transfer": ("SliceSource", "DagrlTrainerInitInfo", "DagrlTrainer"),
     "dagrl.embed.verl": ("accelerate",),

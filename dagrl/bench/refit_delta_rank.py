@@ -19,7 +19,7 @@ from dagrl.channels import Channel, open_channel
 from dagrl.config import Json
 from dagrl.refit import RefitReceiver, RefitSender, WeightSlice, commit_together
 from dagrl.refit.carry import delta
-from dagrl.refit.meet import Meeting, Side, meet
+from dagrl.refit.rendezvous import Meeting, Side, meet
 from dagrl.refit.slices import tensor_shapes
 from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.refit.transfers import DeltaMode

@@ -104,7 +104,6 @@ class Rank:
             if case.colocated:  # as with memory that cannot be mapped, such as expandable segments
                 self._offer("dagrl by messages")
             self._offer("dagrl verify=checksum", verify="checksum")
-            self._offer("dagrl verify=bitwise", verify="bitwise")
             if rivals and not case.fp8 and not (case.colocated and self.size > 2):
                 self._offer_rivals()
         return list(self._makers)
@@ -208,9 +207,8 @@ class Rank:
             end = RefitSender(mine, self.side.tensors, self.channel, lends=True)
         else:
             end = RefitReceiver(mine, self.side.tensors, self.channel)
-        spares = 2 * max((bucket.nbytes for bucket in mine.receives), default=0) if verify == "bitwise" else 0
         sent = max((memory.bucket.nbytes for memory in end.rounds.sends), default=0)
-        staging = end.rounds.staging_bytes + spares + (MAILBOX_SLOTS * sent if case.colocated else 0)
+        staging = end.rounds.staging_bytes + (MAILBOX_SLOTS * sent if case.colocated else 0)
 
         def carry() -> None:
             _ = end.send(1) if isinstance(end, RefitSender) else end.receive(1)

@@ -31,8 +31,8 @@ from dagrl.runtime.deadline import Deadline
 class RefitConfig(Section):
     """How weights are sent from train to generation workers."""
 
-    verify: Literal["off", "checksum", "bitwise"] = "off"
-    """Check after each refit that the received weights equal the sent ones: by checksums, or by sending all bytes again."""
+    verify: Literal["off", "checksum"] = "off"
+    """`checksum`: compare checksums of the sent and the received weights after each refit."""
 
     delta: Literal["off", "lossless"] = "off"
     """`lossless`: send only the bytes that changed since the last refit. Each train rank keeps a copy of what it sends."""

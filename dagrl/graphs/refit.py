@@ -1,5 +1,5 @@
 """The refit phase. It is defined next to `dagrl.refit.Refit`, which connects the groups that it runs on."""
 
-from dagrl.refit.phase import refit
+from dagrl.refit.connect import refit
 
 __all__ = ["refit"]

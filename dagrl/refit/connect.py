@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dagrl.channels.spec import ChannelKind, ChannelSpec
 from dagrl.errors import RefitPlanError
 from dagrl.refit.carry.delta import check_delta
-from dagrl.refit.phase import refit
 from dagrl.refit.plan.links import LinkSpeeds
 from dagrl.refit.plan.planner import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.slices import WeightSlice
-from dagrl.refit.transfers import DeltaMode, RecordMode, Verify
+from dagrl.refit.transfers import DeltaMode, RankPlan, RecordMode, Verify
 from dagrl.runtime.deadline import Deadline
-from dagrl.runtime.phase import Phase
+from dagrl.runtime.phase import Input, Phase, Shard, Value, join, phase
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +25,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNKNOWN = object()
+
+
+class RefitWorker(Protocol):
+    """A worker that sends or receives weights.
+
+    Optional: `weight_tensors() -> Mapping[str, Tensor]` returns these tensors by name, to tell which GPU holds them;
+    `weight_config() -> Mapping[str, Json]` returns the keys of the model's configuration that decide what it computes. A
+    refit is refused between workers that differ in one of these keys.
+    """
+
+    def weight_slices(self) -> Sequence[WeightSlice]:
+        """Returns the parts of the model that the worker holds, and the tensors that they are in."""
+        ...
+
+    def prepare_refit(self, plan: RankPlan, channel: ChannelSpec, /) -> None:
+        """Opens the channel. Called on all workers at once, and again for a new plan."""
+        ...
+
+
+@phase
+def refit(train: Shard, generation: Shard, version: Input) -> Value:
+    """Sends every weight to the generation workers and commits it as one policy version."""
+    sent = train.map("send_weights", version)
+    received = generation.map("receive_weights", version)
+    return join(sent, received)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +101,7 @@ class Refit:
           it differs.
         - `tied_embeddings`: fill a generation head of its own from the embedding.
         - `kind`: of the channel. None chooses `gloo` without GPUs, `ipc` where workers of one host share a GPU, else `nccl`.
-        - `verify`: `off`, `checksum` or `bitwise`. `record`: replay a refit as one CUDA graph; `auto` measures both.
+        - `verify`: `off` or `checksum`. `record`: replay a refit as one CUDA graph; `auto` measures both.
         - `delta`: `lossless` sends only what changed since the last refit, never as a CUDA graph. Each sender keeps a copy
           of what it sends.
         - `bucket_bytes`, `speeds`: see `plan_refit`.
@@ -132,10 +156,6 @@ class Refit:
         return self.plan.summary().text(self.speeds)
 
 
-class _HasSlices(Protocol):
-    def weight_slices(self) -> Sequence[WeightSlice]: ...
-
-
 def distinct_slices(group: WorkerGroup) -> list[Sequence[WeightSlice]]:
     """Returns each rank's slices. Of ranks with equal slices only the first sends them to the driver."""
     digests: list[str] = group.call_function(slices_digest)
@@ -144,7 +164,7 @@ def distinct_slices(group: WorkerGroup) -> list[Sequence[WeightSlice]]:
     return [sent[senders[digest]] for digest in digests]
 
 
-def slices_digest(worker: _HasSlices) -> str:
+def slices_digest(worker: RefitWorker) -> str:
     """Returns a digest that is equal for equal slices. Runs in a worker."""
     import hashlib
 
@@ -154,7 +174,7 @@ def slices_digest(worker: _HasSlices) -> str:
     return digest.hexdigest()
 
 
-def slices_if(worker: _HasSlices, role: str, ranks: tuple[int, ...]) -> list[WeightSlice]:
+def slices_if(worker: RefitWorker, role: str, ranks: tuple[int, ...]) -> list[WeightSlice]:
     """Returns the worker's slices if its rank in `role` is in `ranks`, otherwise an empty list. Runs in a worker."""
     from dagrl.runtime.executors.node import state_of
 

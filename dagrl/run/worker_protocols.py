@@ -13,8 +13,8 @@ from dagrl.config.roles import CRITIC, TEACHER
 from dagrl.config.settings import generates, holds_reference, is_colocated, sharing_roles
 from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
+from dagrl.refit.connect import RefitWorker
 from dagrl.refit.slices import WeightSlice
-from dagrl.refit.worker import RefitWorker
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.preferences import gives_scores

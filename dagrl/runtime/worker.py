@@ -2,7 +2,7 @@
 
 A worker is any class whose constructor takes `(context, config)`. Phases name its methods; an `async def` runs on the
 actor's event loop, and the node ends when it returns. `WorkerHooks` are the methods that the runtime itself calls. What
-the training loops and refits call is typed in `dagrl.run.worker_protocols` and `dagrl.refit.worker`.
+the training loops and refits call is typed in `dagrl.run.worker_protocols` and `dagrl.refit.connect`.
 """
 
 from __future__ import annotations

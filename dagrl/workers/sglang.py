@@ -21,9 +21,9 @@ from dagrl.channels import Channel, open_channel
 from dagrl.errors import ConfigError
 from dagrl.refit.carry.commit import commit_together
 from dagrl.refit.carry.endpoint import RefitReceiver, RefitSender
-from dagrl.refit.meet import Meeting, meet, while_called
 from dagrl.refit.recorded import Recorded, check_complete, named_tensors
 from dagrl.refit.recording import record
+from dagrl.refit.rendezvous import Meeting, meet, while_called
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import Verify
 

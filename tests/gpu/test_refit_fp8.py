@@ -21,7 +21,7 @@ from torch import Tensor
 from dagrl.config import Config
 from dagrl.errors import RunError
 from dagrl.refit.fp8 import quantize_blocks, scale_shape
-from dagrl.refit.kernels.block_quantizer import BlockQuantizer
+from dagrl.refit.kernels.batched import BlockQuantizer
 from dagrl.runtime.shapes import Batch
 from tests.gpu import refit_calls
 from tests.gpu.test_refit_kernels import weights

@@ -18,7 +18,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 def test_casts_and_transposed_views_in_a_bucket_are_left_to_torch() -> None:
-    from dagrl.refit.kernels.batched_copy import BatchedCopy
+    from dagrl.refit.kernels.batched import BatchedCopy
 
     source = torch.randn(64, 64, device="cuda")
     cast, same = torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda"), torch.zeros(64, 64, device="cuda")

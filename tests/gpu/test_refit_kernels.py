@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dagrl.refit.carry.verify import _COLUMNS, _UPPER, _WEIGHT, checksum, contiguous_bytes
 from dagrl.refit.fp8 import BLOCK, quantize_blocks, scale_shape
-from dagrl.refit.kernels.checksum_rows import SummedView
-from dagrl.refit.kernels.rows import as_rows
+from dagrl.refit.kernels.rows import SummedView, as_rows
 from tests.gpu.kernels import DEVICE, INTERPRETED, exact_in_fp8, kernel_tests, rounds_fp8
 
 pytest.importorskip("triton")

@@ -26,4 +26,4 @@ def test_every_trial_by_every_method(tmp_path: Path) -> None:
         found = {row["side"]: row for row in rows if row["case"] == case.label}
         assert found["dagrl"]["rounds"] == 2 and found["dagrl"]["bytes_into_rank"] > 0
         assert ("megatron.core.resharding" in found) == case.to_megatron
-        assert ("dagrl verify=bitwise" in found) != case.to_megatron
+        assert ("dagrl verify=checksum" in found) != case.to_megatron

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from dagrl.bench.tiny_configs import tiny_config
-from dagrl.refit.meet import Meeting
 from dagrl.refit.recorded import named_tensors
+from dagrl.refit.rendezvous import Meeting
 from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.runtime.ports import reserve_port
 from dagrl.workers.sglang import RECEIVE, SglangTrainer

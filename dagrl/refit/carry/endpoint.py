@@ -17,11 +17,11 @@ from dagrl.refit.carry.autotune import Autotune
 from dagrl.refit.carry.delta import Delta, check_delta
 from dagrl.refit.carry.handshake import Handshake
 from dagrl.refit.carry.mapped import MappedMoves
-from dagrl.refit.carry.pack import BucketMemory, spare_messages
+from dagrl.refit.carry.pack import BucketMemory
 from dagrl.refit.carry.rounds import RefitRounds
-from dagrl.refit.carry.verify import checksums, compare_checksums, mismatch, prepare_checksums
+from dagrl.refit.carry.verify import checksums, compare_checksums, prepare_checksums
 from dagrl.refit.report import RefitReport
-from dagrl.refit.transfers import Move, RankPlan
+from dagrl.refit.transfers import RankPlan
 from dagrl.runtime.annotate import annotate
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class _Endpoint:
         self._sums: dict[int, torch.Tensor] = {}  # by the id of the bucket's memory
         self._targets = _in_order(bucket.source for bucket in plan.receives)
         self._receivers = _in_order(bucket.destination for bucket in plan.sends)
-        digest = int(plan.digest[:15], 16) ^ ({"off": 0, "checksum": 1, "bitwise": 2}[plan.verify] + 4 * bool(self._delta))
+        digest = int(plan.digest[:15], 16) ^ ((plan.verify == "checksum") + 2 * bool(self._delta))
         device = None if self._mapped else self.rounds.device
         self._headers = Handshake(channel, digest, self._targets, self._receivers, device)
         self._sent = sum(bucket.nbytes for bucket in plan.sends)
@@ -79,8 +79,6 @@ class _Endpoint:
             self._mapped.finish()
         if self._verify == "checksum":
             self._compare_sums(version)
-        elif self._verify == "bitwise":
-            self._prove_bytes(version)
         self._channel.synchronize()
         sent, received = self._sent, self._received
         if self._delta is not None:
@@ -176,21 +174,6 @@ class _Endpoint:
         for peer in self._targets:
             moves = [move for one in receives if one.bucket.source == peer for move in one.bucket.moves]
             compare_checksums(moves, told[peer], held[peer], peer, version)
-
-    def _prove_bytes(self, version: int) -> None:
-        """Carries everything again, into separate memory, and compares it with what the tensors hold."""
-        receives = self.rounds.receives
-        again = {id(memory): came for memory, came in zip(receives, spare_messages(receives), strict=True)}
-        wrong: dict[int, list[Move]] = {}  # by sender
-
-        def compare(memory: BucketMemory) -> None:
-            self._channel.synchronize()  # a comparison waits on the host, and only the channel has a deadline
-            if moves := memory.differing(again[id(memory)]):
-                wrong.setdefault(memory.bucket.source, []).extend(moves)
-
-        self.rounds.run(lambda memory: None, compare, again)  # runs to its end, so that no message stays in the channel
-        for peer, moves in wrong.items():
-            raise mismatch(moves, peer, version)
 
 
 class RefitSender(_Endpoint):

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from dagrl.channels.base import Channel, wait_all
 from dagrl.channels.ipc import IpcChannel
 from dagrl.refit.carry.pack import Addresses, Tensors, live_scales, live_views, moved_tensors, raw
-from dagrl.refit.kernels.batched_copy import BatchedCopy
-from dagrl.refit.kernels.block_quantizer import BlockQuantizer
+from dagrl.refit.kernels.batched import BatchedCopy, BlockQuantizer
 from dagrl.refit.slices import STACKED
 from dagrl.refit.transfers import Move, MoveSide, RankPlan, TransferBucket
 from dagrl.runtime.annotate import annotate

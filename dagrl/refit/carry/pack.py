@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from dagrl.channels.base import as_bytes
 from dagrl.errors import RefitPlanError
 from dagrl.refit.fp8 import scale_shape
-from dagrl.refit.kernels.batched_copy import BatchedCopy
-from dagrl.refit.kernels.block_quantizer import BlockQuantizer
-from dagrl.refit.kernels.checksum_rows import SummedView
+from dagrl.refit.kernels.batched import BatchedCopy, BlockQuantizer
+from dagrl.refit.kernels.rows import SummedView
 from dagrl.refit.slices import STACKED, Box, numbered, volume
 from dagrl.refit.transfers import Move, MoveSide, TransferBucket, TransferMessage, aligned, box_of_run
 
@@ -72,7 +71,6 @@ class BucketMemory:
         self.messages: list[torch.Tensor] = []
         """The bytes of each message, after `bind`."""
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # live views, and their views in messages
-        self._owners: list[int] = []  # the move of each pair
         self._copy: BatchedCopy | None = None  # of staged messages
         self._reload: BatchedCopy | None = None  # the copy back; made by `prepare_reload`
         self._quantizer = BlockQuantizer([])
@@ -111,11 +109,11 @@ class BucketMemory:
             stacked = STACKED in move.half(self.side)[0]
             places = _message_parts(memory, offset, wire_dtype(move), move.extents, stacked)
             if move.scales is None:
-                self._pair(owner, parts, places)
+                self._pair(parts, places)
                 continue
             stored = _message_parts(memory, offset + move.scale_offset, torch.float32, scale_shape(move.extents), stacked)
             if scales:
-                self._pair(owner, [*parts, *scales], [*places, *stored])
+                self._pair([*parts, *scales], [*places, *stored])
             else:
                 quantized += zip(parts, places, stored, strict=True)
         return quantized
@@ -163,29 +161,7 @@ class BucketMemory:
             for at, move in zip(message.offsets, message.moves, strict=True)
         ]
 
-    def differing(self, received: Sequence[torch.Tensor]) -> list[Move]:
-        """Returns the moves whose live views differ from what unpacking the messages `received` would write."""
-        import torch
-
-        staged = set(self._owners)
-        ours, theirs = self.bytes_of_moves(self.messages), self.bytes_of_moves(received)
-        wrong = {
-            owner
-            for owner, pair in enumerate(zip(ours, theirs, strict=True))
-            if owner not in staged and not torch.equal(*pair)
-        }
-        for live, mine, other in zip(self._direct, self.messages, received, strict=True):
-            if live is None:
-                mine.copy_(other)
-        wrong |= {
-            owner
-            for owner, live, place in zip(self._owners, *self._pairs, strict=True)
-            if not torch.equal(_bits(live), _bits(place.to(live.dtype)))
-        }
-        return [self.bucket.moves[owner] for owner in sorted(wrong)]
-
-    def _pair(self, owner: int, live: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
-        self._owners += [owner] * len(live)
+    def _pair(self, live: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
         for one, place in zip(live, places, strict=True):
             same = one.dtype == place.dtype
             self._pairs[0].append(raw(one) if same else one)
@@ -229,23 +205,6 @@ def bind_staging(memories: Sequence[BucketMemory]) -> int:
     for index, memory in enumerate(memories):
         memory.bind(slots[index % buffers])
     return buffers * largest
-
-
-def spare_messages(memories: Sequence[BucketMemory]) -> list[list[torch.Tensor]]:
-    """Returns separate memory for the messages of each bucket, in two buffers in turn."""
-    import torch
-
-    largest = max((_memory_bytes(memory.bucket.messages) for memory in memories), default=0)
-    device = memories[0].live[0][0].device if memories else torch.device("cpu")
-    spares = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
-    found: list[list[torch.Tensor]] = []
-    for index, memory in enumerate(memories):
-        end, messages = 0, list[torch.Tensor]()
-        for message in memory.bucket.messages:
-            messages.append(spares[index % 2][end : end + message.nbytes])
-            end += aligned(message.nbytes)
-        found.append(messages)
-    return found
 
 
 def _memory_bytes(messages: Sequence[TransferMessage]) -> int:
@@ -309,13 +268,6 @@ def raw(part: torch.Tensor) -> torch.Tensor:
     import torch
 
     return part.view(torch.uint8) if part.dtype.itemsize == 1 else part
-
-
-def _bits(part: torch.Tensor) -> torch.Tensor:
-    """Returns the memory as integers, for which equality means equal bits."""
-    import torch
-
-    return part.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.dtype.itemsize])
 
 
 def _check_dtype(move: Move, part: torch.Tensor, side: MoveSide, relay: bool) -> None:

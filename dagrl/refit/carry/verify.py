@@ -1,4 +1,4 @@
-"""Verifies a refit: compares a checksum of every move, or sends all bytes again.
+"""Verifies a refit: compares a checksum of every move.
 
 A checksum is two sums modulo 2**64 over the bytes as 64-bit integers: a plain one, and one weighted by position. It detects
 a changed byte as well as two swapped rows. A plain sum of the highest bits, the signs, shows little more than their parity,
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dagrl.channels.base import as_bytes
 from dagrl.errors import RunError
-from dagrl.refit.kernels.checksum_rows import WORD, SummedView
+from dagrl.refit.kernels.rows import WORD, SummedView
 from dagrl.refit.transfers import Move
 
 if TYPE_CHECKING:
@@ -105,16 +105,11 @@ def _weights(count: int, first: int, device: torch.device) -> torch.Tensor:
 
 def compare_checksums(moves: Sequence[Move], sent: torch.Tensor, held: torch.Tensor, peer: int, version: int) -> None:
     """Raises RunError if the sums, `[moves, 2]` each, differ; names the moves."""
-    wrong = (sent != held).any(1).nonzero().flatten().tolist()
+    wrong = [moves[index] for index in (sent != held).any(1).nonzero().flatten().tolist()]
     if wrong:
-        raise mismatch([moves[index] for index in wrong], peer, version)
-
-
-def mismatch(moves: Sequence[Move], peer: int, version: int) -> RunError:
-    """Returns the error for moves that differ from what was sent."""
-    first = moves[0]
-    more = f", and {len(moves) - 1} more parts" if len(moves) > 1 else ""
-    return RunError(
-        f"refit to version {version}: parameter {first.name!r} {first.box} in tensor {first.target!r} differs from what "
-        f"rank {peer} sent{more}; replay the refit before using the weights, and check memory and links if it fails again"
-    )
+        first, more = wrong[0], f", and {len(wrong) - 1} more parts" if len(wrong) > 1 else ""
+        raise RunError(
+            f"refit to version {version}: parameter {first.name!r} {first.box} in tensor {first.target!r} differs from what "
+            f"rank {peer} sent{more}; replay the refit before using the weights, and check memory and links if it fails"
+            " again"
+        )

@@ -13,7 +13,7 @@ import numpy as np
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
-from dagrl.refit.kernels.checksum_rows import WORD, SummedView, entries, in_rows
+from dagrl.refit.kernels.rows import WORD, SummedView, entries, in_rows
 
 if TYPE_CHECKING:
     import torch

@@ -45,7 +45,7 @@ class PlanSummary:
     def staging_bytes(self) -> int:
         """Most staging memory of any rank: for two buckets, for `RELAYING_BUCKETS` if it relays, and a mailbox per receiver.
 
-        Transposed tensors need more. `verify: bitwise` temporarily needs two of the largest received buckets more.
+        Transposed tensors need more.
         """
         largest: dict[tuple[int, int], int] = defaultdict(int)  # (rank, sends or receives)
         boxes: dict[RankPair, int] = defaultdict(int)

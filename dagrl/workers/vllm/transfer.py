@@ -33,7 +33,7 @@ from dagrl.channels import open_channel
 from dagrl.errors import ChannelError, ConfigError, RunError, error_text
 from dagrl.refit.carry.commit import commit_together
 from dagrl.refit.carry.endpoint import RefitReceiver, RefitSender
-from dagrl.refit.meet import Meeting, meet, while_called
+from dagrl.refit.rendezvous import Meeting, meet, while_called
 from dagrl.refit.sources import ToHf, slices_of, tensors_of
 from dagrl.refit.transfers import DeltaMode, Verify
 from dagrl.workers.vllm.destinations import find_destinations

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dagrl.refit.carry.verify import _COLUMNS, _UPPER, _WEIGHT, checksum, contiguous_bytes
-from dagrl.refit.kernels.checksum_rows import WORD, ChecksumEntry, SummedView, entries, in_rows
+from dagrl.refit.kernels.rows import WORD, ChecksumEntry, SummedView, entries, in_rows
 
 MASK = (1 << 64) - 1
 
@@ -79,7 +79,7 @@ def test_rows_are_read_in_words_and_only_the_end_in_bytes() -> None:
 
 def test_rows_too_long_for_one_entry_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 12 words, three per entry, and one of 3 bytes."""
-    monkeypatch.setattr("dagrl.refit.kernels.checksum_rows.MOST_UNITS", 40)
+    monkeypatch.setattr("dagrl.refit.kernels.rows.MOST_UNITS", 40)
     weight = random(16, 24)
     pieces = [(0, random(7, 24, dtype=torch.float64)[:, 3:15]), (800, weight[3:, 1:4])]
     assert [entry[2] for entry in entries([pieces])] == [36, 36, 12, 39]

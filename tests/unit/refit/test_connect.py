@@ -132,7 +132,7 @@ def test_scales_of_an_fp8_cache_are_sent_like_weights(layout: ParallelLayout) ->
     plan = plan_refit([scales(mine) for mine in sources], [scales(mine) for mine in wanted], dtype="bfloat16")
     held = [{one.tensor: value(one) for one in scales(mine)} for mine in sources]
     received = [{one.tensor: torch.zeros(1) for one in scales(mine)} for mine in wanted]
-    run_refit(plan, [*held, *received], verify="bitwise")
+    run_refit(plan, [*held, *received], verify="checksum")
     for mine, tensors in zip(wanted, received, strict=True):
         assert len(tensors) == 8
         assert all(torch.equal(tensors[one.tensor], value(one)) for one in scales(mine))

@@ -121,7 +121,7 @@ def received_halves(dtype: torch.dtype) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("verify", ["off", "checksum", "bitwise"])
+@pytest.mark.parametrize("verify", ["off", "checksum"])
 @pytest.mark.parametrize(("sent", "held"), [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("hosts", [None, [0, 1, 1]], ids=["one host", "relayed"])
 def test_receivers_hold_what_the_sender_holds(verify: Verify, sent: str, held: str, hosts: list[int] | None) -> None:

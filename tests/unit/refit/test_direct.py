@@ -94,7 +94,7 @@ def test_only_the_end_with_a_gap_in_its_tensor_stages() -> None:
     assert sent.messages[0].data_ptr() == fc1.data_ptr()
     assert came.staged_bytes == 256 + 192 + 64
     assert [message.nbytes for message in sent.messages] == [message.nbytes for message in came.messages]
-    run_refit(plan, tensors, verify="bitwise")
+    run_refit(plan, tensors, verify="checksum")
     assert torch.equal(tensors[1]["gate_up"], fc1)
 
 

@@ -62,7 +62,7 @@ def test_any_megatron_layout_into_any_engine_in_fp8(data: st.DataObject) -> None
     if data.draw(st.booleans()) and all(bucket.source < plan.sources for bucket in plan.buckets):
         copy_mapped(plan, [*sources, *built])
     else:
-        run_refit(plan, [*sources, *built], verify=data.draw(st.sampled_from(["off", "checksum", "bitwise"])))
+        run_refit(plan, [*sources, *built], verify=data.draw(st.sampled_from(["off", "checksum"])))
     for ours, theirs in zip(built, expected, strict=True):
         assert [name for name in theirs if not torch.equal(as_stored(ours[name]), theirs[name])] == []
 

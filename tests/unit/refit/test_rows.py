@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dagrl.refit.kernels.batched_copy import as_rows
+from dagrl.refit.kernels.rows import as_rows
 
 Shape = tuple[int, ...]
 

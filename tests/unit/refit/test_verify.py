@@ -21,8 +21,6 @@ from tests.unit.refit.memory_channel import Done, MemoryChannel, run_refit
 from tests.unit.refit.test_plan import check_megatron_to_vllm, held
 from tests.unit.refit.weight_reference import model_config
 
-MODES: tuple[Verify, ...] = ("checksum", "bitwise")
-
 
 class FlippingChannel(MemoryChannel):
     """Changes one bit of the `at`-th byte of the first message of at least `least` bytes that it sends."""
@@ -45,16 +43,15 @@ def two_parameters(bucket_bytes: int, direct_bytes: int = DIRECT_BYTES) -> tuple
     return plan, [{"t": torch.randn(6, 10), "u": torch.randn(40)}, {"t": torch.zeros(2, 6, 5), "u": torch.zeros(40)}]
 
 
-@pytest.mark.parametrize("verify", MODES)
 @pytest.mark.parametrize("bucket_bytes", [64, 200, 1 << 20])
 @pytest.mark.parametrize("direct_bytes", [1, 150, DIRECT_BYTES], ids=["all direct", "q direct", "one message"])
-def test_one_flipped_bit_is_found(verify: Verify, bucket_bytes: int, direct_bytes: int) -> None:
+def test_one_flipped_bit_is_found(bucket_bytes: int, direct_bytes: int) -> None:
     FlippingChannel.flipped = False
     plan, tensors = two_parameters(bucket_bytes, direct_bytes)
     with pytest.raises(RunError, match=r"refit to version 7: parameter '[pq]' .* differs from what rank 0 sent"):
-        run_refit(plan, tensors, 7, verify, FlippingChannel)
+        run_refit(plan, tensors, 7, "checksum", FlippingChannel)
     assert FlippingChannel.flipped
-    run_refit(plan, tensors, 8, verify, FlippingChannel)  # the next complete refit succeeds
+    run_refit(plan, tensors, 8, "checksum", FlippingChannel)  # the next complete refit succeeds
     assert torch.equal(tensors[1]["u"], tensors[0]["u"])
 
 
@@ -71,8 +68,7 @@ class SpoilingChannel(MemoryChannel):
         return super().send(tensor, peer)
 
 
-@pytest.mark.parametrize("verify", MODES)
-def test_differences_are_counted_and_the_first_is_named_with_its_sender(verify: Verify) -> None:
+def test_differences_are_counted_and_the_first_is_named_with_its_sender() -> None:
     box = ((0, 6), (0, 10))
     held = [WeightSlice(name, box, name, box) for name in "abcqr"]
     plan = plan_refit([held[:3], held[3:]], [held], dtype="float32", bucket_bytes=240)
@@ -80,7 +76,7 @@ def test_differences_are_counted_and_the_first_is_named_with_its_sender(verify: 
     tensors = [weights, weights, {name: torch.zeros(6, 10) for name in weights}]
     assert plan.buckets[0].source == 0 and len(plan.buckets) == 5
     with pytest.raises(RunError, match=r"parameter 'q' .* in tensor 'q' differs from what rank 1 sent, and 1 more parts;"):
-        run_refit(plan, tensors, 1, verify, SpoilingChannel)
+        run_refit(plan, tensors, 1, "checksum", SpoilingChannel)
 
 
 def test_a_single_element_of_a_strided_tensor_has_a_checksum() -> None:
@@ -92,15 +88,14 @@ def test_a_single_element_of_a_strided_tensor_has_a_checksum() -> None:
     assert as_bytes(one).data_ptr() == one.data_ptr()
 
 
-@pytest.mark.parametrize("verify", MODES)
-def test_the_channel_stays_usable_after_a_difference(verify: Verify) -> None:
+def test_the_channel_stays_usable_after_a_difference() -> None:
     """No message of the failed refit is left in the channel for the next."""
     FlippingChannel.flipped = False
     plan, tensors = two_parameters(64)
     assert len(plan.buckets) > 2
     queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
-    sender = RefitSender(plan.for_rank(0, verify), tensors[0], FlippingChannel(0, 2, queues))
-    receiver = RefitReceiver(plan.for_rank(1, verify), tensors[1], MemoryChannel(1, 2, queues))
+    sender = RefitSender(plan.for_rank(0, "checksum"), tensors[0], FlippingChannel(0, 2, queues))
+    receiver = RefitReceiver(plan.for_rank(1, "checksum"), tensors[1], MemoryChannel(1, 2, queues))
     sender.send(1)
     with pytest.raises(RunError, match="differs from what rank 0 sent"):
         receiver.receive(1)
@@ -120,8 +115,7 @@ def test_without_verification_it_is_not_found() -> None:
     assert not same
 
 
-@pytest.mark.parametrize("verify", MODES)
-def test_a_byte_that_changes_in_the_live_tensor_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_byte_that_changes_in_the_live_tensor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums cover the live tensors after unpacking, not the received message."""
     from dagrl.refit.carry.pack import BucketMemory
 
@@ -134,25 +128,7 @@ def test_a_byte_that_changes_in_the_live_tensor_is_found(verify: Verify, monkeyp
 
     monkeypatch.setattr(BucketMemory, "unpack", spoil)
     with pytest.raises(RunError, match=r"parameter 'p' .* in tensor 't'"):
-        run_refit(plan, tensors, 1, verify)
-
-
-def test_bitwise_finds_a_byte_that_a_later_bucket_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checksums are computed bucket by bucket, so they miss what a later bucket overwrites."""
-    from dagrl.refit.carry.pack import BucketMemory
-
-    plan, tensors = two_parameters(64)
-    unpack, landed = BucketMemory.unpack, list[Tensor]()
-
-    def spoil(memory: BucketMemory) -> None:
-        unpack(memory)
-        if len(landed) == 1:
-            landed[0].view(torch.uint8)[..., 0] ^= 1
-        landed.append(memory.live[0][0])
-
-    monkeypatch.setattr(BucketMemory, "unpack", spoil)
-    with pytest.raises(RunError, match="differs from what rank 0 sent"):
-        run_refit(plan, tensors, 1, "bitwise")
+        run_refit(plan, tensors, 1, "checksum")
 
 
 @pytest.mark.parametrize("direct_bytes", [1, DIRECT_BYTES], ids=["all direct", "one message"])
@@ -193,18 +169,18 @@ def test_packing_that_skips_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         receiver.receive(3)
 
 
-@pytest.mark.parametrize("verify", MODES)
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
-def test_casts_and_stacks_pass(verify: Verify, target: torch.dtype) -> None:
+def test_casts_and_stacks_pass(target: torch.dtype) -> None:
     plan, tensors = two_parameters(100)
     tensors[1] = {name: tensor.to(target) for name, tensor in tensors[1].items()}
-    run_refit(plan, tensors, 1, verify)
+    run_refit(plan, tensors, 1, "checksum")
     assert torch.equal(tensors[1]["u"], tensors[0]["u"].to(target))
-    check_megatron_to_vllm(model_config("deepseek_v3"), ParallelLayout(tp=2, dp=2, ep=2, etp=1), 2, 1, 500, verify=verify)
+    check_megatron_to_vllm(
+        model_config("deepseek_v3"), ParallelLayout(tp=2, dp=2, ep=2, etp=1), 2, 1, 500, verify="checksum"
+    )
 
 
-@pytest.mark.parametrize("verify", MODES)
-def test_fp8_and_its_scales_are_verified(verify: Verify) -> None:
+def test_fp8_and_its_scales_are_verified() -> None:
     target = WeightSlice(
         "p", ((0, 256), (0, 128)), "t", ((0, 256), (0, 128)), "float8_e4m3fn", Scales("s", ((0, 2), (0, 1)))
     )
@@ -213,17 +189,17 @@ def test_fp8_and_its_scales_are_verified(verify: Verify) -> None:
         {"t": torch.randn(256, 128).bfloat16()},
         {"t": torch.zeros(256, 128, dtype=torch.float8_e4m3fn), "s": torch.zeros(2, 1)},
     ]
-    run_refit(plan, tensors, 1, verify)
+    run_refit(plan, tensors, 1, "checksum")
     FlippingChannel.flipped = False
     FlippingChannel.at, kept = 256 * 128 + 1, FlippingChannel.at  # a byte of the first scale
     try:
         with pytest.raises(RunError, match="parameter 'p'"):
-            run_refit(plan, tensors, 2, verify, FlippingChannel)
+            run_refit(plan, tensors, 2, "checksum", FlippingChannel)
     finally:
         FlippingChannel.at = kept
 
 
-@pytest.mark.parametrize(("sends", "receives"), [("off", "checksum"), ("checksum", "bitwise"), ("bitwise", "off")])
+@pytest.mark.parametrize(("sends", "receives"), [("off", "checksum"), ("checksum", "off")])
 def test_both_sides_need_the_same_verify_mode(sends: Verify, receives: Verify) -> None:
     plan, tensors = two_parameters(1 << 20)
     queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
@@ -234,7 +210,7 @@ def test_both_sides_need_the_same_verify_mode(sends: Verify, receives: Verify) -
 
 def test_an_unknown_verify_mode_is_rejected() -> None:
     plan, tensors = two_parameters(1 << 20)
-    with pytest.raises(RefitPlanError, match=r"refit\.verify is 'md5'; choose one of off, checksum, bitwise"):
+    with pytest.raises(RefitPlanError, match=r"refit\.verify is 'md5'; choose one of off, checksum"):
         RefitSender(plan.for_rank(0, "md5"), tensors[0], MemoryChannel(0, 2, {}))  # type: ignore[arg-type]
 
 

@@ -9,21 +9,23 @@ Train rank 0 serves the address, plans the refit and tells every rank its part. 
 
 from __future__ import annotations
 
+import importlib
+import io
+import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dagrl.channels.spec import ChannelSpec
-from dagrl.errors import ChannelError
+from dagrl.errors import ChannelError, DagrlError, RunError, error_text
 from dagrl.refit.carry.delta import check_delta
 from dagrl.refit.connect import check_devices, choose_kind, device_name
 from dagrl.refit.plan.planner import TIED_HEAD, plan_refit
 from dagrl.refit.slices import WeightSlice
-from dagrl.refit.told import read_told, write_told
 from dagrl.refit.transfers import DeltaMode, RankPlan, Verify
 from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.store import open_tcp_store
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 
 Side = Literal["train", "generation"]
 T = TypeVar("T")
+
+_MODULES = ("dagrl.refit.slices", "dagrl.refit.transfers", "dagrl.channels.spec", "dagrl.errors")
+"""Anyone on the network may write to the store, so messages name only dataclasses and errors of these."""
 
 POLL_S = 0.05
 """How often train rank 0 looks for the others."""
@@ -86,10 +91,10 @@ def meet(
             )
         here = (tuple(slices), socket.gethostname(), device_name(device))
         store.set(f"{meeting.side}/size", str(meeting.size))
-        store.set(f"{meeting.side}/{meeting.rank}", write_told(here))  # type: ignore[arg-type]
+        store.set(f"{meeting.side}/{meeting.rank}", write_message(here))  # type: ignore[arg-type]
         if meeting.leads:
             _plan(meeting, store, dtype, target_dtype, tied_embeddings, verify, delta, while_waiting)
-        told = read_told(store.get(f"plan/{meeting.side}/{meeting.rank}"), "train rank 0")
+        told = read_message(store.get(f"plan/{meeting.side}/{meeting.rank}"), "train rank 0")
         store.set(f"read/{meeting.side}/{meeting.rank}", "")
         if meeting.leads:  # the store ends with this process's object
             store.wait([f"read/{side}/{rank}" for side, rank in _ranks(store, meeting) if store.check([f"{side}/{rank}"])])
@@ -131,7 +136,7 @@ def _plan(
     told: list[object]
     try:
         ranks = _wait_for_all(store, meeting, while_waiting)
-        here = [read_told(store.get(f"{side}/{rank}"), f"{side} rank {rank}") for side, rank in ranks]
+        here = [read_message(store.get(f"{side}/{rank}"), f"{side} rank {rank}") for side, rank in ranks]
         hosts = [list(dict.fromkeys(host for _, host, _ in here)).index(host) for _, host, _ in here]
         devices = [device for _, _, device in here]
         kind = choose_kind(devices)
@@ -155,7 +160,7 @@ def _plan(
         ranks = _ranks(store, meeting)
         told = [error.with_traceback(None)] * len(ranks)
     for (side, rank), part in zip(ranks, told, strict=True):
-        store.set(f"plan/{side}/{rank}", write_told(part))  # type: ignore[arg-type]
+        store.set(f"plan/{side}/{rank}", write_message(part))  # type: ignore[arg-type]
 
 
 def _ranks(store: TCPStore, meeting: Meeting) -> list[tuple[str, int]]:
@@ -196,3 +201,29 @@ def while_called(work: Callable[[Callable[[], None]], T], calls: Sequence[Callab
         for one in pending:
             one.result()
     return result
+
+
+def write_message(value: object) -> bytes:
+    """Returns the message. An error that is not ours becomes a RunError with its text."""
+    if isinstance(value, Exception) and type(value).__module__ != DagrlError.__module__:
+        value = RunError(error_text(value))
+    return pickle.dumps(value)
+
+
+def read_message(message: bytes, sender: str) -> Any:
+    """Returns what `write_message` was given. Raises ChannelError for any other message; `sender` is named in it."""
+    try:
+        return _PlanUnpickler(io.BytesIO(message)).load()
+    except Exception as error:  # whatever its bytes make of it
+        raise ChannelError(
+            f"the message of {sender} is not one of dagrl ({error_text(error)}); look for another process that writes to "
+            "this address, and for another version of dagrl"
+        ) from error
+
+
+class _PlanUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type:
+        found = getattr(importlib.import_module(module), name, None) if module in _MODULES else None
+        if isinstance(found, type) and (is_dataclass(found) or issubclass(found, DagrlError)):
+            return found
+        raise pickle.UnpicklingError(f"it names {module}.{name}")

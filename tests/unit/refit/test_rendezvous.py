@@ -11,7 +11,7 @@ import torch
 from dagrl.channels import open_channel
 from dagrl.errors import ChannelError, RefitPlanError, RunError
 from dagrl.refit import RefitReceiver, RefitSender, WeightSlice, commit_together
-from dagrl.refit.meet import Meeting, meet, while_called
+from dagrl.refit.rendezvous import Meeting, meet, while_called
 from dagrl.runtime.ports import reserve_port
 
 WEIGHT = torch.arange(24.0).view(6, 4)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from dagrl.channels import ChannelSpec
 from dagrl.errors import ChannelError, RefitPlanError, RunError
 from dagrl.refit import WeightSlice, plan_refit
-from dagrl.refit.told import read_told, write_told
+from dagrl.refit.rendezvous import read_message, write_message
 
 HELD = WeightSlice("w", ((0, 6), (0, 4)), "local", ((0, 6), (0, 4)))
 PLAN = plan_refit([[HELD]], [[HELD]], dtype="float32").for_rank(0)
 SPEC = ChannelSpec("gloo", "127.0.0.1:1", 0, 2)
-MESSAGE = write_told((PLAN, SPEC))
+MESSAGE = write_message((PLAN, SPEC))
 
 
 class Runs:
@@ -34,17 +34,17 @@ class Runs:
 
 
 def test_plans_slices_and_errors_arrive() -> None:
-    assert read_told(MESSAGE, "train rank 0") == (PLAN, SPEC)
-    assert read_told(write_told(((HELD,), "host", "")), "train rank 0") == ((HELD,), "host", "")
-    error = read_told(write_told(RefitPlanError("no plan")), "train rank 0")
+    assert read_message(MESSAGE, "train rank 0") == (PLAN, SPEC)
+    assert read_message(write_message(((HELD,), "host", "")), "train rank 0") == ((HELD,), "host", "")
+    error = read_message(write_message(RefitPlanError("no plan")), "train rank 0")
     assert isinstance(error, RefitPlanError) and str(error) == "no plan"
-    error = read_told(write_told(KeyError("x")), "train rank 0")
+    error = read_message(write_message(KeyError("x")), "train rank 0")
     assert isinstance(error, RunError) and "KeyError" in str(error)
 
 
 def test_a_message_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(ChannelError, match=r"train rank 3 is not one of dagrl .* it names posix\.mkdir"):
-        read_told(pickle.dumps((HELD, Runs(tmp_path / "made"))), "train rank 3")
+        read_message(pickle.dumps((HELD, Runs(tmp_path / "made"))), "train rank 3")
     assert not (tmp_path / "made").exists()
 
 
@@ -55,4 +55,4 @@ def test_a_damaged_message_is_a_plan_or_an_error(data: st.DataObject) -> None:
     flipped = MESSAGE[:at] + bytes([MESSAGE[at] ^ data.draw(st.integers(1, 255))]) + MESSAGE[at + 1 :]
     for message in (cut, flipped):
         with suppress(ChannelError):
-            read_told(message, "train rank 0")
+            read_message(message, "train rank 0")
