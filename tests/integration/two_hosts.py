@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 
 from dagrl.errors import PhaseError
 from dagrl.runtime.edges.tls import TlsFiles
-from dagrl.runtime.executors import edge
+from dagrl.runtime.executors import loop
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, join, phase
@@ -177,10 +177,10 @@ def lose_a_link(scheduler: Scheduler, group: WorkerGroup) -> None:
 
 def cut_links(worker: object) -> None:
     """End the connections that this worker writes to, as a network does."""
-    for writers in edge._links.values():
-        for writer in writers:
-            if writer._socket is not None:
-                writer._socket.shutdown(socket.SHUT_RDWR)
+    for writer in [writer for one in loop._loops.values() for writer in one.writers.values()]:
+        for link in writer._links.values():
+            if link._socket is not None:
+                link._socket.shutdown(socket.SHUT_RDWR)
 
 
 def large_results(group: WorkerGroup) -> None:
