@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dagrl.config import Config
-from dagrl.errors import CheckpointError, ConfigError, RefitPlanError, RunError
+from dagrl.errors import CheckpointError, ConfigError, LayoutError, RefitPlanError, RunError
 from dagrl.refit import RefitReceiver, RefitSender, plan_refit
 from dagrl.refit.connect import check_configs
 from dagrl.refit.recording import Recording
@@ -216,6 +216,19 @@ def test_unsupported_fp8_kv_caches_are_rejected() -> None:
         VllmWorker.check(engine_config(kv_cache_dtype="fp8"), FAMILIES["deepseek_v3"])
     wide = {**FAMILIES["qwen3"], "head_dim": 32}  # a size that vLLM has on CPUs too
     VllmWorker.check(engine_config("float32", kv_cache_dtype="fp8", precision="bfloat16"), wide)
+
+
+def test_an_engine_needs_no_rules_of_ours_and_sizes_that_its_ranks_divide() -> None:
+    model = {**FAMILIES["llama"], "model_type": "olmo2", "head_dim": 32, "num_attention_heads": 12, "num_key_value_heads": 6}
+    VllmWorker.check(engine_config(), model)
+    config = engine_config()
+    for tp, message in ((5, "12 attention heads are not divisible by tensor_parallel_size 5"), (4, "6 key/value heads")):
+        assert config.policy.generation is not None
+        sizes = config.policy.generation.vllm_cfg.model_copy(update={"tensor_parallel_size": tp})
+        generation = config.policy.generation.model_copy(update={"vllm_cfg": sizes})
+        wide = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+        with pytest.raises(LayoutError, match=message):
+            VllmWorker.check(wide, model)
 
 
 def test_moving_experts_are_rejected() -> None:
