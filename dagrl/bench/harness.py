@@ -374,7 +374,7 @@ def train_run(config: Path | str, overrides: Sequence[str], limit_s: float = 180
 
     Checkpoints, plots and TensorBoard are off. Raises RunError if the run fails.
     """
-    quiet = ["checkpointing.enabled=false", "checkpointing.export_hf=false", "logger.plot_enabled=false"]
+    quiet = ["checkpointing.enabled=false", "checkpointing.export_hf=false"]
     quiet += ["logger.tensorboard_enabled=false", "logger.trace_enabled=false"]
     with tempfile.TemporaryDirectory() as directory:
         own = ["name=bench", f"output_dir={directory}"]

@@ -32,7 +32,7 @@ PACKAGES = {
     "cupy-cuda13x": "extra 'cu13', with a GPU and torch for CUDA 13",
     "transformer-engine": "optional: pip install --no-build-isolation 'transformer_engine[pytorch]'",
     "tensorboard": "extra 'tracking'",
-    "matplotlib": "extra 'tracking'",
+    "matplotlib": "extra 'bench'",
 }
 """Distributions and where to get them."""
 

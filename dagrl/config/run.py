@@ -187,9 +187,6 @@ class LoggerConfig(Section):
     nvtx_enabled: bool = False
     """Annotate phases, replays and buckets for Nsight Systems and torch.profiler."""
 
-    plot_enabled: bool = True
-    """Draw the run's curves at its end."""
-
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Lowest level that is logged."""
 

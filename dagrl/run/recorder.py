@@ -1,24 +1,18 @@
-"""Records a run: metrics of each step, progress on the terminal, the workers' trace, and the final plot and summary."""
+"""Records a run: metrics of each step, progress on the terminal, the workers' trace, and the final summary."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from dagrl.config import Config
 from dagrl.run.learning_watch import LearningWatch
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.runtime.worker_group import WorkerGroup
-from dagrl.telemetry.plot import plot_run
 from dagrl.telemetry.progress import Progress
 from dagrl.telemetry.record import RunPaths, RunRecord
 from dagrl.telemetry.timing import PhaseClock
 from dagrl.telemetry.trace import TraceEvent, TraceWriter
-
-logger = logging.getLogger(__name__)
 
 TRACE_PERIOD = 20
 """Steps between two collections of the workers' trace events."""
@@ -66,24 +60,9 @@ class Recorder:
                     for run in runs
                 )
 
-    def summarize(self, config: Config, steps: int) -> None:
-        """Plots the metrics of `steps` steps while the workers end; then shows where the time went and the files written.
-
-        A failed run is summarized too.
-        """
+    def summarize(self) -> None:
+        """Shows where the time went, and the files written, when the workers have ended. A failed run is summarized too."""
         self.at_end.callback(lambda: self.progress.summary(self.clock.totals, self.paths.written()))
-        if config.logger.plot_enabled and steps:
-            thread = self.at_end.enter_context(ThreadPoolExecutor(1, thread_name_prefix="plot"))
-            title = f"{config.name} ({config.algorithm})"
-            self.at_end.callback(_await_plot, thread.submit(plot_run, self.paths.metrics, self.paths.plot, title))
-
-
-def _await_plot(plotted: Future[None]) -> None:
-    """Waits for the plot. A plot that fails does not change how the run ends."""
-    try:
-        plotted.result()
-    except Exception as error:
-        logger.warning("the run is not plotted: %s: %s", type(error).__name__, error)
 
 
 def process_label(group: WorkerGroup, rank: int) -> str:

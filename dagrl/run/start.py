@@ -75,7 +75,7 @@ def run_session(
     """Runs the block, which takes the steps up to `last_step` (None: all), in an open session.
 
     A run that ends writes its last checkpoint and its policy (`Session.finish`). A run that is stopped, or whose Ray
-    has ended, writes a checkpoint if checkpoints are enabled. Every run, a failed one too, writes the plot and the summary.
+    has ended, writes a checkpoint if checkpoints are enabled. Every run, a failed one too, writes the summary.
     """
     with open_session(config, plans, last_step, fleet) as session:
         try:
@@ -88,7 +88,7 @@ def run_session(
                 logger.info("step %d is saved, in %.1f s", session.step, time.monotonic() - start)
             raise
         finally:
-            session.recorder.summarize(session.config, session.step)
+            session.recorder.summarize()
 
 
 @contextmanager

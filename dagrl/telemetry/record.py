@@ -6,7 +6,6 @@
       tensorboard/     the same metrics as TensorBoard events
       rollouts/        the samples of each step (see `dagrl.telemetry.rollouts`)
       trace.json       timeline of all workers (see `dagrl.telemetry.trace`)
-      metrics.png      reward, loss, KL and time per phase (see `dagrl.telemetry.plot`)
       checkpoints/     to resume from (see `dagrl.run.checkpoint_store`)
       final_model/     the last policy as Hugging Face safetensors
       init_model/      the model made by `policy.random_init`
@@ -74,7 +73,6 @@ class RunPaths:
     tensorboard = _Below("tensorboard")
     rollouts = _Below("rollouts")
     trace = _Below("trace.json")
-    plot = _Below("metrics.png")
     final_model = _Below("final_model")
     init_model = _Below("init_model")
 
@@ -83,7 +81,6 @@ class RunPaths:
         named = {
             "configuration": self.config,
             "metrics": self.metrics,
-            "plot": self.plot,
             "TensorBoard": self.tensorboard,
             "rollouts": self.rollouts,
             "trace": self.trace,
@@ -159,10 +156,9 @@ def check_run_directory(paths: RunPaths) -> None:
 
 def require_extras(config: LoggerConfig) -> None:
     """Raises MissingDependencyError if the configuration needs a package that is not installed."""
-    packages = {name: name for name in TRACKERS} | {"plot": "matplotlib"}
-    for name, package in packages.items():
+    for name in TRACKERS:
         if getattr(config, f"{name}_enabled"):
-            require_package(package, f"logger.{name}_enabled", otherwise=f", or set logger.{name}_enabled=false")
+            require_package(name, f"logger.{name}_enabled", otherwise=f", or set logger.{name}_enabled=false")
 
 
 class RunRecord:

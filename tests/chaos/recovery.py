@@ -37,7 +37,6 @@ COMMON = (
     "checkpointing.save_period=5",
     "checkpointing.keep_last_k=2",
     "logger.tensorboard_enabled=false",
-    "logger.plot_enabled=false",
     "logger.log_level=INFO",
 )
 LOOPS = {

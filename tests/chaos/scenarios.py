@@ -13,7 +13,6 @@ COMMON = (
     "checkpointing.keep_last_k=2",
     "checkpointing.save_period=5",
     "logger.tensorboard_enabled=false",
-    "logger.plot_enabled=false",
     "logger.trace_enabled=false",
     "timeouts={start_s: 120, compile_s: 60, warmup_s: 60, replay_s: 20, grace_s: 10, collective_s: 20, checkpoint_s: 20}",
 )

@@ -25,7 +25,6 @@ SMALL = (
     "checkpointing.save_period=5",
     "checkpointing.keep_last_k=2",
     "logger.tensorboard_enabled=false",
-    "logger.plot_enabled=false",
 )
 IN_FLIGHT = (
     "grpo.async_grpo={enabled: true, in_flight_weight_updates: true, max_trajectory_age_steps: 2}",

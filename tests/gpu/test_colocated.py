@@ -40,7 +40,6 @@ OVERRIDES = (
     "checkpointing.save_period=16",
     "checkpointing.export_hf=false",
     "logger.tensorboard_enabled=false",
-    "logger.plot_enabled=false",
 )
 
 

@@ -52,7 +52,6 @@ OVERRIDES = (
     "checkpointing.enabled=false",
     "checkpointing.export_hf=false",
     "logger.tensorboard_enabled=false",
-    "logger.plot_enabled=false",
 )
 
 

@@ -76,7 +76,7 @@ def configuration(output: Path, name: str, **sections: Any) -> Config:
         "data": {"task": "tests.integration.unigram_task:numbers"},
         "reward": {"function": "tests.integration.unigram_task:likes_sevens"},
         "checkpointing": {"export_hf": False, "save_period": 2},
-        "logger": {"tensorboard_enabled": False, "trace_enabled": False, "plot_enabled": False, "log_level": "WARNING"},
+        "logger": {"tensorboard_enabled": False, "trace_enabled": False, "log_level": "WARNING"},
         "cluster": {"num_cpus": 2},
     }
     return Config.model_validate(merge(base, sections))

@@ -54,7 +54,6 @@ OVERRIDES = (
     "checkpointing.export_hf=false",
     "checkpointing.save_period=100",
     "logger.tensorboard_enabled=false",
-    "logger.plot_enabled=false",
     "logger.log_level=ERROR",
 )
 CASES = {

@@ -259,11 +259,6 @@ def test_the_first_step_is_timed_from_the_end_of_the_warm_up(learned: Run) -> No
     assert first["time"] - first["timing_s/total"] >= origin + warm / 1e6 - 2e-3, "the time is written to a millisecond"
 
 
-def test_the_plot_is_a_picture(learned: Run) -> None:
-    content = (learned.directory / "metrics.png").read_bytes()
-    assert content.startswith(b"\x89PNG") and len(content) > 20_000
-
-
 def test_the_final_model_equals_the_train_workers(learned: Run, megatron_pool: MegatronPool) -> None:
     """Log-probabilities by transformers from `final_model`, and by train workers from the last checkpoint."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -120,7 +120,6 @@ def job(directory: Path, *more: str) -> list[str]:
         "sft.max_num_steps=6",
         "sft.max_val_samples=16",
         "logger.tensorboard_enabled=false",
-        "logger.plot_enabled=false",
         "checkpointing.export_hf=false",
         *more,
     ]

@@ -536,7 +536,6 @@ TABLE = [
         }.items()
     ),
     Row("tensorboard missing", ("logger.tensorboard_enabled", "dagrl[tracking]"), without="tensorboard"),
-    Row("matplotlib missing", ("logger.plot_enabled", "dagrl[tracking]"), without="matplotlib"),
     Row("megatron missing", ("policy.worker", "dagrl[megatron]"), without="megatron"),
     Row(
         "math-verify missing",

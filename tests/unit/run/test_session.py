@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +25,6 @@ from dagrl.run.loops import grpo
 from dagrl.run.loops.grpo import exposed, finish_step, mean_pause, refit, start_policy
 from dagrl.run.loops.optimizer_step import replay_batch, submit_batch
 from dagrl.run.model import character_tokenizer
-from dagrl.run.recorder import Recorder
 from dagrl.run.replay_times import CountedReplay
 from dagrl.run.replays import Replays
 from dagrl.run.resume import REFERENCE, check_reference, check_stage
@@ -66,16 +65,6 @@ def test_a_checkpoint_is_ranked_by_the_metric_of_its_own_step() -> None:
 def test_an_unknown_metric_is_an_error_that_lists_the_known_ones(name: str, metrics: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=f"metric_name is '{name}'.* it has: .*{min(metrics)}"):
         metric(name, metrics)
-
-
-def test_a_plot_that_fails_does_not_change_how_a_run_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    paths = MagicMock(metrics=tmp_path / "metrics.jsonl", plot=tmp_path / "metrics.png")
-    paths.metrics.touch()  # nothing to draw
-    with ExitStack() as at_end:
-        recorder = Recorder(paths, MagicMock(), progress := MagicMock(), None, PhaseClock(), (), at_end)
-        recorder.summarize(configuration(), steps=3)
-    assert "the run is not plotted: DataError" in caplog.text
-    progress.summary.assert_called_once()
 
 
 @pytest.mark.parametrize(("norm", "warned"), [(0.0, True), (math.nan, True), (math.inf, True), (0.5, False), (None, False)])

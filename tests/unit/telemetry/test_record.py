@@ -41,7 +41,7 @@ def config(tmp_path: Path, name: str = "tiny", resume: bool = False, **logger: b
             "policy": {"random_init": {"hf_config": {"hidden_size": 8, "rope": {"theta": 1e4}}}},
             "data": {"task": "dagrl.rl.tasks:arithmetic"},
             "checkpointing": {"resume": resume},
-            "logger": {"tensorboard_enabled": False, "plot_enabled": False, **logger},
+            "logger": {"tensorboard_enabled": False, **logger},
         }
     )
 
@@ -261,7 +261,6 @@ def test_a_tracker_that_fails_costs_neither_the_run_nor_other_trackers(
     ("package", "key"),
     [
         *((name, f"{name}_enabled") for name in ("tensorboard", "wandb", "mlflow")),
-        ("matplotlib", "plot_enabled"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(

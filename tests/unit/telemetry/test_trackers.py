@@ -24,7 +24,7 @@ def config(tmp_path: Path, resume: bool = False, **logger: Any) -> Config:
             "policy": {},
             "data": {"task": "dagrl.rl.tasks:arithmetic"},
             "checkpointing": {"resume": resume},
-            "logger": {"tensorboard_enabled": False, "plot_enabled": False, **logger},
+            "logger": {"tensorboard_enabled": False, **logger},
         }
     )
 
