@@ -2,7 +2,7 @@
 
     train/
       worker.json                     model identity, layout, schedule and step counts
-      .metadata __<rank>_<n>_0.distcp torch's distributed format (`dagrl.workers.train.checkpoint`)
+      .metadata __<rank>_*.distcp     torch's distributed format (`dagrl.workers.train.checkpoint`)
 
 Imported only where Megatron is.
 """

@@ -191,7 +191,7 @@ def _copied(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 class _SavePieces(DefaultSavePlanner):
-    """Plans pieces instead of a state dictionary. The global plan is checked to hold every tensor completely, once."""
+    """Plans pieces instead of a state dictionary. DCP checks that they do not overlap, and of several ranks fill all."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -266,7 +266,7 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items = sorted(plan.items, key=_elements, reverse=True)
-        prefix = plan.storage_data.prefix
+        prefix = f"{plan.storage_data.prefix}{self.save_id[:8]}_"  # apart from files that an abandoned save still writes
         parts = [
             replace(plan, items=items[n::FILES], storage_data=replace(plan.storage_data, prefix=f"{prefix}{n}_"))
             for n in range(min(FILES, len(items)))
