@@ -33,7 +33,7 @@ def gather(
     """Returns the results of calls, one reference for each rank, with their names; None for a rank that was not called.
 
     `while_waiting` is called repeatedly and may raise to give up. Raises WorkerError with all that failed, as soon as one
-    has and the others had time to report; UserErrors unchanged; DeadlineError if late.
+    has and the others had time to report; a UserError unchanged, unless a worker died; DeadlineError if late.
     """
     asked = [(ref, (failure, rank, doing)) for failure, doing, refs in calls for rank, ref in enumerate(refs)]
     callers = {ref: caller for ref, caller in asked if ref is not None}
@@ -41,13 +41,19 @@ def gather(
     waiting = list(callers)
     results: dict[Any, Any] = {}
     failures: list[WorkerFailure] = []
+    refusals: list[UserError] = []
     while waiting:
         left = max(0.0, until - time.monotonic())
         ready, waiting = ray.wait(waiting, timeout=min(left, POLL_S) if while_waiting else left)
         if while_waiting:
             while_waiting()
         for ref in ready:
-            result = _result(ref, *callers[ref])
+            try:
+                result = _result(ref, *callers[ref])
+            except UserError as error:
+                refusals.append(error)
+                until = min(until, time.monotonic() + GRACE_S)
+                continue
             if isinstance(result, WorkerFailure):
                 failures.append(result)
                 until = min(until, time.monotonic() + GRACE_S)
@@ -55,6 +61,8 @@ def gather(
                 results[ref] = result
         if not ready and time.monotonic() >= until:
             break
+    if refusals and not any(failure.kind == "died" for failure in failures):  # a death may be why others refused
+        raise refusals[0]
     if failures:
         raise WorkerError(cause_first(failures))
     if waiting:

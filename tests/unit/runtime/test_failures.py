@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayChannelError, RayTaskError, UnserializableException
 
-from dagrl.errors import DeadlineError, PhaseError, WorkerError, WorkerFailure, error_text
+from dagrl.errors import CheckpointError, DeadlineError, PhaseError, WorkerError, WorkerFailure, error_text
 from dagrl.runtime import failures
 from dagrl.runtime.answers import gather
 from dagrl.runtime.deadline import Deadline
@@ -435,6 +435,27 @@ def test_a_plain_calls_error_without_a_message_names_the_worker(monkeypatch: pyt
     failures = failures_of_a_plain_call(monkeypatch, RayTaskError("forward", "the stack", WithoutWords()))
     assert {failure.message for failure in failures} == {"WithoutWords, whose str() raised RuntimeError"}
     assert all("the stack" in failure.traceback for failure in failures)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_death_comes_before_what_its_peers_raised(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
+    """A worker that saves a checkpoint with a dead one cannot write it, which is no mistake of the user."""
+    refused = RayTaskError("save", "the stack", CheckpointError("cannot write: Connection reset by peer"))
+    refused.cause = CheckpointError("cannot write: Connection reset by peer")
+    answers: dict[str, Any] = {"first": refused, "second": RayActorError() if dies else None}
+
+    def get(ref: str) -> Any:
+        if isinstance(answers[ref], Exception):
+            raise answers[ref]
+        return answers[ref]
+
+    monkeypatch.setattr("dagrl.runtime.answers.ray.get", get)
+    monkeypatch.setattr("dagrl.runtime.answers.ray.wait", lambda refs, timeout: (refs[:1], refs[1:]))
+    failure = WorkerGroup.failure.__get__(Group())
+    with pytest.raises(WorkerError if dies else CheckpointError) as caught:
+        gather([(failure, "save", ["first", "second"])], Deadline(1.0, "timeouts.checkpoint_s"))
+    if dies:
+        assert [(one.rank, one.kind) for one in caught.value.failures] == [(1, "died")]
 
 
 def test_ranks_that_are_not_called_need_nothing_of_ray() -> None:
