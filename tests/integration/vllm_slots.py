@@ -25,8 +25,8 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelMo
 
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import STACKED, numbered
-from dagrl.workers.megatron.adapter_slices import adapter_names, targets
 from dagrl.workers.megatron.weights import stacked_shapes
+from dagrl.workers.train.adapters import adapter_names, targets
 from dagrl.workers.vllm.lora import find_slots
 from tests.families import Hf, random_model
 from tests.integration import vllm_loads

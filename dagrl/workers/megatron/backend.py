@@ -21,13 +21,12 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import model_keys, with_scalar_head
 from dagrl.workers.families.kv_scales import megatron_kv_scales
 from dagrl.workers.megatron import cpu
-from dagrl.workers.megatron.adapter_files import check_adapters, read_adapters, write_adapters
-from dagrl.workers.megatron.adapter_slices import targets, trained_adapters
 from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture
 from dagrl.workers.megatron.flops import step_tflop
 from dagrl.workers.megatron.groups import end_groups, start_groups
 from dagrl.workers.megatron.identity import identity_of, read_worker_file
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
+from dagrl.workers.train.adapters import check_adapters, read_adapters, targets, trained_adapters, write_adapters
 from dagrl.workers.train.backend import ModelSpec
 from dagrl.workers.train.groups import abort_groups, gather_objects, run_on_all_ranks, start_checkpoint_group
 from dagrl.workers.train.hf_export import export_hf

@@ -29,10 +29,9 @@ from torch import Tensor
 
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import Box, WeightSlice, expand
-from dagrl.workers.megatron.adapter_files import AdapterShapes, is_target
 from dagrl.workers.megatron.adapter_gradients import Adapter, AdapterStack, Factors, is_linear, leave_weight_out
-from dagrl.workers.megatron.adapter_slices import adapter_names
 from dagrl.workers.megatron.model import ADAPTERS, ModelChunks
+from dagrl.workers.train.adapters import AdapterShapes, adapter_names, is_target
 
 PARTS = "AB"
 """Names of the parts of an adapter in modules and checkpoints."""

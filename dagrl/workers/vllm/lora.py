@@ -17,9 +17,8 @@ from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count
 from dagrl.refit.slices import STACKED
 from dagrl.workers.families import find_family
-from dagrl.workers.megatron.adapter_files import KEY, AdapterShapes
-from dagrl.workers.megatron.adapter_slices import adapter_names, targets
 from dagrl.workers.megatron.weights import stacked_shapes
+from dagrl.workers.train.adapters import KEY, AdapterShapes, adapter_names, targets
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations
 from dagrl.workers.vllm.quantization import in_fp8

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from dagrl.config import PeftConfig
 from dagrl.errors import CheckpointError
-from dagrl.workers.megatron.adapter_files import check_adapters
+from dagrl.workers.train.adapters import check_adapters
 
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
 SHAPES = {"model.embed_tokens.weight": (32, 8), Q: (16, 8), UP: (24, 8), "model.norm.weight": (8,)}
