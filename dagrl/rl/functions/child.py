@@ -3,7 +3,7 @@ r"""The child process that runs a user's function:
     python -m dagrl.rl.functions.child FD module:function KEY batched|single named|episodes|agents CONCURRENCY \
         TIMEOUT_S TIMEOUT_KEY PREPARE
 
-Started by `dagrl.rl.functions.process`, with which it talks over the connection `FD`:
+Started by `dagrl.rl.functions.process`, with which it talks over the socket `FD`:
 - It first sends None, or why the function cannot be imported.
 - For each number and list of columns that it receives, it sends the number with one pickled answer per row, or with a text
   that says what the function raised.
@@ -29,11 +29,11 @@ import json
 import os
 import pickle
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from dagrl.errors import UserError, error_text
 from dagrl.imports import load_callable
@@ -41,7 +41,7 @@ from dagrl.rl.functions.agents import AgentHost
 from dagrl.rl.functions.answers import Failed, is_coroutine, raised, without_exit
 from dagrl.rl.functions.episodes import EpisodeHost
 from dagrl.rl.functions.keywords import with_keywords
-from dagrl.rl.functions.process import LoopThread
+from dagrl.rl.functions.process import BYTES, LoopThread
 from dagrl.runtime.deadline import Deadline
 
 Item = TypeVar("Item")
@@ -58,44 +58,49 @@ def main() -> None:
     deadline, batched = Deadline(float(timeout_s), timeout_key), how == "batched"
     loop = LoopThread(arguments)
     loop.start()
-    with Connection(int(descriptor)) as connection, asyncio.Runner() as own:
+    with socket.socket(fileno=int(descriptor)) as parent, parent.makefile("rb") as requests, asyncio.Runner() as own:
         try:
             function = load_callable(path, key)
             if arguments == "episodes" and hasattr(function, "prepare"):
                 function.prepare(**json.loads(prepare))
         except UserError as error:
-            connection.send(str(error))
+            _send(parent, str(error))
             return
-        connection.send(None)
+        _send(parent, None)
 
         def reply(number: int, answer: Any) -> None:
-            connection.send((number, _pickled(answer)))
+            _send(parent, (number, _pickled(answer)))
 
         if arguments == "agents":
-            _serve(connection, AgentHost(function, deadline, loop.spawn, reply))
+            _serve(requests, AgentHost(function, deadline, loop.spawn, reply))
             return
         function = EpisodeHost(function) if arguments == "episodes" else with_keywords(function, batched=batched)
         answers: Callable[..., Any] = answer_batch if batched else answer_row
         if is_coroutine(function) and not batched:
             answers = partial(answer_singly, deadline=deadline, concurrency=int(concurrency))
         runner = loop if arguments == "episodes" else own
-        _serve(connection, lambda number, columns: reply(number, answers(runner, function, columns)))
+        _serve(requests, lambda number, columns: reply(number, answers(runner, function, columns)))
 
 
-def _serve(connection: Connection, take: Callable[[int, Any], None]) -> None:
+def _serve(requests: IO[bytes], take: Callable[[int, Any], None]) -> None:
     while True:
         try:
-            number, content = connection.recv()
+            number, content = pickle.load(requests)  # noqa: S301  # from our parent
         except EOFError:
             return
         take(number, content)
+
+
+def _send(parent: socket.socket, message: object) -> None:
+    content = pickle.dumps(message)
+    parent.sendall(BYTES.pack(len(content)) + content)
 
 
 Runner = asyncio.Runner | LoopThread
 
 
 def _pickled(answers: Any) -> bytes:
-    """Pickles answers by value. The pickler of `multiprocessing` would send torch tensors as shared memory."""
+    """Pickles answers by value. `multiprocessing` would share torch tensors."""
     try:
         return pickle.dumps(answers)
     except Exception as error:

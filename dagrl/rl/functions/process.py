@@ -38,8 +38,9 @@ GRACE_S = 1.0
 START_TRIES = 3
 """Processes in a row that may end while they import the function."""
 
-_BYTES = struct.Struct("!i")  # before each message, as multiprocessing's connections have it; -1: `_MANY` follows
-_MANY = struct.Struct("!Q")
+BYTES = struct.Struct("!Q")
+"""Before each message of the process: its size. Messages to it are pickles, one after the other."""
+
 _READ_BYTES = 1 << 20
 
 
@@ -227,12 +228,9 @@ class FunctionProcess:
             raise RunError(f"{failure}. The driver could import it, but the process that runs it could not")
 
     async def _send(self, message: object) -> None:
-        content = pickle.dumps(message)
-        many = len(content) > 0x7FFF_FFFF
         if self._writer is None:
             raise LostError(ENDED)
-        self._writer.write((_BYTES.pack(-1) + _MANY.pack(len(content))) if many else _BYTES.pack(len(content)))
-        self._writer.write(content)
+        self._writer.write(pickle.dumps(message))
         try:
             await self._writer.drain()
         except OSError as error:
@@ -265,9 +263,7 @@ class FunctionProcess:
 
 
 async def _received(reader: asyncio.StreamReader) -> bytes:
-    (size,) = _BYTES.unpack(await reader.readexactly(_BYTES.size))
-    if size < 0:
-        (size,) = _MANY.unpack(await reader.readexactly(_MANY.size))
+    (size,) = BYTES.unpack(await reader.readexactly(BYTES.size))
     return await reader.readexactly(size)
 
 
