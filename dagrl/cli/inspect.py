@@ -16,7 +16,8 @@ from pathlib import Path
 
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings
-from dagrl.config.settings import generation_dtype, is_colocated, layouts, sends_adapters
+from dagrl.config.plan import RunPlan
+from dagrl.config.settings import generation_dtype, sends_adapters
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit
@@ -52,10 +53,11 @@ def inspect_config(config: Config, phase: str | None = None, output: Path | None
     UserError if layouts or phases are invalid, like preflight.
     """
     draw = _drawer(output)
-    check_settings(config)
+    plan = RunPlan.of(config)
+    check_settings(config, plan)
     config, _ = with_local_models(config)
     hf_config = _model(config)
-    check_model(config, hf_config, worker_classes(config))
+    check_model(config, plan, hf_config, worker_classes(config, plan))
     reports = phase_reports(config, phase)
     texts = [report.text for report in reports]
     if any(report.name == "refit" for report in reports):
@@ -72,13 +74,13 @@ def inspect_config(config: Config, phase: str | None = None, output: Path | None
 
 def phase_reports(config: Config, only: str | None = None) -> list[PhaseReport]:
     """Returns the phases that the run replays, or only `phases.<only>`. Raises ConfigError for an unknown name."""
-    graphs = trace_phases(config, worker_classes(config))
-    plans = run_plans(config)
+    run = RunPlan.of(config)
+    graphs, plans = trace_phases(config, run, worker_classes(config, run)), run_plans(config, run)
     names = [plan.name for plan in plans]
     if only is not None and only not in names:
         near = did_you_mean(difflib.get_close_matches(only, names))
         raise ConfigError(f"--phase {only}: algorithm {config.algorithm!r} replays {', '.join(names)}{near}")
-    return [_report(config, plan, graphs[plan.name]) for plan in plans if only in (None, plan.name)]
+    return [_report(config, run, plan, graphs[plan.name]) for plan in plans if only in (None, plan.name)]
 
 
 def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = None) -> RefitPlan | None:
@@ -86,7 +88,8 @@ def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = Non
 
     `hf_config` is the model's `config.json`. None: read it from where the configuration says.
     """
-    workers, groups = worker_classes(config), layouts(config)
+    plan = RunPlan.of(config)
+    workers, groups = worker_classes(config, plan), plan.layouts
     described = {role: getattr(workers[role], "describe", None) for role in ("train", "generation")}
     if None in described.values():
         return None
@@ -96,7 +99,7 @@ def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = Non
         for role, describe in described.items()
         if describe is not None
     )
-    shared = is_colocated(config)  # and then on one host
+    shared = plan.colocated  # and then on one host
     return plan_refit(
         sources,
         destinations,
@@ -143,12 +146,12 @@ def _drawer(output: Path | None) -> Callable[[Sequence[Drawing]], str]:
     raise ConfigError(f"-o {output}: the suffix {suffix!r} is unknown; use .mmd or .md (Mermaid)")
 
 
-def _report(config: Config, plan: PhasePlan, graph: PhaseGraph) -> PhaseReport:
+def _report(config: Config, run: RunPlan, plan: PhasePlan, graph: PhaseGraph) -> PhaseReport:
     input_bytes = channel_bytes(load_phase(config.phases, plan.name), plan.buckets)
     result_bytes = plan.result_bytes or SchedulerOptions.result_bytes
     buffers: dict[int | None, int] = {None: input_bytes}
     buffers |= dict.fromkeys(range(len(graph.nodes)), result_bytes)
-    groups = {role: layout for role, layout in layouts(config).items() if role in graph.widths}
+    groups = {role: layout for role, layout in run.layouts.items() if role in graph.widths}
     drawing = Drawing(graph, groups, buffers)
     workers = ", ".join(f"{width} {role}" for role, width in graph.widths.items())
     lines = [
@@ -167,7 +170,7 @@ def _refit_text(config: Config, hf_config: Mapping[str, Json]) -> str:
     plan = plan_config_refit(config, hf_config)
     if plan is None:
         return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
-    train, summary = layouts(config)["train"].world_size, plan.summary()
+    train, summary = RunPlan.of(config).layouts["train"].world_size, plan.summary()
     text = summary.text(LinkSpeeds())
     if config.refit.delta != "off":
         text += f"\n  refit.delta: a train rank keeps a copy of what it sends, at most {max(summary.sent) / 1e6:,.3f} MB"

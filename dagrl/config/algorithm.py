@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dagrl.config.section import Json, Section, derived
 
@@ -96,6 +96,26 @@ class LossConfig(Section):
     truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
     """Lower bound of the importance weights, for all types but `tis`. null: 0."""
 
+    @model_validator(mode="after")
+    def _weights_are_bounded_from_above(self) -> Self:
+        kind, bound = self.truncated_importance_sampling_type, self.truncated_importance_sampling_ratio
+        if bound is None and (kind != "tis" or self.truncated_importance_sampling_ratio_min is not None):
+            raise ValueError(
+                "truncated_importance_sampling_type or _ratio_min is set without the upper bound, "
+                "truncated_importance_sampling_ratio; set it (2 is usual), or leave all three out"
+            )
+        if bound is not None and not self.use_importance_sampling_correction:
+            raise ValueError(
+                "truncated_importance_sampling_ratio is set, but the correction that it bounds is off; set "
+                "use_importance_sampling_correction=true, or leave the bound out"
+            )
+        if self.force_on_policy_ratio and kind.startswith("seq-"):
+            raise ValueError(
+                f"force_on_policy_ratio is true, but truncated_importance_sampling_type {kind!r} needs log-probabilities of "
+                "whole sequences before the step; choose tis or icepop, or set force_on_policy_ratio=false"
+            )
+        return self
+
 
 class AdvantageConfig(Section):
     """How advantages come from rewards (`dagrl.rl.advantages`)."""
@@ -139,6 +159,15 @@ class AsyncGrpoConfig(Section):
     on_checkpoint: Literal["save", "regenerate"] = "save"
     """What a resumed run does with groups that were not trained on. `save`: keep them. `regenerate`: start again from their
     prompts."""
+
+    @model_validator(mode="after")
+    def _recomputes_what_runs(self) -> Self:
+        if self.enabled and self.recompute_kv_cache_after_weight_updates and not self.in_flight_weight_updates:
+            raise ValueError(
+                "recompute_kv_cache_after_weight_updates is true, but no request runs during an update; set "
+                "in_flight_weight_updates=true, or leave it out"
+            )
+        return self
 
 
 class RewardShapingConfig(Section):
@@ -201,6 +230,15 @@ class GrpoConfig(Section):
 
     max_val_samples: PositiveInt = 256
     """Maximum number of samples per validation."""
+
+    @model_validator(mode="after")
+    def _groups_may_differ(self) -> Self:
+        if self.num_generations_per_prompt == 1 and self.use_dynamic_sampling:
+            raise ValueError(
+                "num_generations_per_prompt is 1, but use_dynamic_sampling drops groups whose rewards are all equal; set it "
+                "to false, or generate 2 or more"
+            )
+        return self
 
 
 class PpoConfig(Section):

@@ -167,6 +167,8 @@ def _describe(problem: Mapping[str, Any], locations: Locations, file: str) -> st
         return f"unknown key {name}{did_you_mean(near)}{known}"
     if problem["type"] == "missing":
         return f"missing key {name}; it is required"
+    if problem["type"] == "value_error" and isinstance(problem["input"], Mapping):  # of several keys in a section
+        return f"{name}: {problem['msg'].removeprefix('Value error, ')}"
     expected = re.sub("^(Input should be|String should have|Value error,) ", "", problem["msg"])
     return f"{name}: found {_shown(problem['input'])}; expected: {expected}"
 

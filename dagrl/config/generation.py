@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from dagrl.config.section import Json, PathText, Section, derived
 from dagrl.errors import LayoutError
 from dagrl.runtime.layout import ParallelLayout
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises temperatures between 0 and this (`_MAX_TEMP` in its sampling_params.py) to avoid NaN and infinity."""
 
 
 class SpeculativeConfig(Section):
@@ -33,6 +36,19 @@ class SpeculativeConfig(Section):
 
     model: PathText | None = None
     """`eagle`, `eagle3`: the drafter's checkpoint."""
+
+    @model_validator(mode="after")
+    def _drafter_is_complete(self) -> Self:
+        if self.method in ("eagle", "eagle3") and self.model is None:
+            raise ValueError(f"method is {self.method}, and model is not set; set it to the drafter's checkpoint")
+        if self.method == "ngram" and self.model is not None:
+            raise ValueError("method is ngram, and model is set, which an n-gram drafter lacks; remove it")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min = {self.prompt_lookup_min} is above prompt_lookup_max = {self.prompt_lookup_max}; lower "
+                "it"
+            )
+        return self
 
 
 class VllmConfig(Section):
@@ -154,3 +170,13 @@ class GenerationConfig(Section):
 
     vllm_kwargs: dict[str, Json] = Field(default_factory=dict)
     """Further arguments of vLLM's `EngineArgs`, by name."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _temperature_that_vllm_keeps(cls, value: float) -> float:
+        if 0 < value < MIN_TEMPERATURE:
+            raise ValueError(
+                f"0 (greedy), or {MIN_TEMPERATURE:g} or more: vLLM raises what is between to {MIN_TEMPERATURE:g}, and "
+                "log-probabilities of train workers would not match"
+            )
+        return value

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from dagrl.config.section import PathText, Section, derived
 from dagrl.runtime.layout import ParallelLayout
@@ -193,6 +193,16 @@ class MegatronConfig(LayoutConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
+
+    @model_validator(mode="after")
+    def _balancing_has_a_weight(self) -> Self:
+        kind, weight = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
+        if (kind == "none") != (weight == 0):
+            raise ValueError(
+                f"moe_router_load_balancing_type is {kind!r}, and moe_aux_loss_coeff {weight:g}; for a load-balancing loss "
+                "set both, such as seq_aux_loss and 0.001, or else none and 0"
+            )
+        return self
 
     @property
     def layout(self) -> ParallelLayout:

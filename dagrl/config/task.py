@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from dagrl.config.section import Json, PathText, Section, Seed, derived
 
@@ -111,6 +111,15 @@ class ProcessConfig(Section):
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """Largest share of failed samples in a training step or a validation; above it the run ends. A training step in which
     all samples fail always ends it."""
+
+    @model_validator(mode="after")
+    def _calls_outlast_answers(self) -> Self:
+        if self.call_timeout_s is not None and self.call_timeout_s < self.timeout_s:
+            raise ValueError(
+                f"call_timeout_s is {self.call_timeout_s:g} s, less than timeout_s {self.timeout_s:g} s of a single answer; "
+                f"set it to a multiple of {self.timeout_s:g}, or leave it out"
+            )
+        return self
 
 
 class FunctionConfig(ProcessConfig):

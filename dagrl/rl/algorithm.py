@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import ALGORITHMS, Config
-from dagrl.config.settings import LearnsFrom, load_algorithm
+from dagrl.config.plan import LearnsFrom, RunPlan, load_algorithm
 from dagrl.errors import ConfigError
 from dagrl.imports import load_class, running
 from dagrl.rl.advantages import (
@@ -110,6 +110,11 @@ class Algorithm:
 def algorithm_of(config: Config) -> Algorithm:
     """Returns the run's algorithm, a new instance. Raises ConfigError if `algorithm` names none."""
     return cast(Algorithm, load_algorithm(config))
+
+
+def planned_algorithm(plan: RunPlan) -> Algorithm:
+    """Returns the algorithm of a run."""
+    return cast(Algorithm, plan.algorithm)
 
 
 def algorithm_for(loss: str, config: Config) -> Algorithm:

@@ -10,19 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sized
 
 from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, VllmConfig
-from dagrl.config.settings import (
-    bucket_widths,
-    compares,
-    generates,
-    generation_config,
-    is_colocated,
-    model_roles,
-    samples_per_step,
-    uses_reference,
-    width_key,
-)
+from dagrl.config.settings import bucket_widths, generation_config, samples_per_step, width_key
 from dagrl.errors import ConfigError
-from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.cluster import gpus_here, gpus_per_worker
 from dagrl.run.memory_fit import ROUND, fit_host_cache, fit_microbatches, fit_shared_cache, start_together
@@ -49,11 +38,11 @@ GPU_SECONDS = {"start_s": 600.0, "warmup_s": 600.0, "replay_s": 600.0, "collecti
 def derive_from_machine(config: Config) -> Derived:
     """Fills in what follows from the configuration and the machine. Lengths are provisional until the data are read."""
     derived = Derived(config)
-    if config.policy.generation is None and generates(config):
+    if config.policy.generation is None and derived.generates:
         derived.config = config.with_keys({ROLLOUT: GenerationConfig()})
     if gpus_per_worker(config.cluster):
         _use_gpus(derived)
-    if gives_scores(algorithm_of(derived.config)):
+    if gives_scores(derived.algorithm):
         derived.set("policy.worker", "dagrl.workers.megatron:MegatronValueWorker", "a reward model has a scalar head")
     _set_rates(derived)
     _set_batch(derived)
@@ -71,10 +60,10 @@ def derive_from_data(
     _fit_lengths(derived, rows, prompts, hf_config)
     if gpus_per_worker(derived.config.cluster):
         fit_microbatches(derived, hf_config, weight_bytes)
-        if generates(derived.config) and is_colocated(derived.config):
+        if derived.colocated:
             fit_shared_cache(derived, hf_config, weight_bytes)
             start_together(derived, hf_config, weight_bytes)
-    elif generates(derived.config):
+    elif derived.generates:
         fit_host_cache(derived, hf_config)
 
 
@@ -114,7 +103,7 @@ def _rows_per_step(config: Config, section: str) -> int:
 
 
 def _use_gpus(derived: Derived) -> None:
-    rolls_out = generates(derived.config)
+    rolls_out = derived.generates
     derived.set("policy.precision", "bfloat16", "GPUs")
     if derived.open("policy.worker"):
         derived.set("policy.sequence_packing.enabled", True, "GPUs: no padding")
@@ -126,7 +115,7 @@ def _use_gpus(derived: Derived) -> None:
     derived.set(f"{ENGINE}.enforce_eager", False, "GPUs: CUDA graphs")
     if derived.open(f"{ENGINE}.kv_cache_memory_bytes"):
         derived.set(f"{ENGINE}.kv_cache_memory_bytes", None, "GPUs: what gpu_memory_utilization leaves")
-        if not is_colocated(derived.config):
+        if not derived.colocated:
             derived.set(f"{ENGINE}.gpu_memory_utilization", 0.85, "the engine has a GPU of its own")
     engines = generation_config(derived.config).vllm_cfg.data_parallel_size
     share = min(512, math.ceil(samples_per_step(derived.config) / engines))
@@ -135,11 +124,11 @@ def _use_gpus(derived: Derived) -> None:
 
 def _use_all_gpus(derived: Derived) -> None:
     """Puts a replica, and an engine next to it, on every GPU of this machine, unless the user chose a layout."""
-    config, rolls_out = derived.config, generates(derived.config)
+    config, rolls_out = derived.config, derived.generates
     if config.cluster.address is not None or config.cluster.gpus_per_worker is not None or not derived.open(*LAYOUT):
         return
     here = gpus_here(config.cluster)
-    if not derived.open("policy.worker", f"{ROLLOUT}.worker") or (rolls_out and not _may_share(config)):
+    if not derived.open("policy.worker", f"{ROLLOUT}.worker") or (rolls_out and not _may_share(derived)):
         return
     count = _replicas(derived, here)
     where = f"{here} GPU{'s' if here > 1 else ''} on this machine" + ("" if count == here else ", and the size of a batch")
@@ -157,17 +146,19 @@ def _replicas(derived: Derived, most: int) -> int:
     config = derived.config
     if not derived.open("policy.train_global_batch_size"):
         size = config.policy.train_global_batch_size
-    elif generates(config):
+    elif derived.generates:
         size = samples_per_step(config)
     else:
         return most  # the size follows from the replicas
     return max(count for count in range(1, most + 1) if size % count == 0)
 
 
-def _may_share(config: Config) -> bool:
+def _may_share(derived: Derived) -> bool:
     """Whether train and generation workers may take turns on their GPUs, and no other roles need some."""
-    kept = config.policy.reference_weights == "device" and uses_reference(config)
-    return not (kept or config.grpo.async_grpo.enabled or config.policy.megatron_cfg.cuda_graphs or model_roles(config))
+    config, algorithm = derived.config, derived.algorithm
+    kept = config.policy.reference_weights == "device" and "reference_logprobs" in algorithm.columns
+    others = algorithm.critic or config.teacher is not None
+    return not (kept or others or config.grpo.async_grpo.enabled or config.policy.megatron_cfg.cuda_graphs)
 
 
 def _set_rates(derived: Derived) -> None:
@@ -175,10 +166,10 @@ def _set_rates(derived: Derived) -> None:
         return
     if derived.config.policy.megatron_cfg.peft.enabled:
         derived.set(f"{MEGATRON}.optimizer.lr", 1e-5, "LoRA")
-    elif compares(derived.config):
-        rate, what = (1e-5, "a reward model") if gives_scores(algorithm_of(derived.config)) else (1e-6, "preferences")
+    elif derived.algorithm.learns_from == "preferences":
+        rate, what = (1e-5, "a reward model") if gives_scores(derived.algorithm) else (1e-6, "preferences")
         derived.set(f"{MEGATRON}.optimizer.lr", rate, f"{what}, all weights")
-    elif not generates(derived.config):
+    elif not derived.generates:
         derived.set(f"{MEGATRON}.optimizer.lr", 1e-5, "SFT of all weights")
     elif _asks_for_sft(derived):
         derived.set("sft.lr", 1e-5, "SFT of all weights")
@@ -190,7 +181,7 @@ def _asks_for_sft(derived: Derived) -> bool:
 
 def _set_batch(derived: Derived) -> None:
     config = derived.config
-    if generates(config):
+    if derived.generates:
         derived.set("policy.train_global_batch_size", samples_per_step(config), "one optimizer step for each batch")
         if gpus_per_worker(config.cluster) and _needs_no_earlier_logprobs(derived.config):
             derived.set("loss_fn.force_on_policy_ratio", True, "GPUs: one optimizer step for each batch, so ratios are 1")
@@ -210,7 +201,7 @@ def _needs_no_earlier_logprobs(config: Config) -> bool:
 
 
 def _set_lengths(derived: Derived) -> None:
-    policy, rolls_out = derived.config.policy, generates(derived.config)
+    policy, rolls_out = derived.config.policy, derived.generates
     if policy.sequence_buckets:
         derived.set("policy.max_total_sequence_length", max(policy.sequence_buckets), "the largest bucket")
     bounded = derived.config.is_set("policy.max_total_sequence_length")

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dagrl.config import Config
-from dagrl.config.settings import device_count, generates
+from dagrl.config.plan import RunPlan
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
 from dagrl.rl.functions.answers import Answers
@@ -79,7 +79,7 @@ class Report:
 
 def check_evaluation(config: Config, wanted: Evaluation) -> None:
     """Raises ConfigError for what cannot be evaluated."""
-    if not generates(config):
+    if not RunPlan.of(config).generates:
         raise ConfigError("an evaluation generates and rewards completions; add algorithm=grpo and reward.function=...")
     if wanted.samples < 0:
         raise ConfigError(f"--samples is {wanted.samples}; expected 0 or more")
@@ -105,7 +105,7 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
         group = stack.enter_context(single_group(config, "generation"))
         scheduler = stack.enter_context(Scheduler([group], scheduler_options(config)))
         plan = generate_plan(config)
-        replays = Replays(load_phases(config, [plan]), scheduler, PhaseClock(), device_count(config))
+        replays = Replays(load_phases(config, [plan]), scheduler, PhaseClock(), RunPlan.of(config).devices)
         add_phases(scheduler, replays.phases, [plan], inputs.tokenizer)
         scheduler.compile()
         scheduler.warmup()

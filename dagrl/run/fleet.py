@@ -3,7 +3,7 @@
     with Fleet(restarts) as fleet:
         for each attempt:
             fleet.join(config)                     # starts Ray, the first time
-            groups = fleet.groups(config, roles, stop, meanwhile)    # starts the workers, or makes the groups whole again
+            groups = fleet.groups(config, plan, stop, meanwhile)     # starts the workers, or makes the groups whole again
             ...
             fleet.settle()                         # the attempt has reached its first step
             fleet.leave(error)                     # ends everything, unless a restart may follow
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from subprocess import Popen
@@ -25,16 +25,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from dagrl.config import Config
+from dagrl.config.plan import GroupStart, RunPlan
 from dagrl.config.roles import GENERATION, role_config
-from dagrl.config.settings import (
-    is_colocated,
-    layouts,
-    sharing_roles,
-    starts_resident,
-    starts_together,
-    takes_turns,
-    warms_up_early,
-)
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.cluster import LOGS, gpus_per_worker, ray_cluster
 from dagrl.run.colocated import TRAIN_PARTS
@@ -103,8 +95,8 @@ class Fleet:
                 "stopped, or out of memory? To go on: checkpointing.resume=true"
             )
 
-    def groups(self, config: Config, roles: Set[str], stop: StopSignal, meanwhile: Meanwhile) -> list[WorkerGroup]:
-        """Returns the groups of `roles`, set up: new ones, or those of the last attempt made whole.
+    def groups(self, config: Config, plan: RunPlan, stop: StopSignal, meanwhile: Meanwhile) -> list[WorkerGroup]:
+        """Returns the groups of the run, set up: new ones, or those of the last attempt made whole.
 
         `meanwhile` may be called with those that are ready first. Gives up if a stop is requested or Ray has ended.
         """
@@ -113,12 +105,12 @@ class Fleet:
             stop.check()
             self.check_nodes()
 
-        whole, self._settled = self._settled and not is_colocated(config), False
+        whole, self._settled = self._settled and not plan.colocated, False
         if self._groups and whole:
             self._revive(config, check, meanwhile)
         else:
             self._workers.close()
-            self._groups = start_groups(config, roles, self._workers, check, meanwhile)
+            self._groups = start_groups(config, plan, self._workers, check, meanwhile)
         return self._groups
 
     def settle(self) -> None:
@@ -173,14 +165,14 @@ class Fleet:
         logger.info("all workers are whole again after %.1f s", time.monotonic() - begin)
 
 
-def _start_group(config: Config, role: str, resources: Resources, **options: Any) -> WorkerGroup:
+def _create_group(config: Config, plan: RunPlan, role: str, resources: Resources, **options: Any) -> WorkerGroup:
     """Starts the workers of a role. `options` are further ones of `WorkerGroup.create`."""
     return WorkerGroup.create(
         role,
-        worker_classes(config)[role],
-        layouts(config)[role],
+        worker_classes(config, plan)[role],
+        plan.layouts[role],
         role_config(config, role),
-        protocols=required_protocols(config)[role],
+        protocols=required_protocols(config, plan)[role],
         resources=resources,
         seed=config.seed,
         start_timeout_s=config.timeouts.start_s,
@@ -196,30 +188,26 @@ def single_group(config: Config, role: str) -> Iterator[WorkerGroup]:
         stack.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
         groups: list[WorkerGroup] = []
         stack.callback(shutdown_groups, groups, config.timeouts.teardown_s / 2)
-        groups.append(_start_group(config, role, Resources(num_gpus=gpus_per_worker(config.cluster))))
+        groups.append(_create_group(config, RunPlan.of(config), role, Resources(num_gpus=gpus_per_worker(config.cluster))))
         yield groups[0]
 
 
 def start_groups(
     config: Config,
-    roles: Set[str],
+    plan: RunPlan,
     stack: ExitStack,
     check: Callable[[], None],
     meanwhile: Meanwhile = lambda groups, check: None,
 ) -> list[WorkerGroup]:
-    """Starts the groups of `roles`, which phases use. `check` is called again and again, and may raise to give up.
+    """Starts the groups of the run as `plan.start` says. `check` is called again and again, and may raise to give up.
 
-    They spend long on imports, so they start in parallel. On GPUs shared with generation, each group takes memory only after
-    the one before it has moved its train state to the host, unless they start together (`starts_together`). At the end the
-    states are on the host, or on the GPUs (`starts_resident`, and if nothing is ever exchanged).
-
-    While generation starts, `meanwhile` is called with the other groups, unless they may have to make room on its GPUs
-    (`warms_up_early`).
+    They spend long on imports, so they start in parallel, in threads of their own. While generation starts, `meanwhile` is
+    called with the other groups, unless these may have to make room on its GPUs.
     """
-    resources = shared_resources(config, stack)
+    resources = shared_resources(config, plan, stack)
     started: list[WorkerGroup] = []
     stack.callback(shutdown_groups, started, config.timeouts.teardown_s / 2)
-    starting = list[Future[WorkerGroup]]()
+    starting = dict[str, Future[WorkerGroup]]()
     given_up = Event()
 
     def check_all() -> None:
@@ -229,63 +217,66 @@ def start_groups(
 
     def check_started() -> None:
         check()
-        for future in starting:
+        for future in starting.values():
             if future.done():
                 future.result()
 
-    def start(role: str, before_setup: Callable[[], object] | None, away: bool) -> WorkerGroup:
-        begin, waited = time.monotonic(), StartParts()
-
-        def wait() -> None:
-            with waited.part("waiting for training's memory"):
-                (before_setup or (lambda: None))()
-
-        own = resources.get(role, Resources(num_gpus=gpus_per_worker(config.cluster)))
-        waits = {"while_waiting": check_all, "before_setup": wait if before_setup is not None else None}
-        group = _start_group(config, role, own, **waits)
-        started.append(group)
-        parts = [waited.seconds | found for found in group.call_function(started_parts)]
-        logger.info("%s workers started in %s", role, parts_text(time.monotonic() - begin, parts))
-        if away:
-            group.call("offload", TRAIN_PARTS)
-        if config.logger.nvtx_enabled:
-            group.call_function(enable_ranges)
-        return group
-
-    shared = sharing_roles(config) if is_colocated(config) and GENERATION in roles else ()
-    turns = () if starts_together(config) else shared
-    with ThreadPoolExecutor(len(layouts(config))) as pool:
-        before: Callable[[], object] | None = None
-        for role in sorted(layouts(config), key=GENERATION.__eq__):  # generation last
-            if role in roles:
-                has_state = role in shared and role != GENERATION
-                away = has_state and not starts_resident(config)
-                starting.append(pool.submit(start, role, before if role in shared else None, away))
-                before = starting[-1].result if has_state and turns else before
-        if GENERATION in roles and warms_up_early(config):
+    with ThreadPoolExecutor(len(plan.start.groups)) as pool:
+        for one in plan.start.groups:
+            before = starting[one.after].result if one.after is not None else None
+            own = resources.get(one.role, Resources(num_gpus=gpus_per_worker(config.cluster)))
+            starting[one.role] = pool.submit(_start_group, config, plan, one, own, started, before, check_all)
+        if plan.start.early != "no":
             try:
-                meanwhile([future.result() for future in starting[:-1]], check_started)
+                meanwhile([future.result() for role, future in starting.items() if role != GENERATION], check_started)
             except BaseException:
                 given_up.set()
                 raise
-    groups = [future.result() for future in starting]  # raises the error of a group that did not start
-    for group in groups:
-        if group.role.name in turns and group.role.name != GENERATION and not takes_turns(config):
-            group.call("reload", TRAIN_PARTS)
-    return groups
+    groups = {role: future.result() for role, future in starting.items()}  # raises the error of one that did not start
+    for one in plan.start.groups:
+        if one.leaves and plan.start.resident:
+            groups[one.role].call("reload", TRAIN_PARTS)
+    return list(groups.values())
 
 
-def shared_resources(config: Config, stack: ExitStack) -> dict[str, Resources]:
+def _start_group(
+    config: Config,
+    plan: RunPlan,
+    start: GroupStart,
+    resources: Resources,
+    started: list[WorkerGroup],
+    before_setup: Callable[[], object] | None,
+    check: Callable[[], None],
+) -> WorkerGroup:
+    """Starts one group, adds it to `started`, and moves its train state to the host if the plan says so."""
+    begin, waited = time.monotonic(), StartParts()
+
+    def wait() -> None:
+        with waited.part("waiting for training's memory"):
+            (before_setup or (lambda: None))()
+
+    waits = {"while_waiting": check, "before_setup": wait if before_setup is not None else None}
+    group = _create_group(config, plan, start.role, resources, **waits)
+    started.append(group)
+    parts = [waited.seconds | found for found in group.call_function(started_parts)]
+    logger.info("%s workers started in %s", start.role, parts_text(time.monotonic() - begin, parts))
+    if start.leaves:
+        group.call("offload", TRAIN_PARTS)
+    if config.logger.nvtx_enabled:
+        group.call_function(enable_ranges)
+    return group
+
+
+def shared_resources(config: Config, plan: RunPlan, stack: ExitStack) -> dict[str, Resources]:
     """Returns the Ray resources of the roles that share GPUs; of others each worker requests its own.
 
     Equal ranks of these roles are on the same GPU. Empty without GPUs.
     """
-    roles = sharing_roles(config)
-    if not gpus_per_worker(config.cluster) or not roles:
+    if not gpus_per_worker(config.cluster) or not plan.sharing:
         return {}
-    bundles = GpuBundles(max(layouts(config)[role].world_size for role in roles), config.timeouts.start_s)
+    bundles = GpuBundles(max(plan.layouts[role].world_size for role in plan.sharing), config.timeouts.start_s)
     stack.callback(bundles.release)
-    shares = dict.fromkeys(roles, 1 / len(roles))
-    if is_colocated(config):
-        shares = {**dict.fromkeys(roles, 0.5 / (len(roles) - 1)), GENERATION: 0.5}
+    shares = dict.fromkeys(plan.sharing, 1 / len(plan.sharing))
+    if plan.colocated:
+        shares = {**dict.fromkeys(plan.sharing, 0.5 / (len(plan.sharing) - 1)), GENERATION: 0.5}
     return {role: Resources(num_gpus=share, bundles=bundles) for role, share in shares.items()}

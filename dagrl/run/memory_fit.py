@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from dagrl.config import Config, Json, MegatronConfig, VllmConfig
-from dagrl.config.settings import generation_config, generation_dtype, model_roles
+from dagrl.config.settings import generation_config, generation_dtype
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus, host_memory
 from dagrl.run.open_keys import ENGINE, MEGATRON, ROLLOUT, Derived
@@ -117,7 +117,7 @@ def start_together(derived: Derived, hf_config: Mapping[str, Json], weight_bytes
             f"{key} is true, but {ENGINE}.kv_cache_memory_bytes is null: vLLM would take what is free, which changes while "
             "training starts. Set the bytes of the cache, or start_together=false"
         )
-    ours = derived.open("policy.worker", f"{ROLLOUT}.worker") and not model_roles(config)
+    ours = derived.open("policy.worker", f"{ROLLOUT}.worker") and not (derived.algorithm.critic or config.teacher)
     if cache is None or not (ours and weight_bytes and config.policy.precision == "bfloat16"):
         return
     memory = _gpu_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dagrl.config import Config, Json
+from dagrl.rl.algorithm import Algorithm, algorithm_of
 
 MEGATRON, ENGINE, ROLLOUT = "policy.megatron_cfg", "policy.generation.vllm_cfg", "policy.generation"
 
@@ -15,6 +16,21 @@ class Derived:
 
     config: Config
     reasons: dict[str, str] = field(default_factory=dict)
+    algorithm: Algorithm = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.algorithm = algorithm_of(self.config)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the algorithm learns from completions that generation workers make."""
+        return self.algorithm.learns_from == "samples"
+
+    @property
+    def colocated(self) -> bool:
+        """Whether train and generation workers share their GPUs, as far as is known by now."""
+        generation = self.config.policy.generation
+        return self.generates and generation is not None and generation.colocated.enabled
 
     def open(self, *keys: str) -> bool:
         """Whether the user left all of `keys` open."""

@@ -1,6 +1,7 @@
 """The phases each loop replays, and the shapes they are warmed up at.
 
-with open_session(config, grpo_plans) as session:
+plan = RunPlan.of(config)
+for phase in run_plans(config, plan):
     ...
 """
 
@@ -11,19 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dagrl.config import Config, Json
+from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TEACHER, role_config
-from dagrl.config.settings import (
-    bucket_widths,
-    compares,
-    generates,
-    generation_config,
-    has_fp8_kv_cache,
-    rows_per_sample,
-    samples_per_step,
-    uses_critic,
-    uses_teacher,
-)
-from dagrl.rl.algorithm import COLUMN_PHASES, algorithm_of, column_phases
+from dagrl.config.settings import bucket_widths, generation_config, has_fp8_kv_cache, rows_per_sample, samples_per_step
+from dagrl.rl.algorithm import COLUMN_PHASES, column_phases, planned_algorithm
 from dagrl.rl.generation import CONSTRAINT_BYTES, FIRST_QUANTUM, OPTION_BYTES, QUANTUM_SECONDS
 from dagrl.rl.preferences import sum_phases
 from dagrl.rl.rollout.rollouts import request_slots
@@ -55,11 +47,11 @@ class PhasePlan:
     fields: InputSpec = field(default_factory=dict)
 
 
-def run_plans(config: Config) -> list[PhasePlan]:
+def run_plans(config: Config, plan: RunPlan) -> list[PhasePlan]:
     """The phases of a run."""
-    if compares(config):
-        return preference_plans(config)
-    return grpo_plans(config) if generates(config) else sft_plans(config)
+    if plan.learns_from == "preferences":
+        return preference_plans(config, plan)
+    return grpo_plans(config, plan) if plan.generates else sft_plans(config)
 
 
 def sft_plans(config: Config) -> list[PhasePlan]:
@@ -68,29 +60,29 @@ def sft_plans(config: Config) -> list[PhasePlan]:
     return [PhasePlan("demonstration_step", buckets), PhasePlan("evaluate", buckets)]
 
 
-def preference_plans(config: Config) -> list[PhasePlan]:
+def preference_plans(config: Config, plan: RunPlan) -> list[PhasePlan]:
     """The phases of the loop over preferences. A pair has two rows."""
     buckets = train_buckets(config, 2 * config.policy.train_global_batch_size)
     sums = 16 * max(bucket.sequences for bucket in buckets) + OVERHEAD_BYTES
-    names = sum_phases(algorithm_of(config))
+    names = sum_phases(planned_algorithm(plan))
     return [*(PhasePlan(name, buckets, sums) for name in names), PhasePlan("preference_step", buckets)]
 
 
-def grpo_plans(config: Config) -> list[PhasePlan]:
+def grpo_plans(config: Config, plan: RunPlan) -> list[PhasePlan]:
     """The phases of the loop over generated samples, and of the demonstrations before it if there are any."""
     rows = train_buckets(config, samples_per_step(config) * rows_per_sample(config))
     minibatch = train_buckets(config, config.policy.train_global_batch_size * rows_per_sample(config))
     plans = [
         PhasePlan("train_step", minibatch, scalars=STEP),
-        *(PhasePlan(name, rows, scalars=STEP) for name in logprob_phases(config)),
+        *(PhasePlan(name, rows, scalars=STEP) for name in logprob_phases(plan)),
         generate_plan(config),
         PhasePlan("refit", value=0),
     ]
     if config.policy.offload_optimizer_for_logprob:
         plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
-    if uses_teacher(config):
+    if plan.reference == TEACHER:
         plans += teacher_plans(config, rows)
-    if uses_critic(config):
+    if plan.critic:
         plans += critic_plans(config)
     if has_fp8_kv_cache(config):
         plans.append(PhasePlan("calibrate_kv_scales", rows))
@@ -110,10 +102,10 @@ def with_records(config: Config, plans: Sequence[PhasePlan], hf_config: Mapping[
     return [replace(one, result_bytes=(one.result_bytes or 0) + room) if one.name == "generate" else one for one in found]
 
 
-def logprob_phases(config: Config) -> tuple[str, ...]:
+def logprob_phases(plan: RunPlan) -> tuple[str, ...]:
     """The phases on the train workers whose results the loss uses. A teacher on workers of its own is not among them."""
-    phases = column_phases(algorithm_of(config))
-    return tuple(name for name in phases if name != REFERENCE_LOGPROBS or not uses_teacher(config))
+    phases = column_phases(planned_algorithm(plan))
+    return tuple(name for name in phases if name != REFERENCE_LOGPROBS or plan.reference != TEACHER)
 
 
 def teacher_plans(config: Config, rows: tuple[Bucket, ...]) -> list[PhasePlan]:

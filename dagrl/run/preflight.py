@@ -13,18 +13,9 @@ from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config, FunctionConfig, Json, PhasesConfig
 from dagrl.config.checks import check_settings, warn_of_settings
+from dagrl.config.plan import RunPlan
 from dagrl.config.roles import role_config
-from dagrl.config.settings import (
-    bucket_widths,
-    compares,
-    device_count,
-    generates,
-    generation_config,
-    layouts,
-    load_algorithm,
-    model_roles,
-    width_key,
-)
+from dagrl.config.settings import bucket_widths, generation_config, width_key
 from dagrl.config.worker_checks import check_engine, check_float8
 from dagrl.data import Splits, load_splits
 from dagrl.data.examples import preference_of, with_chat, with_tools
@@ -42,7 +33,6 @@ from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpus
-from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
 from dagrl.rl.preferences import gives_scores
@@ -109,22 +99,23 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     """
     derived = derive_from_machine(config)
     config = derived.config
-    check_settings(config)
+    plan = RunPlan.of(config)
+    check_settings(config, plan)
     require_extras(config.logger)
-    workers = worker_classes(config)
-    check_machine(config)
+    workers = worker_classes(config, plan)
+    check_machine(config, plan)
     _check_outputs(config)
     resumed = find_checkpoint(RunPaths.of(config), resume=config.checkpointing.resume) if checkpoints else None
     check_encryption(config)
-    trace_phases(config, workers)
-    if generates(config):
+    trace_phases(config, plan, workers)
+    if plan.generates:
         for item in reward_functions(config.reward):
             _check_function(item.path, item.config, f"{item.key}.function")
         if config.environment.agent is None:  # an agent names its parts when it returns
             check_weights(config.reward, config.environment.enabled)
         if config.environment.enabled:
             check_environment(config.environment)
-    splits = _read_splits(config)  # before models are looked for, and before torch and transformers are imported
+    splits = _read_splits(config, plan)  # before models are looked for, and before torch and transformers are imported
     derived.config, origins = with_local_models(config)
     derived.reasons |= origins
     config = derived.config
@@ -132,7 +123,7 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     derive_chat(derived, tokenizer.chat_template is not None)
     check_other_tokenizers(config, tokenizer)
     hf_config = model_description(config.policy, token_count(tokenizer))
-    check_model(config, hf_config, workers)
+    check_model(config, plan, hf_config, workers)
     if resumed is not None:
         check_model_of(resumed, config, hf_config, workers)
     from dagrl.rl.trial import try_algorithm  # imports torch
@@ -140,13 +131,13 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     try_algorithm(config)
     if config.policy.random_init is not None:
         make_random_model(config.policy.random_init, tokenizer, "meta")
-    inputs = _encoded(derived, splits, tokenizer, hf_config)
-    _check_positions(inputs)
+    inputs = _encoded(derived, plan, splits, tokenizer, hf_config)
+    _check_positions(inputs, plan)
     check_settings(inputs.config)
-    warn_of_settings(inputs.config)
-    _check_metric(inputs.config, inputs)
+    warn_of_settings(inputs.config, plan)
+    _check_metric(inputs, plan)
     if resumed is not None:
-        check_state_of(resumed, inputs.config, inputs.demonstrations, inputs.prompts, inputs.preferences)
+        check_state_of(resumed, inputs.config, plan, inputs.demonstrations, inputs.prompts, inputs.preferences)
     _warn_of_longer_epochs(inputs.config, inputs)
     return inputs
 
@@ -175,14 +166,14 @@ def _warn_of_longer_epochs(config: Config, inputs: Inputs) -> None:
         )
 
 
-def worker_classes(config: Config) -> dict[str, type]:
+def worker_classes(config: Config, plan: RunPlan) -> dict[str, type]:
     """Returns the worker class of each group. Raises ConfigError for one that does not fit the protocols of its role.
 
     A class may name the top-level packages it imports later in `requires`.
     """
-    keys = _worker_keys(config)
+    keys = _worker_keys(config, plan)
     classes = {role: load_class(path, key) for role, (key, path) in keys.items()}
-    required = required_protocols(config)
+    required = required_protocols(config, plan)
     for role, worker in classes.items():
         check_worker_class(worker, required[role], OPTIONAL, keys[role][0])
         for package in getattr(worker, "requires", ()):
@@ -190,12 +181,12 @@ def worker_classes(config: Config) -> dict[str, type]:
     return classes
 
 
-def _worker_keys(config: Config) -> dict[str, tuple[str, str]]:
+def _worker_keys(config: Config, plan: RunPlan) -> dict[str, tuple[str, str]]:
     """The key and the import path of each group's worker class."""
     keys = {"train": ("policy.worker", config.policy.worker)}
-    if generates(config):
+    if plan.generates:
         keys["generation"] = ("policy.generation.worker", generation_config(config).worker)
-    for role in model_roles(config):
+    for role in plan.model_roles:
         keys[role] = (f"{role}.worker", role_config(config, role).policy.worker)
     return keys
 
@@ -208,15 +199,15 @@ def _check_function(path: str, config: FunctionConfig, key: str) -> None:
         require_package(package, key)
 
 
-def trace_phases(config: Config, workers: Mapping[str, type]) -> dict[str, PhaseGraph]:
+def trace_phases(config: Config, plan: RunPlan, workers: Mapping[str, type]) -> dict[str, PhaseGraph]:
     """Returns the graph of every phase that the algorithm replays, by its key in `phases`.
 
     Raises GraphError for a phase that its workers cannot run, and ConfigError for an import path that is not a phase.
     """
     transports = group_transports(gpus_per_worker(config.cluster))
-    roles = {role: Role(role, layout, methods_of(workers[role]), transports) for role, layout in layouts(config).items()}
+    roles = {role: Role(role, layout, methods_of(workers[role]), transports) for role, layout in plan.layouts.items()}
     graphs = {}
-    for key in (plan.name for plan in run_plans(config)):
+    for key in (phase.name for phase in run_plans(config, plan)):
         phase = load_phase(config.phases, key)
         with running(getattr(config.phases, key), f"phases.{key}"):
             graphs[key] = phase.trace(roles)
@@ -232,14 +223,14 @@ def load_phase(phases: PhasesConfig, key: str) -> Phase:
     return found
 
 
-def _check_metric(config: Config, inputs: Inputs) -> None:
+def _check_metric(inputs: Inputs, plan: RunPlan) -> None:
     """Checks a validation metric in `checkpointing.metric_name`. Others are checked by the first step (`ranking_metric`)."""
-    name = config.checkpointing.metric_name or ""
+    name = inputs.config.checkpointing.metric_name or ""
     held_out = {
         "samples": inputs.validation_prompts,
         "demonstrations": inputs.validation_demonstrations,
         "preferences": inputs.validation_preferences,
-    }[load_algorithm(config).learns_from]
+    }[plan.learns_from]
     if name.startswith(VALIDATION) and not held_out:
         raise ConfigError(
             f"checkpointing.metric_name is {name!r}, but nothing is held out for validation; set data.val_fraction, "
@@ -255,11 +246,11 @@ def _check_outputs(config: Config) -> None:
         require_writable(paths.checkpoints, f"checkpointing.checkpoint_dir {config.checkpointing.checkpoint_dir}")
 
 
-def check_machine(config: Config) -> None:
+def check_machine(config: Config, plan: RunPlan) -> None:
     """Raises LayoutError if this machine does not hold the workers. A running cluster is checked when it is joined."""
-    groups = layouts(config)
+    groups = plan.layouts
     everyone = sum(layout.world_size for layout in groups.values())
-    workers = device_count(config) if gpus_per_worker(config.cluster) else everyone
+    workers = plan.devices if gpus_per_worker(config.cluster) else everyone
     sizes = " + ".join(f"{layout.world_size} {role} ({layout.describe()})" for role, layout in groups.items())
     most, reason = _most_workers(config)
     if most is not None and workers > most:
@@ -286,9 +277,9 @@ def _most_workers(config: Config) -> tuple[int | None, str]:
     return most, f"{cores} CPU cores hold {most} ({WORKERS_PER_CORE} a core; cluster.num_cpus sets the cores)"
 
 
-def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:
+def check_model(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], workers: Mapping[str, type]) -> None:
     """Raises a UserError for what the model, or the static `check(config, hf_config)` of a worker class, rejects."""
-    keys = _worker_keys(config)
+    keys = _worker_keys(config, plan)
     for role, worker in workers.items():
         key, path = keys[role]
         with running(f"{path}.check", key):
@@ -300,9 +291,9 @@ def check_model(config: Config, hf_config: Mapping[str, Json], workers: Mapping[
                 raise type(error)(f"{role} workers: {error}") from error
 
 
-def _check_positions(inputs: Inputs) -> None:
+def _check_positions(inputs: Inputs, plan: RunPlan) -> None:
     widest = bucket_widths(inputs.config.policy)[-1]
-    for role in ("train", *model_roles(inputs.config)):
+    for role in ("train", *plan.model_roles):
         positions = role_description(inputs.config, role, inputs.hf_config).get("max_position_embeddings")
         if isinstance(positions, int) and positions < widest:
             whose = "the model" if role == "train" else f"the {role}"
@@ -311,20 +302,22 @@ def _check_positions(inputs: Inputs) -> None:
             )
 
 
-def _read_splits(config: Config) -> Splits:
+def _read_splits(config: Config, plan: RunPlan) -> Splits:
     """Reads the examples."""
-    if compares(config):
+    if plan.learns_from == "preferences":
         return load_splits(config.data, preference_of)
-    _check_responses(config)
+    _check_responses(config, plan)
     return load_splits(config.data)
 
 
-def _encoded(derived: Derived, splits: Splits, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]) -> Inputs:
+def _encoded(
+    derived: Derived, plan: RunPlan, splits: Splits, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]
+) -> Inputs:
     """Tokenizes the examples, and derives lengths and steps from them."""
     config = derived.config
-    if compares(config):
+    if plan.learns_from == "preferences":
         return _encoded_preferences(derived, splits, tokenizer, hf_config)
-    rolls_out, learns, turns = generates(config), _learns_responses(config), config.data.assistant_turns
+    rolls_out, learns, turns = plan.generates, _learns_responses(config, plan), config.data.assistant_turns
     demonstrations, train, held = (
         [with_chat(example, config.data) for example in part]
         for part in (splits.demonstrations, splits.train, splits.validation)
@@ -353,17 +346,17 @@ def _encoded(derived: Derived, splits: Splits, tokenizer: PreTrainedTokenizerFas
     )
 
 
-def _learns_responses(config: Config) -> bool:
+def _learns_responses(config: Config, plan: RunPlan) -> bool:
     """Whether a stage of the run is SFT."""
-    return not generates(config) or config.sft.max_num_steps > 0
+    return not plan.generates or config.sft.max_num_steps > 0
 
 
-def _check_responses(config: Config) -> None:
+def _check_responses(config: Config, plan: RunPlan) -> None:
     """Raises ConfigError if the examples are prompts alone, but SFT or a reward of ours needs responses."""
     sources = {"data": config.data, **{f"data.mixture.{name}": source for name, source in config.data.mixture.items()}}
     without = [f"{key}.response_key" for key, source in sources.items() if source.response_key is None]
-    if without and _learns_responses(config):
-        alone = ", or set sft.max_num_steps=0" if generates(config) else ""
+    if without and _learns_responses(config, plan):
+        alone = ", or set sft.max_num_steps=0" if plan.generates else ""
         raise ConfigError(f"{without[0]} is null, but SFT learns responses; name their key{alone}")
     for item in reward_functions(config.reward):
         if without and item.tasks is None and item.path.startswith("dagrl.rl.rewards:"):
@@ -379,7 +372,7 @@ def _encoded_preferences(
     """The same for pairs of answers."""
     config = derived.config
     held = splits.validation[: config.preference.max_val_samples]
-    scored = gives_scores(algorithm_of(config))
+    scored = gives_scores(derived.algorithm)
     rows = [
         encode_preferences([with_chat(example, config.data) for example in part], tokenizer, scored=scored)
         for part in (splits.train, held)

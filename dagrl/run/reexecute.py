@@ -17,8 +17,9 @@ from pathlib import Path
 
 from dagrl.config import CheckpointConfig, Config
 from dagrl.config.file import dump_config, load_run_config
+from dagrl.config.plan import RunPlan
 from dagrl.config.roles import TRAIN
-from dagrl.config.settings import generates, samples_per_step
+from dagrl.config.settings import samples_per_step
 from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.files import PRIVATE, write_whole
 from dagrl.run.checkpoint_store import CheckpointStore
@@ -72,7 +73,7 @@ def _check_step(config: Config, directory: Path, step: int) -> None:
     if step < 1 or step not in steps:
         raise ConfigError(f"--step {step}: {directory} has recorded steps 1 to {max(steps, default=0)}; choose one of them")
     ahead = config.grpo.async_grpo
-    if generates(config) and step > config.sft.max_num_steps and ahead.enabled and ahead.max_trajectory_age_steps:
+    if RunPlan.of(config).generates and step > config.sft.max_num_steps and ahead.enabled and ahead.max_trajectory_age_steps:
         raise ConfigError(
             f"--step {step}: {directory} trained asynchronously, and time decided which policy version made each token; "
             "steps of SFT and of synchronous runs can be executed again"

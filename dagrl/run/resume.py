@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from dagrl.config import Config, Json
+from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TRAIN, role_config
-from dagrl.config.settings import generates, holds_reference
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Demonstration, Preference, Prompt, Row
 from dagrl.errors import CheckpointError, ConfigError
@@ -43,13 +43,14 @@ def check_model_of(resumed: Checkpoint, config: Config, hf_config: Mapping[str, 
 def check_state_of(
     resumed: Checkpoint,
     config: Config,
+    plan: RunPlan,
     demonstrations: Sequence[Demonstration],
     prompts: Sequence[Prompt],
     preferences: Sequence[Preference],
 ) -> None:
     """Raises a UserError if the run, with these examples, cannot go on from the driver's state in the checkpoint."""
-    check_reference(config, resumed)
-    check_stage(config, resumed)
+    check_reference(config, plan, resumed)
+    check_stage(config, plan, resumed)
     _check_position(resumed, "sft_sampler", demonstrations, config)
     _check_position(resumed, "grpo_sampler", prompts, config)
     _check_position(resumed, "preference_sampler", preferences, config)
@@ -66,10 +67,14 @@ def _check_position(resumed: Checkpoint, counter: str, rows: Sequence[Row], conf
         raise CheckpointError(f"{resumed.directory}: {error}") from error
 
 
-def check_reference(config: Config, resumed: Checkpoint) -> None:
+def saves_reference(config: Config, plan: RunPlan) -> bool:
+    """Whether checkpoints hold the reference policy: the first policy, on the train workers."""
+    return plan.reference == TRAIN and config.policy.reference_model_name is None
+
+
+def check_reference(config: Config, plan: RunPlan, resumed: Checkpoint) -> None:
     """Raises ConfigError if the run needs the first policy as a reference and the checkpoint does not have it."""
-    needed = holds_reference(config) and config.policy.reference_model_name is None
-    if needed and resumed.state.counters.get(REFERENCE) is False:
+    if saves_reference(config, plan) and resumed.state.counters.get(REFERENCE) is False:
         raise ConfigError(
             f"algorithm {config.algorithm} needs a reference policy (loss_fn.reference_policy_kl_penalty is "
             f"{config.loss_fn.reference_policy_kl_penalty:g}), but {resumed.directory} has none, because it was not needed "
@@ -77,10 +82,10 @@ def check_reference(config: Config, resumed: Checkpoint) -> None:
         )
 
 
-def check_stage(config: Config, resumed: Checkpoint) -> None:
+def check_stage(config: Config, plan: RunPlan, resumed: Checkpoint) -> None:
     """Raises ConfigError if SFT steps would follow those on samples: they would start the data and the optimizer again."""
     steps, step = config.sft.max_num_steps, resumed.state.step
-    if "grpo_sampler" in resumed.state.counters and generates(config) and step < steps:
+    if "grpo_sampler" in resumed.state.counters and plan.generates and step < steps:
         raise ConfigError(
             f"sft.max_num_steps is {steps}, but {resumed.directory} is of step {step}, after {config.algorithm} had begun; "
             "set it to what it was when the run began"

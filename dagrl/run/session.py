@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dagrl.config import Config
+from dagrl.config.plan import RunPlan
 from dagrl.errors import StopRequestedError
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.checkpoints import Checkpoints, ranking_metric, require_shared
@@ -33,6 +34,7 @@ class Session:
     """The pieces of a run."""
 
     config: Config
+    plan: RunPlan
     inputs: Inputs
     train: WorkerGroup
     generation: WorkerGroup | None

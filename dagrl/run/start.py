@@ -1,6 +1,11 @@
-"""Starts and ends a run: its directory and records, Ray, the worker groups, and the compiled phases.
+"""Starts and ends a run: four nested contexts before the first step.
 
-`open_session` does everything between `preflight` and the first step, and undoes it at the end, also after a failure.
+    prepared    checks, run directory, records, handlers of signals: no process yet
+    cluster     Ray
+    workers     the worker groups, side by side; training may warm up while generation starts
+    compiled    phases, refit and warm-up, the state of a checkpoint: the session
+
+Each undoes at its end what it has done, also after a failure.
 """
 
 from __future__ import annotations
@@ -8,29 +13,18 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config
 from dagrl.config.file import value_text
+from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN
-from dagrl.config.settings import (
-    device_count,
-    generates,
-    generation_config,
-    generation_dtype,
-    holds_reference,
-    is_colocated,
-    keeps_weights,
-    layouts,
-    model_names,
-    sharing_roles,
-    starts_resident,
-)
+from dagrl.config.settings import generation_config, generation_dtype, keeps_weights, model_names
 from dagrl.errors import ClusterError, StopRequestedError
 from dagrl.refit import Refit
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
@@ -40,14 +34,14 @@ from dagrl.run.encryption import tls_files
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.run.model import write_random_model
-from dagrl.run.plans import PhasePlan, with_records
+from dagrl.run.plans import PhasePlan, run_plans, with_records
 from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight
 from dagrl.run.recorder import Recorder, process_label
 from dagrl.run.replays import Replays
 from dagrl.run.resume import SAVED_ROLES
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Session
-from dagrl.run.stop import no_restart_after_stop, stop_on_signals
+from dagrl.run.stop import StopSignal, no_restart_after_stop, stop_on_signals
 from dagrl.run.warm_up import EarlyWarmUp, add_phases, log_warm_up
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase
@@ -64,20 +58,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Plans = Callable[[Config], Sequence[PhasePlan]]
-"""Returns the phases of a loop for a configuration in which every key has its value."""
-
 
 @contextmanager
-def run_session(
-    config: Config, plans: Plans, last_step: LastStep | None = None, fleet: Fleet | None = None
-) -> Iterator[Session]:
+def run_session(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> Iterator[Session]:
     """Runs the block, which takes the steps up to `last_step` (None: all), in an open session.
 
     A run that ends writes its last checkpoint and its policy (`Session.finish`). A run that is stopped, or whose Ray
     has ended, writes a checkpoint if checkpoints are enabled. Every run, a failed one too, writes the summary.
     """
-    with open_session(config, plans, last_step, fleet) as session:
+    with open_session(config, last_step, fleet) as session:
         try:
             yield session
             session.finish()
@@ -92,107 +81,177 @@ def run_session(
 
 
 @contextmanager
-def open_session(
-    config: Config, plan: Plans, last_step: LastStep | None = None, fleet: Fleet | None = None
-) -> Iterator[Session]:
+def open_session(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> Iterator[Session]:
     """Does everything before the first step, and undoes it after the block, also if the block raises.
 
-    `plan` gets the configuration with derived values. `fleet` may keep the workers of a failed session for the next one.
-    Raises a UserError, before any actor starts, for everything that can be checked by then.
+    `fleet` may keep the workers of a failed session for the next one. Raises a UserError, before any actor starts, for
+    everything that can be checked by then.
     """
-    fleet = fleet or Fleet()
+    with (
+        prepared(config, fleet or Fleet()) as run,
+        cluster(run),
+        workers(run) as started,
+        compiled(run, started, last_step) as session,
+    ):
+        yield session
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """What a run has before any process starts. `put_back` restores the earlier configuration unless the start succeeds;
+    what is added to `at_end` runs once Ray has ended."""
+
+    config: Config
+    plan: RunPlan
+    inputs: Inputs
+    phase_plans: Sequence[PhasePlan]
+    phases: Mapping[str, Phase]
+    fleet: Fleet
+    paths: RunPaths
+    store: CheckpointStore
+    resumed: Checkpoint | None
+    record: RunRecord
+    trace: TraceWriter | None
+    progress: Progress
+    stop: StopSignal
+    at_end: ExitStack
+    put_back: ExitStack
+
+
+@contextmanager
+def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
+    """Checks the run, locks and writes its directory, and opens its records."""
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(config.logger))
         if fleet.inputs is None:
             progress.stage("Checking the run")
             fleet.inputs = preflight(config)
         config = fleet.inputs.config.with_keys({"checkpointing.resume": config.checkpointing.resume})
-        inputs = replace(fleet.inputs, config=config)
-        stack.enter_context(lock_run(RunPaths.of(config)))
+        inputs, paths = replace(fleet.inputs, config=config), RunPaths.of(config)
+        stack.enter_context(lock_run(paths))
         stop = stack.enter_context(stop_on_signals(saves=config.checkpointing.enabled))
         stack.enter_context(no_restart_after_stop(stop))
         at_end = stack.enter_context(ExitStack())
-        stack.push(lambda kind, error, trace: fleet.leave(error))
-        plans = plan(config)
         progress.stage("Preparing the run")
-        earlier = RunPaths.of(config).config
-        resumes = config.checkpointing.resume and earlier.exists()
-        put_back = stack.enter_context(put_back_config(earlier)) if resumes else ExitStack()
-        paths = prepare_run_directory(config, inputs.derived)
+        resumes = config.checkpointing.resume and paths.config.exists()
+        put_back = stack.enter_context(put_back_config(paths.config)) if resumes else ExitStack()
+        prepare_run_directory(config, inputs.derived)
         for key, reason in inputs.derived.items():
             logger.info("derived %s=%s: %s", key, value_text(config, key), reason)
         config = prepared_config(config, inputs, paths.init_model)
+        plan = RunPlan.of(config)
+        phase_plans = with_records(config, run_plans(config, plan), inputs.hf_config)
         store, resumed = _open_checkpoints(config, paths)
-        record = stack.enter_context(RunRecord(config, resumed_step=resumed.state.step if resumed else 0))
-        trace = stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None
-        progress.stage("Starting Ray")
-        with stop.at_once():
-            fleet.join(config)
-            stop.listen()
-        plans = with_records(config, plans, inputs.hf_config)
-        phases = load_phases(config, plans)
-        roles = {role for phase in phases.values() for role in phase.roles}
-        sizes = {role: layout for role, layout in layouts(config).items() if role in roles}
-        workers = (f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in sizes.items())
-        progress.stage(f"Starting {' and '.join(workers)}")
-        scheduler = stack.enter_context(Scheduler([], scheduler_options(config)))
-        early = EarlyWarmUp(config, inputs, plans, phases, scheduler, stop)
-        groups = fleet.groups(config, roles, stop, early)
-        scheduler.join([group for group in groups if group.role.name not in scheduler.groups])
-        by_role = {group.role.name: group for group in groups}
-        train, generation = by_role["train"], by_role.get("generation")
-        clock = PhaseClock(trace)
-        shared = _shared_devices(config, by_role, clock)
-        replays = Replays(phases, scheduler, clock, device_count(config), shared)
-        saved = {role: by_role[role] for role in SAVED_ROLES if role in by_role}
-        rollouts = _rollout_log(config, inputs, paths, train, resumed, trace)
+        step = resumed.state.step if resumed else 0
+        yield PreparedRun(
+            config=config,
+            plan=plan,
+            inputs=inputs,
+            phase_plans=phase_plans,
+            phases=load_phases(config, phase_plans),
+            fleet=fleet,
+            paths=paths,
+            store=store,
+            resumed=resumed,
+            record=stack.enter_context(RunRecord(config, resumed_step=step, learns_from=plan.learns_from)),
+            trace=stack.enter_context(TraceWriter(paths.trace)) if config.logger.trace_enabled else None,
+            progress=progress,
+            stop=stop,
+            at_end=at_end,
+            put_back=put_back,
+        )
+
+
+@contextmanager
+def cluster(run: PreparedRun) -> Iterator[None]:
+    """Starts Ray or joins its cluster. A failure that a restart may follow leaves Ray and the workers alive."""
+    with ExitStack() as stack:
+        stack.push(lambda kind, error, trace: run.fleet.leave(error))
+        run.progress.stage("Starting Ray")
+        with run.stop.at_once():
+            run.fleet.join(run.config)
+            run.stop.listen()
+        yield
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The worker groups by role, and the scheduler that they have joined. `warm`: phases that are warmed up already."""
+
+    groups: Mapping[str, WorkerGroup]
+    scheduler: Scheduler
+    warm: Collection[str]
+
+
+@contextmanager
+def workers(run: PreparedRun) -> Iterator[Workers]:
+    """Starts the worker groups as `plan.start` says, or makes those of a failed attempt whole again."""
+    sizes = (f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in run.plan.layouts.items())
+    run.progress.stage(f"Starting {' and '.join(sizes)}")
+    with Scheduler([], scheduler_options(run.config)) as scheduler:
+        early = EarlyWarmUp(run.config, run.plan, run.inputs, run.phase_plans, run.phases, scheduler, run.stop)
+        groups = {group.role.name: group for group in run.fleet.groups(run.config, run.plan, run.stop, early)}
+        scheduler.join([group for role, group in groups.items() if role not in scheduler.groups])
+        yield Workers(groups, scheduler, early.done)
+
+
+@contextmanager
+def compiled(run: PreparedRun, started: Workers, last_step: LastStep | None) -> Iterator[Session]:
+    """Compiles and warms up the phases, and restores the checkpoint to resume from."""
+    config, groups, clock = run.config, started.groups, PhaseClock(run.trace)
+    shared = _shared_devices(run, groups, clock)
+    replays = Replays(run.phases, started.scheduler, clock, run.plan.devices, shared)
+    saved = {role: groups[role] for role in SAVED_ROLES if role in groups}
+    with ExitStack() as stack:
+        rollouts = _rollout_log(run, groups[TRAIN])
         if rollouts is not None:
             stack.enter_context(rollouts)
-        checkpoints = Checkpoints(config, store, saved, replays, progress.status, resumed)
-        replacement = _replacement(config, fleet, inputs, by_role, replays, stack)
+        replacement = None
+        if run.plan.generates and not run.plan.colocated:
+            connect = partial(connect_refit, config, run.plan, groups[TRAIN], groups[GENERATION], run.inputs)
+            replacement = EngineReplacement(config, run.fleet, groups[GENERATION], replays, connect)
+            stack.callback(replacement.end)
         session = Session(
             config=config,
-            inputs=inputs,
-            train=train,
-            generation=generation,
+            plan=run.plan,
+            inputs=run.inputs,
+            train=groups[TRAIN],
+            generation=groups.get(GENERATION),
             replays=replays,
-            recorder=Recorder(paths, record, progress, trace, clock, groups, at_end, rollouts),
-            checkpoints=checkpoints,
-            stop=stop,
+            recorder=Recorder(
+                run.paths, run.record, run.progress, run.trace, clock, list(groups.values()), run.at_end, rollouts
+            ),
+            checkpoints=Checkpoints(config, run.store, saved, replays, run.progress.status, run.resumed),
+            stop=run.stop,
             last_step=last_step,
             replacement=replacement,
-            after_step=fleet.after_step,
+            after_step=run.fleet.after_step,
         )
-        if trace is not None:
-            trace.declare([DRIVER, *(process_label(group, rank) for group in groups for rank in range(len(group.actors)))])
-        with stop.at_once():
-            _compile(session, plans, early.done)
-            if resumed is not None:
-                progress.stage(f"Resuming from step {resumed.state.step}")
+        if run.trace is not None:
+            labels = (process_label(group, rank) for group in groups.values() for rank in range(len(group.actors)))
+            run.trace.declare([DRIVER, *labels])
+        with run.stop.at_once():
+            _compile(session, run.phase_plans, started.warm)
+            if run.resumed is not None:
+                run.progress.stage(f"Resuming from step {run.resumed.state.step}")
                 session.checkpoints.restore()
-        put_back.pop_all()  # until here, a run that cannot resume leaves the configuration of its checkpoints
-        fleet.settle()
+        run.put_back.pop_all()  # until here, a run that cannot resume leaves the configuration of its checkpoints
+        run.fleet.settle()
         gc.freeze()  # full collections between steps skip what the imports and the start made: up to 0.3 s each
         stack.callback(gc.unfreeze)
         clock.restart()
         stack.callback(session.recorder.write_trace)
-        stack.callback(progress.stage, "Ending the workers and Ray", "shutdown")
+        stack.callback(run.progress.stage, "Ending the workers and Ray", "shutdown")
         yield session
 
 
-def _rollout_log(
-    config: Config,
-    inputs: Inputs,
-    paths: RunPaths,
-    train: WorkerGroup,
-    resumed: Checkpoint | None,
-    trace: TraceWriter | None,
-) -> RolloutLog | None:
-    if config.logger.rollouts_max_bytes == 0 or not generates(config):
+def _rollout_log(run: PreparedRun, train: WorkerGroup) -> RolloutLog | None:
+    most = run.config.logger.rollouts_max_bytes
+    if most == 0 or not run.plan.generates:
         return None
-    step = resumed.state.step if resumed else 0
-    files = RolloutFiles(paths.rollouts, max_bytes=config.logger.rollouts_max_bytes, resumed_step=step)
-    return RolloutLog(files, train, inputs.tokenizer, config.timeouts.replay, trace)
+    step = run.resumed.state.step if run.resumed else 0
+    files = RolloutFiles(run.paths.rollouts, max_bytes=most, resumed_step=step)
+    return RolloutLog(files, train, run.inputs.tokenizer, run.config.timeouts.replay, run.trace)
 
 
 def load_phases(config: Config, plans: Sequence[PhasePlan]) -> dict[str, Phase]:
@@ -246,32 +305,16 @@ def with_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerFast) -> 
     return config.with_keys({"policy.generation.stop_token_ids": (*generation.stop_token_ids, end)})
 
 
-def _shared_devices(config: Config, groups: Mapping[str, WorkerGroup], clock: PhaseClock) -> SharedDevices | None:
+def _shared_devices(run: PreparedRun, groups: Mapping[str, WorkerGroup], clock: PhaseClock) -> SharedDevices | None:
     """The memory exchange between the groups that share GPUs with generation, if there are any."""
-    if not is_colocated(config) or GENERATION not in groups:
+    if not run.plan.colocated:
         return None
-    states = {role: groups[role] for role in sharing_roles(config) if role in groups and role != GENERATION}
-    exchange, level = generation_config(config).colocated.exchange, KEEP_WEIGHTS if keeps_weights(config) else DROP_WEIGHTS
-    resident = starts_resident(config) or exchange == "never"
-    return SharedDevices(states, groups[GENERATION], level, clock.measure, config.timeouts.replay, exchange, resident)
-
-
-def _replacement(
-    config: Config,
-    fleet: Fleet,
-    inputs: Inputs,
-    groups: Mapping[str, WorkerGroup],
-    replays: Replays,
-    stack: ExitStack,
-) -> EngineReplacement | None:
-    """What replaces generation engines that fail; none where they share GPUs with training."""
-    generation = groups.get("generation")
-    if generation is None or is_colocated(config):
-        return None
-    plan = partial(connect_refit, config, groups["train"], generation, inputs)
-    replacement = EngineReplacement(config, fleet, generation, replays, plan)
-    stack.callback(replacement.end)
-    return replacement
+    states = {role: groups[role] for role in run.plan.sharing if role != GENERATION}
+    level = KEEP_WEIGHTS if keeps_weights(run.config) else DROP_WEIGHTS
+    exchange, deadline = generation_config(run.config).colocated.exchange, run.config.timeouts.replay
+    return SharedDevices(
+        states, groups[GENERATION], level, clock.measure, deadline, exchange, resident=run.plan.start.resident
+    )
 
 
 def _compile(session: Session, plans: Sequence[PhasePlan], warm: Collection[str]) -> None:
@@ -281,13 +324,13 @@ def _compile(session: Session, plans: Sequence[PhasePlan], warm: Collection[str]
     progress.stage("Compiling phases")
     compiled = scheduler.graphs()
     left = [plan for plan in plans if phases[plan.name].name not in compiled]
-    needs_reference = holds_reference(config) and any(phases[plan.name].roles == (TRAIN,) for plan in left)
+    needs_reference = session.plan.reference == TRAIN and any(phases[plan.name].roles == (TRAIN,) for plan in left)
     add_phases(scheduler, phases, left, session.inputs.tokenizer)
     scheduler.compile()
     if session.generation is not None:
         progress.stage("Planning the refit")
         replays.hold("train", "generation")
-        connect_refit(config, session.train, session.generation, session.inputs)
+        connect_refit(config, session.plan, session.train, session.generation, session.inputs)
     progress.stage("Warming up", "warm-up")
     if needs_reference:
         session.train.call("snapshot_reference")  # for the warm-up only
@@ -301,7 +344,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan], warm: Collection[str]
         replays.shared.settle()
 
 
-def connect_refit(config: Config, train: WorkerGroup, generation: WorkerGroup, inputs: Inputs) -> None:
+def connect_refit(config: Config, plan: RunPlan, train: WorkerGroup, generation: WorkerGroup, inputs: Inputs) -> None:
     """Plans the refit and connects the workers for it; again after workers were replaced."""
     Refit.connect(
         train,
@@ -309,7 +352,7 @@ def connect_refit(config: Config, train: WorkerGroup, generation: WorkerGroup, i
         dtype=config.policy.precision,
         target_dtype=generation_dtype(config),
         tied_embeddings=bool(inputs.hf_config.get("tie_word_embeddings")),
-        kind="ipc" if is_colocated(config) else None,
+        kind="ipc" if plan.colocated else None,
         verify=config.refit.verify,
         record=config.refit.cuda_graph,
         delta=config.refit.delta,

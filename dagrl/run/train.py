@@ -10,13 +10,11 @@ import logging
 from typing import Protocol
 
 from dagrl.config import Config
-from dagrl.config.settings import load_algorithm
 from dagrl.errors import ClusterError, DeadlineError, WorkerError
 from dagrl.run.fleet import Fleet
 from dagrl.run.loops.grpo import train_samples
 from dagrl.run.loops.preferences import train_preferences
 from dagrl.run.loops.sft import train_sft
-from dagrl.run.plans import run_plans
 from dagrl.run.session import LastStep
 from dagrl.run.start import run_session
 
@@ -34,8 +32,8 @@ class Run(Protocol):
 
 def train(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> None:
     """Runs the steps that are left, from the start or the newest checkpoint, up to `last_step` (None: all)."""
-    with run_session(config, run_plans, last_step, fleet) as session:
-        LOOPS[load_algorithm(config).learns_from](session)
+    with run_session(config, last_step, fleet) as session:
+        LOOPS[session.plan.learns_from](session)
 
 
 def run_with_restarts(run: Run, config: Config) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dagrl.config import Config
+from dagrl.config.plan import RunPlan
 from dagrl.config.roles import TRAIN
-from dagrl.config.settings import holds_reference, takes_turns
 from dagrl.errors import PhaseError
 from dagrl.run.colocated import AMPLE
 from dagrl.run.memory_fit import engine_bytes
@@ -42,6 +42,7 @@ class EarlyWarmUp:
     """
 
     config: Config
+    plan: RunPlan
     inputs: Inputs
     plans: Sequence[PhasePlan]
     phases: Mapping[str, Phase]
@@ -52,16 +53,17 @@ class EarlyWarmUp:
     def __call__(self, groups: Sequence[WorkerGroup], check: Callable[[], None]) -> None:
         """Calls `check`, which may raise to give up, before each phase."""
         train = next((group for group in groups if group.role.name == TRAIN), None)
-        if train is not None and takes_turns(self.config) and LIMIT not in train.role.methods:
+        limited = train is not None and self.plan.start.early == "limited"
+        if train is not None and limited and LIMIT not in train.role.methods:
             return
         with self.stop.at_once():
             self.scheduler.join(groups)
             mine = [plan for plan in self.plans if self.scheduler.groups.keys() >= set(self.phases[plan.name].roles)]
             add_phases(self.scheduler, self.phases, mine, self.inputs.tokenizer)
             self.scheduler.compile(complete=False)
-            if train is not None and holds_reference(self.config):
+            if train is not None and self.plan.reference == TRAIN:
                 train.call("snapshot_reference")  # for the warm-up only
-            if train is not None and takes_turns(self.config):
+            if train is not None and limited:
                 self._warm_up_limited(train, check)
             else:
                 self._warm_up(check)

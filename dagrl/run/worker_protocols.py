@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from dagrl.config import Config, Json
-from dagrl.config.roles import CRITIC, TEACHER
-from dagrl.config.settings import generates, holds_reference, is_colocated, sharing_roles
+from dagrl.config.plan import RunPlan
+from dagrl.config.roles import CRITIC, TEACHER, TRAIN
 from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
 from dagrl.refit.connect import RefitWorker
 from dagrl.refit.slices import WeightSlice
-from dagrl.rl.algorithm import algorithm_of
+from dagrl.rl.algorithm import planned_algorithm
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.comparison import WeightDifference
@@ -163,22 +163,19 @@ OPTIONAL = (ModelHooks, CheckpointChecker, LogprobKeeper, MemoryLimiter)
 """Protocols whose methods a worker class may lack."""
 
 
-def required_protocols(config: Config) -> dict[str, tuple[type, ...]]:
+def required_protocols(config: Config, plan: RunPlan) -> dict[str, tuple[type, ...]]:
     """The protocols that the worker class of each role must fit in a run of `config`."""
     saving = config.checkpointing
     chosen: dict[type, bool] = {
-        RolloutTrainWorker if generates(config) else TrainWorker: True,
+        RolloutTrainWorker if plan.generates else TrainWorker: True,
         BackgroundSaver: saving.enabled and saving.async_save,
         HuggingFaceExporter: saving.export_hf,
-        ReferenceHolder: holds_reference(config),
-        AnswerScorer: gives_scores(algorithm_of(config)),
-        StateOffloader: is_colocated(config),
+        ReferenceHolder: plan.reference == TRAIN,
+        AnswerScorer: gives_scores(planned_algorithm(plan)),
+        StateOffloader: plan.colocated,
     }
-    generation = (GenerationWorker, *((SleepingEngine,) if is_colocated(config) else ()))
-    turns = {
-        role: (StateOffloader,) if is_colocated(config) and role in sharing_roles(config) else ()
-        for role in (CRITIC, TEACHER)
-    }
+    generation = (GenerationWorker, *((SleepingEngine,) if plan.colocated else ()))
+    turns = {role: (StateOffloader,) if plan.colocated and role in plan.sharing else () for role in (CRITIC, TEACHER)}
     return {
         "train": tuple(protocol for protocol, needed in chosen.items() if needed),
         "generation": generation,

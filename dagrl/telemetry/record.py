@@ -33,7 +33,8 @@ from pathlib import Path
 
 from dagrl.config import Config, LoggerConfig
 from dagrl.config.file import dump_config
-from dagrl.config.settings import algorithm_name, compares, generates
+from dagrl.config.plan import LearnsFrom
+from dagrl.config.settings import algorithm_name
 from dagrl.errors import ConfigError
 from dagrl.files import PART, PRIVATE, free_name, locked, move_aside, naming, write_whole
 from dagrl.imports import require_package
@@ -168,10 +169,10 @@ class RunRecord:
     on without a tracker that fails, such as one whose server is down.
     """
 
-    def __init__(self, config: Config, *, resumed_step: int = 0) -> None:
+    def __init__(self, config: Config, *, resumed_step: int = 0, learns_from: LearnsFrom = "samples") -> None:
         require_extras(config.logger)
         self.paths = RunPaths.of(config)
-        _truncate(self.paths.metrics, resumed_step, config)
+        _truncate(self.paths.metrics, resumed_step, config, learns_from)
         self._file = self.paths.metrics.open("a", encoding="utf-8")
         self._trackers = open_trackers(config, self.paths.directory, resumed_step)
 
@@ -219,13 +220,13 @@ def _save_config(content: str, path: Path) -> None:
     write_whole(path, content)
 
 
-def _truncate(path: Path, step: int, config: Config) -> None:
+def _truncate(path: Path, step: int, config: Config, learns_from: LearnsFrom) -> None:
     """Keeps the lines of `path` up to `step`, without a validation at `step` that the stage repeats at its start."""
     if not path.exists():
         return
-    first = (0, (config.preference if compares(config) else config.sft).val_at_start)
+    first = (0, (config.preference if learns_from == "preferences" else config.sft).val_at_start)
     again = {"sft": first, algorithm_name(config): first}
-    if generates(config):
+    if learns_from == "samples":
         again[algorithm_name(config)] = config.sft.max_num_steps, config.grpo.val_at_start
 
     def keeps(line: Mapping[str, float | str | None]) -> bool:

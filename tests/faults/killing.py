@@ -20,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dagrl.config.plan import RunPlan
 from dagrl.errors import RunError
 from tests.faults.dying import DEATHS, PLACES, ask_for_death, died_at, has_died
 
@@ -38,11 +39,10 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Runs both and returns each fault. Raises RunError if a run fails or is late."""
     from dagrl.config.file import load_config
-    from dagrl.config.settings import layouts
 
     with tempfile.TemporaryDirectory() as directory:
         config = load_config(path, [*overrides, f"output_dir={directory}"])
-        workers = sum(layout.world_size for layout in layouts(config).values())
+        workers = sum(layout.world_size for layout in RunPlan.of(config).layouts.values())
         for place in places:
             ask_for_death(Path(directory) / "deaths", place, DEATH_AT[place])
         undisturbed = config.model_copy(update={"name": "undisturbed"})

@@ -14,7 +14,6 @@ from dagrl.rl.rewards import RewardRunner
 from dagrl.run.loops.grpo import train_grpo
 from dagrl.run.loops.sft import train_sft
 from dagrl.run.model import load_tokenizer, write_random_model
-from dagrl.run.plans import grpo_plans
 from dagrl.run.session import Session
 from dagrl.run.start import open_session
 from dagrl.telemetry.record import read_metrics
@@ -47,7 +46,7 @@ def test_what_fits_stays_where_it_is(tmp_path: Path) -> None:
     """On a GPU with room for both roles nothing moves, and the engines agree as they do with exchanges."""
     auto = ("policy.generation.colocated.exchange=auto", "sft.max_num_steps=0", f"output_dir={tmp_path}")
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, *auto])
-    with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
+    with open_session(config) as session, RewardRunner(config.reward) as reward:
         session.replays.hold("generation", keep_generation_weights=True)  # warm-up ended with generation asleep
         free = torch.cuda.mem_get_info()[0]
         train_grpo(session, reward)
@@ -75,7 +74,7 @@ def test_a_third_role_takes_turns_on_the_same_gpu(third: tuple[str, ...], exchan
         write_random_model(other, load_tokenizer(policy), tmp_path / "teacher")
         more += (f"teacher.model_name={tmp_path / 'teacher'}",)
     config = load_config(example, [*OVERRIDES, *more])
-    with open_session(config, grpo_plans) as session, RewardRunner(config.reward) as reward:
+    with open_session(config) as session, RewardRunner(config.reward) as reward:
         train_sft(session)
         train_grpo(session, reward)
         lines = [line for line in read_metrics(session.recorder.paths.metrics) if "gen_kl_error" in line and "loss" in line]
@@ -97,7 +96,7 @@ WAYS = {
 def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     output = tmp_path_factory.mktemp("runs")
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, request.param, f"output_dir={output}"])
-    with open_session(config, grpo_plans) as session:
+    with open_session(config) as session:
         train_sft(session)
         yield session
 

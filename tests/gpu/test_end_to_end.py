@@ -21,7 +21,7 @@ from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.grpo import train_grpo
 from dagrl.run.loops.sft import train_sft
-from dagrl.run.plans import PhasePlan, grpo_plans
+from dagrl.run.plans import PhasePlan, run_plans
 from dagrl.run.session import Session
 from dagrl.run.start import open_session
 from dagrl.runtime.options import SchedulerOptions
@@ -60,7 +60,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     """A session after its SFT phase, whose weights are kept for the tests to begin from."""
     output = tmp_path_factory.mktemp("runs")
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, f"output_dir={output}"])
-    with open_session(config, grpo_plans) as session:
+    with open_session(config) as session:
         train_sft(session)
         session.train.call("snapshot_reference")
         session.train.call("save_checkpoint", str(output / "sft"))
@@ -168,7 +168,7 @@ class eager:
         session, config = self._session, self._session.config
         self._compiled._teardown()
         scheduler = Scheduler(session.recorder.groups, SchedulerOptions(executor="eager", fallback="error"))
-        for plan in grpo_plans(config):
+        for plan in run_plans(config, session.plan):
             add_phase(scheduler, config, plan)
         scheduler.compile()
         session.replays.scheduler = scheduler

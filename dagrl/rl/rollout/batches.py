@@ -11,7 +11,7 @@ from dagrl.config import Config
 from dagrl.config.settings import rows_per_sample
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.advantages import BATCH
-from dagrl.rl.algorithm import advantages_of, algorithm_of
+from dagrl.rl.algorithm import Algorithm, advantages_of
 from dagrl.rl.gae import whitened
 from dagrl.rl.rewards import shuffled
 from dagrl.rl.rollout.episodes import Episode, Sample, token_rows
@@ -26,15 +26,15 @@ NO_ROW = Episode(Prompt("", np.zeros(0, np.int64), "", ""), 0, 0)
 """A row without tokens."""
 
 
-def scored_batch(config: Config, groups: Sequence[ScoredGroup], step: int) -> Batch:
+def scored_batch(algorithm: Algorithm, groups: Sequence[ScoredGroup], step: int) -> Batch:
     """Returns the rows of all samples of `groups`, in the order of `sample_keys`, for optimizer step `step`."""
-    samples = samples_in(groups)
+    samples, config = samples_in(groups), algorithm.config
     valid = np.concatenate([group.valid for group in groups])
     if config.grpo.overlong_filtering:
         valid &= [sample.completion.finish_reason != "length" for sample in samples]
-    batch = train_batch(samples, advantages(config, groups, step), valid, rows_per_sample(config))
+    batch = train_batch(samples, advantages(algorithm, groups, step), valid, rows_per_sample(config))
     chosen = config.advantage
-    if chosen.name == BATCH and chosen.whiten_over == "tokens" and not algorithm_of(config).critic:
+    if chosen.name == BATCH and chosen.whiten_over == "tokens" and not algorithm.critic:
         over_tokens = whitened(batch["advantages"], batch["loss_mask"])
         batch = batch.with_fields(advantages=over_tokens.astype(np.float32))
     batch = with_experts(config, batch, [sample.completion for sample in samples])
@@ -64,8 +64,9 @@ def row_ids(config: Config, keys: Sequence[Key]) -> npt.NDArray[np.int64]:
     return (samples[:, None] * len(rows) + rows).reshape(-1)
 
 
-def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.NDArray[np.float32]:
+def advantages(algorithm: Algorithm, groups: Sequence[ScoredGroup], step: int) -> npt.NDArray[np.float32]:
     """Returns the advantage of each sample, [samples] float32. Groups are independent unless `reward.shuffle` is on."""
+    config = algorithm.config
     values, valid = (np.concatenate([getattr(group, name) for group in groups]) for name in ("values", "valid"))
     if config.reward.shuffle:
         values[valid] = shuffled(values[valid], config.seed, step)
@@ -75,7 +76,7 @@ def advantages(config: Config, groups: Sequence[ScoredGroup], step: int) -> npt.
         counts = [sum(int(row.sampled.sum()) for row in sample.rows) for sample in samples_in(groups)]
         return np.array(counts, np.float64).reshape(len(groups), -1)
 
-    table = advantages_of(algorithm_of(config), rewards, answered, lengths)
+    table = advantages_of(algorithm, rewards, answered, lengths)
     return table.reshape(-1).astype(np.float32)
 
 

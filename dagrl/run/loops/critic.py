@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dagrl.config.roles import CRITIC, role_config
 from dagrl.rl.advantages import Floats
-from dagrl.rl.algorithm import algorithm_of, token_advantages_of
+from dagrl.rl.algorithm import planned_algorithm, token_advantages_of
 from dagrl.rl.gae import explained_variance, rewards_at_end
 from dagrl.run.loops.optimizer_step import collect_batch, submit_batch
 from dagrl.run.rollout_log import kept_columns
@@ -40,10 +40,10 @@ class CriticStep:
 
     def judged_batch(self) -> Batch:
         """Waits for the values. Returns the batch with the algorithm's advantages in place of rewards."""
-        config, batch = self._session.config, self._batch
+        batch = self._batch
         values = self._session.replays.collect(VALUES, self._values)[0]["values"] * batch["loss_mask"]
         rewards = self._token_rewards()
-        advantages, returns = token_advantages_of(algorithm_of(config), rewards, values, batch["loss_mask"])
+        advantages, returns = token_advantages_of(planned_algorithm(self._session.plan), rewards, values, batch["loss_mask"])
         inside = batch["loss_mask"] > 0
         self._metrics[PREFIX + "explained_variance"] = explained_variance(returns, values, inside)
         self._metrics[PREFIX + "return_mean"] = float(returns[inside].mean()) if inside.any() else 0.0

@@ -20,8 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-from dagrl.config import Config, Json
-from dagrl.config.settings import algorithm_name, holds_reference
+from dagrl.config import Json
+from dagrl.config.roles import TRAIN
+from dagrl.config.settings import algorithm_name
 from dagrl.errors import WorkerError
 from dagrl.refit import RefitReport
 from dagrl.rl.rewards import RewardRunner
@@ -34,7 +35,7 @@ from dagrl.run.checkpoints import ranking_metric
 from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.policy_update import begin_update, calibrate_on_prompts
 from dagrl.run.loops.sft import train_sft
-from dagrl.run.resume import REFERENCE
+from dagrl.run.resume import REFERENCE, saves_reference
 from dagrl.run.session import Session
 from dagrl.telemetry.metrics import EXPOSED, REFIT_BYTES, UPDATE, UPDATE_PAUSE
 
@@ -124,10 +125,10 @@ def start_policy(session: Session, experience: Experience) -> None:
     resumed = checkpoints.resumed if "grpo_sampler" in checkpoints.state.counters else None
     if resumed is None:
         replays.hold("train", keep_generation_weights=True)
-        if holds_reference(config):
+        if session.plan.reference == TRAIN:
             session.train.call("snapshot_reference", deadline=config.timeouts.replay)
         session.train.call("reset_optimizer", deadline=config.timeouts.replay)
-        counters = {**checkpoints.state.counters, **_counters(config, experience)}
+        counters = {**checkpoints.state.counters, **_counters(session, experience)}
         checkpoints.state = replace(checkpoints.state, counters=counters)
     calibrate_on_prompts(config, replays, session.inputs.prompts)
     refit(session, experience, session.step)
@@ -203,7 +204,7 @@ def finish_step(session: Session, experience: Experience, step: int, metrics: di
         metrics |= experience.validate()
     _keep_untrained(session, experience, step)
     metrics |= session.replays.close_step(tokens=int(metrics["trained_tokens"]))
-    state = TrainState(step, _counters(config, experience), ranking_metric(config, stage, metrics))
+    state = TrainState(step, _counters(session, experience), ranking_metric(config, stage, metrics))
     if session.goes_straight_on(step):
         experience.begin()
     session.finish_step(stage, step - config.sft.max_num_steps, config.grpo.max_num_steps, metrics, state)
@@ -215,10 +216,9 @@ def _validates(session: Session, step: int) -> bool:
     return position == config.max_num_steps or bool(config.val_period and position % config.val_period == 0)
 
 
-def _counters(config: Config, experience: Experience) -> dict[str, Json]:
+def _counters(session: Session, experience: Experience) -> dict[str, Json]:
     """The GRPO part of the driver's state in a checkpoint."""
-    saved = holds_reference(config) and config.policy.reference_model_name is None
-    return {**experience.state(), REFERENCE: saved}
+    return {**experience.state(), REFERENCE: saves_reference(session.config, session.plan)}
 
 
 def _keep_untrained(session: Session, experience: Experience, step: int) -> None:

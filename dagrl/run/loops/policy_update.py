@@ -18,16 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from dagrl.config import Config
-from dagrl.config.roles import CRITIC
-from dagrl.config.settings import (
-    has_fp8_kv_cache,
-    rows_per_sample,
-    rows_together,
-    samples_per_step,
-    uses_critic,
-    uses_teacher,
-)
+from dagrl.config.plan import RunPlan
+from dagrl.config.roles import CRITIC, TEACHER
+from dagrl.config.settings import has_fp8_kv_cache, rows_per_sample, rows_together, samples_per_step
 from dagrl.data.tokenization import Prompt
+from dagrl.rl.algorithm import planned_algorithm
 from dagrl.rl.rollout.batches import scored_batch
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.routed_experts import ROUTED_EXPERTS
@@ -47,14 +42,14 @@ logger = logging.getLogger(__name__)
 
 def begin_update(session: Session, groups: Sequence[ScoredGroup], step: int) -> PolicyUpdate:
     """Computes log-probabilities, and starts the optimizer steps of step `step` on `groups`."""
-    config, replays = session.config, session.replays
-    batch = scored_batch(config, groups, step)
+    config, plan, replays = session.config, session.plan, session.replays
+    batch = scored_batch(planned_algorithm(plan), groups, step)
     splits = split_minibatches(config, batch)
     critic = None
-    if uses_critic(config) and not replays.takes_turns(CRITIC):
+    if plan.critic and not replays.takes_turns(CRITIC):
         critic = CriticStep(session, batch)  # computes values meanwhile
-    compute_logprobs(config, replays, batch, splits, step)
-    if uses_critic(config) and critic is None:
+    compute_logprobs(config, plan, replays, batch, splits, step)
+    if plan.critic and critic is None:
         critic = CriticStep(session, batch)  # its steps follow its values, without a turn in between
     if critic is not None:
         batch = critic.judged_batch()
@@ -94,16 +89,19 @@ def split_minibatches(config: Config, batch: Batch) -> list[ShardRows]:
     """Returns the rows of each minibatch that each train shard gets: the shard that computed their log-probabilities."""
     size = config.policy.train_global_batch_size * rows_per_sample(config)
     lengths = batch["lengths"].astype(np.int64)
-    shards, together = config.policy.megatron_cfg.layout.dp, rows_together(config)
+    together = rows_together(config, config.grpo.num_generations_per_prompt * rows_per_sample(config))
+    shards = config.policy.megatron_cfg.layout.dp
     return [split_rows(lengths[start : start + size], shards, together) for start in range(0, batch.rows, size)]
 
 
-def compute_logprobs(config: Config, replays: Replays, batch: Batch, splits: Sequence[ShardRows], step: int) -> None:
+def compute_logprobs(
+    config: Config, plan: RunPlan, replays: Replays, batch: Batch, splits: Sequence[ShardRows], step: int
+) -> None:
     """Computes the log-probabilities that step `step` needs of the rows of `batch`. `splits`: see `split_minibatches`.
 
     With `policy.offload_optimizer_for_logprob` the optimizer's state is on the host meanwhile.
     """
-    rows, phases, teacher = logprob_batch(batch, step), logprob_phases(config), None
+    rows, phases, teacher = logprob_batch(batch, step), logprob_phases(plan), None
     size = config.policy.train_global_batch_size * rows_per_sample(config)
     shards = [  # the rows of the whole batch that each has
         np.concatenate([number * size + rows for number, rows in enumerate(shard)]) for shard in zip(*splits, strict=True)
@@ -111,7 +109,7 @@ def compute_logprobs(config: Config, replays: Replays, batch: Batch, splits: Seq
     offloads = config.policy.offload_optimizer_for_logprob and phases
     if offloads:
         replays.replay("logprob_inference_prep", step)
-    if uses_teacher(config):
+    if plan.reference == TEACHER:
         teacher = replays.submit("teacher_logprobs", Batch({name: rows[name] for name in ("tokens", "lengths")}))
     for name in phases:
         replays.replay(name, rows, rows=shards)

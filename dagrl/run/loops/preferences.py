@@ -11,17 +11,17 @@ from typing import cast
 
 import numpy as np
 
-from dagrl.config import Config, Json
-from dagrl.config.settings import algorithm_name, holds_reference, rows_together
+from dagrl.config import Json
+from dagrl.config.roles import TRAIN
+from dagrl.config.settings import algorithm_name, rows_together
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Preference, collate_pairs
-from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import PairLosses, PreferenceAlgorithm, pair_losses, sum_phases
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.checkpoints import ranking_metric
 from dagrl.run.loops.optimizer_step import ShardRows, replay_batch
 from dagrl.run.replays import Replays
-from dagrl.run.resume import REFERENCE
+from dagrl.run.resume import REFERENCE, saves_reference
 from dagrl.run.session import Session
 from dagrl.run.stop import given_up
 from dagrl.runtime.shapes import Batch
@@ -38,9 +38,9 @@ def train_preferences(session: Session) -> None:
     sampler = open_sampler(train, config.data)
     if SAMPLER in state.counters:
         sampler.restore(cast("Mapping[str, Json]", state.counters[SAMPLER]))
-    elif holds_reference(config):
+    elif session.plan.reference == TRAIN:
         session.train.call("snapshot_reference", deadline=config.timeouts.replay)
-    comparison = Comparison.of(config, session.replays)
+    comparison = Comparison(cast(PreferenceAlgorithm, session.plan.algorithm), session.replays)
     total = config.preference.max_num_steps
     session.recorder.progress.step(session.step, total, {}, stage=stage)
     if session.step == 0 and config.preference.val_at_start and validation:
@@ -53,13 +53,12 @@ def train_preferences(session: Session) -> None:
         if validation and (step == total or (config.preference.val_period and step % config.preference.val_period == 0)):
             metrics |= evaluate(session, comparison, validation)
         metrics |= session.replays.close_step(tokens=int(batch["lengths"].sum()))
-        state = TrainState(step, _counters(config, sampler.state()), ranking_metric(config, stage, metrics))
+        state = TrainState(
+            step,
+            {SAMPLER: sampler.state(), REFERENCE: saves_reference(session.config, session.plan)},
+            ranking_metric(config, stage, metrics),
+        )
         session.finish_step(stage, step, total, metrics, state)
-
-
-def _counters(config: Config, position: Json) -> dict[str, Json]:
-    """The driver's state in a checkpoint: its position in the data, and whether the workers save a reference policy."""
-    return {SAMPLER: position, REFERENCE: holds_reference(config) and config.policy.reference_model_name is None}
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,6 @@ class Comparison:
 
     algorithm: PreferenceAlgorithm
     replays: Replays
-
-    @staticmethod
-    def of(config: Config, replays: Replays) -> Comparison:
-        """Returns that of the run's algorithm."""
-        return Comparison(cast(PreferenceAlgorithm, algorithm_of(config)), replays)
 
     def learn(self, batch: Batch, step: int) -> dict[str, float]:
         """Takes one optimizer step on the pairs of `batch` (see `collate_pairs`). Returns its metrics."""
@@ -92,7 +86,7 @@ class Comparison:
     def _rows(self, batch: Batch) -> ShardRows:
         """Returns the rows of each shard."""
         config = self.algorithm.config
-        return split_rows(batch["lengths"], config.policy.megatron_cfg.layout.dp, rows_together(config))
+        return split_rows(batch["lengths"], config.policy.megatron_cfg.layout.dp, rows_together(config, 2))
 
 
 def evaluate(

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import cast
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import algorithm_name, generates
+from dagrl.config.plan import RunPlan
+from dagrl.config.settings import algorithm_name
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Demonstration, collate
 from dagrl.run.checkpoint_store import TrainState
@@ -22,7 +23,7 @@ from dagrl.telemetry.metrics import VALIDATION
 
 def train_sft(session: Session) -> None:
     """Runs the SFT steps that are left. They are steps 1 to `sft.max_num_steps` of the run."""
-    stage = "sft" if generates(session.config) else algorithm_name(session.config)
+    stage = "sft" if session.plan.generates else algorithm_name(session.config)
     config, state = session.config, session.checkpoints.state
     train, validation = session.inputs.demonstrations, session.inputs.validation_demonstrations
     sampler = open_sampler(train, config.data)
@@ -36,7 +37,7 @@ def train_sft(session: Session) -> None:
     while session.step < total:
         step = session.step + 1
         batch = collate([train[index] for index in sampler.take(config.policy.train_global_batch_size)])
-        batch = batch.with_scalars(**learning_rate(config))
+        batch = batch.with_scalars(**learning_rate(config, session.plan))
         metrics = replay_batch(session.replays, "demonstration_step", batch, step=step).flat()
         if validation and (step == total or (config.sft.val_period and step % config.sft.val_period == 0)):
             metrics |= evaluate(session, validation)
@@ -64,11 +65,11 @@ def evaluate(session: Session, validation: list[Demonstration], *, may_stop: boo
     return {VALIDATION + "loss": loss / tokens}
 
 
-def learning_rate(config: Config) -> dict[str, float]:
+def learning_rate(config: Config, plan: RunPlan) -> dict[str, float]:
     """Returns the fixed SFT learning rate as a scalar of the batch; empty if the schedule sets the rate.
 
     The schedule spans the steps of the run's algorithm, so an SFT stage before it has a fixed rate.
     """
     if config.sft.lr is not None:
         return {"lr": config.sft.lr}
-    return {"lr": config.policy.megatron_cfg.optimizer.lr} if generates(config) else {}
+    return {"lr": config.policy.megatron_cfg.optimizer.lr} if plan.generates else {}

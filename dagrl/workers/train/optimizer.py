@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from dagrl.config import Config
-from dagrl.config.settings import optimizer_steps
+from dagrl.config.plan import optimizer_steps
 from dagrl.telemetry.metrics import GRAD_NORM, SKIPPED_STEPS
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
-from dagrl.config.settings import generates, holds_reference
+from dagrl.config.plan import RunPlan
 from dagrl.errors import RunError
 from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
@@ -304,7 +304,7 @@ class TrainWorker:
     @property
     def _temperature(self) -> float:
         """The temperature of what the policy learns from: 1 for data, as only samples have another."""
-        generation = self.config.policy.generation if generates(self.config) else None
+        generation = self.config.policy.generation if RunPlan.of(self.config).generates else None
         return generation.temperature if generation is not None and generation.temperature > 0 else 1.0
 
     @property
@@ -585,7 +585,7 @@ class TrainWorker:
         with self._running():
             self._finish_saving()
             reference, self._reference = backend.load(directory), None
-            if reference is not None and holds_reference(self.config) and self._reference_model is None:
+            if reference is not None and RunPlan.of(self.config).reference == "train" and self._reference_model is None:
                 self._keep_reference(reference)
 
     def compare_checkpoint(self, directory: str) -> tuple[int, list[WeightDifference]]:

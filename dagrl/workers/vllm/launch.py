@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlparse
 
 from dagrl.config import Config
 from dagrl.config.generation import SpeculativeConfig
-from dagrl.config.settings import starts_together
+from dagrl.config.plan import starts_together
 from dagrl.errors import DeadlineError, MissingDependencyError
 from dagrl.machine import VISIBLE, device_index
 from dagrl.runtime.garbage import gc_paused

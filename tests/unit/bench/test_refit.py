@@ -16,6 +16,7 @@ from dagrl.bench.refit_resharding import _along
 from dagrl.bench.refit_vllm_engines import Calls, answer_calls
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
+from dagrl.config.plan import RunPlan
 from dagrl.errors import RunError
 from dagrl.run.preflight import check_model, worker_classes
 from dagrl.runtime.layout import ParallelLayout
@@ -71,7 +72,8 @@ def test_every_mapping_can_be_planned(mapping: RefitMapping) -> None:
     """`dagrl inspect` makes these checks first; it takes models that the train worker does not support."""
     config = Config.model_validate(configuration(mapping))
     check_settings(config)
-    check_model(config, mapping.model, worker_classes(config))
+    plan = RunPlan.of(config)
+    check_model(config, plan, mapping.model, worker_classes(config, plan))
 
 
 def test_groups_are_the_ranks_along_an_axis() -> None:

@@ -18,6 +18,7 @@ from dagrl.bench.harness import ROOT
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.config.file import load_config
+from dagrl.config.plan import RunPlan
 from dagrl.errors import RunError
 from dagrl.run.preflight import preflight, trace_phases, worker_classes
 from dagrl.workers.megatron.architecture import check_layout
@@ -137,9 +138,10 @@ def test_training_runs_fit_their_gpus(gpus: int) -> None:
     from dagrl.run.preflight import check_machine
 
     for name, config in configurations(gpus).items():
-        check_settings(config)
-        check_machine(config)
-        assert trace_phases(config, worker_classes(config)), name
+        plan = RunPlan.of(config)
+        check_settings(config, plan)
+        check_machine(config, plan)
+        assert trace_phases(config, plan, worker_classes(config, plan)), name
 
 
 @pytest.mark.parametrize("gpus", [2, 4])

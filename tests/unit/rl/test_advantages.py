@@ -144,7 +144,7 @@ def test_advantages_of_the_batch_may_be_whitened_over_tokens(baseline: bool) -> 
         groups.append(ScoredGroup(RolloutGroup(number, number, made), samples, rewards, row, np.ones(3, np.bool_)))
     keys = {"name": "batch", "group_baseline": baseline, "whiten_over": "tokens"}
     config = config_of(**keys).model_copy(update={"grpo": GrpoConfig(num_prompts_per_step=2, num_generations_per_prompt=3)})
-    found = scored_batch(config, groups, 1)
+    found = scored_batch(algorithm_of(config), groups, 1)
     tokens = np.repeat((values - values.mean(1, keepdims=True) * baseline).reshape(-1), lengths)
     expected = (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(found["advantages"][found["loss_mask"] > 0], expected, atol=1e-6)
@@ -193,7 +193,7 @@ def test_advantages_may_ask_for_lengths(own: bool) -> None:
     values, valid = np.array([8.0, 1.0, 0.0], np.float32), np.array([True, True, False])
     samples = [Sample(PROMPT, episode, "") for episode in made]
     group = ScoredGroup(RolloutGroup(0, 0, made), samples, Rewards(values, valid), values, valid)
-    np.testing.assert_allclose(advantages(config, [group], 1), [8 - 10 / 3, 1 - 10 / 3, 0], rtol=1e-6)
+    np.testing.assert_allclose(advantages(algorithm_of(config), [group], 1), [8 - 10 / 3, 1 - 10 / 3, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

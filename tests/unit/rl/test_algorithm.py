@@ -14,7 +14,8 @@ from torch import Tensor
 import dagrl
 from dagrl import Algorithm, TokenBatch
 from dagrl.config import ALGORITHMS, Config
-from dagrl.config.settings import algorithm_name, generates, layouts, uses_reference
+from dagrl.config.plan import RunPlan
+from dagrl.config.settings import algorithm_name
 from dagrl.errors import ConfigError
 from dagrl.examples.own_algorithm import WEIGHT, KlInReward
 from dagrl.rl.algorithm import algorithm_for, algorithm_of
@@ -124,14 +125,15 @@ def test_what_cannot_train_is_an_error_before_a_start(algorithm: type, says: str
 def test_columns_decide_which_phases_run() -> None:
     config = config_of(KlInReward, loss_fn={"reference_policy_kl_penalty": 0.0})
     try_algorithm(config)
-    assert logprob_phases(config) == ("logprobs", "reference_logprobs") and uses_reference(config)
-    assert logprob_phases(config_of("grpo", loss_fn={"reference_policy_kl_penalty": 0.0})) == ("logprobs",)
+    plan = RunPlan.of(config)
+    assert logprob_phases(plan) == ("logprobs", "reference_logprobs") and plan.reference == "train"
+    assert logprob_phases(RunPlan.of(config_of("grpo", loss_fn={"reference_policy_kl_penalty": 0.0}))) == ("logprobs",)
     forced = {"reference_policy_kl_penalty": 0.0, "force_on_policy_ratio": True}
-    assert logprob_phases(config_of("grpo", loss_fn=forced)) == ()
+    assert logprob_phases(RunPlan.of(config_of("grpo", loss_fn=forced))) == ()
 
 
 def test_what_it_learns_from_decides_which_workers_run() -> None:
-    assert [list(layouts(config_of(algorithm))) for algorithm in (Weighted, "sft", KlInReward)] == [
+    assert [list(RunPlan.of(config_of(algorithm)).layouts) for algorithm in (Weighted, "sft", KlInReward)] == [
         ["train"],
         ["train"],
         ["train", "generation"],
@@ -155,7 +157,7 @@ def test_demonstrations_are_learned_by_the_run_s_algorithm_or_by_sft() -> None:
     assert type(algorithm_for("likelihood", config_of(Weighted))) is Weighted
     assert algorithm_for("likelihood", config_of("grpo")).learns_from == "demonstrations"
     assert type(algorithm_for("policy", config_of(KlInReward))) is KlInReward
-    assert not generates(config_of(Weighted))
+    assert not RunPlan.of(config_of(Weighted)).generates
     with pytest.raises(ConfigError, match="loss 'grpo' is unknown; choose one of likelihood, policy"):
         algorithm_for("grpo", config_of("grpo"))
 

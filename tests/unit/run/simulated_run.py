@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.config import Config
+from dagrl.config.plan import RunPlan
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import PhaseError, StopRequestedError, WorkerFailure
@@ -393,6 +394,7 @@ class Run:
         self.simulated = SimulatedReplays(self)
         self.session = Session(
             config=config,
+            plan=RunPlan.of(config),
             inputs=cast(Any, self.inputs),
             train=cast(Any, SimpleNamespace(call=lambda method, *, deadline: None)),
             generation=cast(Any, self.engines),

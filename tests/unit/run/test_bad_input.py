@@ -546,7 +546,7 @@ TABLE = [
     Row("vllm missing", ("policy.generation.worker", "dagrl[vllm]", "dagrl[cpu]"), without="vllm"),
     Row(
         "temperature that vLLM raises",
-        ("policy.generation.temperature is 0.005", "Set it to 0 (greedy), or to 0.01 or more"),
+        ("policy.generation.temperature (command line): found 0.005; expected: 0 (greedy), or 0.01 or more",),
         ("policy.generation.temperature=0.005",),
     ),
     Row(
@@ -580,7 +580,7 @@ TABLE = [
         Row(
             f"{section} call timeout below its answer timeout",
             (
-                f"{section}.call_timeout_s is 5 s, less than {section}.timeout_s 20 s",
+                f"{section} (command line): call_timeout_s is 5 s, less than timeout_s 20 s",
                 "set it to a multiple of 20, or leave it out",
             ),
             (f"{section}.call_timeout_s=5", f"{section}.timeout_s=20"),
@@ -599,7 +599,7 @@ TABLE = [
     ),
     Row(
         "groups of one, of which all are equal",
-        ("grpo.num_generations_per_prompt is 1, but grpo.use_dynamic_sampling drops",),
+        ("grpo (", "num_generations_per_prompt is 1, but use_dynamic_sampling drops"),
         (
             "algorithm=ppo",
             "grpo.num_generations_per_prompt=1",
@@ -678,7 +678,7 @@ TABLE = [
     ),
     Row(
         "forced ratio with sequence masks",
-        ("loss_fn.force_on_policy_ratio is true", "'seq-mask-tis'", "choose tis or icepop"),
+        ("loss_fn (command line): force_on_policy_ratio is true", "'seq-mask-tis'", "choose tis or icepop"),
         (
             "loss_fn.force_on_policy_ratio=true",
             "loss_fn.use_importance_sampling_correction=true",
@@ -688,7 +688,7 @@ TABLE = [
     ),
     Row(
         "forced ratio with sequence masks by a product",
-        ("loss_fn.force_on_policy_ratio is true", "'seq-product-mask-tis'", "choose tis or icepop"),
+        ("loss_fn (command line): force_on_policy_ratio is true", "'seq-product-mask-tis'", "choose tis or icepop"),
         (
             "loss_fn.force_on_policy_ratio=true",
             "loss_fn.use_importance_sampling_correction=true",
@@ -713,7 +713,7 @@ TABLE = [
     ),
     Row(
         "EAGLE without a drafter",
-        ("speculative.method is eagle", "speculative.model is not set", "set it to the drafter's checkpoint"),
+        ("speculative (command line): method is eagle, and model is not set", "set it to the drafter's checkpoint"),
         (f"{SPECULATIVE}.method=eagle",),
     ),
     Row(

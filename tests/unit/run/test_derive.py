@@ -11,7 +11,8 @@ import yaml
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.config.file import all_keys, dump_config, load_config
-from dagrl.config.settings import generation_config, starts_together, warms_up_early
+from dagrl.config.plan import RunPlan
+from dagrl.config.settings import generation_config
 from dagrl.errors import ConfigError
 from dagrl.machine import Gpu
 from dagrl.run import memory_fit
@@ -125,7 +126,9 @@ def test_colocated_engines_start_next_to_training_where_both_fit(
     """Training takes 13.5 GB, generation 30 GB with 22 GB of KV cache; the cache of 1,024 new tokens is not known."""
     machine(1, gib)
     config = resolve(minimal(policy={"generation": {"max_new_tokens": new_tokens}})).config
-    assert starts_together(config) == warms_up_early(config) == together
+    start = RunPlan.of(config).start
+    assert [one.after for one in start.groups] == [None, None if together else "train"]
+    assert start.early == ("limited" if together else "no")
     assert (generation_config(config).vllm_cfg.kv_cache_memory_bytes is not None) == (new_tokens == 128)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from dagrl.config import Config
 from dagrl.config.file import load_config
+from dagrl.config.plan import RunPlan
 from dagrl.errors import ClusterError, DeadlineError, PhaseError, StopRequestedError, WorkerError
 from dagrl.run.fleet import Fleet, start_groups
 from dagrl.run.stop import StopSignal
@@ -73,20 +74,20 @@ def test_a_cluster_without_its_raylet_is_given_up(tmp_path: Path) -> None:
 
 def test_a_start_is_given_up_on_request_and_without_its_raylet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray ends the driver 60 s after its GCS, without a message of ours."""
-    monkeypatch.setattr("dagrl.run.fleet.start_groups", lambda config, roles, stack, check, *others: check())
+    monkeypatch.setattr("dagrl.run.fleet.start_groups", lambda config, plan, stack, check, *others: check())
     fleet, stop, config = Fleet(), StopSignal(), load_config(EXAMPLE)
     sleep = shutil.copy(shutil.which("sleep") or "", tmp_path / "gcs_server")
     with subprocess.Popen([str(sleep), "60"]) as server:
         fleet._processes = [server]
-        fleet.groups(config, {"train"}, stop, MagicMock())
+        fleet.groups(config, RunPlan.of(config), stop, MagicMock())
         stop.requested = True
         with pytest.raises(StopRequestedError):
-            fleet.groups(config, {"train"}, stop, MagicMock())
+            fleet.groups(config, RunPlan.of(config), stop, MagicMock())
         stop.requested = False
         server.kill()
         server.wait()
         with pytest.raises(ClusterError, match=r"gcs_server .* ended under the run"):
-            fleet.groups(config, {"train"}, stop, MagicMock())
+            fleet.groups(config, RunPlan.of(config), stop, MagicMock())
 
 
 class RecordedGroup:
@@ -132,7 +133,7 @@ def test_colocated_groups_start_one_after_the_other_unless_both_fit(
 
     monkeypatch.setattr("dagrl.run.fleet.WorkerGroup.create", create)
     with ExitStack() as stack:
-        start_groups(colocated(*keys), {"train", "generation"}, stack, lambda: None)
+        start_groups(config := colocated(*keys), RunPlan.of(config), stack, lambda: None)
         assert noted == order
 
 
@@ -181,7 +182,7 @@ def test_training_is_warmed_up_while_generation_starts_where_its_state_stays(
     if not early:
         slow.go_on.set()
     with ExitStack() as stack:
-        groups = start_groups(config, {"train", "generation"}, stack, lambda: None, meanwhile)
+        groups = start_groups(config, RunPlan.of(config), stack, lambda: None, meanwhile)
     assert [group.role.name for group in groups] == ["train", "generation"]
     if early:
         assert slow.noted == [("train", "starts"), ("train", "is warmed up"), ("generation", "starts")]
@@ -196,7 +197,7 @@ def test_a_warm_up_that_fails_ends_the_start_of_generation(monkeypatch: pytest.M
         raise PhaseError((), "out of memory")
 
     with ExitStack() as stack, pytest.raises(PhaseError, match="out of memory"):
-        start_groups(load_config(EXAMPLE), {"train", "generation"}, stack, lambda: None, meanwhile)
+        start_groups(config := load_config(EXAMPLE), RunPlan.of(config), stack, lambda: None, meanwhile)
     assert [group.role.name for group in ended] == ["train"] and slow.noted == [("train", "starts")]
 
 
@@ -210,4 +211,4 @@ def test_generation_that_fails_ends_the_warm_up_of_training(monkeypatch: pytest.
             check()
 
     with ExitStack() as stack, pytest.raises(DeadlineError, match=r"timeouts\.start_s"):
-        start_groups(load_config(EXAMPLE), {"train", "generation"}, stack, lambda: None, meanwhile)
+        start_groups(config := load_config(EXAMPLE), RunPlan.of(config), stack, lambda: None, meanwhile)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dagrl.config import Config
+from dagrl.config.plan import RunPlan
 from dagrl.run.loops.policy_update import compute_logprobs, split_minibatches, submit_steps
 from dagrl.runtime.shapes import Batch
 
@@ -18,7 +19,7 @@ WIDTH = 64
 
 
 def configuration(size: int, shards: int) -> Config:
-    policy = {"train_global_batch_size": size, "megatron_cfg": {"data_parallel_size": shards}}
+    policy = {"train_global_batch_size": size, "megatron_cfg": {"data_parallel_size": shards}, "generation": {}}
     return Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": policy})
 
 
@@ -53,7 +54,7 @@ class Recorded:
 def step(config: Config, batch: Batch) -> Recorded:
     recorded: Any = Recorded()
     splits = split_minibatches(config, batch)
-    compute_logprobs(config, recorded, batch, splits, 1)
+    compute_logprobs(config, RunPlan.of(config), recorded, batch, splits, 1)
     submit_steps(config, recorded, batch, 1, splits)
     return recorded  # type: ignore[no-any-return]
 

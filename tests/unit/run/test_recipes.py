@@ -11,7 +11,7 @@ import yaml
 
 from dagrl.bench.models import SHAPES
 from dagrl.config.file import load_config
-from dagrl.config.settings import layouts
+from dagrl.config.plan import RunPlan
 from dagrl.machine import Gpu
 from dagrl.run import memory_fit
 from dagrl.run.preflight import Inputs, preflight
@@ -69,7 +69,7 @@ def test_a_recipe_passes_all_checks(
     count, _ = needs((RECIPES / f"{recipe}.yaml").read_text())
     config = inputs.config
     assert config.name == recipe and config.policy.precision == "bfloat16" and config.policy.sequence_packing.enabled
-    assert {layout.world_size for layout in layouts(config).values()} == {count}
+    assert {layout.world_size for layout in RunPlan.of(config).layouts.values()} == {count}
     assert config.data.apply_chat_template and config.checkpointing.export_hf
     steps = config.grpo.max_num_steps if config.algorithm == "grpo" else config.sft.max_num_steps
     assert steps >= 100 and (config.algorithm == "sft" or config.sft.max_num_steps == 0)

@@ -76,7 +76,7 @@ def test_a_restart_does_not_read_data_and_model_again(tmp_path: Path, monkeypatc
 
     def run(config: Config, *, fleet: Fleet) -> None:
         fleet.progressed = True
-        with open_session(config, lambda config: [], None, fleet):
+        with open_session(config, None, fleet):
             pass
 
     monkeypatch.setattr("dagrl.run.start.preflight", preflight)

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from dagrl.config.file import load_config
+from dagrl.config.plan import RunPlan
 from dagrl.data.tokenization import Prompt
+from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.generation import FinishedRequest, pack_generated
 from dagrl.rl.rewards import Rewards
 from dagrl.rl.rollout.batches import scored_batch, with_experts
@@ -41,8 +43,8 @@ def episode(*requests: FinishedRequest) -> Episode:
 
 
 def test_records_reach_the_phases_that_use_them() -> None:
-    plain = {plan.name: plan for plan in grpo_plans(CONFIG)}
-    plans = with_records(CONFIG, grpo_plans(CONFIG), MODEL)
+    plain = {plan.name: plan for plan in grpo_plans(CONFIG, RunPlan.of(CONFIG))}
+    plans = with_records(CONFIG, grpo_plans(CONFIG, RunPlan.of(CONFIG)), MODEL)
     phases = load_phases(CONFIG, plans)
     with_field = {name for name, phase in phases.items() if ROUTED_EXPERTS in (phase.inputs or {})}
     assert with_field == {"train_step", "logprobs", "reference_logprobs"}
@@ -59,7 +61,7 @@ def test_records_reach_the_phases_that_use_them() -> None:
     samples = [Sample(one.prompt, one, "") for one in episodes]
     rewards = Rewards(np.array([1.0, 0.0], np.float32), np.array([True, True]))
     group = ScoredGroup(RolloutGroup(0, 0, episodes), samples, rewards, rewards.values, np.array([True, True]))
-    batch = scored_batch(CONFIG, [group], 1)
+    batch = scored_batch(algorithm_of(CONFIG), [group], 1)
     assert phases["train_step"].inputs is not None and phases["logprobs"].inputs is not None
     check_batch("train_step", batch, field_types(phases["train_step"].inputs))
     check_batch("logprobs", logprob_batch(batch, 1), field_types(phases["logprobs"].inputs))

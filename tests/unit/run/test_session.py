@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config, GenerationConfig, PolicyConfig
+from dagrl.config.plan import RunPlan
 from dagrl.data import Example
 from dagrl.data.tokenization import encode_demonstrations
 from dagrl.errors import CheckpointError, ConfigError, StopRequestedError
@@ -42,7 +43,7 @@ VALIDATED = {"validation/reward": 0.4}
 
 def configuration(metric: str | None = None, penalty: float = 0.01) -> Config:
     keys = {"checkpointing": {"metric_name": metric}, "loss_fn": {"reference_policy_kl_penalty": penalty}}
-    return Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": {}, **keys})
+    return Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": {"generation": {}}, **keys})
 
 
 def metric(name: str | None, metrics: dict[str, float], stage: str = "grpo") -> float | None:
@@ -91,7 +92,7 @@ def test_sequences_without_a_token_in_the_loss_count_if_asked(least: int, sequen
 def test_a_stop_saves_if_checkpoints_are_enabled(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     session = MagicMock(config=SimpleNamespace(checkpointing=SimpleNamespace(enabled=enabled)))
     monkeypatch.setattr("dagrl.run.start.open_session", lambda *args: nullcontext(session))
-    with pytest.raises(StopRequestedError), run_session(configuration(), lambda config: []):
+    with pytest.raises(StopRequestedError), run_session(configuration()):
         raise StopRequestedError
     assert session.checkpoints.save_last.called == enabled
 
@@ -100,7 +101,8 @@ def test_a_stop_saves_if_checkpoints_are_enabled(enabled: bool, monkeypatch: pyt
 def test_a_reference_policy_is_kept_only_for_a_penalty(penalty: float, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("refit", "calibrate_on_prompts"):
         monkeypatch.setattr(grpo, name, lambda *args: {})
-    session: Any = MagicMock(config=configuration(penalty=penalty), step=3)
+    config = configuration(penalty=penalty)
+    session: Any = MagicMock(config=config, plan=RunPlan.of(config), step=3)
     session.checkpoints = SimpleNamespace(resumed=None, state=TrainState(3))
     start_policy(session, MagicMock(state=lambda: {"grpo_next_group": 0}))
     assert session.checkpoints.state.counters == {"grpo_next_group": 0, REFERENCE: kept}
@@ -117,7 +119,7 @@ def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configuration().with_keys({"sft.max_num_steps": 3, "grpo.val_at_start": True})
     state = TrainState(step, counters)
     checkpoint = Checkpoint(Path("step_00000005"), state) if resumed else None
-    session: Any = MagicMock(config=config, step=step)
+    session: Any = MagicMock(config=config, plan=RunPlan.of(config), step=step)
     session.checkpoints = SimpleNamespace(resumed=checkpoint, state=state)
     session.replays.hold = lambda role, *, keep_generation_weights: done.append((role, keep_generation_weights))
     session.train.call = lambda method, *, deadline: done.append(method)
@@ -144,7 +146,7 @@ def test_grpo_validates_by_its_own_step_count_and_at_the_end(period: int, valida
     config = configuration("validation/reward").with_keys(counted)
     found = []
     for step in range(3, 8):
-        session: Any = MagicMock(config=config, step=step)
+        session: Any = MagicMock(config=config, plan=RunPlan.of(config), step=step)
         session.replays.close_step = lambda tokens: {"tokens": tokens}
         experience: Any = SimpleNamespace(
             state=dict, take_untrained=list, validate=lambda: {"validation/reward": 0.25}, begin=lambda: None
@@ -173,7 +175,11 @@ def test_the_next_step_begins_before_a_step_is_recorded_unless_its_state_is_save
     pieces = {"stop": MagicMock(requested=False), "checkpoints": MagicMock(due=lambda state: False), **changed}
     parts = dict.fromkeys(("inputs", "train", "generation", "replays"), MagicMock())
     session = Session(
-        config=configuration().with_keys({"grpo.val_period": 0}), **parts, recorder=cast(Any, recorder), **pieces
+        config=(config := configuration().with_keys({"grpo.val_period": 0})),
+        plan=RunPlan.of(config),
+        **parts,
+        recorder=cast(Any, recorder),
+        **pieces,
     )
     experience: Any = SimpleNamespace(state=dict, take_untrained=list, begin=lambda: done.append("begun"))
     finish_step(session, experience, 1, {"trained_tokens": 1.0})
@@ -209,25 +215,29 @@ def test_generation_stops_at_the_tokenizers_end_of_sequence() -> None:
     assert resolved.policy.generation is not None
     assert resolved.policy.generation.stop_token_ids == (4, row.tokens[-1])
     assert with_end_of_sequence(resolved, tokenizer) == resolved
-    assert with_end_of_sequence(configuration(), tokenizer) == configuration()
+    without = config.with_keys({"policy.generation": None})
+    assert with_end_of_sequence(without, tokenizer) == without
 
 
 def test_resuming_without_the_needed_reference_policy_is_an_error() -> None:
     without = Checkpoint(Path("step_00000003"), TrainState(3, counters={REFERENCE: False}))
-    check_reference(configuration(penalty=0.0), without)
-    check_reference(configuration(), Checkpoint(Path("step_00000003"), TrainState(3, counters={REFERENCE: True})))
-    check_reference(configuration(), Checkpoint(Path("step_00000001"), TrainState(1, counters={"sft_sampler": {}})))
+    config, no_penalty = configuration(), configuration(penalty=0.0)
+    plan = RunPlan.of(config)
+    check_reference(no_penalty, RunPlan.of(no_penalty), without)
+    check_reference(config, plan, Checkpoint(Path("step_00000003"), TrainState(3, counters={REFERENCE: True})))
+    check_reference(config, plan, Checkpoint(Path("step_00000001"), TrainState(1, counters={"sft_sampler": {}})))
     with pytest.raises(ConfigError, match=r"penalty is 0\.01\), but step_00000003 has none"):
-        check_reference(configuration(), without)
+        check_reference(config, plan, without)
 
 
 def test_resuming_with_sft_steps_after_those_of_grpo_is_an_error() -> None:
     saved = Checkpoint(Path("step_00000003"), TrainState(3, counters={"grpo_sampler": {}}))
     config = configuration().with_keys({"sft.max_num_steps": 4})
-    check_stage(config.with_keys({"sft.max_num_steps": 3}), saved)
-    check_stage(config, Checkpoint(Path("step_00000003"), TrainState(3, counters={"sft_sampler": {}})))
+    plan = RunPlan.of(config)
+    check_stage(config.with_keys({"sft.max_num_steps": 3}), plan, saved)
+    check_stage(config, plan, Checkpoint(Path("step_00000003"), TrainState(3, counters={"sft_sampler": {}})))
     with pytest.raises(ConfigError, match=r"max_num_steps is 4, but step_00000003 is of step 3, after grpo had begun"):
-        check_stage(config, saved)
+        check_stage(config, plan, saved)
 
 
 def test_workers_get_absolute_paths_of_model_and_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +254,7 @@ def test_an_export_that_the_driver_does_not_see_is_an_error(tmp_path: Path) -> N
     )
     recorder: Any = MagicMock(paths=RunPaths.of(run))
     parts: Any = dict.fromkeys(("inputs", "train", "generation", "replays", "checkpoints", "stop"), MagicMock())
-    session = Session(config=run, recorder=recorder, **parts)
+    session = Session(config=run, plan=RunPlan.of(run), recorder=recorder, **parts)
     with pytest.raises(CheckpointError, match=r"final_model/config\.json, but .* do not share this directory"):
         session.finish()
     assert not recorder.paths.final_model.exists()

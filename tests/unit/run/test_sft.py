@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config
+from dagrl.config.plan import RunPlan
 from dagrl.data import Sampler
 from dagrl.data.tokenization import Demonstration, digest_of
 from dagrl.errors import CheckpointError, StopRequestedError
@@ -24,6 +25,7 @@ from dagrl.runtime.shapes import Bucket
 def config(algorithm: str, sft: dict[str, Any], dp: int = 1) -> Config:
     policy = {
         "train_micro_batch_size": 8,
+        "generation": {},
         "sequence_buckets": [16, 32],
         "max_total_sequence_length": 32,
         "megatron_cfg": {"data_parallel_size": dp, "optimizer": {"lr": 2e-4}, "scheduler": {"lr_decay_style": "cosine"}},
@@ -41,7 +43,8 @@ def config(algorithm: str, sft: dict[str, Any], dp: int = 1) -> Config:
     ],
 )
 def test_sft_before_grpo_has_its_own_rate(algorithm: str, sft: dict[str, Any], expected: dict[str, float]) -> None:
-    assert learning_rate(config(algorithm, sft)) == expected
+    run = config(algorithm, sft)
+    assert learning_rate(run, RunPlan.of(run)) == expected
 
 
 @pytest.mark.parametrize(("rows", "dp", "per_shard"), [(64, 16, 4), (64, 4, 16), (10, 1, 10), (33, 2, 17)])
@@ -72,6 +75,7 @@ def test_a_position_in_other_demonstrations_is_an_error() -> None:
     position = Sampler(3, config("sft", {}).data.seed, digest=digest_of(rows(5))).state()
     inputs = SimpleNamespace(demonstrations=rows(6), validation_demonstrations=[])
     checkpoints = SimpleNamespace(state=TrainState(2, {"sft_sampler": position}))
-    session: Any = SimpleNamespace(config=config("sft", {}), inputs=inputs, checkpoints=checkpoints)
+    run = config("sft", {})
+    session: Any = SimpleNamespace(config=run, plan=RunPlan.of(run), inputs=inputs, checkpoints=checkpoints)
     with pytest.raises(CheckpointError, match="references or order of the examples differ"):
         train_sft(session)

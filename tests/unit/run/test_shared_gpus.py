@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dagrl.config import Config
-from dagrl.config.settings import device_count, sharing_roles
+from dagrl.config.plan import RunPlan
 from dagrl.run import fleet
 
 CRITIC = {"megatron_cfg": {"tensor_model_parallel_size": 2}}
@@ -39,16 +39,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_critic_has_gpus_of_its_own() -> None:
     config = configuration(critic=CRITIC)
-    assert sharing_roles(config) == () and device_count(config) == 3 + 2 + 2
+    plan = RunPlan.of(config)
+    assert plan.sharing == () and plan.devices == 3 + 2 + 2
     with ExitStack() as stack:
-        assert fleet.shared_resources(config, stack) == {}
+        assert fleet.shared_resources(config, plan, stack) == {}
 
 
 def test_a_critic_and_a_teacher_on_the_train_workers_gpus() -> None:
     config = configuration(critic={**CRITIC, "colocated": True}, teacher={"model_name": "m", "colocated": True})
-    assert sharing_roles(config) == ("train", "critic", "teacher") and device_count(config) == 3 + 2
+    plan = RunPlan.of(config)
+    assert plan.sharing == ("train", "critic", "teacher") and plan.devices == 3 + 2
     with ExitStack() as stack:
-        found = fleet.shared_resources(config, stack)
+        found = fleet.shared_resources(config, plan, stack)
         assert {role: resources.num_gpus for role, resources in found.items()} == dict.fromkeys(found, pytest.approx(1 / 3))
         (bundles,) = {id(resources.bundles): resources.bundles for resources in found.values()}.values()
         assert isinstance(bundles, Bundles) and bundles.count == 3
@@ -57,12 +59,14 @@ def test_a_critic_and_a_teacher_on_the_train_workers_gpus() -> None:
 
 def test_generation_has_half_of_a_shared_gpu() -> None:
     config = configuration(critic=CRITIC).with_keys({"policy.generation.colocated.enabled": True})
-    assert sharing_roles(config) == ("train", "generation") and device_count(config) == 3 + 2
+    plan = RunPlan.of(config)
+    assert plan.sharing == ("train", "generation") and plan.devices == 3 + 2
     with ExitStack() as stack:
-        found = fleet.shared_resources(config, stack)
+        found = fleet.shared_resources(config, plan, stack)
         assert {role: resources.num_gpus for role, resources in found.items()} == {"train": 0.5, "generation": 0.5}
     config = config.with_keys({"critic.colocated": True})
-    assert sharing_roles(config) == ("train", "critic", "generation") and device_count(config) == 3
+    plan = RunPlan.of(config)
+    assert plan.sharing == ("train", "critic", "generation") and plan.devices == 3
     with ExitStack() as stack:
-        shares = {role: resources.num_gpus for role, resources in fleet.shared_resources(config, stack).items()}
+        shares = {role: resources.num_gpus for role, resources in fleet.shared_resources(config, plan, stack).items()}
         assert shares == {"train": 0.25, "critic": 0.25, "generation": 0.5}

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from dagrl.config.file import load_config
+from dagrl.config.plan import RunPlan
 from dagrl.config.settings import samples_per_step
 from dagrl.errors import PhaseError, WorkerFailure
 from dagrl.machine import DeviceMemory
@@ -50,7 +51,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> EarlyWarmUp:
     inputs: Any = SimpleNamespace(tokenizer=None, hf_config={"torch_dtype": "float32"})
     scheduler = MagicMock()
     scheduler.warmup.side_effect = lambda before: {"train_step": 1.0}
-    return EarlyWarmUp(config, inputs, [], {}, scheduler, MagicMock())
+    return EarlyWarmUp(config, RunPlan.of(config), inputs, [], {}, scheduler, MagicMock())
 
 
 def run(early: EarlyWarmUp, group: TrainGroup, check: Callable[[], None] = lambda: None) -> None:
@@ -93,7 +94,7 @@ def test_workers_without_a_limit_are_warmed_up_later(early: EarlyWarmUp) -> None
 
 def test_a_run_that_exchanges_nothing_sets_no_limit(early: EarlyWarmUp) -> None:
     config = early.config.with_keys({"policy.generation.colocated.exchange": "never"})
-    early = EarlyWarmUp(config, early.inputs, [], {}, early.scheduler, early.stop)
+    early = EarlyWarmUp(config, RunPlan.of(config), early.inputs, [], {}, early.scheduler, early.stop)
     run(early, group := TrainGroup())
     assert early.done == {"train_step"} and not group.limits
 
@@ -103,5 +104,5 @@ def test_scales_are_calibrated_at_the_shapes_of_whole_batches() -> None:
     cache = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*agent, cache])
     config = config.with_keys({"policy.train_global_batch_size": samples_per_step(config)})
-    plans = {plan.name: plan for plan in grpo_plans(config)}
+    plans = {plan.name: plan for plan in grpo_plans(config, RunPlan.of(config))}
     assert plans["calibrate_kv_scales"].buckets == plans["train_step"].buckets

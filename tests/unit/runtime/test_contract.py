@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import pytest
 
 from dagrl.config import Config
+from dagrl.config.plan import RunPlan
 from dagrl.errors import ConfigError
 from dagrl.run.preflight import worker_classes
 from dagrl.runtime.contract import check_worker_class
@@ -147,6 +148,6 @@ REFITS = {"prepare_refit", "weight_slices"}
 )
 def test_a_run_requires_the_methods_that_its_configuration_uses(config: Config, needed: set[str]) -> None:
     with pytest.raises(ConfigError, match=r"^policy\.worker: ") as caught:
-        worker_classes(config)
+        worker_classes(config, RunPlan.of(config))
     lines = [line for line in str(caught.value).splitlines() if "has no method" in line]
     assert {line.split(" has no method ")[1].split(";")[0] for line in lines} == needed

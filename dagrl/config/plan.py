@@ -1,0 +1,193 @@
+"""What kind of run a configuration describes: its roles and layouts, who shares GPUs, what is held, and who starts when.
+
+`RunPlan.of` is asked once, when every key has its value, and again by each worker for its own. Everything after that reads
+the plan, not the configuration's switches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
+
+from dagrl.config.algorithm import ALGORITHMS
+from dagrl.config.generation import VllmConfig
+from dagrl.config.megatron import MegatronConfig
+from dagrl.config.roles import CRITIC, GENERATION, TEACHER, TRAIN, role_config
+from dagrl.config.run import Config
+from dagrl.config.settings import generation_config, samples_per_step
+from dagrl.errors import ConfigError, LayoutError
+from dagrl.imports import load_class, running
+from dagrl.runtime.layout import ParallelLayout
+
+LearnsFrom = Literal["samples", "demonstrations", "preferences"]
+"""The kinds of data that algorithms learn from."""
+
+
+class AlgorithmTraits(Protocol):
+    """What the layout of a run depends on in its algorithm; `dagrl.rl.algorithm` has the whole class."""
+
+    @property
+    def learns_from(self) -> LearnsFrom: ...
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    @property
+    def critic(self) -> bool: ...
+
+
+def load_algorithm(config: Config) -> AlgorithmTraits:
+    """Returns the run's algorithm. Raises ConfigError if `algorithm` names no class of one."""
+    found = load_class(ALGORITHMS.get(config.algorithm, config.algorithm), "algorithm")
+    if not all(hasattr(found, name) for name in ("learns_from", "columns", "advantages", "loss")):
+        raise ConfigError(f"algorithm: {config.algorithm} is not an algorithm; derive the class from dagrl.Algorithm")
+    with running(config.algorithm, "algorithm"):
+        return cast(AlgorithmTraits, found(config))
+
+
+@dataclass(frozen=True)
+class GroupStart:
+    """How a group starts. All groups import at once; on shared GPUs they may have to take memory one after the other.
+
+    `after`: the role whose train state must have left the GPU before this one takes memory. `leaves`: its own train state
+    moves to the host once it has started.
+    """
+
+    role: str
+    after: str | None = None
+    leaves: bool = False
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """Who starts when, generation last.
+
+    `resident`: train states on generation's GPUs are there at the end of the start; those that left come back. `early`:
+    whether training is warmed up while generation starts: on GPUs of its own (`free`), or next to generation with a limit on
+    its memory (`limited`), after which it may have to be warmed up again.
+    """
+
+    groups: tuple[GroupStart, ...]
+    resident: bool = False
+    early: Literal["no", "free", "limited"] = "free"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run: `layouts` of its worker groups by role, `sharing` roles on the train workers' GPUs (these among them; empty if
+    there are none), and `start`.
+
+    `reference` is the role that holds the reference policy. `takes_turns`: colocated workers may have to move state off
+    their GPU while another role works.
+    """
+
+    algorithm: AlgorithmTraits
+    layouts: Mapping[str, ParallelLayout]
+    reference: Literal["train", "teacher"] | None
+    sharing: tuple[str, ...]
+    takes_turns: bool
+    start: StartPlan
+
+    @classmethod
+    def of(cls, config: Config) -> RunPlan:
+        """Imports the user's algorithm. Raises ConfigError if it is none, LayoutError for a layout that cannot be."""
+        algorithm = load_algorithm(config)
+        generates, reads_reference = algorithm.learns_from == "samples", "reference_logprobs" in algorithm.columns
+        own = ((CRITIC,) if algorithm.critic else ()) + ((TEACHER,) if config.teacher and reads_reference else ())
+        layouts = {TRAIN: _layout("policy.megatron_cfg", config.policy.megatron_cfg)}
+        if generates:
+            layouts[GENERATION] = _layout("policy.generation.vllm_cfg", generation_config(config).vllm_cfg)
+        layouts |= {role: _layout(f"{role}.megatron_cfg", role_config(config, role).policy.megatron_cfg) for role in own}
+        colocated = generates and generation_config(config).colocated.enabled
+        others = (*(role for role in own if getattr(config, role).colocated), *((GENERATION,) if colocated else ()))
+        takes_turns = colocated and generation_config(config).colocated.exchange != "never"
+        return cls(
+            algorithm=algorithm,
+            layouts=layouts,
+            reference=None if not reads_reference else "teacher" if TEACHER in own else "train",
+            sharing=(TRAIN, *others) if others else (),
+            takes_turns=takes_turns,
+            start=_start_plan(config, tuple(layouts), (TRAIN, *others) if colocated else (), takes_turns),
+        )
+
+    @property
+    def learns_from(self) -> LearnsFrom:
+        return self.algorithm.learns_from
+
+    @property
+    def generates(self) -> bool:
+        """Whether the algorithm learns from completions that generation workers make."""
+        return GENERATION in self.layouts
+
+    @property
+    def critic(self) -> bool:
+        """Whether a critic learns next to the policy."""
+        return CRITIC in self.layouts
+
+    @property
+    def colocated(self) -> bool:
+        """Whether train and generation workers share their GPUs."""
+        return GENERATION in self.sharing
+
+    @property
+    def model_roles(self) -> tuple[str, ...]:
+        """The roles with a model of their own, next to the policy."""
+        return tuple(role for role in (CRITIC, TEACHER) if role in self.layouts)
+
+    @property
+    def devices(self) -> int:
+        """GPUs of the run, or workers if there are no GPUs. Roles that share theirs count once."""
+        sizes = {role: layout.world_size for role, layout in self.layouts.items()}
+        together = max((sizes[role] for role in self.sharing), default=0)
+        return together + sum(size for role, size in sizes.items() if role not in self.sharing)
+
+
+def _layout(key: str, section: MegatronConfig | VllmConfig) -> ParallelLayout:
+    try:
+        return section.layout
+    except LayoutError as error:
+        raise LayoutError(f"{key}: {error}") from error
+
+
+def _start_plan(config: Config, roles: tuple[str, ...], shared: tuple[str, ...], takes_turns: bool) -> StartPlan:
+    """`shared`: the roles on generation's GPUs, these among them; empty if it has its own."""
+    order = sorted(roles, key=GENERATION.__eq__)
+    if not shared:
+        return StartPlan(tuple(map(GroupStart, order)), early="free" if GENERATION in roles else "no")
+    together, resident = starts_together(config), not takes_turns
+    if together:
+        resident |= generation_config(config).colocated.exchange == "auto" and set(shared) == {TRAIN, GENERATION}
+    groups: list[GroupStart] = []
+    before: str | None = None
+    for role in order:
+        has_state = role in shared and role != GENERATION
+        leaves = has_state and not (together and resident)
+        groups.append(GroupStart(role, before if role in shared and not together else None, leaves))
+        before = role if has_state else before
+    megatron = config.policy.megatron_cfg
+    overlaps = megatron.distributed_data_parallel_config.overlap_grad_reduce
+    if not takes_turns:
+        early: Literal["no", "free", "limited"] = "free" if together else "no"
+    else:  # a warm-up that ran out of memory is repeated: no peer may wait for it, and no reduction have begun
+        early = "limited" if together and resident and megatron.layout.world_size == 1 and not overlaps else "no"
+    return StartPlan(tuple(groups), resident, early)
+
+
+def starts_together(config: Config) -> bool:
+    """Whether colocated roles may take memory at once: it fits, and vLLM need not measure what is free."""
+    generation = config.policy.generation
+    if generation is None or not generation.colocated.enabled or generation.vllm_cfg.kv_cache_memory_bytes is None:
+        return False
+    return generation.colocated.start_together or generation.colocated.exchange == "never"
+
+
+def optimizer_steps(config: Config) -> int:
+    """Returns the optimizer steps of the run, without those of a stage before its algorithm: the schedule restarts there."""
+    learns_from = load_algorithm(config).learns_from
+    if learns_from == "preferences":
+        return config.preference.max_num_steps
+    if learns_from == "demonstrations":
+        return config.sft.max_num_steps
+    return config.grpo.max_num_steps * math.ceil(samples_per_step(config) / config.policy.train_global_batch_size)
