@@ -191,7 +191,7 @@ def _rows(contest: Contest, turns: Turns, earlier: Mapping[tuple[str, str], Row]
             if not made:
                 continue
             row = {"case": case, "side": side, **sizes, **_facts(made)}
-            row |= _times([[] if turn is None else list(turn.seconds) for turn in mine], earlier.get((case, side)), row)
+            row |= _times([[] if turn is None else list(turn.seconds) for turn in mine], earlier.get((case, side)), sizes)
             base = base or (row if side == next(iter(turns)) else None)
             rows.append(row | (_ratios(row, base) if base else {}))
     return rows
@@ -207,13 +207,11 @@ def _facts(turns: Sequence[Turn]) -> Row:
     }
 
 
-def _times(rounds: list[list[float]], earlier: Row | None, row: Row) -> Row:
-    """Returns the median and quartiles of all steps, and the steps or medians of each round."""
+def _times(rounds: list[list[float]], earlier: Row | None, sizes: Mapping[str, Any]) -> Row:
+    """Returns the median and quartiles of all steps, and the steps or medians of each round, those of `earlier` first."""
     more: Row = {}
     if earlier is not None:
-        if "steps_s" not in earlier or any(
-            earlier.get(key, value) != value for key, value in row.items() if key[-6:] == "tokens"
-        ):
+        if "steps_s" not in earlier or any(earlier.get(name) != size for name, size in sizes.items()):
             raise ConfigError(f"--more: {earlier['case']}, {earlier['side']} has other sizes, or no steps; join equal runs")
         rounds = [*earlier["steps_s"], *rounds]
         more = {"commits": [*earlier["commits"], commit()]}
@@ -226,8 +224,11 @@ def _times(rounds: list[list[float]], earlier: Row | None, row: Row) -> Row:
 
 
 def _ratios(row: Row, base: Row) -> Row:
-    """Returns the time over that of the first side: median, lowest and highest of the rounds that both have."""
-    pairs = zip(row["rounds_s"], base["rounds_s"], strict=False)
+    """Returns the time over that of the first side: median, lowest and highest of the rounds that both have.
+
+    One of them may have rounds of an earlier run that the other lacks.
+    """
+    pairs = zip(reversed(row["rounds_s"]), reversed(base["rounds_s"]), strict=False)
     found = [mine / theirs for mine, theirs in pairs if mine is not None and theirs]
     if row is base or not found:
         return {}
@@ -235,7 +236,7 @@ def _ratios(row: Row, base: Row) -> Row:
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.4g}") if math.isfinite(value) else value
+    return float(f"{value:.6g}") if math.isfinite(value) else value
 
 
 def earlier_rows(paths: Sequence[Path]) -> dict[tuple[str, str], Row]:
