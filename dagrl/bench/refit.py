@@ -160,10 +160,9 @@ class Pool:
                 theirs.close()
                 self._pipes.append(ours)
             self._sizes = (case.gpus, case.ranks)
-        kind = (case.model, case.fp8, case.to_megatron)
-        first = case == next(one for one in self._cases if (one.model, one.fp8, one.to_megatron) == kind)
+        thorough = case == next(one for one in self._cases if one.kind == case.kind)
         names: list[str] = self.ask(
-            "begin", case, case.destinations(), [reserve_port() for _ in range(PORTS)], first, self._rivals
+            "begin", case, case.destinations(), [reserve_port() for _ in range(PORTS)], thorough, self._rivals
         )[0]
         return names
 

@@ -58,6 +58,11 @@ class RefitCase:
         return "fp8" if self.fp8 else "bf16"
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """What the first case of each kind has in common with the others; it is measured by more methods."""
+        return self.model, self.fp8, self.to_megatron, self.gpus, self.ranks
+
+    @property
     def label(self) -> str:
         """Name and data type."""
         return f"{self.name} {self.dtype}"
