@@ -56,11 +56,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     parser.add_argument("--kills", type=int, default=5, help="of each role in each loop; default: %(default)s")
+    parser.add_argument("--loop", action="append", choices=LOOPS, help="only this one; repeatable")
     parser.add_argument("--json", type=Path)
     options = parser.parse_intermixed_args()
     rows: list[dict[str, object]] = []
-    for loop, keys in LOOPS.items():
-        arguments = (*COMMON, *keys, *options.overrides)
+    loops = options.loop or list(LOOPS)
+    for loop in loops:
+        arguments = (*COMMON, *LOOPS[loop], *options.overrides)
         with tempfile.TemporaryDirectory() as directory, running(GRPO, Path(directory), "run", *arguments) as run:
             for role in list(WORKERS) * options.kills:
                 rows.append({"loop": loop, **kill(run, role)})
@@ -68,7 +70,7 @@ def main() -> None:
                 sys.stdout.flush()
     medians = {
         f"{loop}, {role}": statistics.median(back_s(row) for row in rows if (row["loop"], row["role"]) == (loop, role))
-        for loop in LOOPS
+        for loop in loops
         for role in WORKERS
     }
     sys.stdout.write(json.dumps(medians, indent=1) + "\n")

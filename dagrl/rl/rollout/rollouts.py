@@ -132,9 +132,9 @@ class Rollouts:
     def withdraw(self) -> list[RolloutGroup]:
         """`settle`, and takes unfinished requests out of the engines. They wait here and continue from their tokens."""
         complete = self.settle()
-        running = [request for shard in self._shards for request in shard.requests]
-        if running:
+        if any(shard.requests for shard in self._shards):
             made = self._made_so_far()
+            running = [request for shard in self._shards for request in shard.requests]
             self._engines.abort(running)
             self._move(running, made)
         return complete
@@ -171,9 +171,13 @@ class Rollouts:
         return [self._copy(group, partial) for group in self._groups.values()]
 
     def _made_so_far(self) -> Mapping[int, FinishedRequest]:
-        """The tokens made by each request in the engines."""
+        """The tokens made by each request in the engines. Engines that died since the last quantum are replaced."""
         assert not self._quanta
-        return self._engines.unfinished()
+        try:
+            return self._engines.unfinished()
+        except WorkerError as error:
+            self._replace(error, [])
+            return self._made_so_far()
 
     def _copy(self, group: RolloutGroup, partial: Mapping[int, FinishedRequest]) -> RolloutGroup:
         requests = {id(episode): request for request, (_, episode) in self._requests.items()}

@@ -128,8 +128,8 @@ class Parts(list[Any]):
 class Engines:
     """The generation group: shards of `max_num_seqs` running requests each, at one policy version.
 
-    An engine dies in a quantum or a refit with the probability `dying`. A new one is absent until `connect`, and has no
-    weights until a refit.
+    An engine dies in a quantum, a refit or a call with the probability `dying`. A new one is absent until `connect`, and has
+    no weights until a refit.
     """
 
     def __init__(self, config: Config, dying: float = 0.0, seed: int = 0) -> None:
@@ -173,10 +173,13 @@ class Engines:
 
     def _present(self) -> list[int]:
         """The shards that run a replay, some of which die in it."""
-        present = [shard for shard in range(len(self.requests)) if shard not in self.absent]
+        present = self._living()
         assert present, "the phase has no graph"
         self.dead |= {shard for shard in present if self._random.random() < self.dying}
         return present
+
+    def _living(self) -> list[int]:
+        return [shard for shard in range(len(self.requests)) if shard not in self.absent]
 
     def failure(self, phase: str) -> PhaseError:
         """What a replay raises if an engine is dead."""
@@ -230,6 +233,9 @@ class Engines:
         if method == "abort_requests":
             return [[shard.pop(number, None) for number in numbers] for shard in self.requests]
         assert method == "unfinished_requests"
+        self.dead |= {shard for shard in self._living() if self._random.random() < self.dying}
+        if self.dead:
+            raise self.failure("")
         return [
             None
             if number in self.absent
