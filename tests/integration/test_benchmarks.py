@@ -1,4 +1,4 @@
-"""`bench overhead` and `bench step` in short, and the processes of sides."""
+"""`bench overhead`, `step` and `train` in short, and the processes of sides."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dagrl.bench import train
 from dagrl.bench.harness import run_process
 from dagrl.bench.overhead import PHASES, SIDES
 from dagrl.cli.main import main
@@ -61,3 +62,16 @@ def test_whole_runs_are_compared(tmp_path: Path) -> None:
     for row in (sync, in_flight):
         tokens = row["trained_tokens_per_s"] * sum(row["steps_s"][0])
         assert 2 * 16 * 3 <= tokens <= 2 * 16 * 48 and 0 <= row["idle/train"] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_plain_megatron_loop_has_the_losses_of_a_run(tmp_path: Path) -> None:
+    """Of one worker and of two tensor-parallel ones, from the same checkpoint on the same rows."""
+    pytest.importorskip("megatron.core")
+    words = ["--tiny", "--cases", "0.6b:dp1", "0.6b:tp2", "--rows", "4", "--length", "32", "--steps", "2", "--rounds", "1"]
+    assert main(["bench", "train", *words, "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["gpus"], row["side"]) for row in rows] == [(gpus, side) for gpus in (1, 2) for side in train.SIDES]
+    assert rows[0]["losses"][0] > rows[0]["losses"][-1]
+    assert max(row["loss_error"] for row in rows) < 1e-6
