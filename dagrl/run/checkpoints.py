@@ -145,11 +145,18 @@ def verify_role(group: WorkerGroup, role: str, checkpoint: Path, deadline: Deadl
         refs = [
             actor.__ray_call__.remote(_verify_share, checkpoint, share) for actor, share in zip(workers, shares, strict=True)
         ]
-        group.wait(refs, deadline, "verify_files")
+        for damage in group.wait(refs, deadline, "verify_files"):
+            if damage is not None:
+                raise CheckpointError(damage)
 
 
-def _verify_share(_: object, checkpoint: Path, files: Mapping[str, FileEntry]) -> None:
-    verify_files(checkpoint, files)
+def _verify_share(_: object, checkpoint: Path, files: Mapping[str, FileEntry]) -> str | None:
+    """Runs in a worker. Returns what is damaged, which is no failure of the worker."""
+    try:
+        verify_files(checkpoint, files)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def ranking_metric(config: Config, stage: str, metrics: Mapping[str, float]) -> float | None:

@@ -127,12 +127,12 @@ class Readers:
         self.loaded: list[str] = []
         self.actors = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=self._run)) for _ in range(3)]
 
-    def _run(self, function: Any, checkpoint: Path, share: dict[str, FileEntry]) -> None:
+    def _run(self, function: Any, checkpoint: Path, share: dict[str, FileEntry]) -> Any:
         self.read.append(sorted(share))
-        function(None, checkpoint, share)
+        return function(None, checkpoint, share)
 
-    def wait(self, refs: list[None], deadline: Deadline, method: str) -> None:
-        pass
+    def wait(self, refs: list[Any], deadline: Deadline, method: str) -> list[Any]:
+        return refs
 
     def call(self, method: str, directory: str, *, deadline: Deadline) -> None:
         self.loaded.append(directory)
