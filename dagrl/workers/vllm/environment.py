@@ -89,13 +89,9 @@ def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:
     """Raises LayoutError for sizes that vLLM cannot divide among the tensor-parallel ranks."""
     tp, heads, keys = layout.tp, hf_config.get("num_attention_heads"), hf_config.get("num_key_value_heads")
     if isinstance(heads, int) and heads % tp:
-        raise LayoutError(
-            f"generation workers: the model's {heads} attention heads are not divisible by tensor_parallel_size {tp}"
-        )
+        raise LayoutError(f"the model's {heads} attention heads are not divisible by tensor_parallel_size {tp}")
     if isinstance(keys, int) and keys % tp and tp % max(keys, 1):
-        raise LayoutError(
-            f"generation workers: tensor_parallel_size {tp} does not divide the model's {keys} key/value heads, nor they it"
-        )
+        raise LayoutError(f"tensor_parallel_size {tp} does not divide the model's {keys} key/value heads, nor they it")
 
 
 CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256})

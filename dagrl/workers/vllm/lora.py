@@ -68,11 +68,13 @@ def _model_classes(hf_config: Mapping[str, Json]) -> Iterator[type[Any]]:
 
 
 def check_slots(config: Config, hf_config: Mapping[str, Json]) -> None:
-    """Raises ConfigError before any actor starts if vLLM has no LoRA slots for the model."""
+    """Raises ConfigError before any actor starts if vLLM has no LoRA slots for the model or its adapters."""
     if in_fp8(config, hf_config):
         raise ConfigError(f"{KEY}.refit is adapters, but the checkpoint is in FP8; set {KEY}.refit=merged")
+    shapes = stacked_shapes(hf_config)
+    targets(shapes, config.policy.megatron_cfg.peft)
     on_cpu = not gpu_count() and config.cluster.address is None
-    if on_cpu and any(STACKED in name for name in stacked_shapes(hf_config)):
+    if on_cpu and any(STACKED in name for name in shapes):
         raise ConfigError(
             f"{KEY}.refit is adapters, but vLLM's kernels for experts on CPUs have no LoRA; set {KEY}.refit=merged"
         )

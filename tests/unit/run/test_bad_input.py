@@ -275,7 +275,7 @@ TABLE = [
     Row("heads", ("4 attention heads are not divisible by tp 3",), (f"{MEGATRON}.tensor_model_parallel_size=3",)),
     Row(
         "generation heads",
-        ("generation workers", "the padded vocabulary (64) cannot be divided evenly by tp 3"),
+        ("generation workers: the model's 4 attention heads are not divisible by tensor_parallel_size 3",),
         ("policy.generation.vllm_cfg.tensor_parallel_size=3",),
     ),
     Row("layers", ("2 layers are not divisible by pp 4",), (f"{MEGATRON}.pipeline_model_parallel_size=4",)),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dagrl.run.local_cluster import cluster_processes, lean_node, node_lives
+from dagrl.run.local_cluster import cluster_processes, lean_node, nodes_live
 
 
 def test_without_private_parts_ray_starts_as_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,4 +16,4 @@ def test_without_private_parts_ray_starts_as_for_everybody(monkeypatch: pytest.M
         monkeypatch.setitem(sys.modules, module, None)
     with lean_node():
         assert cluster_processes() == []
-        assert node_lives()
+        assert nodes_live()
