@@ -1,7 +1,6 @@
 """What kind of run a configuration describes: its roles and layouts, who shares GPUs, what is held, and who starts when.
 
-`RunPlan.of` is asked once, when every key has its value, and again by each worker for its own. Everything after that reads
-the plan, not the configuration's switches.
+`RunPlan.of` is asked when every key has its value. Everything after that reads the plan, not the configuration's switches.
 """
 
 from __future__ import annotations
@@ -94,8 +93,8 @@ class RunPlan:
     def of(cls, config: Config) -> RunPlan:
         """Imports the user's algorithm. Raises ConfigError if it is none, LayoutError for a layout that cannot be."""
         algorithm = load_algorithm(config)
-        generates, reads_reference = algorithm.learns_from == "samples", "reference_logprobs" in algorithm.columns
-        own = ((CRITIC,) if algorithm.critic else ()) + ((TEACHER,) if config.teacher and reads_reference else ())
+        generates, reference = algorithm.learns_from == "samples", reference_role(config, algorithm)
+        own = ((CRITIC,) if algorithm.critic else ()) + ((TEACHER,) if reference == TEACHER else ())
         layouts = {TRAIN: _layout("policy.megatron_cfg", config.policy.megatron_cfg)}
         if generates:
             layouts[GENERATION] = _layout("policy.generation.vllm_cfg", generation_config(config).vllm_cfg)
@@ -106,7 +105,7 @@ class RunPlan:
         return cls(
             algorithm=algorithm,
             layouts=layouts,
-            reference=None if not reads_reference else "teacher" if TEACHER in own else "train",
+            reference=reference,
             sharing=(TRAIN, *others) if others else (),
             takes_turns=takes_turns,
             start=_start_plan(config, tuple(layouts), (TRAIN, *others) if colocated else (), takes_turns),
@@ -142,6 +141,13 @@ class RunPlan:
         sizes = {role: layout.world_size for role, layout in self.layouts.items()}
         together = max((sizes[role] for role in self.sharing), default=0)
         return together + sum(size for role, size in sizes.items() if role not in self.sharing)
+
+
+def reference_role(config: Config, algorithm: AlgorithmTraits) -> Literal["train", "teacher"] | None:
+    """Returns the role that holds the reference policy, or None if the algorithm reads none."""
+    if "reference_logprobs" not in algorithm.columns:
+        return None
+    return "teacher" if config.teacher else "train"
 
 
 def _layout(key: str, section: MegatronConfig | VllmConfig) -> ParallelLayout:

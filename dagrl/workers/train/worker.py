@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
-from dagrl.config.plan import RunPlan
+from dagrl.config.plan import load_algorithm, reference_role
 from dagrl.errors import RunError
 from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
@@ -304,8 +304,10 @@ class TrainWorker:
     @property
     def _temperature(self) -> float:
         """The temperature of what the policy learns from: 1 for data, as only samples have another."""
-        generation = self.config.policy.generation if RunPlan.of(self.config).generates else None
-        return generation.temperature if generation is not None and generation.temperature > 0 else 1.0
+        generation = self.config.policy.generation
+        if generation is None or load_algorithm(self.config).learns_from != "samples":
+            return 1.0
+        return generation.temperature if generation.temperature > 0 else 1.0
 
     @property
     def _reports(self) -> bool:
@@ -585,7 +587,8 @@ class TrainWorker:
         with self._running():
             self._finish_saving()
             reference, self._reference = backend.load(directory), None
-            if reference is not None and RunPlan.of(self.config).reference == "train" and self._reference_model is None:
+            holds_reference = reference_role(self.config, load_algorithm(self.config)) == "train"
+            if reference is not None and holds_reference and self._reference_model is None:
                 self._keep_reference(reference)
 
     def compare_checkpoint(self, directory: str) -> tuple[int, list[WeightDifference]]:
