@@ -30,7 +30,6 @@ CASES = [
     case("qwen3", "tp2-sp-recomputed", sequence_parallel=True, recompute={}, tp=2),
     case("qwen3", "cp2-packed", packed=True, recompute={"recompute_granularity": "selective"}, cp=2),
     case("qwen3", "pp2vpp2", pp=2, vpp=2),
-    case("qwen3_tied", "pp2vpp2-dynamic", dynamic=True, pp=2, vpp=2),
     case("qwen3_tied", "pp2-packed", packed=True, pp=2),
     case("qwen3_tied", "pp2", pp=2),
     case("qwen3", "dp2-sharded", sharded=True, dp=2),

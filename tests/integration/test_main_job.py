@@ -70,7 +70,7 @@ def test_shuffled_rewards_do_not_train(learned: Run) -> None:
 def test_the_terminal_shows_progress(learned: Run) -> None:
     for text in ("Starting 2 train workers (dp2) and 1 generation workers", "Compiling phases", "Warming up"):
         assert f"✓ {text}" in learned.shown
-    for text in ("warm-up while generation starts: demonstration_step", "warm-up: generate"):
+    for text in ("warm-up while others start: demonstration_step", "warm-up: generate"):
         assert text in learned.shown
     for text in (f"{GRPO_STEPS}/{GRPO_STEPS} steps", "Where the time went", "train_step", "Written"):
         assert text in learned.shown
