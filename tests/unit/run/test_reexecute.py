@@ -137,7 +137,7 @@ def test_what_cannot_be_executed_is_said_before_anything_starts(tmp_path: Path) 
         replay_step(run, 2, ("policy.nothing=1",), never)
     ahead = "{async_grpo: {enabled: true, max_trajectory_age_steps: 1}}"
     (run / "config.yaml").write_text(
-        f"name: run\nalgorithm: grpo\npolicy: {{}}\ndata: {{}}\nsft: {{max_num_steps: 0}}\ngrpo: {ahead}\n"
+        f"name: run\nalgorithm: grpo\npolicy: {{generation: {{}}}}\ndata: {{}}\nsft: {{max_num_steps: 0}}\ngrpo: {ahead}\n"
     )
     with pytest.raises(ConfigError, match="trained asynchronously, and time decided which policy version"):
         replay_step(run, 2, (), never)
