@@ -151,7 +151,7 @@ def verify_role(group: WorkerGroup, role: str, checkpoint: Path, deadline: Deadl
 
 
 def _verify_share(_: object, checkpoint: Path, files: Mapping[str, FileEntry]) -> str | None:
-    """Runs in a worker. Returns what is damaged, which is no failure of the worker."""
+    """Runs in a worker. Returns a description of the damage instead of raising."""
     try:
         verify_files(checkpoint, files)
     except CheckpointError as error:

@@ -439,7 +439,7 @@ def test_a_plain_calls_error_without_a_message_names_the_worker(monkeypatch: pyt
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_death_comes_before_what_its_peers_raised(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
-    """A worker that saves a checkpoint with a dead one cannot write it, which is no mistake of the user."""
+    """A checkpoint that fails because a peer died is reported as the death, not as a user error."""
     refused = RayTaskError("save", "the stack", CheckpointError("cannot write: Connection reset by peer"))
     refused.cause = CheckpointError("cannot write: Connection reset by peer")
     answers: dict[str, Any] = {"first": refused, "second": RayActorError() if dies else None}
