@@ -119,7 +119,7 @@ def sft_config(
     layout = layout or ParallelLayout()
     sizes = {f"{word}_parallel_size": getattr(layout, axis) for axis, word in _AXES.items()}
     sizes |= {"expert_tensor_parallel_size": 1} if layout.ep > 1 else {}
-    megatron = {**sizes, "sequence_parallel": layout.tp > 1, "optimizer": {"lr": 1e-5}}
+    megatron = {**sizes, "sequence_parallel": layout.tp > 1}
     policy = {
         "model_name": str(model),
         "precision": precision,
@@ -127,6 +127,7 @@ def sft_config(
         "train_micro_batch_size": min(micro, rows // layout.dp),
         "max_total_sequence_length": length,
         "sequence_packing": {"enabled": False},
+        "optimizer": {"lr": 1e-5},
         "megatron_cfg": megatron,
     }
     data = {"task": "dagrl.bench.workloads:rows", "task_args": {"count": rows, "length": length}}

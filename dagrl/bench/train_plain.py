@@ -110,7 +110,7 @@ def build(context: WorkerContext, config: Config, address: str, batch: Batch) ->
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
     slices = megatron_weight_slices(hf_config, layout, context.rank)
     load_hf(str(config.policy.model_name), slices, parameter_shapes(hf_config), tensors)
-    sharded = config.policy.megatron_cfg.optimizer.use_distributed_optimizer
+    sharded = config.policy.megatron_cfg.use_distributed_optimizer
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
     wrapped = DistributedDataParallel(built.config, ddp, model)
     built.config.finalize_model_grads_func = finalize_model_grads
@@ -129,7 +129,7 @@ def _scheduler(optimizer: Any, config: Config) -> Any:
     """Returns Megatron's schedule, at the peak all the time."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    wanted = config.policy.megatron_cfg.optimizer
+    wanted = config.policy.optimizer
     rates = {"init_lr": 0.0, "max_lr": wanted.lr, "min_lr": wanted.min_lr, "lr_warmup_steps": 0, "lr_decay_steps": 1}
     decay = {"start_wd": wanted.weight_decay, "end_wd": wanted.weight_decay, "wd_incr_steps": 0, "wd_incr_style": "constant"}
     return OptimizerParamScheduler(optimizer, lr_decay_style="constant", **rates, **decay)

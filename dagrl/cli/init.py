@@ -81,7 +81,7 @@ policy:
   # max_total_sequence_length: 2048    # tokens of prompt and completion; by default as the data need
   # megatron_cfg:
   #   tensor_model_parallel_size: 1    # more if the model does not fit on one GPU
-  #   optimizer: {{lr: {rate}}}
+  # optimizer: {{lr: {rate}}}
 {generation}
 data:
   path: {json.dumps(answers.data)}

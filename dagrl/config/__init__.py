@@ -2,9 +2,9 @@
 
 from dagrl.config.algorithm import ALGORITHMS, AdvantageConfig, GrpoConfig, LossConfig, RewardShapingConfig
 from dagrl.config.generation import ForcedLengths, GenerationConfig, VllmConfig
-from dagrl.config.megatron import Fp8Config, MegatronConfig, PeftConfig
+from dagrl.config.megatron import Fp8Config, MegatronConfig
 from dagrl.config.models import CriticConfig
-from dagrl.config.policy import PolicyConfig, RandomInit, SequencePackingConfig, TokenizerConfig
+from dagrl.config.policy import PeftConfig, PolicyConfig, RandomInit, SequencePackingConfig, TokenizerConfig
 from dagrl.config.run import (
     CheckpointConfig,
     ClusterConfig,

@@ -279,8 +279,8 @@ class SftConfig(Section):
     """Maximum number of samples per validation."""
 
     lr: PositiveFloat | None = derived(None, "GRPO: 1e-5 if there are SFT steps and no rate is set")
-    """Learning rate, constant over the SFT steps. null: `policy.megatron_cfg.optimizer.lr`, which follows
-    `megatron_cfg.scheduler` with algorithm `sft` and is constant with `grpo`."""
+    """Learning rate, constant over the SFT steps. null: `policy.optimizer.lr`, which follows
+    `policy.scheduler` with algorithm `sft` and is constant with `grpo`."""
 
 
 class PreferenceConfig(Section):

@@ -165,7 +165,7 @@ def _check_drafter(config: Config, generation: GenerationConfig) -> None:
     if one_by_one or sends_adapters(config):
         raise ConfigError(
             f"{key}.method is {drafter.method}, but stop_strings, an agent, policy.router_replay and "
-            "policy.megatron_cfg.peft.refit=adapters work one token at a time; set "
+            "policy.peft.refit=adapters work one token at a time; set "
             f"{key}.method to null, or do without them"
         )
 
@@ -242,22 +242,21 @@ def _check_shared_gpus(config: Config, plan: RunPlan) -> None:
 
 def _check_training(config: Config, plan: RunPlan) -> None:
     policy, megatron = config.policy, config.policy.megatron_cfg
-    rate, start, end = megatron.optimizer.lr, megatron.scheduler.lr_warmup_init, megatron.optimizer.min_lr
+    rate, start, end = policy.optimizer.lr, policy.scheduler.lr_warmup_init, policy.optimizer.min_lr
     if start > rate:
         raise ConfigError(
-            f"policy.megatron_cfg.scheduler.lr_warmup_init is {start:g}, above policy.megatron_cfg.optimizer.lr {rate:g}, "
+            f"policy.scheduler.lr_warmup_init is {start:g}, above policy.optimizer.lr {rate:g}, "
             f"where the warm-up ends; set it to {rate:g} or less"
         )
     if end > rate:
         raise ConfigError(
-            f"policy.megatron_cfg.optimizer.min_lr is {end:g}, above lr {rate:g}, where the decay starts; set it to "
-            f"{rate:g} or less"
+            f"policy.optimizer.min_lr is {end:g}, above lr {rate:g}, where the decay starts; set it to {rate:g} or less"
         )
     ddp, key = megatron.distributed_data_parallel_config, "policy.megatron_cfg.distributed_data_parallel_config"
-    if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and megatron.optimizer.use_distributed_optimizer):
+    if ddp.overlap_param_gather and not (ddp.overlap_grad_reduce and megatron.use_distributed_optimizer):
         raise ConfigError(
             f"{key}.overlap_param_gather is true, which needs {key}.overlap_grad_reduce=true and "
-            "policy.megatron_cfg.optimizer.use_distributed_optimizer=true; set both, or set overlap_param_gather=false"
+            "policy.megatron_cfg.use_distributed_optimizer=true; set both, or set overlap_param_gather=false"
         )
     if plan.generates and sends_adapters(config):
         _check_adapters(config, generation_config(config))
@@ -273,11 +272,9 @@ def _check_training(config: Config, plan: RunPlan) -> None:
 
 def _check_adapters(config: Config, generation: GenerationConfig) -> None:
     """Checks that vLLM's LoRA slots hold a refit of adapters alone."""
-    dim, advice = config.policy.megatron_cfg.peft.dim, "change it, or set policy.megatron_cfg.peft.refit=merged"
+    dim, advice = config.policy.peft.dim, "change it, or set policy.peft.refit=merged"
     if dim > SLOT_RANKS[-1]:
-        raise ConfigError(
-            f"policy.megatron_cfg.peft.dim is {dim}, but vLLM's LoRA slots have at most {SLOT_RANKS[-1]}; {advice}"
-        )
+        raise ConfigError(f"policy.peft.dim is {dim}, but vLLM's LoRA slots have at most {SLOT_RANKS[-1]}; {advice}")
     if generation.vllm_cfg.precision == "fp8":
         raise ConfigError(
             "policy.generation.vllm_cfg.precision is fp8, but vLLM would quantize the base weights that stay as loaded; "

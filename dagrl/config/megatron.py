@@ -1,60 +1,13 @@
-"""The section `policy.megatron_cfg`: parallel layout, recomputation, adapters and optimizer of the train workers."""
+"""The section `policy.megatron_cfg`: parallel layout and recomputation of Megatron train workers."""
 
 from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from dagrl.config.section import PathText, Section, derived
+from dagrl.config.section import Section, derived
 from dagrl.runtime.layout import ParallelLayout
-
-
-class OptimizerConfig(Section):
-    """AdamW, as Megatron implements it."""
-
-    lr: PositiveFloat = derived(1e-6, "1e-6 for GRPO, 1e-5 for SFT and LoRA")
-    """Peak learning rate."""
-
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay; at most `lr`."""
-
-    weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay."""
-
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of the second moment."""
-
-    adam_eps: PositiveFloat = 1e-8
-    """Term added to the denominator of the update."""
-
-    clip_grad: NonNegativeFloat = 1.0
-    """Maximum norm of the gradient over all parameters. 0: no clipping."""
-
-    use_distributed_optimizer: bool = derived(False, "true if `data_parallel_size` is derived and above 1, else false")
-    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
-
-
-class SchedulerConfig(Section):
-    """The learning-rate schedule, counted in optimizer steps.
-
-    There is one optimizer step for every `policy.train_global_batch_size` samples, so a GRPO step may have several.
-    """
-
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay from `optimizer.lr` to `optimizer.min_lr`."""
-
-    lr_warmup_iters: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up."""
-
-    lr_warmup_init: NonNegativeFloat = 0.0
-    """Learning rate at the start of the warm-up; at most `optimizer.lr`."""
-
-    lr_decay_iters: PositiveInt | None = None
-    """Optimizer steps until the decay ends. null: all optimizer steps of the run."""
 
 
 class DistributedDataParallelConfig(Section):
@@ -69,33 +22,8 @@ class DistributedDataParallelConfig(Section):
     overlap_param_gather: bool = False
     """Gather sharded parameters while the next forward pass runs.
 
-    Needs `overlap_grad_reduce` and `optimizer.use_distributed_optimizer`. Not for models with experts.
+    Needs `overlap_grad_reduce` and `use_distributed_optimizer`. Not for models with experts.
     """
-
-
-class PeftConfig(Section):
-    """LoRA: small trained matrices next to frozen weights, `W + alpha / dim * B @ A`."""
-
-    enabled: bool = False
-    """Train adapters instead of all weights. The reference policy is then the base model, without a copy."""
-
-    refit: Literal["merged", "adapters"] = "merged"
-    """What a refit sends: all weights with the adapters added to them, or the adapters alone, into vLLM's LoRA slots."""
-
-    target_modules: tuple[str, ...] = ()
-    """Linear layers with an adapter, by Hugging Face names such as `q_proj` or `layers.0.mlp.up_proj`. Empty: all."""
-
-    dim: PositiveInt = 8
-    """Rank of the adapters."""
-
-    alpha: PositiveFloat = 32.0
-    """Numerator of the scale."""
-
-    use_rslora: bool = False
-    """Divide `alpha` by the square root of `dim` instead of `dim` (rsLoRA)."""
-
-    adapter_path: PathText | None = None
-    """Directory with adapters in PEFT's format to start from. null: A is random and B is zero."""
 
 
 class Fp8Config(Section):
@@ -139,10 +67,13 @@ class LayoutConfig(Section):
 
 
 class MegatronConfig(LayoutConfig):
-    """Megatron train workers: parallel layout, recomputation, optimizer."""
+    """Megatron train workers: parallel layout, recomputation, kernels."""
 
     data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine that divide a batch, if no layout is set, else 1")
     """Replicas of the model, each trained on its share of the batch."""
+
+    use_distributed_optimizer: bool = derived(False, "true if `data_parallel_size` is derived and above 1, else false")
+    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
 
     virtual_pipeline_model_parallel_size: PositiveInt = 1
     """Model chunks of each pipeline stage, for the interleaved schedule."""
@@ -189,9 +120,6 @@ class MegatronConfig(LayoutConfig):
     installed, on Hopper. `always`: an error where it cannot be used at all. `never`: for `fp8_recipe=blockwise` alone."""
 
     fp8_cfg: Fp8Config = Fp8Config()
-    peft: PeftConfig = PeftConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
 
     @model_validator(mode="after")

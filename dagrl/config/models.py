@@ -14,17 +14,15 @@ class CriticOptimizerConfig(Section):
     lr: PositiveFloat = 1e-5
     """Learning rate."""
 
-    use_distributed_optimizer: bool = False
-    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
-
 
 class CriticMegatronConfig(LayoutConfig):
-    """The critic's Megatron workers: parallel layout, recomputation, optimizer."""
+    """The critic's Megatron workers: parallel layout and recomputation."""
 
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass. Saves memory and runs the recomputed layers twice."""
 
-    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""
 
 
 class OwnModelConfig(Section):
@@ -50,6 +48,7 @@ class CriticConfig(OwnModelConfig):
     train_global_batch_size: PositiveInt | None = None
     """Sequences of one optimizer step, over all data-parallel ranks. null: `policy.train_global_batch_size`."""
 
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     megatron_cfg: CriticMegatronConfig = CriticMegatronConfig()
 
     value_clip: PositiveFloat | None = 0.5

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dagrl.config.generation import GenerationConfig
 from dagrl.config.megatron import MegatronConfig
@@ -66,6 +66,75 @@ class SequencePackingConfig(Section):
     """Compute the tokens that neighbouring sequences begin with once per row: the prompt of a group, or of both answers of a
     preference. `auto`: where it saves at least a third of the tokens, except with context parallelism or a router loss.
     """
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    lr: PositiveFloat = derived(1e-6, "1e-6 for GRPO, 1e-5 for SFT and LoRA")
+    """Peak learning rate."""
+
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay; at most `lr`."""
+
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the second moment."""
+
+    adam_eps: PositiveFloat = 1e-8
+    """Term added to the denominator of the update."""
+
+    clip_grad: NonNegativeFloat = 1.0
+    """Maximum norm of the gradient over all parameters. 0: no clipping."""
+
+
+class SchedulerConfig(Section):
+    """The learning-rate schedule, counted in optimizer steps.
+
+    There is one optimizer step for every `policy.train_global_batch_size` samples, so a GRPO step may have several.
+    """
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay from `optimizer.lr` to `optimizer.min_lr`."""
+
+    lr_warmup_iters: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+
+    lr_warmup_init: NonNegativeFloat = 0.0
+    """Learning rate at the start of the warm-up; at most `optimizer.lr`."""
+
+    lr_decay_iters: PositiveInt | None = None
+    """Optimizer steps until the decay ends. null: all optimizer steps of the run."""
+
+
+class PeftConfig(Section):
+    """LoRA: small trained matrices next to frozen weights, `W + alpha / dim * B @ A`."""
+
+    enabled: bool = False
+    """Train adapters instead of all weights. The reference policy is then the base model, without a copy."""
+
+    refit: Literal["merged", "adapters"] = "merged"
+    """What a refit sends: all weights with the adapters added to them, or the adapters alone, into vLLM's LoRA slots."""
+
+    target_modules: tuple[str, ...] = ()
+    """Linear layers with an adapter, by Hugging Face names such as `q_proj` or `layers.0.mlp.up_proj`. Empty: all."""
+
+    dim: PositiveInt = 8
+    """Rank of the adapters."""
+
+    alpha: PositiveFloat = 32.0
+    """Numerator of the scale."""
+
+    use_rslora: bool = False
+    """Divide `alpha` by the square root of `dim` instead of `dim` (rsLoRA)."""
+
+    adapter_path: PathText | None = None
+    """Directory with adapters in PEFT's format to start from. null: A is random and B is zero."""
 
 
 class PolicyConfig(Section):
@@ -132,6 +201,9 @@ class PolicyConfig(Section):
     sequence_buckets: tuple[PositiveInt, ...] = ()
     """Padded widths in tokens that phases are warmed up at. Empty: `max_total_sequence_length` alone."""
 
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    peft: PeftConfig = PeftConfig()
     megatron_cfg: MegatronConfig = MegatronConfig()
 
     generation: GenerationConfig | None = None

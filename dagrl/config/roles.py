@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dagrl.config.megatron import MegatronConfig
 from dagrl.config.models import CriticConfig, TeacherConfig
-from dagrl.config.policy import PolicyConfig
+from dagrl.config.policy import OptimizerConfig, PeftConfig, PolicyConfig, SchedulerConfig
 from dagrl.config.run import Config
 
 TRAIN, GENERATION = "train", "generation"
@@ -31,19 +31,21 @@ def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> P
         "worker": section.worker,
         "reference_model_name": None,
         "router_replay": False,  # generation has recorded the policy's experts
+        "optimizer": OptimizerConfig(),
+        "scheduler": SchedulerConfig(),
+        "peft": PeftConfig(),
         "megatron_cfg": _megatron_of(section, policy.megatron_cfg),
     }
     if section.model_name is not None:
         update |= {"model_name": section.model_name, "random_init": None}
-    if isinstance(section, CriticConfig) and section.train_global_batch_size is not None:
-        update["train_global_batch_size"] = section.train_global_batch_size
+    if isinstance(section, CriticConfig):
+        update["optimizer"] = policy.optimizer.with_keys({**dict(section.optimizer), "min_lr": 0.0})
+        if section.train_global_batch_size is not None:
+            update["train_global_batch_size"] = section.train_global_batch_size
     return policy.model_copy(update=update)
 
 
 def _megatron_of(section: CriticConfig | TeacherConfig, policy: MegatronConfig) -> MegatronConfig:
     own = {name: getattr(section.megatron_cfg, name) for name in type(section.megatron_cfg).model_fields}
-    if isinstance(section, CriticConfig):
-        optimizer = section.megatron_cfg.optimizer
-        own["optimizer"] = policy.optimizer.with_keys({**dict(optimizer), "min_lr": 0.0})
     engine = {name: getattr(policy, name) for name in ("transformer_engine", "recompute_granularity")}
     return MegatronConfig().with_keys({**engine, **own})

@@ -37,7 +37,7 @@ def generation_dtype(config: Config) -> str:
 
 def sends_adapters(config: Config) -> bool:
     """Whether refits send LoRA adapters alone."""
-    peft = config.policy.megatron_cfg.peft
+    peft = config.policy.peft
     return peft.enabled and peft.refit == "adapters"
 
 

@@ -134,7 +134,7 @@ def _use_all_gpus(derived: Derived) -> None:
     where = f"{here} GPU{'s' if here > 1 else ''} on this machine" + ("" if count == here else ", and the size of a batch")
     if count > 1:
         derived.set(f"{MEGATRON}.data_parallel_size", count, where)
-        derived.set(f"{MEGATRON}.optimizer.use_distributed_optimizer", True, "several data-parallel ranks")
+        derived.set(f"{MEGATRON}.use_distributed_optimizer", True, "several data-parallel ranks")
         if rolls_out:
             derived.set(f"{ENGINE}.data_parallel_size", count, where)
     if rolls_out and (count > 1 or here == 1):
@@ -162,15 +162,15 @@ def _may_share(derived: Derived) -> bool:
 
 
 def _set_rates(derived: Derived) -> None:
-    if not derived.open(f"{MEGATRON}.optimizer.lr"):
+    if not derived.open("policy.optimizer.lr"):
         return
-    if derived.config.policy.megatron_cfg.peft.enabled:
-        derived.set(f"{MEGATRON}.optimizer.lr", 1e-5, "LoRA")
+    if derived.config.policy.peft.enabled:
+        derived.set("policy.optimizer.lr", 1e-5, "LoRA")
     elif derived.algorithm.learns_from == "preferences":
         rate, what = (1e-5, "a reward model") if gives_scores(derived.algorithm) else (1e-6, "preferences")
-        derived.set(f"{MEGATRON}.optimizer.lr", rate, f"{what}, all weights")
+        derived.set("policy.optimizer.lr", rate, f"{what}, all weights")
     elif not derived.generates:
-        derived.set(f"{MEGATRON}.optimizer.lr", 1e-5, "SFT of all weights")
+        derived.set("policy.optimizer.lr", 1e-5, "SFT of all weights")
     elif _asks_for_sft(derived):
         derived.set("sft.lr", 1e-5, "SFT of all weights")
 

@@ -120,7 +120,7 @@ def _adapted(source: Path) -> dict[str, Json]:
             "the Hub, and a list of names: set them in the file"
         )
     peft = {"enabled": True, "adapter_path": str(source.absolute()), "target_modules": targets, **settings}
-    return {"model_name": base, "megatron_cfg": {"peft": peft}}
+    return {"model_name": base, "peft": peft}
 
 
 def _import_config(policy: Mapping[str, Json], target: Path, overrides: Sequence[str]) -> Config:

@@ -48,19 +48,19 @@ class LearningWatch:
                 ENTROPY,
                 lambda entropy: entropy < ENTROPY_COLLAPSE * first,
                 f"the policy's entropy fell {change}: samples of a group become equal. Raise loss_fn.ratio_clip_max or "
-                "policy.generation.temperature, or lower policy.megatron_cfg.optimizer.lr",
+                "policy.generation.temperature, or lower policy.optimizer.lr",
             ),
             (
                 ENTROPY,
                 lambda entropy: first > 0 and entropy > ENTROPY_GROWTH * first,
-                f"the policy's entropy grew {change}: it becomes random. Lower policy.megatron_cfg.optimizer.lr, and check "
+                f"the policy's entropy grew {change}: it becomes random. Lower policy.optimizer.lr, and check "
                 "gen_kl_error and the rewards",
             ),
             (
                 KL,
                 lambda divergence: divergence > KL_LIMIT,
                 f"the policy's KL divergence from the reference is {metrics.get(KL, 0.0):.3g} nats per token. Lower "
-                "policy.megatron_cfg.optimizer.lr, or raise loss_fn.reference_policy_kl_penalty",
+                "policy.optimizer.lr, or raise loss_fn.reference_policy_kl_penalty",
             ),
         )
         for number, (name, holds, warning) in enumerate(lasting):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from dagrl.config import Config, Json, MegatronConfig, VllmConfig
+from dagrl.config import Config, Json, PolicyConfig, VllmConfig
 from dagrl.config.settings import generation_config, generation_dtype
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus, host_memory
@@ -39,7 +39,7 @@ def fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_byt
         return
     megatron, width = config.policy.megatron_cfg, config.policy.max_total_sequence_length
     parameters, shards = _parameters(hf_config, weight_bytes), megatron.layout.tp * megatron.layout.pp
-    left = 0.5 * (0.9 * memory - _state_bytes(megatron, parameters))
+    left = 0.5 * (0.9 * memory - _state_bytes(config.policy, parameters))
     fitting = int(left / _activation_bytes(hf_config) * shards) // ROUND * ROUND
     tokens = max(width, min(MOST_TOKENS, fitting))
     reason = f"half of the {max(0.0, 2 * left) / 2**30:.0f} GiB that {parameters / 1e9:.2g} B parameters leave of a GPU"
@@ -59,10 +59,11 @@ def _parameters(hf_config: Mapping[str, Json], weight_bytes: int) -> float:
     return weight_bytes / (4 if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else 2)
 
 
-def _state_bytes(megatron: MegatronConfig, parameters: float) -> float:
+def _state_bytes(policy: PolicyConfig, parameters: float) -> float:
     """Bytes of the weights, gradients and optimizer state of a rank."""
-    sharded = megatron.layout.dp if megatron.optimizer.use_distributed_optimizer else 1
-    if megatron.peft.enabled:
+    megatron = policy.megatron_cfg
+    sharded = megatron.layout.dp if megatron.use_distributed_optimizer else 1
+    if policy.peft.enabled:
         each = 2.0 + 2  # bfloat16 weights, and merged ones until the backward pass; adapters are small
     else:
         each = 2 + 4 + 12 / sharded  # bfloat16 weights; float32 gradients; master weights and Adam
@@ -121,7 +122,7 @@ def start_together(derived: Derived, hf_config: Mapping[str, Json], weight_bytes
     if cache is None or not (ours and weight_bytes and config.policy.precision == "bfloat16"):
         return
     memory = _gpu_bytes()
-    training = _state_bytes(config.policy.megatron_cfg, _parameters(hf_config, weight_bytes))
+    training = _state_bytes(config.policy, _parameters(hf_config, weight_bytes))
     generation = engine_bytes(config, hf_config, weight_bytes)
     if training + generation <= START_SHARE * memory:
         reason = f"{training / 2**30:.0f} GiB of training and {generation / 2**30:.0f} GiB of generation fit the GPU"

@@ -288,7 +288,7 @@ def _open_checkpoints(config: Config, paths: RunPaths) -> tuple[CheckpointStore,
 
 def with_absolute_paths(config: Config, model: Path) -> Config:
     """Makes the paths of `model`, its tokenizer and adapters absolute: workers run in other directories."""
-    names = {**model_names(config), "policy.megatron_cfg.peft.adapter_path": config.policy.megatron_cfg.peft.adapter_path}
+    names = {**model_names(config), "policy.peft.adapter_path": config.policy.peft.adapter_path}
     names["policy.model_name"] = str(model)
     return config.with_keys({key: str(Path(name).resolve()) for key, name in names.items() if name is not None})
 

@@ -26,7 +26,7 @@ GROUPS = (
     "policy.generation.vllm_cfg.max_num_seqs=16",
     "sft.max_num_steps=0",
     "grpo.max_val_samples=16",
-    "policy.megatron_cfg.optimizer.lr=3e-3",
+    "policy.optimizer.lr=3e-3",
 )
 SEVENS = "reward.function=tests.chaos.task:sevens"
 IN_FLIGHT = (

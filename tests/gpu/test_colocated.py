@@ -58,7 +58,7 @@ def test_what_fits_stays_where_it_is(tmp_path: Path) -> None:
         assert "timing_s/exchange" not in line
 
 
-PPO = ("algorithm=ppo", "critic.colocated=true", "critic.megatron_cfg.optimizer.lr=1e-3")
+PPO = ("algorithm=ppo", "critic.colocated=true", "critic.optimizer.lr=1e-3")
 DISTILL = ("loss_fn={name: distill, reference_policy_kl_penalty: 0}", "teacher.colocated=true")
 
 
@@ -87,8 +87,8 @@ def test_a_third_role_takes_turns_on_the_same_gpu(third: tuple[str, ...], exchan
 
 
 WAYS = {
-    "all weights": "policy.megatron_cfg.peft.enabled=false",
-    "adapters alone": "policy.megatron_cfg.peft={enabled: true, refit: adapters}",
+    "all weights": "policy.peft.enabled=false",
+    "adapters alone": "policy.peft={enabled: true, refit: adapters}",
 }
 
 

@@ -37,7 +37,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "precision": "bfloat16",
         "train_micro_batch_size": 2,
         "logprob_batch_size": 1,
-        "megatron_cfg": {"optimizer": {"use_distributed_optimizer": request.param}},
+        "megatron_cfg": {"use_distributed_optimizer": request.param},
     }
     torch._C._cuda_clearCublasWorkspaces()  # those of workers that other tests had in this process
     config = Config.model_validate({"name": "t", "algorithm": "sft", "data": {}, "policy": policy})

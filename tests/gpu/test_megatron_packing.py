@@ -158,8 +158,7 @@ def test_shared_prefixes_are_as_close_to_float32_as_whole_sequences(graphs: bool
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_reference_weights_are_swapped_in_and_out(where: str, sharded: bool, model: Path) -> None:
-    optimizer = {"use_distributed_optimizer": sharded}
-    config = reference.make_config(model, precision="bfloat16", reference_weights=where, optimizer=optimizer)
+    config = reference.make_config(model, precision="bfloat16", reference_weights=where, sharded=sharded)
     batch = reference.make_batch()
     with single_worker(config, TestedWorker) as made:
         first = made.own_logprobs(batch)

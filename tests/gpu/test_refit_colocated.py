@@ -61,7 +61,7 @@ def make_config(model: Path, precision: str | None, verify: str) -> Config:
         "precision": "bfloat16",
         "train_micro_batch_size": 2,
         "max_total_sequence_length": 128,
-        "megatron_cfg": {"optimizer": {"lr": 0.01}},
+        "optimizer": {"lr": 0.01},
         "generation": {"colocated": {"enabled": True}, "vllm_cfg": engine},
     }
     return Config.model_validate(

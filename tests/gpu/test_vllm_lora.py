@@ -125,7 +125,7 @@ def make_adapters(base: Any, directory: Path, seed: int) -> dict[str, torch.Tens
 
 def with_adapters(config: Config) -> Config:
     content = config.model_dump()
-    content["policy"]["megatron_cfg"]["peft"] |= {"enabled": True, "refit": "adapters", "dim": DIM, "alpha": ALPHA}
+    content["policy"]["peft"] |= {"enabled": True, "refit": "adapters", "dim": DIM, "alpha": ALPHA}
     return Config.model_validate(content)
 
 

@@ -83,11 +83,13 @@ def make_model(name: str, directory: Path) -> Path:
 
 
 def make_config(model: Path, **policy: Any) -> Config:
-    """Returns a run's configuration; `policy` adds or replaces keys of the section."""
+    """Returns a run's configuration. `policy` adds or replaces keys of the section; `sharded=True` means ZeRO-1."""
     optimizer = {"lr": 1e-3, "weight_decay": 0.01, "clip_grad": 1.0, "adam_eps": 1e-6}
     optimizer |= policy.pop("optimizer", {})
+    sharded = policy.pop("sharded", False)
     section = {"model_name": str(model), "train_micro_batch_size": 2, "logprob_batch_size": 3, **policy}
-    section.setdefault("megatron_cfg", {})["optimizer"] = optimizer
+    section["optimizer"] = optimizer
+    section["megatron_cfg"] = {**section.get("megatron_cfg", {}), "use_distributed_optimizer": sharded}
     return Config.model_validate({"name": "test", "algorithm": "grpo", "seed": 3, "data": {}, "policy": section})
 
 
@@ -155,7 +157,7 @@ def train_reference(model_directory: Path, batch: Batch, config: Config, loss: C
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
-    wanted = config.policy.megatron_cfg.optimizer
+    wanted = config.policy.optimizer
     decay = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     rest = [
         parameter for parameter in model.parameters() if parameter.ndim == 1

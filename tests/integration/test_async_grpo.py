@@ -58,7 +58,7 @@ def configuration(output: Path, name: str, **sections: Any) -> Config:
             "random_init": {"hf_config": HF_CONFIG, "tokenizer_characters": "0123456789+="},
             "train_global_batch_size": PROMPTS * GENERATIONS,
             "max_total_sequence_length": 64,
-            "megatron_cfg": {"optimizer": {"lr": 2.0}},
+            "optimizer": {"lr": 2.0},
             "generation": {
                 "worker": "tests.integration.unigram_workers:UnigramGenerator",
                 "max_new_tokens": 12,

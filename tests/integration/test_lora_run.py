@@ -37,8 +37,8 @@ def test_engines_generate_with_the_adapters_that_train(refit: str, tmp_path: Pat
     pytest.importorskip("vllm")
     monkeypatch.setenv(COMPLETIONS, str(tmp_path / "completions"))
     peft = f"{{enabled: true, refit: {refit}, dim: 4, alpha: 8, use_rslora: true, target_modules: [q_proj, up_proj]}}"
-    keys = "sft.lr=0.02", "policy.megatron_cfg.optimizer.lr=0.005", "policy.megatron_cfg.data_parallel_size=1"
-    words = (*SMALL, f"policy.megatron_cfg.peft={peft}", *keys, f"output_dir={tmp_path}", "name=lora")
+    keys = "sft.lr=0.02", "policy.optimizer.lr=0.005", "policy.megatron_cfg.data_parallel_size=1"
+    words = (*SMALL, f"policy.peft={peft}", *keys, f"output_dir={tmp_path}", "name=lora")
     train(load_config(ROOT / GRPO, words))
     run = tmp_path / "lora"
     steps = [row for row in read_metrics(run / "metrics.jsonl") if "gen_kl_error" in row]

@@ -20,7 +20,7 @@ from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import logprobs, train
 
 SINGLE, DP2, TP2PP2 = ParallelLayout(), ParallelLayout(dp=2), ParallelLayout(tp=2, pp=2)
-SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
+SHARDED = {"sharded": True}
 BFLOAT16 = {"precision": "bfloat16"}
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 8, "lr_warmup_iters": 2}
 Setting = tuple[ParallelLayout, dict[str, Any]]
@@ -37,10 +37,8 @@ CASES: list[tuple[str, Setting, list[Setting]]] = [
 
 
 def config_of(model: Path, policy: dict[str, Any]) -> Any:
-    megatron: dict[str, Any] = {"scheduler": SCHEDULE}
-    if model.name == "glm4_moe":
-        megatron["moe_router_bias_update_rate"] = 0.01
-    return reference.make_config(model, megatron_cfg=megatron, **policy)
+    megatron = {"moe_router_bias_update_rate": 0.01} if model.name == "glm4_moe" else {}
+    return reference.make_config(model, megatron_cfg=megatron, scheduler=SCHEDULE, **policy)
 
 
 @pytest.mark.parametrize(("model", "first", "others"), CASES, ids=["tied", "sharded", "experts", "bfloat16"])

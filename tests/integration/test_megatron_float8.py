@@ -38,8 +38,8 @@ def test_adapters_have_the_gradients_of_layers_without_float8(
 ) -> None:
     found: list[dict[str, list[Any]]] = []
     for keys in ({}, FLOAT8):
-        megatron = {"sequence_parallel": True, "peft": {"enabled": True, "dim": 4}, **keys}
-        config = reference.make_config(tiny_models["qwen3"], megatron_cfg=megatron)
+        megatron = {"sequence_parallel": True, **keys}
+        config = reference.make_config(tiny_models["qwen3"], megatron_cfg=megatron, peft={"enabled": True, "dim": 4})
         with megatron_pool.group(ParallelLayout(tp=2), config) as group:
             group.call("without_rounding")
             for _ in range(2):  # A has a gradient once B is not 0

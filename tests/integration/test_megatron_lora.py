@@ -25,14 +25,14 @@ from tests.unit.rl.test_preferences import FORMULAS
 
 DIM, ALPHA = 4, 6.0
 DENSE, ATTENTION = (), ("q_proj", "v_proj", "o_proj")  # all linear layers; without k, whose rows lie between q and v
-RECOMPUTED, SHARDED = {"activation_checkpointing": True}, {"use_distributed_optimizer": True}
+RECOMPUTED, SHARDED = {"activation_checkpointing": True}, {"sharded": True}
 
 
 def config_of(model: Path, adapters: Path | None, targets: tuple[str, ...], megatron: dict[str, Any], **policy: Any) -> Any:
     peft = {"enabled": True, "dim": DIM, "alpha": ALPHA, "target_modules": targets, **policy.pop("peft", {})}
     peft |= {"adapter_path": str(adapters)} if adapters else {}
     optimizer = {**UNCLIPPED, **policy.pop("optimizer", {})}
-    return reference.make_config(model, megatron_cfg={"peft": peft, **megatron}, optimizer=optimizer, **policy)
+    return reference.make_config(model, megatron_cfg=megatron, peft=peft, optimizer=optimizer, **policy)
 
 
 class Peft:
@@ -68,7 +68,7 @@ class Peft:
 
 def learn(adapters: dict[str, Tensor], loss: Callable[[], Tensor], config: Any) -> tuple[list[float], dict[str, Any]]:
     """Three steps of AdamW on the adapters. Returns losses, and the gradients of the first step."""
-    wanted = config.policy.megatron_cfg.optimizer
+    wanted = config.policy.optimizer
     decay = wanted.weight_decay
     optimizer = torch.optim.AdamW(adapters.values(), wanted.lr, (0.9, 0.999), wanted.adam_eps, weight_decay=decay)
     losses, gradients = [], {}
@@ -305,7 +305,7 @@ def test_a_run_resumes_in_another_layout(
     tmp_path: Path,
 ) -> None:
     batch, directory = reference.make_batch(), tmp_path / "saved"
-    configs = [config_of(tiny_models[model], None, DENSE, {}, optimizer=rates) for _, rates in (first, second)]
+    configs = [config_of(tiny_models[model], None, DENSE, {}, **keys) for _, keys in (first, second)]
     with megatron_pool.group(first[0], configs[0]) as group:
         for _ in range(2):
             train(group, batch)

@@ -14,8 +14,8 @@ from tests.integration.megatron_pool import MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import logprobs, train
 
 ALL = ("weights", "gradients", "optimizer")
-BFLOAT16_SHARDED = {"precision": "bfloat16", "optimizer": {"use_distributed_optimizer": True}}
-SHARDED = {"optimizer": {"use_distributed_optimizer": True}}
+BFLOAT16_SHARDED = {"precision": "bfloat16", "sharded": True}
+SHARDED = {"sharded": True}
 CASES = [
     ("qwen3", ParallelLayout(tp=2), {}),
     ("qwen3", ParallelLayout(dp=2), BFLOAT16_SHARDED),

@@ -17,9 +17,9 @@ from tests.integration.test_megatron_layouts import UNCLIPPED, train
 def test_weight_decay_affects_only_matrices(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     """AdamW's first step in closed form: the gradient's sign times the rate, plus decay."""
     rate, decay, eps = 1e-2, 0.5, 1e-8
-    optimizer = UNCLIPPED | {"lr": rate, "weight_decay": decay, "adam_eps": eps, "use_distributed_optimizer": True}
+    optimizer = UNCLIPPED | {"lr": rate, "weight_decay": decay, "adam_eps": eps}
     batch = reference.make_batch()
-    config = reference.make_config(tiny_models["qwen2"], optimizer=optimizer)  # with biases
+    config = reference.make_config(tiny_models["qwen2"], optimizer=optimizer, sharded=True)  # with biases
     gradients = reference.train_reference(tiny_models["qwen2"], batch, config, reference.sft_reference).gradients
     threads = group_threads(megatron_pool)
     with megatron_pool.group(ParallelLayout(dp=2), config) as group:

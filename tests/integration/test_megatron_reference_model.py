@@ -59,7 +59,7 @@ def distillation(directory: Path, name: str, steps: int, *overrides: str) -> lis
     init = RandomInit(hf_config={**description, "num_hidden_layers": 3, "hidden_size": 96, "initializer_range": 0.1}, seed=5)
     if not (directory / "teacher").exists():
         write_random_model(init, character_tokenizer("0123456789+="), directory / "teacher")
-    loss = ("loss_fn.name=distill", "loss_fn.reference_policy_kl_penalty=0", "policy.megatron_cfg.optimizer.lr=2e-3")
+    loss = ("loss_fn.name=distill", "loss_fn.reference_policy_kl_penalty=0", "policy.optimizer.lr=2e-3")
     run = (
         f"name={name}",
         f"output_dir={directory}",

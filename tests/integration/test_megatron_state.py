@@ -18,7 +18,6 @@ from tests.integration.megatron_pool import MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import logprobs, train
 
 DP2, TP2PP2 = ParallelLayout(dp=2), ParallelLayout(tp=2, pp=2)
-SHARDED = {"use_distributed_optimizer": True}
 ROUND_TRIPS = [
     ("qwen3", ParallelLayout()),
     ("qwen3", ParallelLayout(tp=4)),
@@ -78,7 +77,7 @@ def test_trained_policy_in_several_files_loads_in_transformers(
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_a_warm_up_changes_nothing(sharded: bool, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    config = reference.make_config(tiny_models["qwen3"], optimizer=SHARDED if sharded else {})
+    config = reference.make_config(tiny_models["qwen3"], sharded=sharded)
     batch = reference.make_batch()
     with megatron_pool.group(DP2, config) as group:
         fresh = group.call("state")
@@ -178,7 +177,7 @@ def test_reference_stays_while_the_policy_learns(megatron_pool: MegatronPool, ti
 
 def test_learning_rates_follow_the_schedule_or_the_batch(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     schedule = {"lr_decay_style": "linear", "lr_decay_iters": 4, "lr_warmup_iters": 2}
-    config = reference.make_config(tiny_models["qwen3"], megatron_cfg={"scheduler": schedule})
+    config = reference.make_config(tiny_models["qwen3"], scheduler=schedule)
     batch = reference.make_batch()
     with megatron_pool.group(ParallelLayout(), config) as group:
         before = group.call("state")

@@ -27,7 +27,7 @@ from tests.integration.unigram_workers import SIZE, TAUGHT
 __all__ = ["one_cluster"]  # a fixture
 
 WORKERS = "tests.integration.unigram_workers"
-CRITIC = {"worker": f"{WORKERS}:UnigramCritic", "megatron_cfg": {"optimizer": {"lr": 1.0}}}
+CRITIC = {"worker": f"{WORKERS}:UnigramCritic", "optimizer": {"lr": 1.0}}
 TEACHER = {"model_name": "", "worker": f"{WORKERS}:UnigramTeacher", "megatron_cfg": {"data_parallel_size": 2}}
 
 
@@ -76,7 +76,7 @@ def critic_step_by_hand(table: Any, batch: Batch, returns: Any) -> Any:
     gradient, inside = np.zeros(SIZE), batch["loss_mask"] > 0
     before = np.pad(batch["tokens"][:, :-1], ((0, 0), (1, 0))) % SIZE
     np.add.at(gradient, before[inside], (table[before] - returns)[inside] / inside.sum())
-    return table - CRITIC["megatron_cfg"]["optimizer"]["lr"] * gradient  # type: ignore[index]
+    return table - CRITIC["optimizer"]["lr"] * gradient  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ QUICK = (
     "sft.max_num_steps=150",
     "grpo.max_num_steps=16",
     "critic.megatron_cfg.tensor_model_parallel_size=2",
-    "critic.megatron_cfg.optimizer.lr=1e-3",
+    "critic.optimizer.lr=1e-3",
     "checkpointing.save_period=8",
     "checkpointing.export_hf=false",
     "grpo.val_period=0",

@@ -37,7 +37,7 @@ def preference_config(tmp_path: Path, name: str = "dpo", **sections: Any) -> Con
     merged: dict[str, Any] = {
         "algorithm": "dpo",
         "data": {"task": None, "path": str(path), "shuffle": False, "val_fraction": 0.2},
-        "policy": {"train_global_batch_size": PAIRS, "megatron_cfg": {"optimizer": {"lr": RATE}}},
+        "policy": {"train_global_batch_size": PAIRS, "optimizer": {"lr": RATE}},
         "preference": {"beta": BETA, "max_num_steps": STEPS, "val_period": 2},
         **sections,
     }

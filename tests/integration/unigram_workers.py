@@ -105,7 +105,7 @@ class UnigramTrainer(UnigramState):
         gradient, metrics = self._gradient(batch, loss, counts)
         time.sleep(0.0 if in_warmup() else float(self.config.data.task_args.get("train_s", 0.0)))  # type: ignore[arg-type]
         if not in_warmup():
-            self.logits -= self.config.policy.megatron_cfg.optimizer.lr * gradient
+            self.logits -= self.config.policy.optimizer.lr * gradient
         return metrics
 
     def evaluate(self, batch: Batch, loss: str) -> StepMetrics:
@@ -255,7 +255,7 @@ class UnigramCritic(UnigramState):
         output = batch_loss(algorithm_for(loss, self.config), self._values(leaf, batch), data, counts)
         output.loss.backward()
         if not in_warmup():
-            self.table -= self.config.policy.megatron_cfg.optimizer.lr * leaf.grad
+            self.table -= self.config.policy.optimizer.lr * leaf.grad
         return StepMetrics({name: float(value) for name, value in output.sums.items()})
 
     def merge_metrics(self, parts: list[StepMetrics]) -> StepMetrics:

@@ -88,7 +88,7 @@ def make_config(
             "policy": {
                 "model_name": str(model),
                 "max_total_sequence_length": length,
-                "megatron_cfg": {"peft": peft or {}},
+                "peft": peft or {},
                 "generation": {"vllm_cfg": {"max_num_seqs": 8, "kv_cache_memory_bytes": 8 << 20}, **(generation or {})},
             },
         }

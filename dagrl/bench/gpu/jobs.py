@@ -55,7 +55,7 @@ def _bench(name: str, words: Sequence[str], gpus: int, cores: int = 1) -> Job:
 _DENSE = ("--rows", "24", "--micro", "6")
 """For dense models: with smaller microbatches GPUs wait for launches, and the two sides differ by CPU load."""
 
-SHARDED = f"{TRAIN}.optimizer.use_distributed_optimizer=true"
+SHARDED = f"{TRAIN}.use_distributed_optimizer=true"
 BENCHES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("overhead", (), 0, 4),
     ("refit", (), 1, 1),

@@ -72,4 +72,4 @@ def learning_rate(config: Config, plan: RunPlan) -> dict[str, float]:
     """
     if config.sft.lr is not None:
         return {"lr": config.sft.lr}
-    return {"lr": config.policy.megatron_cfg.optimizer.lr} if plan.generates else {}
+    return {"lr": config.policy.optimizer.lr} if plan.generates else {}

@@ -69,8 +69,8 @@ class MegatronBackend:
         if config.policy.router_replay:
             routed_layers(hf_config)
         shapes = parameter_shapes(hf_config)
-        if config.policy.megatron_cfg.peft.enabled:
-            check_adapters(config.policy.megatron_cfg.peft, shapes)
+        if config.policy.peft.enabled:
+            check_adapters(config.policy.peft, shapes)
         if config.policy.model_name is not None:
             check_hf(config.policy.model_name, shapes)
 
@@ -84,7 +84,7 @@ class MegatronBackend:
         """Returns what `rank` of `layout` will hold, without a worker."""
         weights = megatron_weight_slices(hf_config, layout, rank)
         if sends_adapters(config):
-            peft = config.policy.megatron_cfg.peft
+            peft = config.policy.peft
             return trained_adapters(weights, targets(stacked_shapes(hf_config), peft), peft)
         return [*weights, *(megatron_kv_scales(hf_config, layout, rank) if has_fp8_kv_cache(config) else ())]
 
@@ -269,7 +269,7 @@ class MegatronBackend:
             if owners[name] == self.context.rank
         }
         adapters = {name: one for part in gather_objects(self._files_group, mine) for name, one in part.items()}
-        settings, base = self.config.policy.megatron_cfg.peft, str(self._source.absolute())
+        settings, base = self.config.policy.peft, str(self._source.absolute())
         write = self.context.rank == 0
         run_on_all_ranks(self._files_group, lambda: write_adapters(directory, base, settings, adapters) if write else None)
 
@@ -304,7 +304,7 @@ class MegatronBackend:
 
         from dagrl.workers.megatron.lora import add_adapters
 
-        settings = self.config.policy.megatron_cfg.peft
+        settings = self.config.policy.peft
         if not settings.enabled:
             return None
         layout, place = self.context.layout, self.context.coordinates
@@ -331,7 +331,7 @@ class MegatronBackend:
 
 def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
     """Yields what is wrong with settings that exclude each other, and with those of experts that the model does not have."""
-    key, megatron, has_adapters = "policy.megatron_cfg", policy.megatron_cfg, policy.megatron_cfg.peft.enabled
+    key, megatron, has_adapters = "policy.megatron_cfg", policy.megatron_cfg, policy.peft.enabled
     recorded = f"{key}.cuda_graphs is true, and the model has experts"
     if megatron.cuda_graphs and model.experts and (megatron.layout.ep > 1 or megatron.layout.expert_tp > 1):
         yield (

@@ -20,7 +20,7 @@ FORMAT = "dagrl-megatron-3"
 
 def identity_of(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> dict[str, Json]:
     """Returns what `read_worker_file` compares between the writing and the reading run."""
-    peft = policy.megatron_cfg.peft
+    peft = policy.peft
     adapters = peft.model_dump(mode="json", exclude={"enabled", "adapter_path", "refit"}) if peft.enabled else None
     return {"precision": policy.precision, "adapters": adapters, "model": dict(sorted(hf_config.items()))}
 

@@ -255,7 +255,7 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
-    if not policy.megatron_cfg.peft.enabled:  # a merged weight has no buffer
+    if not policy.peft.enabled:  # a merged weight has no buffer
         use_added_gradients(config)
     if torch.cuda.is_available():
         from dagrl.workers.megatron.layer_kernels import use_layer_kernels

@@ -75,7 +75,7 @@ def sharded_parameters(trainer: Trainer) -> list[ShardedParameter]:
 
 def sharded_biases(trainer: Trainer) -> list[ShardedParameter]:
     """Returns the expert biases, which have no optimizer state; none with LoRA, which leaves them as they are."""
-    return _sharded(trainer, {} if trainer.settings.policy.megatron_cfg.peft.enabled else trainer.model.expert_biases())
+    return _sharded(trainer, {} if trainer.settings.policy.peft.enabled else trainer.model.expert_biases())
 
 
 def _sharded(trainer: Trainer, weights: Mapping[str, Tensor]) -> list[ShardedParameter]:
@@ -144,7 +144,7 @@ def _replica_group(parameter: Tensor) -> Any:
 
 
 def _is_sharded(trainer: Trainer) -> bool:
-    return trainer.settings.policy.megatron_cfg.optimizer.use_distributed_optimizer
+    return trainer.settings.policy.megatron_cfg.use_distributed_optimizer
 
 
 def _local_states(trainer: Trainer, shard: ShardedParameter) -> dict[str, Tensor]:

@@ -212,7 +212,7 @@ class Trainer:
 def make_trainer(model: ModelChunks, steps: OptimizerSteps, settings: Config, layout: ParallelLayout) -> Trainer:
     """Wraps a loaded `model` for training. Creates all optimizer state now, so that the first step is not slower."""
     megatron = settings.policy.megatron_cfg
-    sharded = megatron.optimizer.use_distributed_optimizer
+    sharded = megatron.use_distributed_optimizer
     wanted = megatron.distributed_data_parallel_config
     ddp = DistributedDataParallelConfig(**wanted.model_dump(), use_distributed_optimizer=sharded)
     # Megatron reduces in buckets on the first pipeline stage and its first chunk only; the others are not critical.
@@ -221,7 +221,7 @@ def make_trainer(model: ModelChunks, steps: OptimizerSteps, settings: Config, la
         for stage, chunk in enumerate(model.chunks)
     ]
     model.config.finalize_model_grads_func = sum_gradients
-    if megatron.peft.enabled:
+    if settings.policy.peft.enabled:
         model.config.finalize_model_grads_func = sum_adapter_gradients
     if wanted.overlap_grad_reduce:  # as in megatron/training/training.py
         no_sync = [chunk.no_sync for chunk in chunks]
@@ -231,7 +231,7 @@ def make_trainer(model: ModelChunks, steps: OptimizerSteps, settings: Config, la
     with cuda_type_names(), _torch_adam():
         optimizer = get_megatron_optimizer(optimizer_config(settings), chunks, use_gloo_process_groups=False)
     for group in optimizer.param_groups:  # Megatron leaves it to its scheduler
-        group["weight_decay"] = megatron.optimizer.weight_decay * group.get("wd_mult", 1.0)
+        group["weight_decay"] = settings.policy.optimizer.weight_decay * group.get("wd_mult", 1.0)
     trainer = Trainer(model, chunks, optimizer, steps, settings, layout)
     for inner in trainer.inner_optimizers():
         create_state(inner)
@@ -282,8 +282,9 @@ def optimizer_config(settings: Config) -> OptimizerConfig:
         optimizer="adam",
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=megatron.use_distributed_optimizer,
         overlap_param_gather=megatron.distributed_data_parallel_config.overlap_param_gather,
-        **megatron.optimizer.model_dump(),  # its keys are Megatron's
+        **settings.policy.optimizer.model_dump(),  # its keys are Megatron's
     )
 
 

@@ -58,9 +58,8 @@ class MegatronValueWorker(ValueWorker):
     @classmethod
     def check(cls, config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
-        if config.policy.megatron_cfg.peft.enabled:
+        if config.policy.peft.enabled:
             raise ConfigError(
-                "megatron_cfg.peft.enabled is true, but adapters alone would leave the fresh value head as it is; "
-                "set it to false"
+                "peft.enabled is true, but adapters alone would leave the fresh value head as it is; set it to false"
             )
         super().check(config, hf_config)

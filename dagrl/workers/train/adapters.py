@@ -25,7 +25,7 @@ AdapterShapes = Mapping[str, tuple[int, ...]]
 """Full shape of each parameter of the base model."""
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-KEY = "policy.megatron_cfg.peft"
+KEY = "policy.peft"
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 

@@ -46,13 +46,13 @@ class OptimizerSteps:
 
     @cached_property
     def _end(self) -> int:
-        wanted = self.config.policy.megatron_cfg.scheduler
+        wanted = self.config.policy.scheduler
         return max(wanted.lr_decay_iters or optimizer_steps(self.config), wanted.lr_warmup_iters + 1)
 
     @property
     def rate(self) -> float:
         """The learning rate of the next step: Megatron's `OptimizerParamScheduler`, in closed form."""
-        optimizer, wanted = self.config.policy.megatron_cfg.optimizer, self.config.policy.megatron_cfg.scheduler
+        optimizer, wanted = self.config.policy.optimizer, self.config.policy.scheduler
         warmup, low = wanted.lr_warmup_iters, optimizer.min_lr
         if warmup and self.taken <= warmup:
             return wanted.lr_warmup_init + (optimizer.lr - wanted.lr_warmup_init) * self.taken / warmup
@@ -71,7 +71,7 @@ class OptimizerSteps:
         """
         import torch
 
-        rate, limit = self.rate if lr is None else lr, self.config.policy.megatron_cfg.optimizer.clip_grad
+        rate, limit = self.rate if lr is None else lr, self.config.policy.optimizer.clip_grad
         with torch.no_grad():
             total = model.gradient_norm()
             norm, usable = torch.stack([total, _all_agree(torch.isfinite(total) & (total > 0))]).tolist()

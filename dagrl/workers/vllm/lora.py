@@ -43,7 +43,7 @@ def lora_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, A
     """Returns vLLM's engine arguments for one LoRA slot; none if refits send merged weights."""
     if not sends_adapters(config):
         return {}
-    peft = config.policy.megatron_cfg.peft
+    peft = config.policy.peft
     arguments: dict[str, Any] = {
         "enable_lora": True,
         "max_loras": 1,
@@ -72,7 +72,7 @@ def check_slots(config: Config, hf_config: Mapping[str, Json]) -> None:
     if in_fp8(config, hf_config):
         raise ConfigError(f"{KEY}.refit is adapters, but the checkpoint is in FP8; set {KEY}.refit=merged")
     shapes = stacked_shapes(hf_config)
-    targets(shapes, config.policy.megatron_cfg.peft)
+    targets(shapes, config.policy.peft)
     on_cpu = not gpu_count() and config.cluster.address is None
     if on_cpu and any(STACKED in name for name in shapes):
         raise ConfigError(

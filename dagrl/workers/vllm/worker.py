@@ -383,7 +383,7 @@ class VllmWorker:
         )
 
     def _find_slots(self, llm: LLMEngine) -> Destinations:
-        peft = self.config.policy.megatron_cfg.peft
+        peft = self.config.policy.peft
         layers = llm.collective_rpc(fill_slot, args=(peft.dim,))[0]
         return find_slots(layers, self._hf_config, peft, llm.model_config.dtype)
 

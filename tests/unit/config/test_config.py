@@ -37,7 +37,7 @@ def test_defaults(small: Path) -> None:
 def test_overrides_in_order(small: Path) -> None:
     words = [
         "policy.megatron_cfg.data_parallel_size=2",
-        "policy.megatron_cfg.optimizer.lr=3e-4",  # text in YAML 1.1
+        "policy.optimizer.lr=3e-4",  # text in YAML 1.1
         "policy.sequence_buckets=[16, 32]",
         "policy.generation.vllm_cfg.tensor_parallel_size=2",  # creates the section
         "data.path=a=b.jsonl",
@@ -47,7 +47,7 @@ def test_overrides_in_order(small: Path) -> None:
     ]
     config = load_config(small, words)
     assert config.policy.megatron_cfg.layout.dp == 2
-    assert config.policy.megatron_cfg.optimizer.lr == 3e-4
+    assert config.policy.optimizer.lr == 3e-4
     assert config.policy.sequence_buckets == (16, 32)
     assert config.policy.generation is not None
     assert config.policy.generation.vllm_cfg.layout.tp == 2

@@ -102,7 +102,7 @@ class Row(NamedTuple):
 
 MEGATRON = "policy.megatron_cfg"
 GRAPHS = f"{MEGATRON}.cuda_graphs=true"
-PEFT = f"{MEGATRON}.peft"
+PEFT = "policy.peft"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
 SPECULATIVE = "policy.generation.vllm_cfg.speculative"
 MIXTURE = (
@@ -200,7 +200,7 @@ TABLE = [
         ("overlap_param_gather is true, and peft.enabled",),
         (
             f"{DDP}={{overlap_grad_reduce: true, overlap_param_gather: true}}",
-            f"{MEGATRON}.optimizer.use_distributed_optimizer=true",
+            f"{MEGATRON}.use_distributed_optimizer=true",
             f"{PEFT}.enabled=true",
         ),
     ),
@@ -222,13 +222,13 @@ TABLE = [
     ),
     Row(
         "warm-up starts above the peak rate",
-        ("policy.megatron_cfg.scheduler.lr_warmup_init is 1, above policy.megatron_cfg.optimizer.lr 1e-06", "or less"),
-        (f"{MEGATRON}.scheduler.lr_warmup_init=1", "sft.lr=2"),
+        ("policy.scheduler.lr_warmup_init is 1, above policy.optimizer.lr 1e-06", "or less"),
+        ("policy.scheduler.lr_warmup_init=1", "sft.lr=2"),
     ),
     Row(
         "minimum rate above the peak rate",
-        ("policy.megatron_cfg.optimizer.min_lr is 0.002, above lr 1e-06", "or less"),
-        (f"{MEGATRON}.optimizer.min_lr=2e-3",),
+        ("policy.optimizer.min_lr is 0.002, above lr 1e-06", "or less"),
+        ("policy.optimizer.min_lr=2e-3",),
     ),
     Row(
         "unknown section on the command line",
@@ -643,7 +643,7 @@ TABLE = [
         (
             "algorithm=ppo",
             "policy.worker=dagrl.workers.megatron:MegatronValueWorker",
-            "policy.megatron_cfg.peft.enabled=true",
+            "policy.peft.enabled=true",
         ),
     ),
     Row(
@@ -739,7 +739,7 @@ TABLE = [
     Row(
         "overlapped gathering of parameters without overlapped reduction",
         (f"{DDP}.overlap_param_gather is true", "overlap_grad_reduce=true"),
-        (f"{DDP}.overlap_param_gather=true", f"{MEGATRON}.optimizer.use_distributed_optimizer=true"),
+        (f"{DDP}.overlap_param_gather=true", f"{MEGATRON}.use_distributed_optimizer=true"),
     ),
     Row(
         "overlapped gathering of parameters with experts",
@@ -747,7 +747,7 @@ TABLE = [
         (
             f"{DDP}.overlap_grad_reduce=true",
             f"{DDP}.overlap_param_gather=true",
-            f"{MEGATRON}.optimizer.use_distributed_optimizer=true",
+            f"{MEGATRON}.use_distributed_optimizer=true",
             MIXTURE,
         ),
     ),
@@ -772,7 +772,7 @@ TABLE = [
             (
                 "bias of a frozen model",
                 ("moe_router_bias_update_rate is 0.001", "LoRA leaves the base model", "set the rate to 0"),
-                (f"{MEGATRON}.moe_router_bias_update_rate=0.001", f"{MEGATRON}.peft.enabled=true", BIASED_MIXTURE),
+                (f"{MEGATRON}.moe_router_bias_update_rate=0.001", "policy.peft.enabled=true", BIASED_MIXTURE),
             ),
             (
                 "replay without experts",
@@ -1199,7 +1199,7 @@ def save_checkpoint(config: Config, model: Path) -> None:
     [
         (("policy.random_init.hf_config.num_hidden_layers=4",), "model num_hidden_layers = 2 (this run: 4)"),
         (("policy.precision=bfloat16",), "precision float32, this run has bfloat16"),
-        ((f"{MEGATRON}.peft={{enabled: true, dim: 4}}",), "LoRA adapters none, this run has {"),
+        (("policy.peft={enabled: true, dim: 4}",), "LoRA adapters none, this run has {"),
         (("policy.random_init.tokenizer_characters=+=0123456789",), "use the same data, data.seed, data.shuffle, tokenizer"),
         (("data.seed=7",), "the data position was saved with {'count': "),
         (("loss_fn.reference_policy_kl_penalty=0.1",), "needs a reference policy"),

@@ -30,8 +30,8 @@ QWEN3_06B = {
     "max_position_embeddings": 40960,
     "torch_dtype": "bfloat16",
 }
-LORA = {"megatron_cfg": {"peft": {"enabled": True}}}
-ADAPTERS = {"megatron_cfg": {"peft": {"enabled": True, "refit": "adapters"}}}
+LORA = {"peft": {"enabled": True}}
+ADAPTERS = {"peft": {"enabled": True, "refit": "adapters"}}
 WEIGHTS = 1_503_300_328  # bytes of its published checkpoint
 
 
@@ -86,7 +86,7 @@ def test_a_minimal_dpo_run_takes_pairs_at_a_low_rate(machine: Any) -> None:
     machine(1)
     config = resolve(minimal("dpo"), demonstrations=9).config
     assert (config.preference.max_num_steps, config.policy.train_global_batch_size) == (4, 32)  # 100 pairs
-    assert config.policy.megatron_cfg.optimizer.lr == 1e-6 and config.policy.generation is None
+    assert config.policy.optimizer.lr == 1e-6 and config.policy.generation is None
 
 
 def test_a_minimal_grpo_run_on_one_gpu(machine: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_minimal_grpo_run_on_one_gpu(machine: Any) -> None:
     assert policy.generation is not None
     engine = policy.generation.vllm_cfg
     assert (policy.precision, policy.sequence_packing.enabled) == ("bfloat16", True)
-    assert policy.megatron_cfg.optimizer.lr == 1e-6
+    assert policy.optimizer.lr == 1e-6
     assert (config.sft.max_num_steps, config.grpo.max_num_steps) == (0, 100)  # 3200 prompts, 32 a step
     assert policy.train_global_batch_size == 32 * 16 and config.loss_fn.force_on_policy_ratio
     several = resolve(minimal(policy={"train_global_batch_size": 64})).config
@@ -154,7 +154,7 @@ def test_gpus_without_a_layout_each_get_a_replica(machine: Any) -> None:
     policy = resolve(minimal()).config.policy
     assert policy.generation is not None and policy.generation.colocated.enabled
     assert (policy.megatron_cfg.layout.dp, policy.generation.vllm_cfg.layout.dp) == (4, 4)
-    assert policy.megatron_cfg.optimizer.use_distributed_optimizer
+    assert policy.megatron_cfg.use_distributed_optimizer
     assert resolve(minimal("sft"), demonstrations=9).config.policy.megatron_cfg.layout.dp == 4
 
 
@@ -214,7 +214,7 @@ def test_without_gpus(machine: Any) -> None:
 def test_sft_takes_one_pass_and_the_longest_example(machine: Any) -> None:
     machine(0)
     derived = resolve(minimal("sft"), demonstrations=300)
-    assert derived.config.policy.megatron_cfg.optimizer.lr == 1e-5
+    assert derived.config.policy.optimizer.lr == 1e-5
     assert derived.config.policy.max_total_sequence_length == 320
     assert derived.config.sft.max_num_steps == 4  # 100 examples, 32 a step
     assert resolve(minimal("sft", sft={"max_num_epochs": 3}), demonstrations=3).config.sft.max_num_steps == 10
@@ -224,8 +224,8 @@ def test_lora_learns_faster(machine: Any) -> None:
     machine(0)
     for config in (minimal(policy=LORA), minimal("sft", policy=LORA)):
         derived = resolve(config, demonstrations=9)
-        assert derived.config.policy.megatron_cfg.optimizer.lr == 1e-5
-        assert derived.reasons["policy.megatron_cfg.optimizer.lr"] == "LoRA"
+        assert derived.config.policy.optimizer.lr == 1e-5
+        assert derived.reasons["policy.optimizer.lr"] == "LoRA"
 
 
 def test_sft_before_grpo_only_if_asked(machine: Any) -> None:

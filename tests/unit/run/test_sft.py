@@ -28,7 +28,9 @@ def config(algorithm: str, sft: dict[str, Any], dp: int = 1) -> Config:
         "generation": {},
         "sequence_buckets": [16, 32],
         "max_total_sequence_length": 32,
-        "megatron_cfg": {"data_parallel_size": dp, "optimizer": {"lr": 2e-4}, "scheduler": {"lr_decay_style": "cosine"}},
+        "optimizer": {"lr": 2e-4},
+        "scheduler": {"lr_decay_style": "cosine"},
+        "megatron_cfg": {"data_parallel_size": dp},
     }
     return Config.model_validate({"name": "t", "algorithm": algorithm, "data": {}, "policy": policy, "sft": sft})
 

@@ -35,7 +35,7 @@ class PlainModel:
         if scalar:
             self.net.lm_head = torch.nn.Linear(self.net.config.hidden_size, 1, bias=False)
         self._scalar, self.steps = scalar, OptimizerSteps(config)
-        wanted = config.policy.megatron_cfg.optimizer
+        wanted = config.policy.optimizer
         of = [[part for part in self.weights().values() if (part.ndim > 1) is matrices] for matrices in (True, False)]
         groups = [{"params": of[0], "weight_decay": wanted.weight_decay}, {"params": of[1], "weight_decay": 0.0}]
         self.adam = torch.optim.AdamW(groups, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)

@@ -28,8 +28,8 @@ def schedule_of(settings: dict[str, Any]) -> OptimizerSteps:
 @pytest.mark.parametrize(("style", "after"), [("constant", lambda part: PEAK), ("linear", linear), ("cosine", cosine)])
 def test_learning_rates_are_those_of_the_formula(style: str, after: Any) -> None:
     scheduler = {"lr_decay_style": style, "lr_warmup_iters": WARMUP, "lr_warmup_init": START, "lr_decay_iters": DECAY}
-    megatron = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": scheduler}
-    made = schedule_of({"algorithm": "sft", "policy": {"megatron_cfg": megatron}})
+    policy = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": scheduler}
+    made = schedule_of({"algorithm": "sft", "policy": policy})
     for step in range(DECAY + 5):
         if step <= WARMUP:
             expected = START + (PEAK - START) * step / WARMUP
@@ -42,9 +42,9 @@ def test_learning_rates_are_those_of_the_formula(style: str, after: Any) -> None
 @pytest.mark.parametrize(("algorithm", "steps"), [("grpo", 2 * 10), ("sft", 7)])
 def test_by_default_the_schedule_ends_after_the_last_optimizer_step(algorithm: str, steps: int) -> None:
     """Ten GRPO steps of two minibatches decay over twenty optimizer steps; the twenty-first has the final rate."""
-    megatron = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": {"lr_decay_style": "linear"}}
     grpo = {"max_num_steps": 10, "num_prompts_per_step": 8, "num_generations_per_prompt": 16}
-    policy = {"megatron_cfg": megatron, "train_global_batch_size": 64}
+    rates = {"optimizer": {"lr": PEAK, "min_lr": END}, "scheduler": {"lr_decay_style": "linear"}}
+    policy = {**rates, "train_global_batch_size": 64}
     made = schedule_of({"algorithm": algorithm, "policy": policy, "grpo": grpo, "sft": {"max_num_steps": 7}})
     for step in range(steps + 1):
         assert made.rate == pytest.approx(linear(step / steps), rel=1e-9)

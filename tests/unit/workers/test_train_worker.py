@@ -103,7 +103,7 @@ def test_the_reference_policy_keeps_its_weights(make: Callable[..., PlainWorker]
 def test_a_checkpoint_continues_and_names_what_differs(make: Callable[..., PlainWorker], tmp_path: Path) -> None:
     batch, worker = (
         reference.make_batch(),
-        make(megatron_cfg={"scheduler": {"lr_decay_style": "linear", "lr_decay_iters": 5}}),
+        make(scheduler={"lr_decay_style": "linear", "lr_decay_iters": 5}),
     )
     worker.train_step(batch, "likelihood")
     worker.save_checkpoint(str(tmp_path / "saved"))
