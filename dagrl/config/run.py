@@ -191,19 +191,6 @@ class LoggerConfig(Section):
     """Lowest level that is logged."""
 
 
-class TlsConfig(Section):
-    """Encryption of the edges between hosts: TLS 1.3. Every host has the files at these paths, the same or its own ones."""
-
-    certificate: PathText
-    """PEM file with the certificate of the host, or one of the whole cluster, and its chain."""
-
-    private_key: PathText
-    """PEM file with the key of the certificate, without a password. Only its owner may read it."""
-
-    authority: PathText
-    """PEM file with the certificates of the authorities that sign the hosts' certificates."""
-
-
 class ClusterConfig(Section):
     """The Ray cluster. CPUs and GPUs apply to a cluster that dagrl starts, not to one at `address`."""
 
@@ -218,9 +205,6 @@ class ClusterConfig(Section):
 
     gpus_per_worker: NonNegativeFloat | None = None
     """GPUs of each worker; a fraction lets workers share one. null: 1 if the machine has GPUs, else 0."""
-
-    tls: TlsConfig | None = None
-    """Encrypt the edges between hosts. null: they are authenticated, but not encrypted."""
 
 
 class TimeoutConfig(Section):

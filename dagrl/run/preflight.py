@@ -41,7 +41,6 @@ from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.checkpoint_store import find_checkpoint
 from dagrl.run.cluster import gpus_here, gpus_per_worker
 from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps, epoch_steps
-from dagrl.run.encryption import check_encryption
 from dagrl.run.hub import with_local_models
 from dagrl.run.model import (
     check_other_tokenizers,
@@ -106,7 +105,6 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     check_machine(config, plan)
     _check_outputs(config)
     resumed = find_checkpoint(RunPaths.of(config), resume=config.checkpointing.resume) if checkpoints else None
-    check_encryption(config)
     trace_phases(config, plan, workers)
     if plan.generates:
         for item in reward_functions(config.reward):

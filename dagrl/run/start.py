@@ -30,7 +30,6 @@ from dagrl.refit import Refit
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
 from dagrl.run.checkpoints import Checkpoints
 from dagrl.run.colocated import DROP_WEIGHTS, KEEP_WEIGHTS, SharedDevices
-from dagrl.run.encryption import tls_files
 from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.run.model import write_random_model
@@ -368,7 +367,6 @@ def scheduler_options(config: Config) -> SchedulerOptions:
         executor=config.executor,
         fallback=config.fallback,
         engine=config.executor_cfg.engine,
-        tls=tls_files(config.cluster),
         compile_s=config.timeouts.compile_s,
         warmup_s=config.timeouts.warmup_s,
         replay_s=config.timeouts.replay_s,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dagrl.runtime.compile import Engine
-from dagrl.runtime.edges.tls import TlsFiles
 from dagrl.runtime.executors.base import GraphLimits
 
 
@@ -16,8 +15,7 @@ class SchedulerOptions:
 
     `engine`: compiled graphs run on dagrl's loop and channels, or on Ray's own. `fuse_shards`: data-parallel shards on the
     same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once.
-    `overlap_communication`: graphs with accelerator edges overlap their transfers with computation. `tls`: files with which
-    edges between hosts are encrypted, by this engine.
+    `overlap_communication`: graphs with accelerator edges overlap their transfers with computation.
     `hang_factor`, `hang_floor_s`: a worker hangs if it runs a replay for that multiple of the longest one of its phase so
     far, and at least that long, or does not answer for as long. None: only the deadline `replay_s` counts.
     """
@@ -28,7 +26,6 @@ class SchedulerOptions:
     fuse_shards: bool = False
     max_in_flight: int = 2
     overlap_communication: bool = False
-    tls: TlsFiles | None = None
     arity: int = 8
     result_bytes: int = 1 << 20
     compile_s: float = 60.0
@@ -53,7 +50,6 @@ class SchedulerOptions:
             replay_s=self.replay_s,
             teardown_s=self.teardown_s,
             overlap_communication=self.overlap_communication,
-            tls=self.tls,
             input_key=room_key or f"input_bytes of Scheduler.add({phase}), or add a larger bucket",
             result_key=room_key or result_key,
         )

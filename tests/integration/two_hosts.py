@@ -5,18 +5,14 @@ A process is in one cluster at a time, and the other tests share one of a single
 
 from __future__ import annotations
 
-import shutil
 import socket
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 
 from dagrl.errors import PhaseError
-from dagrl.runtime.edges.tls import TlsFiles
 from dagrl.runtime.executors import loop
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.options import SchedulerOptions
@@ -24,7 +20,6 @@ from dagrl.runtime.phase import Shard, join, phase
 from dagrl.runtime.schedule import Scheduler
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker_group import WorkerGroup
-from tests.certificates import make_certificates
 
 HOSTS, PER_HOST = 2, 3
 LARGE = 100_000
@@ -119,9 +114,9 @@ def shares_come_back(group: WorkerGroup, executor: str) -> None:
             np.testing.assert_array_equal(found["x"], 2 * x)
 
 
-def replayed(group: WorkerGroup, executor: str, values: list[object], tls: TlsFiles | None = None) -> list[object]:
+def replayed(group: WorkerGroup, executor: str, values: list[object]) -> list[object]:
     found: list[object] = []
-    options = SchedulerOptions(executor=executor, fallback="error", result_bytes=8 << 20, tls=tls)  # type: ignore[arg-type]
+    options = SchedulerOptions(executor=executor, fallback="error", result_bytes=8 << 20)  # type: ignore[arg-type]
     with Scheduler([group], options) as scheduler:
         for item in PHASES:
             scheduler.add(item, warmup_value=0, input_bytes=2 << 20)
@@ -217,9 +212,7 @@ def main() -> None:
     swap_large(group)
     large_results(group)
     values = [1, 2.5, np.arange(5), np.arange(float(LARGE)), *range(50)]
-    with tempfile.TemporaryDirectory() as directory:
-        encrypted = make_certificates(Path(directory)) if shutil.which("openssl") else None
-        expected, found = replayed(group, "eager", values), replayed(group, "compiled", values, encrypted)
+    expected, found = replayed(group, "eager", values), replayed(group, "compiled", values)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_equal(one, other)
     print(f"{len(found)} results are equal")

@@ -9,8 +9,8 @@ of a pipeline, would deadlock. What the socket accepts is sent at once. The rest
 writer may compute for a long time, or wait in shared memory, before its next call.
 
 Neither side unpickles or sends a message before the other has shown the secret that was made for this edge and came through
-Ray, whose connections are authenticated. The listening socket is closed once its reader has connected. Messages are
-encrypted if the link has certificates (`tls.py`); like Ray's own transfers, they are not otherwise.
+Ray, whose connections are authenticated. The listening socket is closed once its reader has connected. Messages are not
+encrypted.
 
 A link that ends although this process did not close it is *lost*: EdgeLostError, which names both ends.
 """
@@ -22,7 +22,6 @@ import math
 import secrets
 import select
 import socket
-import ssl
 import struct
 import sys
 import threading
@@ -31,7 +30,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from zlib import crc32
 
 import numpy as np
@@ -44,11 +42,9 @@ from dagrl.runtime.edges.memory import (
     EdgeTimeoutError,
     MessageTooLargeError,
     aligned,
-    count_copied,
     cut,
 )
 from dagrl.runtime.edges.pickling import load
-from dagrl.runtime.edges.tls import TlsFiles, check_tls, client_context, reason, server_context
 
 Memory = npt.NDArray[np.uint8]
 
@@ -59,14 +55,10 @@ POOL = 4
 """Buffers of large messages that a reader keeps for reuse. Any other buffer ends with its last array."""
 
 _STRANGER_S = 2.0  # how long a connecting process may take to show the secret
-_HANDSHAKE_S = 30.0  # how long a reader waits for the handshake of TLS
 _JOINED_BYTES = 64 << 10
 """Messages up to this size are sent as one block. Larger ones are sent part by part, without copying what the socket
 accepts.
 """
-
-_TLS_BLOCK = 256 << 10
-"""Largest block given to TLS at once. One that the socket does not take whole is given again from its start."""
 
 _MOST_BLOCKS = 512
 """Blocks given to the socket at once. Linux accepts at most 1024 (IOV_MAX)."""
@@ -82,7 +74,6 @@ class LinkAddress:
     host: str
     port: int
     limit: int  # bytes of a message
-    tls: TlsFiles | None = None  # files on both hosts, if messages are encrypted
     reader_secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
     writer_secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_BYTES), repr=False)
 
@@ -93,10 +84,10 @@ class LinkAddress:
 class LinkWriter:
     """The writing end. Up to `in_flight` messages can be unsent. It listens from the start; its reader may connect later."""
 
-    def __init__(self, host: str, limit: int, in_flight: int, tls: TlsFiles | None = None) -> None:
+    def __init__(self, host: str, limit: int, in_flight: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening: socket.socket | None = socket.create_server((host, 0), family=family, backlog=8)
-        self.address = LinkAddress(host, self._listening.getsockname()[1], limit, tls)
+        self.address = LinkAddress(host, self._listening.getsockname()[1], limit)
         self.lost: EdgeLostError | None = None
         self._in_flight = in_flight
         self._socket: socket.socket | None = None
@@ -104,9 +95,6 @@ class LinkWriter:
         self._closed = False
         self._turn = threading.Condition()
         self._unsent: deque[bytes] = deque()  # unsent parts of messages; a thread sends them while there are any
-        if tls is not None:
-            check_tls(tls, "cluster.tls")
-            threading.Thread(target=self._shake_hands, name="dagrl-link", daemon=True).start()
 
     def write(self, parts: Sequence[bytes | memoryview], timeout_s: float | None) -> None:
         """Sends a message: a pickle and its buffers, as flat bytes. The caller may change the buffers afterwards.
@@ -120,8 +108,6 @@ class LinkWriter:
             raise MessageTooLargeError(f"a message of {size} bytes does not fit an edge of {self.address.limit} bytes")
         if size <= _JOINED_BYTES:
             blocks = [b"".join(blocks)]
-        elif self.address.tls is not None:
-            blocks = _joined(blocks)
         with self._turn:
             if self._closed or len(self._unsent) >= self._in_flight:
                 self._wait_for_room(timeout_s)
@@ -132,7 +118,6 @@ class LinkWriter:
                     raise self._end(error) from error
             if blocks:
                 self._send_later(blocks)
-        count_copied(size)
 
     def close(self) -> None:
         """Closes the link for both sides. Drops unsent messages."""
@@ -151,14 +136,13 @@ class LinkWriter:
 
     def _send_later(self, blocks: Sequence[bytes | memoryview]) -> None:
         self._unsent.append(b"".join(blocks))
-        count_copied(len(self._unsent[-1]))
         if len(self._unsent) == 1:
             threading.Thread(target=self._send_unsent, name="dagrl-link", daemon=True).start()
 
     def _send_unsent(self) -> None:
         """Sends until nothing is left. Runs in its own thread."""
         try:
-            reader = self._socket or self._connected()
+            reader = self._socket or self._let_reader_in()
             while self._unsent:
                 _send_all(reader, [self._unsent[0]])
                 with self._turn:
@@ -180,49 +164,18 @@ class LinkWriter:
         self.close()
         return self.lost
 
-    def _connected(self) -> socket.socket:
-        if self.address.tls is None:
-            return self._let_reader_in()
-        with self._turn:
-            self._turn.wait_for(lambda: self._closed or self._socket is not None)
-            if self._socket is None:
-                raise EdgeClosedError("this edge was closed")
-            return self._socket
-
-    def _shake_hands(self) -> None:
-        """Lets the reader in as soon as it connects, as a handshake needs both sides. Runs in its own thread."""
-        try:
-            self._let_reader_in()
-        except (OSError, EdgeClosedError) as error:
-            with self._turn:
-                self._end(error)
-
     def _let_reader_in(self) -> socket.socket:
         """Returns the first connection that shows the reader's secret."""
         while self._listening is not None and not self._closed:
             accepted, peer = self._listening.accept()
             accepted.settimeout(_STRANGER_S)
             _keep_alive(accepted)
-            if (found := self._encrypted(accepted)) is None:
-                continue
-            if hmac.compare_digest(_shown(found), self.address.reader_secret):
-                found.sendall(self.address.writer_secret)
-                found.settimeout(None if self.address.tls is None else 0.0)
-                return self._use(found, f"{peer[0]}:{peer[1]}")
-            found.close()
+            if hmac.compare_digest(_shown(accepted), self.address.reader_secret):
+                accepted.sendall(self.address.writer_secret)
+                accepted.settimeout(None)
+                return self._use(accepted, f"{peer[0]}:{peer[1]}")
+            accepted.close()
         raise EdgeClosedError("this edge was closed")
-
-    def _encrypted(self, accepted: socket.socket) -> socket.socket | None:
-        """Returns the connection after its TLS handshake, if the link has one; None for a process without a certificate."""
-        if self.address.tls is None:
-            return accepted
-        found = server_context(self.address.tls).wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
-        try:
-            found.do_handshake()
-        except OSError:  # a stranger; a reader with a wrong certificate is told, and raises
-            _end_politely(found)
-            return None
-        return found
 
     def _use(self, found: socket.socket, reader: str) -> socket.socket:
         with self._turn:
@@ -279,8 +232,6 @@ class LinkReader:
         """Translates a socket error: the link is lost, unless it was closed here."""
         if self._closed:
             return EdgeClosedError("this edge was closed")
-        if isinstance(error, ssl.SSLError):
-            error = f"TLS: {reason(error)} ({self._address.tls})"
         self.lost = EdgeLostError(f"lost the link from another host, from {self._address} to {self._name}: {error}")
         self.close()
         return self.lost
@@ -292,9 +243,6 @@ class LinkReader:
         self._name = "{}:{}".format(*found.getsockname())
         _keep_alive(found)
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_SILENCE_S + _PROBE_S * _PROBES))
-        if self._address.tls is not None:
-            found.settimeout(_HANDSHAKE_S)
-            found = client_context(self._address.tls).wrap_socket(found)
         found.sendall(self._address.reader_secret)
         found.setblocking(False)
         self._poll.register(found, select.POLLIN)
@@ -316,13 +264,8 @@ class LinkReader:
 
     def _fill(self, source: socket.socket, target: memoryview, until: float | None) -> None:
         while self._filled < len(target):
-            if self._address.tls is None:
-                self._wait(until)
-            try:
-                received = source.recv_into(target[self._filled :])
-            except ssl.SSLWantReadError:  # nothing more, or a part of a record
-                self._wait(until)
-                continue
+            self._wait(until)
+            received = source.recv_into(target[self._filled :])
             if not received:
                 raise ConnectionAbortedError("the writer closed it or is gone")
             self._filled += received
@@ -432,44 +375,12 @@ def _send_all(reader: socket.socket, blocks: list[bytes | memoryview]) -> None:
 
 def _send(reader: socket.socket, blocks: list[bytes | memoryview]) -> list[bytes | memoryview]:
     """Sends what the socket has room for and returns the rest."""
-    if isinstance(reader, ssl.SSLSocket):
-        return _send_encrypted(reader, blocks)
     try:
         while blocks:
             blocks = _after(blocks, reader.sendmsg(blocks[:_MOST_BLOCKS], (), socket.MSG_DONTWAIT))
     except BlockingIOError:  # no room
         pass
     return blocks
-
-
-def _end_politely(refused: socket.socket) -> None:
-    """Closes a connection once its other side has read why: bytes that nobody reads would make the system reset it."""
-    with suppress(OSError), refused:
-        socket.socket.shutdown(refused, socket.SHUT_WR)
-        until = time.monotonic() + _STRANGER_S
-        while (left := until - time.monotonic()) > 0:
-            refused.settimeout(left)
-            if not socket.socket.recv(refused, 1 << 12):
-                break
-
-
-def _send_encrypted(reader: ssl.SSLSocket, blocks: list[bytes | memoryview]) -> list[bytes | memoryview]:
-    """As `_send`. Of a block that the socket took in part, TLS wants the whole again, as long or longer."""
-    while blocks:
-        try:
-            blocks = _after(blocks, reader.send(memoryview(blocks[0])[:_TLS_BLOCK]))
-        except ssl.SSLWantWriteError:  # no room
-            break
-    return blocks
-
-
-def _joined(blocks: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """Returns the same bytes without empty and small blocks, of which each would be a record of TLS."""
-    found: list[bytes | memoryview] = []
-    for small, run in groupby(blocks, lambda block: len(block) < _JOINED_BYTES):
-        joined = list(run)
-        found += [b"".join(joined)] if small else joined
-    return [block for block in found if block]
 
 
 def _keep_alive(end: socket.socket) -> None:
@@ -489,4 +400,4 @@ def _keep_alive(end: socket.socket) -> None:
 def _shut(end: socket.socket) -> None:
     """Wakes all threads that wait on a socket, here and at its other end. The descriptor closes with its last reference."""
     with suppress(OSError):  # not connected any more
-        socket.socket.shutdown(end, socket.SHUT_RDWR)  # SSLSocket's would let a waiting reader read ciphertext
+        end.shutdown(socket.SHUT_RDWR)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from dagrl.errors import RunError
 from dagrl.runtime.edges.futex import Watch, fence, pause_until
-from dagrl.runtime.edges.memory import LINE, MemoryAddress, aligned, anonymous_memory, count_copied, open_memory
+from dagrl.runtime.edges.memory import LINE, MemoryAddress, aligned, anonymous_memory, open_memory
 from dagrl.runtime.edges.pickling import UnreadableError, load
 
 CELL_BYTES = 2048
@@ -97,7 +97,6 @@ class Mailbox:
         fence()
         self._words[_WRITTEN + writer] = number & _MASK
         self._watch.wake(_WRITTEN + writer)
-        count_copied(size)
 
     def collect(self, number: int, timeout_s: float) -> list[object]:
         """Returns message `number` of every writer, unpickled, in the order of the writers. Drops earlier ones.

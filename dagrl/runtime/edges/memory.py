@@ -1,4 +1,4 @@
-"""Anonymous files that the processes of one host map, the errors of edges, and a count of copied bytes.
+"""Anonymous files that the processes of one host map, and the errors of edges.
 
 An edge's memory, and that of an ipc channel on the host, is an anonymous file (memfd_create(2)). Other processes of the same
 user open it through `/proc/<pid>/fd` of its owner. It ends with the last process that maps it and leaves nothing in
@@ -16,8 +16,6 @@ from dagrl.errors import RunError
 
 LINE = 64
 """Bytes of a cache line. Words that different processes write are on different lines."""
-
-_copied = [0]
 
 
 class EdgeClosedError(RunError):
@@ -80,13 +78,3 @@ def cut(whole: memoryview, offset: int, sizes: Sequence[int]) -> list[memoryview
         views.append(whole[offset : offset + size])
         offset += aligned(size)
     return views
-
-
-def count_copied(size: int) -> None:
-    """Adds to the bytes that this process has copied into or out of edges."""
-    _copied[0] += size
-
-
-def copied_bytes() -> int:
-    """Bytes that this process has copied into and out of shared memory and sockets since it started."""
-    return _copied[0]

@@ -32,7 +32,6 @@ from dagrl.runtime.edges.memory import (
     MessageTooLargeError,
     aligned,
     anonymous_memory,
-    count_copied,
     cut,
     open_memory,
 )
@@ -130,7 +129,6 @@ class Ring:
         fence()
         self._words[_SEQUENCE] = sequence & _MASK
         self._watch.wake(_SEQUENCE)
-        count_copied(needed)
 
     def read(self, reader: int, timeout_s: float | None) -> object:
         """Returns the next message, unpickled. Large arrays are copies, or views of the slot, read-only if there are more
@@ -159,7 +157,6 @@ class Ring:
         message = np.frombuffer(self._memory, np.uint8, self._slot_bytes, start)
         views = cut(message.data, offset - start + aligned(size), sizes)
         if self._held >= KEPT or sum(sizes) <= IN_PLACE_BYTES:
-            count_copied(sum(sizes))
             try:
                 return load(pickled, [_own(view) for view in views])
             finally:

@@ -17,7 +17,6 @@ from ray.actor import ActorHandle
 from dagrl.errors import WorkerFailure
 from dagrl.runtime.arguments import Static
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Packet
-from dagrl.runtime.edges.tls import TlsFiles
 from dagrl.runtime.executors.node import NodeCall, Take
 from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.passes.hosts import RELAY, relays_input
@@ -39,8 +38,7 @@ class GraphLimits:
     """Sizes and deadlines of one compiled phase. Bytes are those of one input or one result; times are in seconds.
 
     `may_kill`: dagrl created its workers, and a teardown kills those that do not stop. `input_key` and `result_key`: the
-    settings of `input_bytes` and `result_bytes`, for the errors of larger values. `tls`: files that encrypt edges between
-    hosts.
+    settings of `input_bytes` and `result_bytes`, for the errors of larger values.
     """
 
     input_bytes: int
@@ -51,7 +49,6 @@ class GraphLimits:
     teardown_s: float
     may_kill: bool = True
     overlap_communication: bool = False
-    tls: TlsFiles | None = None
     input_key: str = "input_bytes of Scheduler.add"
     result_key: str = "SchedulerOptions.result_bytes"
 

@@ -7,6 +7,7 @@ that waits; workers whose loops go on are killed at its deadline.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
-from dagrl.errors import RunError, WorkerFailure
+from dagrl.errors import ConfigError, RunError, WorkerFailure
 from dagrl.runtime.edges.mailbox import Mailbox
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeTimeoutError
 from dagrl.runtime.edges.packet import Header, Packet, PacketBody, body_from_wire
@@ -29,6 +30,7 @@ from dagrl.runtime.executors.dag import LOOPS, BoundNode, bind_graph, nodes_of
 from dagrl.runtime.executors.edge import DRIVER, EdgeAddress, EdgeReader, EdgeSpec, EdgeWriter, Reader
 from dagrl.runtime.executors.loop import LoopNode, end_loop, loop_runs, prepare_loop, start_loop
 from dagrl.runtime.graph import PhaseGraph, Source, WorkerRef
+from dagrl.runtime.passes.hosts import Hosts
 
 DEATH_S = 10.0
 """How long to wait for Ray to say which worker died, after edges were closed."""
@@ -82,13 +84,22 @@ def plan_loops(
         near = tuple(one for one in others if hosts[one] == hosts[writer])
         far = tuple(one for one in others if hosts[one] != hosts[writer])
         cell = None if source is None else cells.get(source)
-        return EdgeSpec(slot_bytes, limits.max_in_flight, near, far, cell, limits.tls)
+        return EdgeSpec(slot_bytes, limits.max_in_flight, near, far, cell)
 
     loops: dict[Reader, list[LoopNode]] = {worker: [] for worker in sorted(set(workers))}
     for node, worker in zip(nodes, workers, strict=True):
         loops[worker].append(LoopNode(node.call, node.sources, edge(node.call.number, worker, node.call.result_limit)))
     start = edge(None, DRIVER, limits.input_bytes)
     return LoopPlan(tuple(map(tuple, loops.values())), start, tuple(cells.get(number) for number in outputs))
+
+
+def check_encryption(hosts: Hosts) -> None:
+    """Raises ConfigError if Ray encrypts its connections, but edges to another host would not be encrypted."""
+    if hosts.several and os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        raise ConfigError(
+            "RAY_USE_TLS is set, but engine: dagrl would send batches, samples and metrics between hosts in plain text. Set "
+            "executor_cfg.engine=ray (SchedulerOptions(engine='ray')), which sends them over Ray's encrypted connections"
+        )
 
 
 class DagrlGraph:
@@ -98,6 +109,7 @@ class DagrlGraph:
         self._limits, self._phase = limits, graph.phase
         self._name = f"{graph.phase}-{uuid.uuid4().hex}"
         self._bound = bind_graph(graph, actors, nodes, limits)
+        check_encryption(self._bound.hosts)
         self._submitted = 0
         self._alive: dict[ActorHandle, ray.ObjectRef] = {}
         self._ask_at = 0.0

@@ -23,7 +23,6 @@ from dagrl.runtime.edges.memory import EdgeLostError
 from dagrl.runtime.edges.packet import PLAIN_TYPES, Packet, wire_body
 from dagrl.runtime.edges.pickling import dump
 from dagrl.runtime.edges.ring import Ring, RingAddress
-from dagrl.runtime.edges.tls import TlsFiles
 
 Reader = int
 """A reader: the number of its actor in the graph, or `DRIVER`."""
@@ -35,7 +34,7 @@ DRIVER: Reader = -1
 class EdgeSpec:
     """What an edge is made from: `in_flight` messages of up to `slot_bytes` bytes; `near` and `far`: readers by their host.
 
-    `cell`: its place in the driver's mailbox, if only the driver reads it. `tls`: files that encrypt messages between hosts.
+    `cell`: its place in the driver's mailbox, if only the driver reads it.
     """
 
     slot_bytes: int
@@ -43,7 +42,6 @@ class EdgeSpec:
     near: tuple[Reader, ...] = ()
     far: tuple[Reader, ...] = ()
     cell: int | None = None
-    tls: TlsFiles | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class EdgeWriter:
     def __init__(self, spec: EdgeSpec, mailbox: Mailbox | None = None) -> None:
         self._ring = Ring.create(spec.in_flight, spec.slot_bytes, len(spec.near)) if spec.near else None
         host = ray.util.get_node_ip_address() if spec.far else ""
-        self._links = {one: LinkWriter(host, spec.slot_bytes, spec.in_flight, spec.tls) for one in spec.far}
+        self._links = {one: LinkWriter(host, spec.slot_bytes, spec.in_flight) for one in spec.far}
         self._senders: list[Ring | LinkWriter] = [*([] if self._ring is None else [self._ring]), *self._links.values()]
         self._mailbox, self._cell = None if spec.cell is None else mailbox, spec.cell
         self._posted = 0

@@ -292,16 +292,6 @@ TABLE = [
         (f"{MEGATRON}.data_parallel_size=16",),
     ),
     Row(
-        "certificate that is not there",
-        ("cluster.tls", "no/such.pem", "no such file", "Expected: PEM files"),
-        ("cluster.tls={certificate: no/such.pem, private_key: no/such.pem, authority: no/such.pem}",),
-    ),
-    Row(
-        "encryption of edges that Ray carries",
-        ("cluster.tls", "executor=eager sends through Ray", "RAY_USE_TLS=1"),
-        ("cluster.tls={certificate: a.pem, private_key: a.pem, authority: a.pem}", "executor=eager"),
-    ),
-    Row(
         "worker limit",
         ("9 workers", "1 CPU cores hold 8"),
         ("cluster.num_cpus=1", "policy.generation.vllm_cfg.data_parallel_size=8"),

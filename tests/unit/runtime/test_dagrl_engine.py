@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from dagrl.errors import RunError, WorkerFailure
+from dagrl.errors import ConfigError, RunError, WorkerFailure
 from dagrl.runtime.edges.mailbox import Mailbox
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError
 from dagrl.runtime.edges.packet import Header, Packet
@@ -19,10 +19,11 @@ from dagrl.runtime.edges.pickling import UnreadableError, load
 from dagrl.runtime.executors import base, dagrl_engine
 from dagrl.runtime.executors.base import GraphLimits
 from dagrl.runtime.executors.dag import BoundNode
-from dagrl.runtime.executors.dagrl_engine import DagrlGraph, Outputs, Submitted, plan_loops
+from dagrl.runtime.executors.dagrl_engine import DagrlGraph, Outputs, Submitted, check_encryption, plan_loops
 from dagrl.runtime.executors.edge import DRIVER
 from dagrl.runtime.executors.node import NodeCall
-from dagrl.runtime.graph import Source
+from dagrl.runtime.graph import Source, WorkerRef
+from dagrl.runtime.passes.hosts import Hosts
 from tests.unit.runtime.unreadable import unreadable
 
 HEADER = Header("phase", 7, False, {"train": 0}, 10.0)
@@ -285,3 +286,13 @@ def test_a_graph_that_stops_is_waited_for_and_nobody_is_killed(monkeypatch: pyte
     rays = Rays({"a": [True], "b": [False, False, True]})
     live_graph(monkeypatch, rays).teardown(4.0)
     assert not rays.killed and rays.now < 100.5
+
+
+def test_edges_to_other_hosts_are_refused_where_ray_encrypts(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = WorkerRef("train", 0)
+    one, two = Hosts({worker: "here"}, "here"), Hosts({worker: "there"}, "here")
+    check_encryption(two)
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    check_encryption(one)
+    with pytest.raises(ConfigError, match=r"samples and metrics between hosts in plain text.*executor_cfg\.engine=ray"):
+        check_encryption(two)

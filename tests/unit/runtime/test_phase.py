@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -567,38 +564,3 @@ def test_fingerprints_tell_graphs_apart() -> None:
     ]
     prints = {item.fingerprint for item in (graph, *different)}
     assert len(prints) == 1 + len(different)
-
-
-DEFINE = """
-import sys
-from dagrl.runtime.draw import Drawing, mermaid
-from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.phase import Role, methods_of
-from dagrl.graphs import generate, logprobs, refit, train
-from tests.unit.runtime.phase_worker import Both
-
-layout = ParallelLayout(dp=2, tp=2)
-roles = {name: Role(name, layout, methods_of(Both)) for name in ("train", "generation")}
-for item in (train.demonstration_step, train.train_step, logprobs.logprobs, generate.generate, refit.refit):
-    graph = item.trace(roles, 2)
-    graph.validate()
-    buffers = dict.fromkeys((None, *range(len(graph.nodes))), 1)
-    assert mermaid([Drawing(graph, dict.fromkeys(graph.widths, layout), buffers)])
-    sys.stdout.write(graph.fingerprint + "\\n")
-heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"ray", "torch", "megatron", "vllm", "transformers"})
-sys.stdout.write(f"imported: {heavy}\\n")
-"""
-
-
-def test_tracing_and_drawing_import_no_ray_and_fingerprints_are_equal_in_every_process() -> None:
-    environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("0", "1", "12345")]
-    processes = [
-        subprocess.Popen([sys.executable, "-c", DEFINE], env=environment, stdout=subprocess.PIPE, text=True)
-        for environment in environments
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes)
-    assert len(set(outputs)) == 1
-    *fingerprints, imported = outputs[0].splitlines()
-    assert len(set(fingerprints)) == 5
-    assert imported == "imported: []"

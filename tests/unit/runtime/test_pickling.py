@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
 import math
 import pickle
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,18 +79,11 @@ def test_tensors_of_torchs_newer_dtypes_fit_their_size(name: str) -> None:
         assert torch.equal(one.t().contiguous().view(torch.uint8), tensor.t().contiguous().view(torch.uint8))
 
 
-RELAY = """
-import torch
-from dagrl.runtime.edges.pickling import dump, load
-tensor = torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn)
-pickled, *buffers = dump(tensor)
-assert load(pickled, buffers).view(torch.uint8).tolist() == [0, 1, 2, 3]
-"""
-
-
-def test_a_process_that_has_sized_nothing_writes_readable_messages() -> None:
+def test_a_process_that_has_sized_nothing_writes_readable_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A relay is such a process: it passes on what it has read."""
-    subprocess.run([sys.executable, "-c", RELAY], check=True, timeout=120)
+    monkeypatch.delitem(copyreg.dispatch_table, torch.UntypedStorage, raising=False)
+    pickled, *buffers = dump(torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn))
+    assert load(pickled, buffers).view(torch.uint8).tolist() == [0, 1, 2, 3]
 
 
 @given(

@@ -1,0 +1,85 @@
+"""What holds between processes: rings are read in others, and traced graphs are the same in each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import numpy as np
+
+from dagrl.runtime.edges.pickling import dump
+from dagrl.runtime.edges.ring import IN_PLACE_BYTES, Ring, RingAddress
+
+SLOT = 1 << 20
+
+
+def echo(there: RingAddress, back: RingAddress, reader: int, count: int) -> None:
+    """Another process: sends back a digest of each message."""
+    incoming, outgoing = Ring.open(there), Ring.open(back)
+    for _ in range(count):
+        value = incoming.read(reader, 120.0)
+        digest = float(value.sum()) if isinstance(value, np.ndarray) else value
+        writeable = isinstance(value, np.ndarray) and value.flags.writeable
+        del value
+        outgoing.write(dump((digest, writeable)), 120.0)
+
+
+def test_messages_of_any_size_reach_every_reader_of_other_processes_in_order() -> None:
+    readers, values = 3, [1, b"x" * 100, np.arange(10), np.ones(100_000), {"a": [1, "b"]}, np.arange(50_000), None]
+    there = Ring.create(2, SLOT, readers)
+    backs = [Ring.create(2, SLOT, 1) for _ in range(readers)]
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(target=echo, args=(there.address, back.address, reader, len(values)))
+        for reader, back in enumerate(backs)
+    ]
+    for process in processes:
+        process.start()
+    for value in values:
+        there.write(dump(value), 120.0)
+        expected = float(value.sum()) if isinstance(value, np.ndarray) else value
+        in_place = isinstance(value, np.ndarray) and value.nbytes > IN_PLACE_BYTES
+        for back in backs:
+            digest, writeable = back.read(0, 120.0)  # type: ignore[misc]
+            assert digest == expected
+            assert writeable == (isinstance(value, np.ndarray) and not in_place)
+    for process in processes:
+        process.join(120.0)
+        assert process.exitcode == 0
+
+
+DEFINE = """
+import sys
+from dagrl.runtime.draw import Drawing, mermaid
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.phase import Role, methods_of
+from dagrl.graphs import generate, logprobs, refit, train
+from tests.unit.runtime.phase_worker import Both
+
+layout = ParallelLayout(dp=2, tp=2)
+roles = {name: Role(name, layout, methods_of(Both)) for name in ("train", "generation")}
+for item in (train.demonstration_step, train.train_step, logprobs.logprobs, generate.generate, refit.refit):
+    graph = item.trace(roles, 2)
+    graph.validate()
+    buffers = dict.fromkeys((None, *range(len(graph.nodes))), 1)
+    assert mermaid([Drawing(graph, dict.fromkeys(graph.widths, layout), buffers)])
+    sys.stdout.write(graph.fingerprint + "\\n")
+heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"ray", "torch", "megatron", "vllm", "transformers"})
+sys.stdout.write(f"imported: {heavy}\\n")
+"""
+
+
+def test_tracing_and_drawing_import_no_ray_and_fingerprints_are_equal_in_every_process() -> None:
+    environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("0", "1", "12345")]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", DEFINE], env=environment, stdout=subprocess.PIPE, text=True)
+        for environment in environments
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes)
+    assert len(set(outputs)) == 1
+    *fingerprints, imported = outputs[0].splitlines()
+    assert len(set(fingerprints)) == 5
+    assert imported == "imported: []"
