@@ -53,14 +53,12 @@ def quantum_streams(batch: Batch) -> bool:
 class RequestOptions:
     """How a request is sampled where it differs from the configuration (None), and which strings end it too.
 
-    With `stream`, each quantum returns its new tokens before it has finished. `constraint` limits the tokens to a grammar:
-    the JSON text of one field of vLLM's `StructuredOutputsParams` and its value.
+    `constraint` limits the tokens to a grammar: the JSON of one field of vLLM's `StructuredOutputsParams` and its value.
     """
 
     temperature: float | None = None
     top_p: float | None = None
     stop: tuple[str, ...] = ()
-    stream: bool = False
     constraint: str = ""
 
 

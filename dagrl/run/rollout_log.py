@@ -1,4 +1,4 @@
-"""Keeps what each step trained on, validated or dropped in `rollouts/`, and shows a part in the trace, during the run."""
+"""Writes what each step trained on, validated or dropped into `rollouts/`, in a thread."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from dagrl.rl.rollout.scoring import ScoredGroup, Untrained
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.worker_group import WorkerGroup
-from dagrl.telemetry.conversations import ConversationTrace
 from dagrl.telemetry.rollouts import OTHER, RolloutFiles, load_writer, table_of
-from dagrl.telemetry.trace import TraceEvent, TraceWriter
 
 if TYPE_CHECKING:
     import pyarrow
@@ -30,8 +28,8 @@ METHOD = "kept_logprobs"
 WAITING = 2
 """Files that may wait to be written when another one comes: those of one step."""
 
-Prepared: TypeAlias = "tuple[pyarrow.Table, list[TraceEvent]]"
-"""The table of a step's samples, and the events of its trace."""
+Prepared: TypeAlias = "pyarrow.Table"
+"""The table of a step's samples."""
 
 
 class RolloutLog:
@@ -43,10 +41,8 @@ class RolloutLog:
         train: WorkerGroup,
         tokenizer: PreTrainedTokenizerFast,
         deadline: Deadline,
-        trace: TraceWriter | None = None,
     ) -> None:
         self._files, self._train, self._deadline = files, train, deadline
-        self._trace, self._conversations = trace, ConversationTrace()
         self._texts = TokenTexts(tokenizer)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._writing: deque[Future[None]] = deque([self._pool.submit(load_writer)])
@@ -83,7 +79,7 @@ class RolloutLog:
 
     def _rows(self, groups: Sequence[ScoredGroup], batch: Batch, kept: Future[Kept], step: int) -> Prepared:
         rows = rollout_rows(groups, batch, kept.result(), step, self._texts)
-        return table_of(rows), list(self._conversations.events(rows)) if self._trace is not None else []
+        return table_of(rows)
 
     def keep_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
         """Keeps samples that no step trains on. Raises the OSError of an earlier file."""
@@ -97,10 +93,7 @@ class RolloutLog:
             self._writing.popleft().result()
 
     def _write(self, prepared: Future[Prepared], step: int) -> None:
-        table, events = prepared.result()
-        self._files.write_table(step, table)
-        if self._trace is not None:
-            self._trace.write(events)
+        self._files.write_table(step, prepared.result())
 
     def _write_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
         self._files.write(step, untrained_rows(untrained, step, self._texts), OTHER)

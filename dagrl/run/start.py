@@ -250,7 +250,7 @@ def _rollout_log(run: PreparedRun, train: WorkerGroup) -> RolloutLog | None:
         return None
     step = run.resumed.state.step if run.resumed else 0
     files = RolloutFiles(run.paths.rollouts, max_bytes=most, resumed_step=step)
-    return RolloutLog(files, train, run.inputs.tokenizer, run.config.timeouts.replay, run.trace)
+    return RolloutLog(files, train, run.inputs.tokenizer, run.config.timeouts.replay)
 
 
 def load_phases(config: Config, plans: Sequence[PhasePlan]) -> dict[str, Phase]:

@@ -35,16 +35,15 @@ def schema() -> pyarrow.Schema:
     sampling (`zero_variance`, `failed`) or by age (`too_old`), itself by filtering (`overlong`), for lack of a reward
     (`no_reward`) or of an answer of its environment (`failed`). `logprobs` are the engine's, `train_logprobs` and
     `reference_logprobs` those of the train workers and of the reference policy (null where no phase computes them),
-    `versions` the policy version that made each token. `began_ns` and `ended_ns` of a turn are nanoseconds since the epoch,
-    null where nobody measured them: for agents, and in turns that a checkpoint interrupted. `sampled` is false on tokens of
-    an environment. `advantage` is 0 for samples that are not trained on (`valid` is false). `conversations` are those of an
-    agent after the first, with the same columns; `trained` says whether they are trained on too.
+    `versions` the policy version that made each token. `sampled` is false on tokens of an environment. `advantage` is 0 for
+    samples that are not trained on (`valid` is false). `conversations` are those of an agent after the first, with the same
+    columns; `trained` says whether they are trained on too.
     """
     import pyarrow as pa
 
     text, number, real, truth = pa.string(), pa.int32(), pa.float32(), pa.bool_()
     numbers, reals = pa.list_(number), pa.list_(real)
-    turn = {"role": text, "text": text, "start": number, "end": number, "began_ns": pa.int64(), "ended_ns": pa.int64()}
+    turn = {"role": text, "text": text, "start": number, "end": number}
     sequence = {
         "prompt": text,
         "turns": pa.list_(pa.struct(turn)),

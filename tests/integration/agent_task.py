@@ -60,5 +60,4 @@ def _noted(choices: Any, text: str, versions: list[int], prompt: list[int] | Non
         "tokens": [token for choice in choices for token in choice.token_ids],
         "logprobs": [item.logprob for choice in choices for item in choice.logprobs.content],
         "versions": versions,
-        "pieces": len(choices),
     }

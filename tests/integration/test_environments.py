@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -22,8 +20,6 @@ from dagrl.rl.rollout.trajectory_file import read_trajectories
 from dagrl.run.loops import policy_update
 from dagrl.run.train import train
 from dagrl.runtime.shapes import Batch
-from dagrl.telemetry.record import RunPaths
-from dagrl.telemetry.rollouts import read_rollouts, rollout_files
 from tests.integration.test_async_grpo import (
     ASYNC,
     PROMPTS,
@@ -113,36 +109,6 @@ def test_an_open_question_in_a_checkpoint_is_asked_again(
         assert not any(final.sampled[len(asked.tokens) : len(asked.tokens) + 2]), "the environment's two nines come next"
     for episode in episodes_of(trained):
         check_answered(episode)
-
-
-def test_the_trace_shows_what_was_said_and_when(tmp_path: Path) -> None:
-    config = configuration(
-        tmp_path,
-        "said",
-        grpo={"max_num_steps": 2, "val_period": 0, "val_at_start": False},
-        environment={"function": "tests.integration.unigram_task:SaysNines", "max_turns": 3},
-        checkpointing={"enabled": False},
-        logger={"trace_enabled": True},
-    )
-    began = time.time_ns()
-    train(config)
-    paths = RunPaths.of(config)
-    events = json.loads(paths.trace.read_text())
-    said = [event for event in events if event.get("cat") == "conversation"]
-    for step, file in rollout_files(paths.rollouts).items():
-        rows = read_rollouts(file)
-        assert all(began < turn["began_ns"] < turn["ended_ns"] < time.time_ns() for row in rows for turn in row["turns"])
-        shown = [row for row in rows if row["group"] == rows[0]["group"]]
-        assert {len(row["turns"]) for row in shown} & {3, 5}, "an environment that answers"
-        for row in shown:
-            turns = [one for one in said if (one["args"]["step"], one["args"]["sample"]) == (step, row["place"])]
-            assert [(one["name"], one["args"]["text"]) for one in turns] == [
-                (turn["role"], turn["text"]) for turn in row["turns"]
-            ]
-            assert len({one["tid"] for one in turns}) == 1
-    for thread in {event["tid"] for event in said}:
-        on_it = sorted((event["ts"], event["ts"] + event["dur"]) for event in said if event["tid"] == thread)
-        assert all(end <= start + 1e-3 for (_, end), (start, _) in pairwise(on_it)), "spans of a thread overlap"
 
 
 def failing(output: Path, share: float) -> Config:

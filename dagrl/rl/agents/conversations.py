@@ -47,9 +47,8 @@ class Answer:
 
     context: Context
     made: FinishedRequest
-    text: str
-    said: str = ""
-    trained: bool = True
+    said: str
+    trained: bool
     followed: bool = False
 
     def whole(self) -> list[int]:
@@ -120,22 +119,9 @@ class Conversations:
     def extended_by(self, messages: Sequence[str]) -> Answer | None:
         """Returns the longest answer whose messages are the first of `messages`; of equal ones, an unanswered one."""
         keys = tuple(messages)
-        found = [one for one in self.answers if one.said and one.messages == keys[: len(one.messages)]]
-        return _longest(found, [len(one.messages) for one in found])
-
-    def extended_by_tokens(self, tokens: Sequence[int]) -> Answer | None:
-        """Returns the longest answer whose tokens are the first of `tokens`."""
-        found = [(one, len(whole)) for one in self.answers if (whole := one.whole()) == list(tokens[: len(whole)])]
-        return _longest([one for one, _ in found], [length for _, length in found])
-
-    def extended_by_text(self, text: str) -> Answer | None:
-        """Returns the longest answer to a text prompt whose text is the start of `text`."""
-        found = [one for one in self.answers if not one.said and text.startswith(self.text_of(one))]
-        return _longest(found, [len(self.text_of(one)) for one in found])
-
-    def text_of(self, answer: Answer) -> str:
-        """Returns the text of a conversation of text prompts, up to the end of an answer."""
-        return "".join(one.context.text + one.text for one in answer.path())
+        extended = [answer for answer in self.answers if answer.messages == keys[: len(answer.messages)]]
+        # max takes the first of equals: reversed, the latest answer
+        return max(reversed(extended), key=lambda answer: (len(answer.messages), not answer.followed), default=None)
 
     def rows(self, most: int) -> Kept:
         """Returns up to `most` conversations to train on, those with the most tokens to learn first, and the others."""
@@ -153,11 +139,6 @@ class Conversations:
         untrained = sum(len(answer.made.tokens) for answer in self.answers) - taken
         every = {id(answer) for answer in self.answers}
         return Kept(rows, [_row(end.path(), every) for end in ends], untrained)
-
-
-def _longest(answers: Sequence[Answer], lengths: Sequence[int]) -> Answer | None:
-    ranked = [(length, not one.followed, place) for place, (one, length) in enumerate(zip(answers, lengths, strict=True))]
-    return answers[max(ranked)[2]] if ranked else None
 
 
 def _learned(end: Answer, left: set[int]) -> int:

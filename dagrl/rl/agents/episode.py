@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dagrl.rl.agents.conversations import Answer, Context, Conversations, Kept
-from dagrl.rl.agents.protocol import EndpointError, SamplingBody
+from dagrl.rl.agents.protocol import ChatBody, EndpointError
 from dagrl.rl.generation import FinishedRequest, RequestOptions
 
-Event = FinishedRequest | EndpointError
-"""What a request hears of: its tokens so far, all tokens if the finish reason is not empty, or why there are none."""
+Result = FinishedRequest | EndpointError
+"""The tokens that answer a request, or why there are none."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,16 @@ class Turn:
     seed: int | None
     options: RequestOptions
     trained: bool
-    loop: asyncio.AbstractEventLoop
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    result: asyncio.Future[Result] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     cancelled: bool = False
 
-    def tell(self, event: Event) -> None:
-        """Passes an event to the endpoint's thread."""
-        self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+    def finish(self, result: Result) -> None:
+        """Passes the result to the endpoint's thread. May be called from any thread."""
+        self.result.get_loop().call_soon_threadsafe(self._set, result)
+
+    def _set(self, result: Result) -> None:
+        if not self.result.done():  # cancelled with the request
+            self.result.set_result(result)
 
 
 class AgentEpisode:
@@ -62,7 +65,7 @@ class AgentEpisode:
         self._asked = 0
         self._ended = ""
 
-    def ask(self, body: SamplingBody, context: Callable[[Conversations], Context], constraint: str = "") -> Turn:
+    def ask(self, body: ChatBody, context: Callable[[Conversations], Context], constraint: str) -> Turn:
         """Returns the turn of a request. Raises EndpointError if the episode has ended, or for a request beyond limits."""
         with self._lock:
             if self._ended:
@@ -86,14 +89,14 @@ class AgentEpisode:
             self._open.remove(turn)
             return True
 
-    def record(self, turn: Turn, made: FinishedRequest, text: str, said: str) -> None:
+    def record(self, turn: Turn, made: FinishedRequest, said: str) -> None:
         """Adds an answer to the conversations, before the client gets it. Raises EndpointError if the episode has ended."""
         with self._lock:
             if turn not in self._open:
                 why = self._ended or "the client of this request has gone"
                 raise EndpointError(why, status=401, code="episode_ended")
             self._open.remove(turn)
-            self._conversations.add(Answer(turn.context, made, text, said, turn.trained))
+            self._conversations.add(Answer(turn.context, made, said, turn.trained))
 
     def begin_again(self) -> None:
         """Forgets everything: the process of the agent was lost, and another one starts it again."""
@@ -107,7 +110,7 @@ class AgentEpisode:
             self._ended = why
             turns = self._cancel_open()
         for turn in turns:
-            turn.tell(EndpointError(why, status=401, code="episode_ended"))
+            turn.finish(EndpointError(why, status=401, code="episode_ended"))
 
     def rows(self, most: int) -> Kept:
         """See `Conversations.rows`."""
@@ -125,7 +128,7 @@ class AgentEpisode:
             turn.cancelled = True
         return turns
 
-    def _turn(self, body: SamplingBody, context: Context, constraint: str) -> Turn:
+    def _turn(self, body: ChatBody, context: Context, constraint: str) -> Turn:
         limits, prompt = self._limits, context.whole()
         room = limits.room - len(prompt)
         if room < 1 or not prompt:
@@ -135,9 +138,7 @@ class AgentEpisode:
                 code="context_length_exceeded",
             )
         temperature = 0.0 if body.temperature is None and self._greedy else body.temperature
-        # A constrained answer may have to be sampled again from its start, so no part of it is given out.
-        stream = body.stream and not constraint
-        options = RequestOptions(temperature, body.top_p, body.stop, stream, constraint)
+        options = RequestOptions(temperature, body.top_p, body.stop, constraint)
         most = min(body.most_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
         trained = body.temperature in (None, limits.temperature) and body.top_p in (None, limits.top_p)
-        return Turn(context, prompt, self._asked, most, body.seed, options, trained, asyncio.get_running_loop())
+        return Turn(context, prompt, self._asked, most, body.seed, options, trained)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator, model_validator
 
@@ -21,8 +21,6 @@ MODEL = "policy"
 
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
@@ -37,8 +35,6 @@ MAX_STOP_BYTES = 256
 """Of a request's stop strings."""
 
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-
-Body = TypeVar("Body", bound="SamplingBody")
 
 
 class EndpointError(DagrlError):
@@ -58,53 +54,6 @@ class StreamOptions(BaseModel, extra="forbid"):
     """Options of a streamed answer."""
 
     include_usage: bool = False
-
-
-class SamplingBody(BaseModel, extra="forbid"):
-    """What both kinds of requests have in common."""
-
-    model: str
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    max_tokens: PositiveInt | None = None
-    stop: tuple[str, ...] = Field(default=(), max_length=4)
-    seed: int | None = None
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    return_token_ids: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_neutral(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {
-            name: value
-            for name, value in given.items()
-            if value is not None and name not in IGNORED and not (name in NEUTRAL and value in NEUTRAL[name])
-        }
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _several(cls, stop: Any) -> Any:
-        return (stop,) if isinstance(stop, str) else stop
-
-    @field_validator("stop")
-    @classmethod
-    def _some_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
-        if not all(stop) or sum(len(text.encode()) for text in stop) > MAX_STOP_BYTES:
-            raise ValueError(f"stop strings must not be empty, or have more than {MAX_STOP_BYTES} bytes in all")
-        return stop
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether the answer has the log-probabilities of its tokens."""
-        raise NotImplementedError
-
-    @property
-    def most_tokens(self) -> int | None:
-        """The most tokens of the answer, if the request says."""
-        return self.max_tokens
 
 
 class FunctionName(BaseModel):
@@ -147,16 +96,48 @@ class JsonFormat(BaseModel, extra="forbid"):
         return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
-class ChatBody(SamplingBody):
+class ChatBody(BaseModel, extra="forbid"):
     """`POST /v1/chat/completions`."""
 
+    model: str
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | NamedFunction = "auto"
     response_format: JsonFormat | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
+    stop: tuple[str, ...] = Field(default=(), max_length=4)
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     logprobs: bool = False
+    return_token_ids: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None and name not in IGNORED and not (name in NEUTRAL and value in NEUTRAL[name])
+        }
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _several(cls, stop: Any) -> Any:
+        return (stop,) if isinstance(stop, str) else stop
+
+    @field_validator("stop")
+    @classmethod
+    def _some_text(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop) or sum(len(text.encode()) for text in stop) > MAX_STOP_BYTES:
+            raise ValueError(f"stop strings must not be empty, or have more than {MAX_STOP_BYTES} bytes in all")
+        return stop
 
     @model_validator(mode="after")
     def _has_chosen_tool(self) -> Self:
@@ -190,34 +171,20 @@ class ChatBody(SamplingBody):
         return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump()
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs
-
-    @property
     def most_tokens(self) -> int | None:
+        """The most tokens of the answer, if the request says."""
         return self.max_completion_tokens or self.max_tokens
 
 
-class CompletionBody(SamplingBody):
-    """`POST /v1/completions`. A prompt is a text, or token ids."""
-
-    prompt: str | list[int] = Field(min_length=1)
-    logprobs: Literal[0] | None = None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
-
-
-def read_body(kind: type[Body], content: bytes) -> Body:
+def read_body(content: bytes) -> ChatBody:
     """Returns the request. Raises EndpointError that names the first parameter that is wrong."""
     try:
-        body = kind.model_validate_json(content)
+        body = ChatBody.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0]) if first["loc"] else None
         if first["type"] == "extra_forbidden":
-            known = ", ".join(sorted(kind.model_fields))
+            known = ", ".join(sorted(ChatBody.model_fields))
             raise EndpointError(
                 f"{name} = {first['input']!r:.80} is not supported here. Leave it out; supported are: {known}",
                 param=name,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
 from dagrl.rl.agents.conversations import Answer, Context, Conversations, message_key
-from dagrl.rl.agents.protocol import ChatBody, CompletionBody, EndpointError, plain_messages
+from dagrl.rl.agents.protocol import ChatBody, EndpointError, plain_messages
 from dagrl.rl.environments import reply_text
 from dagrl.rl.generation import CONSTRAINT_BYTES, constraint_bytes
 from dagrl.rl.tools import CallParser, Calls, check_constraint
@@ -26,7 +26,7 @@ class Renderer:
         self._parsers: dict[str, CallParser] = {}
         self._allowed = {""}
 
-    def chat_context(self, body: ChatBody, conversations: Conversations) -> Context:
+    def context(self, body: ChatBody, conversations: Conversations) -> Context:
         """Returns the tokens of a chat request. If it extends an answer, only the messages after it are rendered."""
         messages = plain_messages(body.messages)
         setting = json.dumps([body.offered_tools, body.chat_template_kwargs], sort_keys=True)
@@ -34,20 +34,8 @@ class Renderer:
         after = conversations.extended_by(keys)
         new = messages if after is None else messages[len(after.messages) - 1 :]
         text = self._rendered(body, new, after)
-        return Context(after, self._tokens(text), text, keys, messages)
-
-    def completion_context(self, body: CompletionBody, conversations: Conversations) -> Context:
-        """Returns the tokens of a completion request, of which those of an earlier answer are not made from text again."""
-        if isinstance(body.prompt, str):
-            after = conversations.extended_by_text(body.prompt)
-            rest = body.prompt if after is None else body.prompt[len(conversations.text_of(after)) :]
-            return Context(after, self._tokens(rest, special=after is None), rest)
-        size = len(self._tokenizer)
-        if wrong := [token for token in body.prompt if not 0 <= token < size]:
-            raise EndpointError(f"prompt has the token {wrong[0]}; the model has 0 to {size - 1}", param="prompt")
-        after = conversations.extended_by_tokens(body.prompt)
-        tokens = body.prompt if after is None else body.prompt[len(after.whole()) :]
-        return Context(after, tokens, self.text(tokens))
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return Context(after, tokens, text, keys, messages)
 
     def text(self, tokens: Iterable[int]) -> str:
         """Returns the text of sampled tokens, without special tokens."""
@@ -97,9 +85,7 @@ class Renderer:
 
     def _rendered(self, body: ChatBody, messages: Sequence[dict[str, Any]], after: Answer | None) -> str:
         if self._tokenizer.chat_template is None:
-            raise EndpointError(
-                "the tokenizer has no chat template; set policy.tokenizer.chat_template, or use /completions"
-            )
+            raise EndpointError("the tokenizer has no chat template; set policy.tokenizer.chat_template")
         options = body.chat_template_kwargs
         try:
             if after is not None:
@@ -112,7 +98,3 @@ class Renderer:
             )
         except Exception as error:  # Jinja's errors, and those that templates raise
             raise EndpointError(f"the chat template rejects the conversation: {error}", param="messages") from error
-
-    def _tokens(self, text: str, *, special: bool = False) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"] if text else []
-        return ids

@@ -1,6 +1,6 @@
 """The OpenAI-compatible endpoint of a run: a Starlette application in a thread of the driver.
 
-It serves `/v1/chat/completions`, `/v1/completions` and `/v1/models`. The API key of a request names its episode. Requests go
+It serves `/v1/chat/completions` and `/v1/models`. The API key of a request names its episode. Requests go
 to generation through `Inbox`; the driver's main thread takes them between two quanta and tells each of its tokens.
 """
 
@@ -11,7 +11,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError, error_text
 from dagrl.rl.agents.conversations import message_key
-from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
-from dagrl.rl.agents.formats import ChatShape, CompletionShape, Made, Shape, versions_of
-from dagrl.rl.agents.protocol import ChatBody, CompletionBody, EndpointError, models, read_body
+from dagrl.rl.agents.episode import AgentEpisode, Limits, Result, Turn
+from dagrl.rl.agents.formats import Calls, ChatFormat, versions_of
+from dagrl.rl.agents.protocol import EndpointError, models, read_body
 from dagrl.rl.agents.rendering import Renderer
-from dagrl.rl.agents.texts import TextStream, cut_at_stop
+from dagrl.rl.generation import FinishedRequest
 from dagrl.runtime.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -37,9 +37,6 @@ KEEP_ALIVE_S = 3600
 """Idle connections stay open: a client that reuses one while the server closes it would see an error."""
 
 VERSIONS = "x-policy-versions"
-
-ENDS = ("", "stop", "length")
-"""Finish reasons of an answer, and of a part of one that streams."""
 
 
 class Inbox:
@@ -127,13 +124,12 @@ class EndpointServer:
 
         def unknown(request: Request, _: Exception) -> Response:
             what = f"{request.method} {request.url.path} is not served here"
-            return refused(request, EndpointError(f"{what}; use /v1/chat/completions or /v1/completions", status=404))
+            return refused(request, EndpointError(f"{what}; use /v1/chat/completions", status=404))
 
         return Starlette(
             routes=[
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/completions", self._completion, methods=["POST"]),
             ],
             exception_handlers={EndpointError: refused, 404: unknown, 405: unknown, Exception: refused},
         )
@@ -145,17 +141,18 @@ class EndpointServer:
         return JSONResponse(models())
 
     async def _chat(self, request: Request) -> Response:
-        episode = self._episode(request)
-        body = read_body(ChatBody, await request.body())
-        constraint = await asyncio.to_thread(self.renderer.constraint, body) if body.is_constrained else ""
-        turn = episode.ask(body, partial(self.renderer.chat_context, body), constraint)
-        return await self._answered(request, episode, turn, ChatShape(body, self.renderer.token_text, turn.prompt))
+        from starlette.responses import JSONResponse, StreamingResponse
 
-    async def _completion(self, request: Request) -> Response:
         episode = self._episode(request)
-        body = read_body(CompletionBody, await request.body())
-        turn = episode.ask(body, partial(self.renderer.completion_context, body))
-        return await self._answered(request, episode, turn, CompletionShape(body, self.renderer.token_text, turn.prompt))
+        body = read_body(await request.body())
+        constraint = await asyncio.to_thread(self.renderer.constraint, body) if body.is_constrained else ""
+        turn = episode.ask(body, partial(self.renderer.context, body), constraint)
+        reply = _Reply(self, episode, turn, ChatFormat(body, self.renderer.token_text, turn.prompt))
+        self.inbox.put(episode, turn)
+        if body.stream:
+            return StreamingResponse(reply.stream(), media_type="text/event-stream")
+        answer, made = await reply.whole(request)
+        return JSONResponse(answer, headers={VERSIONS: ",".join(map(str, versions_of(made)))})
 
     def _episode(self, request: Request) -> AgentEpisode:
         """The episode whose API key the request has."""
@@ -169,16 +166,6 @@ class EndpointServer:
             )
         return episode
 
-    async def _answered(self, request: Request, episode: AgentEpisode, turn: Turn, shape: Shape) -> Response:
-        from starlette.responses import JSONResponse, StreamingResponse
-
-        reply = _Reply(self, episode, turn, shape)
-        self.inbox.put(episode, turn)
-        if shape.body.stream:
-            return StreamingResponse(reply.stream(), media_type="text/event-stream")
-        answer, made = await reply.whole(request)
-        return JSONResponse(answer, headers={VERSIONS: ",".join(map(str, versions_of(made)))})
-
 
 @dataclass
 class _Reply:
@@ -187,86 +174,68 @@ class _Reply:
     server: EndpointServer
     episode: AgentEpisode
     turn: Turn
-    shape: Shape
+    format: ChatFormat
 
-    async def whole(self, request: Request) -> tuple[dict[str, Any], Made]:
+    async def whole(self, request: Request) -> tuple[dict[str, Any], FinishedRequest]:
         """Returns the whole answer. A client that goes away cancels its request."""
-        gone = asyncio.create_task(_disconnected(request))
+        gone, result = asyncio.create_task(_disconnected(request)), self.turn.result
         try:
-            event = asyncio.create_task(self.turn.events.get())
-            await asyncio.wait((gone, event), return_when=asyncio.FIRST_COMPLETED)
-            if not event.done():
-                event.cancel()
+            await asyncio.wait((gone, result), return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
                 raise EndpointError("the client has gone", status=499)
-            made = _made(event.result())
+            made = _made(result.result())
             text, calls = await self._recorded(made)
-            return self.shape.whole(made, text, calls), made
+            return self.format.whole(made, text, calls), made
         finally:
             gone.cancel()
             self._leave()
 
     async def stream(self) -> AsyncIterator[str]:
-        """Yields server-sent events: a chunk for each quantum that made tokens. With tools all text comes at the end."""
-        texts = TextStream(self.server.renderer.text, self._stops, hold=self._holds)
+        """Yields server-sent events. The text comes in one chunk, when generation has ended."""
         try:
-            if (first := self.shape.first()) is not None:
-                yield _event(first)
+            yield _event(self.format.first())
             try:
-                while not (made := _made(await self.turn.events.get())).finish_reason:
-                    new = _after(made, len(texts.tokens))
-                    yield _event(self.shape.chunk(new, texts.more(new.tokens)))
+                made = _made(await self.turn.result)
                 text, calls = await self._recorded(made)
             except EndpointError as error:
                 yield _event(error.body())
                 return
-            rest = _after(made, len(texts.tokens))
-            yield _event(self.shape.chunk(rest, text[len(texts.sent) :], calls, made.finish_reason))
-            if (usage := self.shape.usage(made)) is not None:
-                yield _event(usage)
+            yield _event(self.format.last(made, text, calls))
+            if self.format.body.stream_options.include_usage:
+                yield _event(self.format.usage(made))
             yield "data: [DONE]\n\n"
         finally:
             self._leave()
 
-    async def _recorded(self, made: Made) -> tuple[str, list[tuple[str, str]]]:
-        """Returns the answer's text and its tool calls, after it is recorded."""
-        text = cut_at_stop(self.server.renderer.text(made.tokens), self._stops)
-        calls: list[tuple[str, str]] = []
-        body = self.shape.body
-        if isinstance(body, ChatBody) and body.offered_tools:
-            parsed = await asyncio.to_thread(self.server.renderer.parse_calls, body, text)
-            text, calls = parsed.text, list(parsed.calls)
-        said = ""
-        if isinstance(self.shape, ChatShape):
-            functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
-            said = message_key({"role": "assistant", "content": text, "tool_calls": functions})
-        self.episode.record(self.turn, made, text, said)
+    async def _recorded(self, made: FinishedRequest) -> tuple[str, Calls]:
+        """Records the answer. Returns its text and its tool calls."""
+        text = _before_stop(self.server.renderer.text(made.tokens), (*self.server.limits.stop, *self.turn.options.stop))
+        calls: Calls = ()
+        if self.format.body.offered_tools:
+            parsed = await asyncio.to_thread(self.server.renderer.parse_calls, self.format.body, text)
+            text, calls = parsed.text, parsed.calls
+        functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+        said = message_key({"role": "assistant", "content": text, "tool_calls": functions})
+        self.episode.record(self.turn, made, said)
         return text, calls
-
-    @property
-    def _holds(self) -> bool:
-        """Whether the text is given out at its end, as it may have calls."""
-        return isinstance(self.shape.body, ChatBody) and bool(self.shape.body.offered_tools)
-
-    @property
-    def _stops(self) -> tuple[str, ...]:
-        return (*self.server.limits.stop, *self.turn.options.stop)
 
     def _leave(self) -> None:
         if self.episode.give_up(self.turn):
             self.server.inbox.wake()
 
 
-def _made(event: Made | EndpointError) -> Made:
-    if isinstance(event, EndpointError):
-        raise event
-    if event.finish_reason not in ENDS:
-        raise EndpointError(f"vLLM ended the request with {event.finish_reason!r}; its log says why", status=500)
-    return event
+def _made(result: Result) -> FinishedRequest:
+    if isinstance(result, EndpointError):
+        raise result
+    if result.finish_reason not in ("stop", "length"):
+        raise EndpointError(f"vLLM ended the request with {result.finish_reason!r}; its log says why", status=500)
+    return result
 
 
-def _after(made: Made, count: int) -> Made:
-    """The tokens after the first `count`."""
-    return Made(made.request_id, made.tokens[count:], made.logprobs[count:], made.versions[count:], made.finish_reason)
+def _before_stop(text: str, stops: Sequence[str]) -> str:
+    """Returns the text before the first stop string in it."""
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(places)] if places else text
 
 
 def _event(content: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,41 +28,13 @@ SEEDED = 1 << 32
 
 @dataclass
 class TurnEpisode(Episode):
-    """A request of an agent as a sequence: its prompt is the whole conversation so far.
-
-    `streamed` are tokens that the client has and `tokens` has not, as their request still runs.
-    """
+    """A request of an agent as a sequence: its prompt is the whole conversation so far."""
 
     turn: Request | None = None
-    streamed: list[FinishedRequest] = field(default_factory=list)
-    told: int = 0
 
     @property
     def cancelled(self) -> bool:
         return self.turn is not None and self.turn.cancelled
-
-    def append(self, made: FinishedRequest) -> None:
-        super().append(made)
-        self.streamed = []
-
-    def take_back(self, count: int) -> None:
-        super().take_back(min(count, len(self.tokens) - self.told))
-
-    def stream(self, made: FinishedRequest) -> None:
-        """Passes on new tokens of a running request, with all before."""
-        self.streamed.append(made)
-        self._tell([self, *self.streamed], made)
-
-    def finish(self, made: FinishedRequest) -> None:
-        """Passes on all tokens, which have been appended."""
-        self._tell([self], made)
-
-    def _tell(self, parts: Sequence[Episode | FinishedRequest], made: FinishedRequest) -> None:
-        assert self.turn is not None
-        names = ("tokens", "logprobs", "versions")
-        tokens, logprobs, versions = (np.concatenate([getattr(part, name) for part in parts]).tolist() for name in names)
-        self.told = len(tokens)
-        self.turn.tell(FinishedRequest(made.request_id, tokens, logprobs, versions, made.finish_reason))
 
 
 @dataclass(frozen=True)
@@ -119,15 +91,12 @@ class AgentTurns:
                 )
         return found
 
-    def stream(self, episode: Episode, made: FinishedRequest) -> None:
-        assert isinstance(episode, TurnEpisode)
-        episode.stream(made)
-
     def finish(self, ended: Sequence[tuple[Turn, FinishedRequest]]) -> None:
         """Answers the requests."""
         for (_, episode), made in ended:
-            assert isinstance(episode, TurnEpisode)
-            episode.finish(made)
+            assert isinstance(episode, TurnEpisode) and episode.turn is not None
+            tokens, logprobs, versions = (column.tolist() for column in (episode.tokens, episode.logprobs, episode.versions))
+            episode.turn.finish(FinishedRequest(made.request_id, tokens, logprobs, versions, made.finish_reason))
 
     def abort(self, group: RolloutGroup) -> None:
         for key, one in list(self._running.items()):

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from dagrl.config import Config, ForcedLengths
 from dagrl.config.settings import generation_config
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.agents.texts import begun_stop
 from dagrl.rl.generation import AS_CONFIGURED, FinishedRequest, FloatArray, IntArray, RequestOptions
 from dagrl.rl.routed_experts import Record, join_records
 from dagrl.runtime.shapes import Batch
@@ -41,8 +40,7 @@ class Episode:
 
     An agent may have several conversations: `more` are those after the first, each with a prompt of its own, `others` those
     that are not trained on, and `untrained` counts sampled tokens that are in the loss of none. `reward_parts` are the
-    rewards that it named. `times` says when each turn of the policy, by number, was requested and when it had ended, in
-    nanoseconds since the epoch; a checkpoint does not keep it.
+    rewards that it named.
     """
 
     prompt: Prompt
@@ -66,7 +64,6 @@ class Episode:
     others: list[Episode] = field(default_factory=list)
     untrained: int = 0
     reward_parts: dict[str, float] = field(default_factory=dict)
-    times: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, dtype in TOKEN_FIELDS.items():
@@ -189,7 +186,8 @@ def _decoded(tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]]) -> 
 def half_stop(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
     """Returns how many of the last tokens may begin one of the strings `stops`: their text ends with a prefix of one."""
     text = decode(tokens)
-    begun, count = begun_stop(text, stops), 0
+    begun = max((size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
+    count = 0
     while begun and count < len(tokens) and len(decode(tokens[: len(tokens) - count])) > len(text) - begun:
         count += 1
     return count

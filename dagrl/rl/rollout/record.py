@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dagrl.rl.agents.texts import BROKEN
 from dagrl.rl.rollout.episodes import Episode, Sample
 from dagrl.rl.rollout.scoring import FAILED, TRAIN, ScoredGroup, Untrained, answered
 from dagrl.runtime.shapes import Array, Batch
@@ -17,6 +16,9 @@ if TYPE_CHECKING:
 
 Kept = Mapping[str, Mapping[int, Array]]
 """Log-probabilities of the train workers, by name and row id: float32 [tokens] of the whole row."""
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer decodes a part of a character to."""
 
 KEPT = {"train_logprobs": "prev_logprobs", "reference_logprobs": "reference_logprobs", "entropy": "entropy"}
 
@@ -128,27 +130,16 @@ def _conversation(made: Episode, texts: TokenTexts) -> dict[str, Any]:
 
 
 def _turns(made: Episode, pieces: Sequence[str]) -> list[dict[str, Any]]:
-    """The turns of the policy and of the environment, each with its text, the range of its tokens and its time if known."""
-    turns: list[dict[str, Any]] = []
-    policy = 0  # turns of the policy so far
-    for start, end in made.spans():
-        sampled = made.sampled[start]
-        if sampled:
-            began, ended = made.times.get(policy, (None, None))
-            policy += 1
-        else:
-            began, ended = made.times.get(policy - 1, (None, None))[1], made.times.get(policy, (None, None))[0]
-        turns.append(
-            {
-                "role": "policy" if sampled else "environment",
-                "text": "".join(pieces[start:end]),
-                "start": start,
-                "end": end,
-                "began_ns": began,
-                "ended_ns": ended,
-            }
-        )
-    return turns
+    """Returns the turns of the policy and of the environment, each with its text and the range of its tokens."""
+    return [
+        {
+            "role": "policy" if made.sampled[start] else "environment",
+            "text": "".join(pieces[start:end]),
+            "start": start,
+            "end": end,
+        }
+        for start, end in made.spans()
+    ]
 
 
 def _logprobs(made: Episode, kept: Kept, row_id: int) -> dict[str, Any]:

@@ -13,7 +13,6 @@ another. A refit submitted between two calls of `advance` runs between two quant
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -197,8 +196,6 @@ class Rollouts:
                 # Engines search the tokens of one request only: a prefix of a stop string is generated again.
                 decode = partial(self._tokenizer.decode, skip_special_tokens=True)
                 episode.take_back(half_stop(episode.tokens[episode.turn_start :].tolist(), stops, decode))
-            now = time.time_ns()
-            episode.times.setdefault(episode.turns, (now, now))
             request, self._next_request = self._next_request, self._next_request + 1
             self._requests[request] = (group, episode)
             expected = max(self.history.expected(group.key) - (len(episode.tokens) - episode.turn_start), 1.0)
@@ -242,11 +239,9 @@ class Rollouts:
             group, episode = self._requests[made.request_id]
             if not made.finish_reason:
                 self._known.setdefault(made.request_id, []).append(made)
-                self._turns.stream(episode, made)
                 continue
             self._forget(made.request_id)
             episode.append(made)
-            episode.times[episode.turns] = episode.times[episode.turns][0], time.time_ns()
             episode.turns += 1
             self.history.record(group.key, len(episode.tokens) - episode.turn_start)
             ended.append(((group, episode), made))

@@ -47,9 +47,6 @@ class Turns(Protocol):
     def take(self) -> list[Turn]:
         """Returns the other sequences whose next turn can be generated, each once. Others may have ended."""
 
-    def stream(self, episode: Episode, made: FinishedRequest) -> None:
-        """Tells of new tokens of a turn that is being generated."""
-
     def finish(self, ended: Sequence[tuple[Turn, FinishedRequest]]) -> None:
         """Takes turns that have ended, whose tokens are appended. Each sequence ends, or is in a later `take`."""
 
@@ -124,9 +121,6 @@ class EnvironmentTurns:
                 go_on = self._go_on if episode.turns else self._begin
                 go_on(group, episode, reply)
         return [turn for turn, _ in replied if not turn[1].finish_reason]
-
-    def stream(self, episode: Episode, made: FinishedRequest) -> None:
-        """Nobody listens."""
 
     def finish(self, ended: Sequence[tuple[Turn, FinishedRequest]]) -> None:
         questions = []

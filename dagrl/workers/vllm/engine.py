@@ -114,7 +114,7 @@ class QuantumEngine:
     ) -> Generated:
         """Adds requests, runs up to `engine_steps` steps and returns what finished. With 0 steps it drains the engine.
 
-        With `stream` it also returns the new tokens of all running requests, else only of those whose options say so.
+        With `stream` it also returns the new tokens of all running requests.
 
         Once `seconds` of wall-clock time have passed, the quantum ends after the current step. Tensor-parallel ranks ignore
         `seconds`: their clocks differ, and a rank that stopped alone would leave the others waiting.
@@ -124,7 +124,7 @@ class QuantumEngine:
         if engine_steps == 0 or not self._running:
             self.drain()
         finished, self._held = self._held + finished, []
-        return pack_generated([*finished, *self._streams(stream)], self._progress(), steps)
+        return pack_generated([*finished, *(self._new() if stream else ())], self._progress(), steps)
 
     def warm_up(self, requests: Sequence[Request], engine_steps: int) -> Generated:
         """Runs a quantum and removes every trace of `requests`, whose ids are negative so that they cannot collide.
@@ -317,11 +317,10 @@ class QuantumEngine:
         experts = None if self._recorder is None else self._recorder.peek(running.name, tokens)
         return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "unfinished", experts)
 
-    def _streams(self, everything: bool) -> Iterator[FinishedRequest]:
-        """Yields the new tokens of `everything` that runs, or of the requests that stream, without a finish reason."""
-        streams = {name: one for name, one in self._running.items() if everything or one.request.options.stream}
-        states = self._states() if streams else {}
-        for name, running in streams.items():
+    def _new(self) -> Iterator[FinishedRequest]:
+        """Yields the new tokens of the running requests, without a finish reason."""
+        states = self._states()
+        for name, running in self._running.items():
             if name in states and (new := _new_tokens(running, states[name])):
                 yield new
 

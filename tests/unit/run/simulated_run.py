@@ -29,7 +29,6 @@ from dagrl.rl.generation import (
     FinishedRequest,
     RequestProgress,
     pack_generated,
-    quantum_options,
     quantum_steps,
     quantum_streams,
 )
@@ -146,8 +145,7 @@ class Engines:
 
     def generate(self, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Parts:
         """Runs one quantum on every living shard."""
-        streams = {number for number, options in quantum_options(batch).items() if options.stream}
-        everything = quantum_streams(batch)
+        streams = quantum_streams(batch)
         for shard, mine in zip(self.requests, rows, strict=True):
             for row in mine.tolist():
                 names = ("request_ids", "seeds", "max_new_tokens", "lengths")
@@ -156,7 +154,7 @@ class Engines:
                 self.asked.append(batch["tokens"][row, :length].tolist())
                 drawn = random.Random(seed)  # noqa: S311
                 shard[number] = {"made": [], "drawn": drawn, "ends": drawn.randint(1, 2 * limit), "limit": limit}
-                shard[number]["streamed"] = 0 if everything or number in streams else None
+                shard[number]["streamed"] = 0 if streams else None
         assert not any(self.requests[shard] for shard in self.empty), "requests for an engine without weights"
         present = self._present()
         steps = [quantum_steps(batch, number) for number in range(len(self.requests))]

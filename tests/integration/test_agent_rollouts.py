@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Iterator
@@ -36,40 +37,42 @@ TIMEOUT_S = 3.0
 AGENTS = """
 import asyncio, json, os, time, urllib.request
 
-def post(endpoint, path, timeout=20, **body):
+def ask(endpoint, *messages, timeout=20, **body):
+    roles = ("user", "assistant", "user")
+    body["messages"] = [{"role": role, "content": text} for role, text in zip(roles, messages)]
     headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
-    content = json.dumps({"model": endpoint.model, "return_token_ids": True, **body}).encode()
-    request = urllib.request.Request(endpoint.base_url + path, content, headers)
+    content = json.dumps({"model": endpoint.model, **body}).encode()
+    request = urllib.request.Request(endpoint.base_url + "/chat/completions", content, headers)
     with urllib.request.urlopen(request, timeout=timeout) as answer:
-        return json.load(answer)
+        return json.load(answer)["choices"][0]["message"]["content"]
 
 def agent(example, endpoint):
     return globals()[example["task"]](example, endpoint)
 
 def continues(example, endpoint):
-    first = post(endpoint, "/completions", prompt=example["prompt"])
-    post(endpoint, "/completions", prompt=example["prompt"] + first["choices"][0]["text"] + "=")
+    first = ask(endpoint, example["prompt"])
+    ask(endpoint, example["prompt"], first, "=")
     return {"right": 0.5, "form": 1}
 
 def branches(example, endpoint):
     for prompt in ("1+", "2+"):
-        post(endpoint, "/completions", prompt=prompt)
+        ask(endpoint, prompt)
     return 2
 
 def raises(example, endpoint):
-    post(endpoint, "/completions", prompt="1+")
+    ask(endpoint, "1+")
     raise ValueError("no idea")
 
 def dies(example, endpoint):
     os._exit(3)
 
 def dies_in_company(example, endpoint):
-    post(endpoint, "/completions", prompt="1+")
+    ask(endpoint, "1+")
     time.sleep(0.3)
     os._exit(3)
 
 def waits_long(example, endpoint):
-    post(endpoint, "/completions", prompt="1+")
+    ask(endpoint, "1+")
     time.sleep(0.5)
     return 1.0
 
@@ -77,36 +80,25 @@ def hangs(example, endpoint):
     time.sleep(100)
 
 def samples_otherwise(example, endpoint):
-    post(endpoint, "/completions", prompt="1+", temperature=0.5)
+    ask(endpoint, "1+", temperature=0.5)
     return 1.0
 
 def is_silent(example, endpoint):
     return 1.0
 
 def says_text(example, endpoint):
-    post(endpoint, "/completions", prompt="1+")
+    ask(endpoint, "1+")
     return "good"
 
 def gives_up(example, endpoint):
     try:
-        post(endpoint, "/completions", prompt="1+", timeout=0.5)
+        ask(endpoint, "1+", timeout=0.5)
     except TimeoutError:
-        post(endpoint, "/completions", prompt="2+")
-    return 1.0
-
-def streams(example, endpoint):
-    import urllib.request
-    body = {"model": endpoint.model, "prompt": "1+", "stream": True, "return_token_ids": True}
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    request = urllib.request.Request(endpoint.base_url + "/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        lines = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: {")]
-    tokens = [token for line in lines for token in json.loads(line)["choices"][0]["token_ids"]]
-    assert len(tokens) == 10 and len(lines) > 2, (tokens, len(lines))
+        ask(endpoint, "2+")
     return 1.0
 
 def waits(example, endpoint):
-    post(endpoint, "/completions", prompt="1+")
+    ask(endpoint, "1+")
 
 async def sleeps(example, endpoint):
     await asyncio.sleep(example["for"])
@@ -156,7 +148,8 @@ class AgentBench(Bench):
 @pytest.fixture(scope="module")
 def runner(module: str) -> Iterator[AgentRunner]:
     config = with_agent(module, max_conversations=2)
-    tokenizer = Bench().run.inputs.tokenizer
+    tokenizer = copy.deepcopy(Bench().run.inputs.tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     with AgentRunner(config, tokenizer) as started:
         yield started
 
@@ -261,12 +254,11 @@ def test_a_request_whose_client_has_gone_leaves_the_engines(runner: AgentRunner)
     assert episode.prompt.text == "2+" and episode.turns == 1 and not episode.more and not any(bench.engines.requests)
 
 
-@pytest.mark.parametrize("task", ["branches", "streams"])
-def test_a_request_goes_on_after_its_engine_slept(runner: AgentRunner, task: str) -> None:
-    """It is another request of the engine then; the client gets each token once, and the whole is trained on."""
+def test_a_request_goes_on_after_its_engine_slept(runner: AgentRunner) -> None:
+    """It is another request of the engine then, and the whole is trained on."""
     bench = AgentBench(runner)
     seed = next(seed for seed in range(100) if _length(seed) > LIMIT)
-    bench.rollouts.start(RolloutGroup(0, 0, [asked(task, seed)]))
+    bench.rollouts.start(RolloutGroup(0, 0, [asked("branches", seed)]))
     bench.wait()
     bench.rollouts.advance()
     bench.rollouts.withdraw()
