@@ -1,6 +1,14 @@
 """The configuration of a run: all of its sections."""
 
-from dagrl.config.algorithm import ALGORITHMS, AdvantageConfig, GrpoConfig, LossConfig, RewardShapingConfig
+from dagrl.config.algorithm import (
+    ALGORITHMS,
+    AdvantageConfig,
+    GrpoConfig,
+    LossConfig,
+    PreferenceConfig,
+    RewardShapingConfig,
+    SftConfig,
+)
 from dagrl.config.generation import ForcedLengths, GenerationConfig, VllmConfig
 from dagrl.config.megatron import Fp8Config, MegatronConfig
 from dagrl.config.models import CriticConfig
@@ -39,11 +47,13 @@ __all__ = [
     "PeftConfig",
     "PhasesConfig",
     "PolicyConfig",
+    "PreferenceConfig",
     "ProcessConfig",
     "RandomInit",
     "RewardConfig",
     "RewardShapingConfig",
     "SequencePackingConfig",
+    "SftConfig",
     "TimeoutConfig",
     "TokenizerConfig",
     "VllmConfig",

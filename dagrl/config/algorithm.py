@@ -160,6 +160,11 @@ class AsyncGrpoConfig(Section):
     """What a resumed run does with groups that were not trained on. `save`: keep them. `regenerate`: start again from their
     prompts."""
 
+    @property
+    def max_age_steps(self) -> int:
+        """The maximal age of a sample in steps. 0: generation and training take turns."""
+        return self.max_trajectory_age_steps if self.enabled else 0
+
     @model_validator(mode="after")
     def _recomputes_what_runs(self) -> Self:
         if self.enabled and self.recompute_kv_cache_after_weight_updates and not self.in_flight_weight_updates:

@@ -8,11 +8,11 @@ most `timeouts.checkpoint_s`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dagrl.config import Config
+from dagrl.config import Config, Json
 from dagrl.config.settings import algorithm_name
 from dagrl.errors import CheckpointError, ConfigError
 from dagrl.files import FileEntry, verify_files
@@ -52,6 +52,14 @@ class Checkpoints:
         self.state = self.resumed.state
         self._load(self.resumed.directory)
         self.saved_step = self.state.step
+
+    def resumed_in(self, counter: str) -> Checkpoint | None:
+        """The checkpoint that the run resumes from, if it was saved by a loop that keeps this counter."""
+        return self.resumed if counter in self.state.counters else None
+
+    def add_counters(self, counters: Mapping[str, Json]) -> None:
+        """Adds the counters of a loop that begins to the state."""
+        self.state = replace(self.state, counters={**self.state.counters, **counters})
 
     def due(self, step: int) -> bool:
         """Whether `finish_step` saves this step: every `checkpointing.save_period` steps."""

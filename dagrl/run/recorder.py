@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from dagrl.rl.rollout.scoring import Untrained
 from dagrl.run.learning_watch import LearningWatch
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.runtime.worker_group import WorkerGroup
@@ -39,6 +40,11 @@ class Recorder:
         self.watch.step(metrics)
         if step % TRACE_PERIOD == 0:
             self.write_trace()
+
+    def keep_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
+        """Keeps samples of `step` that no step trains on in `rollouts/`, if the run has that."""
+        if self.rollouts is not None:
+            self.rollouts.keep_untrained(untrained, step)
 
     def write_trace(self) -> None:
         """Moves the workers' trace events into the trace file."""

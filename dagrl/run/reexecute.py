@@ -72,8 +72,7 @@ def _check_step(config: Config, directory: Path, step: int) -> None:
     steps = [int(line["step"] or 0) for line in (read_metrics(file) if file.is_file() else [])]
     if step < 1 or step not in steps:
         raise ConfigError(f"--step {step}: {directory} has recorded steps 1 to {max(steps, default=0)}; choose one of them")
-    ahead = config.grpo.async_grpo
-    if RunPlan.of(config).generates and step > config.sft.max_num_steps and ahead.enabled and ahead.max_trajectory_age_steps:
+    if RunPlan.of(config).generates and step > config.sft.max_num_steps and config.grpo.async_grpo.max_age_steps:
         raise ConfigError(
             f"--step {step}: {directory} trained asynchronously, and time decided which policy version made each token; "
             "steps of SFT and of synchronous runs can be executed again"

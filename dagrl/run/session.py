@@ -5,10 +5,10 @@ The loops (`dagrl.run.loops`) take a session and pass its pieces on: replays, th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dagrl.config import Config
+from dagrl.config import Config, GrpoConfig, Json, PreferenceConfig, SftConfig
 from dagrl.config.plan import RunPlan
 from dagrl.errors import StopRequestedError
 from dagrl.run.checkpoint_store import TrainState
@@ -17,8 +17,29 @@ from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.preflight import Inputs
 from dagrl.run.recorder import Recorder
 from dagrl.run.replays import Replays
+from dagrl.run.resume import REFERENCE, saves_reference
 from dagrl.run.stop import StopSignal
 from dagrl.runtime.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The steps from `after + 1` to `last`, all by one algorithm. Steps count over all stages of a run."""
+
+    name: str
+    after: int
+    last: int
+    val_period: int
+    val_at_start: bool
+
+    @classmethod
+    def of(cls, name: str, section: SftConfig | GrpoConfig | PreferenceConfig, after: int = 0) -> Stage:
+        """Returns the stage that a section of the configuration describes, after the last step of another."""
+        return cls(name, after, after + section.max_num_steps, section.val_period, section.val_at_start)
+
+    def validates(self, step: int) -> bool:
+        """Whether `step` ends with a validation."""
+        return step == self.last or bool(self.val_period and (step - self.after) % self.val_period == 0)
 
 
 @dataclass(frozen=True)
@@ -51,29 +72,43 @@ class Session:
         """The last finished step, counted over all stages."""
         return self.checkpoints.state.step
 
+    @property
+    def reference_counter(self) -> dict[str, Json]:
+        """Says in a checkpoint whether the train workers save a reference policy."""
+        return {REFERENCE: saves_reference(self.config, self.plan)}
+
     def goes_straight_on(self, step: int) -> bool:
         """Whether nothing has to happen between `step` and the next one."""
         last = self.last_step is not None and step == self.last_step.number
         return not (last or self.stop.requested or self.checkpoints.due(step))
 
-    def finish_step(self, stage: str, position: int, total: int, metrics: dict[str, float], state: TrainState) -> None:
-        """Records a finished step and saves it if it is due. Leaves the loop after `last_step` or if a stop is requested."""
-        if self.checkpoints.due(state.step) and self.recorder.rollouts is not None:
+    def begin(self, stage: Stage) -> None:
+        """Shows the stage, and how many of its steps are finished."""
+        position = min(self.step, stage.last) - stage.after
+        self.recorder.progress.step(position, stage.last - stage.after, {}, stage=stage.name)
+
+    def finish_step(self, stage: Stage, step: int, metrics: dict[str, float], counters: Mapping[str, Json]) -> None:
+        """Records a finished step and saves it if it is due, with the loop's `counters`.
+
+        Leaves the loop after `last_step` or if a stop is requested.
+        """
+        metric = ranking_metric(self.config, stage.name, metrics)
+        if self.checkpoints.due(step) and self.recorder.rollouts is not None:
             self.recorder.rollouts.flush()  # a resumed run does not take the step again
-        self.recorder.step(stage, state.step, position, total, metrics)
-        self.checkpoints.finish_step(state)
+        self.recorder.step(stage.name, step, step - stage.after, stage.last - stage.after, metrics)
+        self.checkpoints.finish_step(TrainState(step, counters, metric))
         self.stop.check()
         self.after_step()
-        if self.last_step is not None and state.step == self.last_step.number:
+        if self.last_step is not None and step == self.last_step.number:
             self.last_step.then(self)
-            raise StopRequestedError(f"stopped after step {state.step}")
+            raise StopRequestedError(f"stopped after step {step}")
 
-    def record_initial_validation(self, stage: str, metrics: dict[str, float]) -> None:
+    def record_initial_validation(self, stage: Stage, metrics: dict[str, float]) -> None:
         """Records a validation that precedes the first step of a stage."""
         if not metrics:  # a stop request ended it
             return
-        self.recorder.record.log(self.step, stage, metrics)
-        ranking_metric(self.config, stage, metrics)
+        self.recorder.record.log(self.step, stage.name, metrics)
+        ranking_metric(self.config, stage.name, metrics)
 
     def finish(self) -> None:
         """Saves the last checkpoint, and exports the policy for Hugging Face (`checkpointing.export_hf`)."""

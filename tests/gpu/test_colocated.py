@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from dagrl.config.file import load_config
-from dagrl.rl.rewards import RewardRunner
-from dagrl.run.loops.grpo import train_grpo
+from dagrl.run.loops.grpo import train_samples
 from dagrl.run.loops.sft import train_sft
 from dagrl.run.model import load_tokenizer, write_random_model
 from dagrl.run.session import Session
@@ -46,10 +45,10 @@ def test_what_fits_stays_where_it_is(tmp_path: Path) -> None:
     """On a GPU with room for both roles nothing moves, and the engines agree as they do with exchanges."""
     auto = ("policy.generation.colocated.exchange=auto", "sft.max_num_steps=0", f"output_dir={tmp_path}")
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, *auto])
-    with open_session(config) as session, RewardRunner(config.reward) as reward:
+    with open_session(config) as session:
         session.replays.hold("generation", keep_generation_weights=True)  # warm-up ended with generation asleep
         free = torch.cuda.mem_get_info()[0]
-        train_grpo(session, reward)
+        train_samples(session)
         assert abs(torch.cuda.mem_get_info()[0] - free) < KV_CACHE / 4
         lines = [line for line in read_metrics(session.recorder.paths.metrics) if line["stage"] == "grpo" and "loss" in line]
     assert len(lines) == 5
@@ -74,9 +73,8 @@ def test_a_third_role_takes_turns_on_the_same_gpu(third: tuple[str, ...], exchan
         write_random_model(other, load_tokenizer(policy), tmp_path / "teacher")
         more += (f"teacher.model_name={tmp_path / 'teacher'}",)
     config = load_config(example, [*OVERRIDES, *more])
-    with open_session(config) as session, RewardRunner(config.reward) as reward:
-        train_sft(session)
-        train_grpo(session, reward)
+    with open_session(config) as session:
+        train_samples(session)
         lines = [line for line in read_metrics(session.recorder.paths.metrics) if "gen_kl_error" in line and "loss" in line]
     assert len(lines) == 5
     for line in lines:
@@ -102,8 +100,7 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_engines_agree_in_every_step(session: Session) -> None:
-    with RewardRunner(session.config.reward) as reward:
-        train_grpo(session, reward)
+    train_samples(session)
     lines = [line for line in read_metrics(session.recorder.paths.metrics) if line["stage"] == "grpo" and "loss" in line]
     assert len(lines) == 5
     for line in lines:

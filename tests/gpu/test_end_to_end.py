@@ -13,13 +13,12 @@ import torch
 
 from dagrl.config import Config
 from dagrl.config.file import load_config
-from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.episodes import new_group, request_seeds
 from dagrl.rl.rollout.rollouts import Rollouts
 from dagrl.rl.rollout.turns import EnvironmentTurns
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.engines import WorkerEngines
-from dagrl.run.loops.grpo import train_grpo
+from dagrl.run.loops.grpo import train_samples
 from dagrl.run.loops.sft import train_sft
 from dagrl.run.plans import PhasePlan, run_plans
 from dagrl.run.session import Session
@@ -67,12 +66,6 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield session
 
 
-@pytest.fixture(scope="module")
-def reward(session: Session) -> Iterator[RewardRunner]:
-    with RewardRunner(session.config.reward) as reward:
-        yield reward
-
-
 def begin_again(session: Session) -> int:
     """Take up the weights after SFT; how many metrics there are by now."""
     session.train.call("load_checkpoint", str(Path(session.config.output_dir) / "sft"))
@@ -81,11 +74,11 @@ def begin_again(session: Session) -> int:
     return len(read_metrics(session.recorder.paths.metrics))
 
 
-def run(session: Session, reward: RewardRunner, **grpo: Any) -> list[dict[str, Any]]:
+def run(session: Session, **grpo: Any) -> list[dict[str, Any]]:
     """The metrics of GRPO steps from the weights after SFT."""
     before, config = begin_again(session), session.config
     changed = replace(session, config=config.model_copy(update={"grpo": config.grpo.model_copy(update=grpo)}))
-    train_grpo(changed, reward)
+    train_samples(changed)
     return [dict(line) for line in read_metrics(session.recorder.paths.metrics)[before:] if "loss" in line]
 
 
@@ -96,10 +89,10 @@ def test_sft_learns(session: Session) -> None:
     assert losses[-1] < 0.8 * losses[0]  # type: ignore[operator]
 
 
-def test_both_executors_take_the_same_steps(session: Session, reward: RewardRunner) -> None:
-    compiled = run(session, reward)
+def test_both_executors_take_the_same_steps(session: Session) -> None:
+    compiled = run(session)
     with eager(session):
-        eagerly = run(session, reward)
+        eagerly = run(session)
     for one, other in zip(compiled, eagerly, strict=True):
         assert one["gen_kl_error"] < LARGEST_KL and other["gen_kl_error"] < LARGEST_KL
     # The same samples and the same loss from the same weights; after an update, sums in another order draw other tokens.
@@ -108,12 +101,12 @@ def test_both_executors_take_the_same_steps(session: Session, reward: RewardRunn
     assert compiled[0]["grad_norm"] == pytest.approx(eagerly[0]["grad_norm"], rel=1e-2)
 
 
-def test_updates_in_flight_keep_the_engines_in_agreement(session: Session, reward: RewardRunner) -> None:
+def test_updates_in_flight_keep_the_engines_in_agreement(session: Session) -> None:
     settings = session.config.grpo.async_grpo
     in_flight = settings.model_copy(
         update={"enabled": True, "in_flight_weight_updates": True, "max_trajectory_age_steps": 1}
     )
-    lines = run(session, reward, async_grpo=in_flight)
+    lines = run(session, async_grpo=in_flight)
     moved = max(line[KL] for line in lines)  # since SFT, so at least as far as a step moves
     for line in lines:
         assert line["staleness/policy_age_max"] <= 1

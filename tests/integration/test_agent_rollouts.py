@@ -306,9 +306,8 @@ class Resumable:
         prompts = [replace(prompt, task="waits") for prompt in run.inputs.prompts]
         data = PromptData(prompts, [], run.inputs.tokenizer)
         reward, engines = Reward(run.world, 1.0), engines_of(run)
-        options = {"version": 0, "max_age_steps": 0}
         self.turns = AgentTurns(runner)
-        self.experience = Experience(config, data, engines, reward, self.turns, Stop(run), **options)  # type: ignore[arg-type]
+        self.experience = Experience(config, data, engines, reward, self.turns, Stop(run), version=0)  # type: ignore[arg-type]
 
     def wait(self) -> None:
         assert wait(self.turns.awaited, 30.0, FIRST_COMPLETED).done

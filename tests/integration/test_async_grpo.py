@@ -21,8 +21,7 @@ from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.episodes import Sample
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.run.loops import grpo
-from dagrl.run.loops.policy_update import PolicyUpdate
+from dagrl.run.loops.policy_update import PolicyTrainer, PolicyUpdate
 from dagrl.run.train import run_with_restarts, train
 from dagrl.telemetry.record import read_metrics
 from tests.integration.unigram_task import ASKED
@@ -102,13 +101,13 @@ def one_cluster(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
     """The batches trained on."""
     batches: Trained = []
-    begin_update = grpo.begin_update
+    begin = PolicyTrainer.begin
 
-    def watched(session: Any, groups: list[ScoredGroup], step: int) -> PolicyUpdate:
+    def watched(self: PolicyTrainer, groups: list[ScoredGroup], step: int) -> PolicyUpdate:
         batches.append(groups)
-        return begin_update(session, groups, step)
+        return begin(self, groups, step)
 
-    monkeypatch.setattr(grpo, "begin_update", watched)
+    monkeypatch.setattr(PolicyTrainer, "begin", watched)
     return batches
 
 

@@ -21,8 +21,8 @@ from dagrl.rl.rollout.episodes import Episode
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.loops import grpo
-from dagrl.run.loops.policy_update import PolicyUpdate
-from dagrl.run.session import Session
+from dagrl.run.loops.policy_update import PolicyTrainer, PolicyUpdate
+from dagrl.run.replays import Replays
 from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
 from tests.integration.test_async_grpo import numbers_of, one_cluster, saved_groups, stop_after
@@ -79,17 +79,17 @@ def joined(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[list[ScoredGroup]]]:
     """The batches trained on. Each version that generation receives is exported."""
     batches: list[list[ScoredGroup]] = []
-    begin_update, refit = grpo.begin_update, grpo.refit
+    begin, refit = PolicyTrainer.begin, grpo.refit
 
-    def watched(session: Any, groups: list[ScoredGroup], step: int) -> PolicyUpdate:
+    def watched(self: PolicyTrainer, groups: list[ScoredGroup], step: int) -> PolicyUpdate:
         batches.append(groups)
-        return begin_update(session, groups, step)
+        return begin(self, groups, step)
 
-    def exported(session: Session, experience: Experience, version: int) -> dict[str, float]:
-        session.train.call("export_hf", str(tmp_path / f"version{version}"))
-        return refit(session, experience, version)
+    def exported(replays: Replays, experience: Experience, version: int) -> dict[str, float]:
+        replays.scheduler.groups["train"].call("export_hf", str(tmp_path / f"version{version}"))
+        return refit(replays, experience, version)
 
-    monkeypatch.setattr(grpo, "begin_update", watched)
+    monkeypatch.setattr(PolicyTrainer, "begin", watched)
     monkeypatch.setattr(grpo, "refit", exported)
     yield batches
 

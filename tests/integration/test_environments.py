@@ -17,7 +17,7 @@ from dagrl.errors import RunError, StopRequestedError
 from dagrl.rl.rollout.episodes import Episode
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.trajectory_file import read_trajectories
-from dagrl.run.loops import policy_update
+from dagrl.run.loops.policy_update import PolicyTrainer
 from dagrl.run.train import train
 from dagrl.runtime.shapes import Batch
 from tests.integration.test_async_grpo import (
@@ -126,8 +126,8 @@ def failing(output: Path, share: float) -> Config:
 def test_failed_samples_are_not_trained_on(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are counted. Loss, baseline and mean use the other samples only."""
     batches: list[Batch] = []
-    submit = policy_update.submit_steps
-    monkeypatch.setattr(policy_update, "submit_steps", lambda *args: batches.append(args[2]) or submit(*args))
+    submit = PolicyTrainer.submit_steps
+    monkeypatch.setattr(PolicyTrainer, "submit_steps", lambda self, *args: batches.append(args[0]) or submit(self, *args))
     config = failing(tmp_path, share=0.9)
     train(config)
     for batch, groups, line in zip(batches, trained, steps_of(config), strict=True):

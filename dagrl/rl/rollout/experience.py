@@ -1,6 +1,6 @@
 """Produces training batches: draws prompts, completes and scores them, and keeps them in the trajectory buffer.
 
-experience = Experience(config, prompts, engines, reward, turns, stop, version=0, max_age_steps=0)
+experience = Experience(config, prompts, engines, reward, turns, stop, version=0)
 groups = experience.next_batch()      # runs quanta of generation and takes scores, until a batch is complete
 experience.work_until(training)       # goes on while it is trained on, as far as ages allow
 experience.advance(version)           # after the step, when generation has its weights
@@ -82,13 +82,14 @@ class Experience:
         stop: Stop,
         *,
         version: int,
-        max_age_steps: int,
     ) -> None:
         grpo, self._config, self._prompts, self._engines = config.grpo, config, prompts, engines
         self._reward, self._turns, self._stop = reward, turns, stop
         self._last = config.sft.max_num_steps + grpo.max_num_steps
         self.sampler = open_sampler(prompts.train, config.data)
-        self.buffer = TrajectoryBuffer[ScoredGroup](grpo.num_prompts_per_step, max_age_steps, version=version)
+        self.buffer = TrajectoryBuffer[ScoredGroup](
+            grpo.num_prompts_per_step, grpo.async_grpo.max_age_steps, version=version
+        )
         self.rollouts = Rollouts(config, engines, prompts.tokenizer, turns)
         self._scoring: list[_Scoring] = []
         self._validated: list[ScoredGroup] = []
@@ -115,10 +116,14 @@ class Experience:
         room = min(self.buffer.room(), needed)
         self.rollouts.start(*[self._new_group(self.buffer.start(), *self.sampler.take(1)) for _ in range(room)])
 
-    @property
-    def can_prepare(self) -> bool:
-        """Whether groups may start although engines have no work for a while. Agents would wait for the whole time."""
-        return self._turns.can_wait and not self.rollouts.running
+    def prepare(self, version: int) -> None:
+        """Prepares the requests after those of the last batch, which is being trained to `version` while engines are idle.
+
+        That batch counts as trained from then on. Agents do not begin: they would wait for the whole time.
+        """
+        if self._turns.can_wait and not self.rollouts.running:
+            self.advance(version)
+            self.fill()
 
     def begin(self) -> None:
         """Starts the next groups and their first quanta, so that engines work while the caller does something else."""

@@ -1,8 +1,8 @@
 """The critic's part of a step: values, the advantages of tokens from them, and its own optimizer steps.
 
-critic = CriticStep(session, batch)    # starts to compute values, while log-probabilities are computed
-batch = critic.judged_batch()          # with an advantage for each token
-critic.start(step)                     # optimizer steps, while the policy takes its own
+critic = CriticStep(..., batch)      # starts to compute values, while log-probabilities are computed
+batch = critic.judged_batch()        # with an advantage for each token
+critic.start(step)                   # optimizer steps, while the policy takes its own
 metrics |= critic.finish(step)
 """
 
@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dagrl.config import Config
 from dagrl.config.roles import CRITIC, role_config
 from dagrl.rl.advantages import Floats
-from dagrl.rl.algorithm import planned_algorithm, token_advantages_of
+from dagrl.rl.algorithm import Algorithm, token_advantages_of
 from dagrl.rl.gae import explained_variance, rewards_at_end
 from dagrl.run.loops.optimizer_step import collect_batch, submit_batch
+from dagrl.run.replays import Replays
 from dagrl.run.rollout_log import kept_columns
-from dagrl.run.session import Session
 from dagrl.runtime.replay import Replay
 from dagrl.runtime.shapes import Batch
+from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.metrics import COUNTS, KL, is_measured, join_optimizer_steps
 
 VALUES, STEP = "critic_values", "critic_step"
@@ -31,19 +33,20 @@ PREFIX = "critic/"
 class CriticStep:
     """The critic in one step on `batch`, whose `advantages` are the rewards of its rows until `judged_batch`."""
 
-    def __init__(self, session: Session, batch: Batch) -> None:
-        self._session, self._batch = session, batch
+    def __init__(self, config: Config, algorithm: Algorithm, replays: Replays, train: WorkerGroup, batch: Batch) -> None:
+        self._config, self._algorithm, self._replays, self._train = config, algorithm, replays, train
+        self._batch = batch
         self._metrics: dict[str, float] = {}
         rows = Batch({name: batch[name] for name in ("tokens", "lengths")})
-        self._values: Replay = session.replays.submit(VALUES, rows)
+        self._values: Replay = replays.submit(VALUES, rows)
         self._steps: list[Replay] = []
 
     def judged_batch(self) -> Batch:
         """Waits for the values. Returns the batch with the algorithm's advantages in place of rewards."""
         batch = self._batch
-        values = self._session.replays.collect(VALUES, self._values)[0]["values"] * batch["loss_mask"]
+        values = self._replays.collect(VALUES, self._values)[0]["values"] * batch["loss_mask"]
         rewards = self._token_rewards()
-        advantages, returns = token_advantages_of(planned_algorithm(self._session.plan), rewards, values, batch["loss_mask"])
+        advantages, returns = token_advantages_of(self._algorithm, rewards, values, batch["loss_mask"])
         inside = batch["loss_mask"] > 0
         self._metrics[PREFIX + "explained_variance"] = explained_variance(returns, values, inside)
         self._metrics[PREFIX + "return_mean"] = float(returns[inside].mean()) if inside.any() else 0.0
@@ -54,22 +57,22 @@ class CriticStep:
 
     def start(self, step: int) -> None:
         """Starts the critic's optimizer steps on the batch."""
-        size = role_config(self._session.config, CRITIC).policy.train_global_batch_size
+        size = role_config(self._config, CRITIC).policy.train_global_batch_size
         for start in range(0, self._batch.rows, size):
             minibatch = self._batch.select(range(start, start + size)).with_scalars(step=step)
             if minibatch["loss_mask"].any():
-                self._steps.append(submit_batch(self._session.replays, STEP, minibatch))
+                self._steps.append(submit_batch(self._replays, STEP, minibatch))
 
     def finish(self, step: int) -> dict[str, float]:
         """Waits for the optimizer steps, and returns the critic's metrics."""
-        parts = [collect_batch(self._session.replays, STEP, replay, step=step) for replay in self._steps]
+        parts = [collect_batch(self._replays, STEP, replay, step=step) for replay in self._steps]
         found = join_optimizer_steps(parts).flat() if parts else {}
         named = {PREFIX + name: value for name, value in found.items() if name not in COUNTS and not is_measured(name)}
         return named | self._metrics
 
     def _token_rewards(self) -> Floats:
         """The reward of each row at its last token, less the KL penalty of each token where `ppo.kl_in_reward` is on."""
-        config, batch, mask = self._session.config, self._batch, self._batch["loss_mask"]
+        config, batch, mask = self._config, self._batch, self._batch["loss_mask"]
         first = np.argmax(mask > 0, axis=1)
         rewards = rewards_at_end(batch["advantages"][np.arange(batch.rows), first], mask)
         if not config.ppo.kl_in_reward:
@@ -86,7 +89,7 @@ class CriticStep:
         from dagrl.rl.losses import kl_penalty
         from dagrl.rl.token_losses import TokenBatch
 
-        kept = kept_columns(self._session.train, self._session.config.timeouts.replay)
+        kept = kept_columns(self._train, self._config.timeouts.replay)
         tables = {
             name: np.zeros(self._batch["loss_mask"].shape, np.float32) for name in ("prev_logprobs", "reference_logprobs")
         }
@@ -96,5 +99,5 @@ class CriticStep:
                 table[row, :length] = kept[name][row_id][:length]
         columns = {name: torch.from_numpy(table) for name, table in tables.items()}
         mask = torch.from_numpy(self._batch["loss_mask"])
-        tokens = TokenBatch(columns["prev_logprobs"], mask, columns, self._session.config.loss_fn)
+        tokens = TokenBatch(columns["prev_logprobs"], mask, columns, self._config.loss_fn)
         return kl_penalty(tokens).numpy()

@@ -1,7 +1,7 @@
 """Trains the policy on a batch of scored groups: log-probabilities, values of a critic, optimizer steps.
 
-    update = begin_update(session, groups, step)     # returns with the optimizer steps in flight
-    ...                                              # the driver prepares the next step
+    update = trainer.begin(groups, step)     # returns with the optimizer steps in flight
+    ...                                      # the driver prepares the next step
     metrics, ended = update.result()
 
 The train workers keep log-probabilities for the step (`dagrl.workers.train.kept_logprobs`); the driver only says which rows
@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from dagrl.config import Config
 from dagrl.config.plan import RunPlan
-from dagrl.config.roles import CRITIC, TEACHER
+from dagrl.config.roles import CRITIC, TEACHER, TRAIN
 from dagrl.config.settings import has_fp8_kv_cache, rows_per_sample, rows_together, samples_per_step
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.algorithm import planned_algorithm
@@ -30,58 +33,166 @@ from dagrl.run.loops.critic import CriticStep
 from dagrl.run.loops.optimizer_step import ShardRows, collect_batch, submit_batch
 from dagrl.run.plans import logprob_phases
 from dagrl.run.replays import Replays
-from dagrl.run.rollout_log import KeptSamples
+from dagrl.run.rollout_log import KeptSamples, RolloutLog
 from dagrl.run.session import Session
+from dagrl.run.stop import StopSignal
 from dagrl.runtime.replay import Replay
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.split import split_rows
+from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.metrics import MASKED_MINIBATCHES, join_optimizer_steps
 
 logger = logging.getLogger(__name__)
 
+Learned: TypeAlias = tuple[dict[str, float], float]
+"""The metrics of an update, and when its last optimizer step had ended (`time.perf_counter`)."""
 
-def begin_update(session: Session, groups: Sequence[ScoredGroup], step: int) -> PolicyUpdate:
-    """Computes log-probabilities, and starts the optimizer steps of step `step` on `groups`."""
-    config, plan, replays = session.config, session.plan, session.replays
-    batch = scored_batch(planned_algorithm(plan), groups, step)
-    splits = split_minibatches(config, batch)
-    critic = None
-    if plan.critic and not replays.takes_turns(CRITIC):
-        critic = CriticStep(session, batch)  # computes values meanwhile
-    compute_logprobs(config, plan, replays, batch, splits, step)
-    if plan.critic and critic is None:
-        critic = CriticStep(session, batch)  # its steps follow its values, without a turn in between
-    if critic is not None:
-        batch = critic.judged_batch()
-    session.stop.check()  # the last point at which the weights are those of the last finished step
-    if critic is not None:
-        critic.start(step)
-    warms_up = critic is not None and step - config.sft.max_num_steps <= config.critic.warmup_steps
-    steps = None if warms_up else submit_steps(config, replays, batch, step, splits)
-    log = session.recorder.rollouts
-    return PolicyUpdate(session, batch, step, steps, critic, log.keep(groups, batch, step) if log is not None else None)
+
+@contextmanager
+def open_trainer(session: Session) -> Iterator[PolicyTrainer]:
+    """Opens a trainer with a thread for `submit`. If the loop fails, the thread fails by itself at its next replay."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+    try:
+        yield PolicyTrainer(
+            config=session.config,
+            plan=session.plan,
+            replays=session.replays,
+            train=session.train,
+            stop=session.stop,
+            log=session.recorder.rollouts,
+            thread=thread,
+        )
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class PolicyTrainer:
+    """See the module's docstring."""
+
+    config: Config
+    plan: RunPlan
+    replays: Replays
+    train: WorkerGroup
+    stop: StopSignal
+    log: RolloutLog | None
+    thread: Executor
+
+    def start(self, prompts: Sequence[Prompt], *, fresh: bool) -> None:
+        """Prepares the train workers for the first step. If `fresh`, the current weights are the reference policy.
+
+        An FP8 KV cache is calibrated on the first prompts, as many as a step has samples: nothing is generated yet.
+        """
+        if fresh:
+            self.replays.hold(TRAIN, keep_generation_weights=True)
+            if self.plan.reference == TRAIN:
+                self.train.call("snapshot_reference", deadline=self.config.timeouts.replay)
+            self.train.call("reset_optimizer", deadline=self.config.timeouts.replay)
+        if has_fp8_kv_cache(self.config):
+            prompts = prompts[: samples_per_step(self.config)]
+            tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
+            for row, prompt in enumerate(prompts):
+                tokens[row, : len(prompt)] = prompt.tokens
+            self.calibrate(Batch({"tokens": tokens, "lengths": np.array(list(map(len, prompts)), np.int64)}))
+
+    def submit(self, groups: Sequence[ScoredGroup], step: int) -> Future[Learned]:
+        """Runs step `step` on `groups` in a thread, while the caller goes on with generation."""
+        return self.thread.submit(lambda: self.begin(groups, step).result())
+
+    def begin(self, groups: Sequence[ScoredGroup], step: int) -> PolicyUpdate:
+        """Computes log-probabilities, and starts the optimizer steps of step `step` on `groups`."""
+        batch = scored_batch(planned_algorithm(self.plan), groups, step)
+        splits = split_minibatches(self.config, batch)
+        critic = None
+        if self.plan.critic and not self.replays.takes_turns(CRITIC):
+            critic = self._critic_step(batch)  # computes values meanwhile
+        self.compute_logprobs(batch, splits, step)
+        if self.plan.critic and critic is None:
+            critic = self._critic_step(batch)  # its steps follow its values, without a turn in between
+        if critic is not None:
+            batch = critic.judged_batch()
+        self.stop.check()  # the last point at which the weights are those of the last finished step
+        if critic is not None:
+            critic.start(step)
+        warms_up = critic is not None and step - self.config.sft.max_num_steps <= self.config.critic.warmup_steps
+        steps = None if warms_up else self.submit_steps(batch, step, splits)
+        return PolicyUpdate(self, batch, step, steps, critic, self.log.keep(groups, batch, step) if self.log else None)
+
+    def compute_logprobs(self, batch: Batch, splits: Sequence[ShardRows], step: int) -> None:
+        """Computes the log-probabilities that step `step` needs of the rows of `batch`. `splits`: see `split_minibatches`.
+
+        With `policy.offload_optimizer_for_logprob` the optimizer's state is on the host meanwhile.
+        """
+        replays, rows, phases, teacher = self.replays, logprob_batch(batch, step), logprob_phases(self.plan), None
+        size = self.config.policy.train_global_batch_size * rows_per_sample(self.config)
+        shards = [  # the rows of the whole batch that each has
+            np.concatenate([number * size + rows for number, rows in enumerate(shard)])
+            for shard in zip(*splits, strict=True)
+        ]
+        offloads = self.config.policy.offload_optimizer_for_logprob and phases
+        if offloads:
+            replays.replay("logprob_inference_prep", step)
+        if self.plan.reference == TEACHER:
+            teacher = replays.submit("teacher_logprobs", Batch({name: rows[name] for name in ("tokens", "lengths")}))
+        for name in phases:
+            replays.replay(name, rows, rows=shards)
+        if teacher is not None:
+            found = replays.collect("teacher_logprobs", teacher)[0]  # through the driver to the train workers
+            fields = {"lengths": rows["lengths"], "row_ids": rows["row_ids"], "reference_logprobs": found["logprobs"]}
+            replays.replay("keep_reference_logprobs", Batch(fields, rows.scalars), rows=shards)
+        if offloads:
+            replays.replay("training_prep", step)
+
+    def submit_steps(self, batch: Batch, step: int, splits: Sequence[ShardRows]) -> list[Replay | None]:
+        """Starts one optimizer step for the rows of each `policy.train_global_batch_size` samples.
+
+        A minibatch without a token in the loss is None; `grpo.overlong_filtering` can leave one. `splits` are the rows of
+        each shard, by minibatch.
+        """
+        rows = rows_per_sample(self.config)
+        size = self.config.policy.train_global_batch_size * rows
+        batch = batch.with_scalars(step=step)
+        steps: list[Replay | None] = []
+        for number, shard_rows in enumerate(splits):
+            minibatch = batch.share(number, batch.rows // size)
+            least = minibatch.rows // rows if self.config.loss_fn.count_masked_sequences else 0
+            learns = minibatch["loss_mask"].any()
+            steps.append(submit_batch(self.replays, "train_step", minibatch, shard_rows, least) if learns else None)
+        return steps
+
+    def calibrate(self, batch: Batch) -> dict[str, float]:
+        """Sets the scales of an FP8 KV cache (`vllm_cfg.kv_cache_dtype: fp8`) from the keys and values of `batch`.
+
+        The next refit carries them to generation. Returns the largest of each as metrics.
+        """
+        rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
+        shards: list[dict[str, float]] = self.replays.replay("calibrate_kv_scales", rows)
+        return {f"kv_scale/{kind}": max(shard[kind] for shard in shards) for kind in shards[0]}
+
+    def _critic_step(self, batch: Batch) -> CriticStep:
+        return CriticStep(self.config, planned_algorithm(self.plan), self.replays, self.train, batch)
 
 
 @dataclass(frozen=True)
 class PolicyUpdate:
     """Optimizer steps in flight: one for each minibatch with a token in the loss; `steps` is None if the critic warms up."""
 
-    session: Session
+    trainer: PolicyTrainer
     batch: Batch
     step: int
     steps: Sequence[Replay | None] | None
     critic: CriticStep | None
     kept: KeptSamples | None  # in `rollouts/`
 
-    def result(self) -> tuple[dict[str, float], float]:
-        """Waits for the optimizer steps. Returns their metrics, and when they had ended (`time.perf_counter`)."""
-        config, replays = self.session.config, self.session.replays
-        metrics = {} if self.steps is None else collect_steps(replays, self.steps, self.step)
+    def result(self) -> Learned:
+        """Waits for the optimizer steps."""
+        metrics = {} if self.steps is None else collect_steps(self.trainer.replays, self.steps, self.step)
         if self.critic is not None:
             metrics |= self.critic.finish(self.step)
         if self.kept is not None:
             self.kept.write()
-        metrics |= calibrate(config, replays, self.batch)
+        if has_fp8_kv_cache(self.trainer.config):
+            metrics |= self.trainer.calibrate(self.batch)
         return metrics | {"trained_tokens": float(self.batch["lengths"].sum())}, time.perf_counter()
 
 
@@ -94,57 +205,10 @@ def split_minibatches(config: Config, batch: Batch) -> list[ShardRows]:
     return [split_rows(lengths[start : start + size], shards, together) for start in range(0, batch.rows, size)]
 
 
-def compute_logprobs(
-    config: Config, plan: RunPlan, replays: Replays, batch: Batch, splits: Sequence[ShardRows], step: int
-) -> None:
-    """Computes the log-probabilities that step `step` needs of the rows of `batch`. `splits`: see `split_minibatches`.
-
-    With `policy.offload_optimizer_for_logprob` the optimizer's state is on the host meanwhile.
-    """
-    rows, phases, teacher = logprob_batch(batch, step), logprob_phases(plan), None
-    size = config.policy.train_global_batch_size * rows_per_sample(config)
-    shards = [  # the rows of the whole batch that each has
-        np.concatenate([number * size + rows for number, rows in enumerate(shard)]) for shard in zip(*splits, strict=True)
-    ]
-    offloads = config.policy.offload_optimizer_for_logprob and phases
-    if offloads:
-        replays.replay("logprob_inference_prep", step)
-    if plan.reference == TEACHER:
-        teacher = replays.submit("teacher_logprobs", Batch({name: rows[name] for name in ("tokens", "lengths")}))
-    for name in phases:
-        replays.replay(name, rows, rows=shards)
-    if teacher is not None:
-        found = replays.collect("teacher_logprobs", teacher)[0]  # through the driver to the train workers
-        fields = {"lengths": rows["lengths"], "row_ids": rows["row_ids"], "reference_logprobs": found["logprobs"]}
-        replays.replay("keep_reference_logprobs", Batch(fields, rows.scalars), rows=shards)
-    if offloads:
-        replays.replay("training_prep", step)
-
-
 def logprob_batch(batch: Batch, step: int) -> Batch:
     """The fields of `batch` that the log-probability phases read."""
     fields = {name: batch[name] for name in ("tokens", "lengths", "row_ids", ROUTED_EXPERTS) if name in batch.fields}
     return Batch(fields, {"step": step})
-
-
-def submit_steps(
-    config: Config, replays: Replays, batch: Batch, step: int, splits: Sequence[ShardRows]
-) -> list[Replay | None]:
-    """Starts one optimizer step for the rows of each `policy.train_global_batch_size` samples.
-
-    A minibatch without a token in the loss is None; `grpo.overlong_filtering` can leave one. `splits` are the rows of each
-    shard, by minibatch.
-    """
-    rows = rows_per_sample(config)
-    size = config.policy.train_global_batch_size * rows
-    batch = batch.with_scalars(step=step)
-    steps: list[Replay | None] = []
-    for number, shard_rows in enumerate(splits):
-        minibatch = batch.share(number, batch.rows // size)
-        least = minibatch.rows // rows if config.loss_fn.count_masked_sequences else 0
-        learns = minibatch["loss_mask"].any()
-        steps.append(submit_batch(replays, "train_step", minibatch, shard_rows, least) if learns else None)
-    return steps
 
 
 def collect_steps(replays: Replays, steps: Sequence[Replay | None], step: int) -> dict[str, float]:
@@ -154,24 +218,3 @@ def collect_steps(replays: Replays, steps: Sequence[Replay | None], step: int) -
     if masked:
         logger.warning("%d of %d minibatches have no token in the loss: skipped", masked, len(steps))
     return {**(join_optimizer_steps(parts).flat() if parts else {}), MASKED_MINIBATCHES: float(masked)}
-
-
-def calibrate(config: Config, replays: Replays, batch: Batch) -> dict[str, float]:
-    """Sets the scales of an FP8 KV cache (`vllm_cfg.kv_cache_dtype: fp8`) from the keys and values of `batch`.
-
-    The next refit carries them to generation. Returns the largest of each as metrics.
-    """
-    if not has_fp8_kv_cache(config):
-        return {}
-    rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
-    shards: list[dict[str, float]] = replays.replay("calibrate_kv_scales", rows)
-    return {f"kv_scale/{kind}": max(shard[kind] for shard in shards) for kind in shards[0]}
-
-
-def calibrate_on_prompts(config: Config, replays: Replays, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Calibrates on the first prompts, as many as a step has samples, before the first refit: nothing is generated yet."""
-    prompts = prompts[: samples_per_step(config)]
-    tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt.tokens
-    return calibrate(config, replays, Batch({"tokens": tokens, "lengths": np.array(list(map(len, prompts)), np.int64)}))

@@ -17,12 +17,9 @@ from dagrl.config.settings import algorithm_name, rows_together
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Preference, collate_pairs
 from dagrl.rl.preferences import PairLosses, PreferenceAlgorithm, pair_losses, sum_phases
-from dagrl.run.checkpoint_store import TrainState
-from dagrl.run.checkpoints import ranking_metric
 from dagrl.run.loops.optimizer_step import ShardRows, replay_batch
 from dagrl.run.replays import Replays
-from dagrl.run.resume import REFERENCE, saves_reference
-from dagrl.run.session import Session
+from dagrl.run.session import Session, Stage
 from dagrl.run.stop import given_up
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.split import split_rows
@@ -33,7 +30,8 @@ SAMPLER = "preference_sampler"
 
 def train_preferences(session: Session) -> None:
     """Runs the steps that are left."""
-    config, state, stage = session.config, session.checkpoints.state, algorithm_name(session.config)
+    config, state = session.config, session.checkpoints.state
+    stage = Stage.of(algorithm_name(config), config.preference)
     train, validation = session.inputs.preferences, session.inputs.validation_preferences
     sampler = open_sampler(train, config.data)
     if SAMPLER in state.counters:
@@ -41,24 +39,18 @@ def train_preferences(session: Session) -> None:
     elif session.plan.reference == TRAIN:
         session.train.call("snapshot_reference", deadline=config.timeouts.replay)
     comparison = Comparison(cast(PreferenceAlgorithm, session.plan.algorithm), session.replays)
-    total = config.preference.max_num_steps
-    session.recorder.progress.step(session.step, total, {}, stage=stage)
-    if session.step == 0 and config.preference.val_at_start and validation:
+    session.begin(stage)
+    if session.step == 0 and stage.val_at_start and validation:
         session.record_initial_validation(stage, evaluate(session, comparison, validation, may_stop=True))
         session.replays.close_step(tokens=0)  # not part of the first step
-    while session.step < total:
+    while session.step < stage.last:
         step = session.step + 1
         batch = collate_pairs([train[index] for index in sampler.take(config.policy.train_global_batch_size)])
         metrics = comparison.learn(batch, step)
-        if validation and (step == total or (config.preference.val_period and step % config.preference.val_period == 0)):
+        if validation and stage.validates(step):
             metrics |= evaluate(session, comparison, validation)
         metrics |= session.replays.close_step(tokens=int(batch["lengths"].sum()))
-        state = TrainState(
-            step,
-            {SAMPLER: sampler.state(), REFERENCE: saves_reference(session.config, session.plan)},
-            ranking_metric(config, stage, metrics),
-        )
-        session.finish_step(stage, step, total, metrics, state)
+        session.finish_step(stage, step, metrics, {SAMPLER: sampler.state(), **session.reference_counter})
 
 
 @dataclass(frozen=True)

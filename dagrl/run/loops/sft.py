@@ -13,37 +13,33 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.settings import algorithm_name
 from dagrl.data import open_sampler
 from dagrl.data.tokenization import Demonstration, collate
-from dagrl.run.checkpoint_store import TrainState
-from dagrl.run.checkpoints import ranking_metric
 from dagrl.run.loops.optimizer_step import replay_batch
-from dagrl.run.session import Session
+from dagrl.run.session import Session, Stage
 from dagrl.run.stop import given_up
 from dagrl.telemetry.metrics import VALIDATION
 
 
 def train_sft(session: Session) -> None:
     """Runs the SFT steps that are left. They are steps 1 to `sft.max_num_steps` of the run."""
-    stage = "sft" if session.plan.generates else algorithm_name(session.config)
     config, state = session.config, session.checkpoints.state
+    stage = Stage.of("sft" if session.plan.generates else algorithm_name(config), config.sft)
     train, validation = session.inputs.demonstrations, session.inputs.validation_demonstrations
     sampler = open_sampler(train, config.data)
     if "sft_sampler" in state.counters:
         sampler.restore(cast("Mapping[str, Json]", state.counters["sft_sampler"]))
-    total = config.sft.max_num_steps
-    session.recorder.progress.step(min(session.step, total), total, {}, stage=stage)
-    if session.step == 0 and config.sft.val_at_start and validation:
+    session.begin(stage)
+    if session.step == 0 and stage.val_at_start and validation:
         session.record_initial_validation(stage, evaluate(session, validation, may_stop=True))
         session.replays.close_step(tokens=0)  # not part of the first step
-    while session.step < total:
+    while session.step < stage.last:
         step = session.step + 1
         batch = collate([train[index] for index in sampler.take(config.policy.train_global_batch_size)])
         batch = batch.with_scalars(**learning_rate(config, session.plan))
         metrics = replay_batch(session.replays, "demonstration_step", batch, step=step).flat()
-        if validation and (step == total or (config.sft.val_period and step % config.sft.val_period == 0)):
+        if validation and stage.validates(step):
             metrics |= evaluate(session, validation)
         metrics |= session.replays.close_step(tokens=int(batch["lengths"].sum()))
-        state = TrainState(step, {"sft_sampler": sampler.state()}, ranking_metric(config, stage, metrics))
-        session.finish_step(stage, step, total, metrics, state)
+        session.finish_step(stage, step, metrics, {"sft_sampler": sampler.state()})
 
 
 def evaluate(session: Session, validation: list[Demonstration], *, may_stop: bool = False) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 
 from dagrl.config import Config
 from dagrl.rl.losses import Denominators
-from dagrl.run.loops.policy_update import collect_steps, split_minibatches, submit_steps
+from dagrl.run.loops.policy_update import PolicyTrainer, collect_steps, split_minibatches
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics, join_optimizer_steps, merge_step_metrics
 from tests.unit.rl.losses_by_kind import LOSSES
@@ -52,7 +52,9 @@ def optimized(batch: Batch) -> tuple[dict[str, float], int]:
         return minibatch
 
     replays: Any = SimpleNamespace(submit=submit, collect=lambda phase, minibatch: ([take_step(minibatch)], None))
-    steps = submit_steps(CONFIG, replays, batch, 1, split_minibatches(CONFIG, batch))
+    parts: Any = dict.fromkeys(("plan", "train", "stop", "log", "thread"))
+    trainer = PolicyTrainer(CONFIG, replays=replays, **parts)
+    steps = trainer.submit_steps(batch, 1, split_minibatches(CONFIG, batch))
     return collect_steps(replays, steps, 1), len(calls)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, Future
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,15 +35,17 @@ from dagrl.rl.generation import (
 )
 from dagrl.rl.rewards import Judged, Rewards, check_failures
 from dagrl.rl.rollout import experience
+from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.rollout.turns import EnvironmentTurns
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
 from dagrl.run.engines import WorkerEngines
-from dagrl.run.loops import grpo
+from dagrl.run.loops.grpo import train_grpo
+from dagrl.run.loops.policy_update import Learned
 from dagrl.run.model import character_tokenizer
 from dagrl.run.replay_times import CountedReplay
-from dagrl.run.session import Session
+from dagrl.run.session import Session, Stage
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.replay import ReplayTiming
@@ -363,6 +366,24 @@ class SimulatedReplays:
         return {}
 
 
+class Trainer:
+    """Replaces `PolicyTrainer`; forwards to the run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def start(self, prompts: object, *, fresh: bool) -> None:
+        """Does nothing."""
+
+    def begin(self, groups: Sequence[ScoredGroup], step: int) -> Any:
+        assert step == self._run.session.step + 1
+        self._run.session.stop.check()
+        return SimpleNamespace(result=lambda: self._run.train_on(groups, step))
+
+    def submit(self, groups: Sequence[ScoredGroup], step: int) -> Future[Learned]:
+        return self._run.world.later(12, lambda: self.begin(groups, step).result())
+
+
 class Run:
     """One process of a run. `trained` are the batches by step, `metrics` those recorded.
 
@@ -388,7 +409,8 @@ class Run:
         prompts = [Prompt(f"{n}=", np.array([4 + n % 10, 5]), str(n), f"row {n}") for n in range(9)]
         progress = SimpleNamespace(step=lambda *words, **keys: None, status=lambda text: None)
         self.checkpoints = SimpleNamespace(
-            resumed=resumed,
+            resumed_in=lambda counter: resumed if resumed and counter in resumed.state.counters else None,
+            add_counters=self._add_counters,
             state=resumed.state if resumed else TrainState(0),
             parts=[],
             finish_step=self._take_state,
@@ -405,23 +427,44 @@ class Run:
             replays=cast(Any, self.simulated),
             recorder=cast(
                 Any,
-                SimpleNamespace(progress=progress, step=self._record, record=SimpleNamespace(log=self.log), rollouts=None),
+                SimpleNamespace(
+                    progress=progress,
+                    step=self._record,
+                    record=SimpleNamespace(log=self.log),
+                    rollouts=None,
+                    keep_untrained=lambda untrained, step: None,
+                ),
             ),
             checkpoints=cast(Any, self.checkpoints),
             stop=cast(Any, Stop(self)),
-            replacement=cast(Any, self.engines),
         )
 
     def train(self) -> TrainState | None:
         """Runs all steps. Returns the state of the checkpoint if the run was stopped."""
+        inputs, stage = self.inputs, Stage.of("grpo", self.config.grpo, after=self.config.sft.max_num_steps)
         self.reward = reward = Reward(self.world, self.config.reward.max_failed_share)
-        with self._simulated():
-            try:
-                grpo.train_grpo(self.session, reward)  # type: ignore[arg-type]
-            except StopRequestedError:
-                return self.session.checkpoints.state
-            finally:
-                reward.closed = True
+        prompts = PromptData(inputs.prompts, inputs.validation_prompts, inputs.tokenizer)
+        engines = engines_of(self, replacement=self.engines)
+        try:
+            with (
+                patch.object(experience, "wait", self.world.wait),
+                Environment(self.world) if self.config.environment.enabled else nullcontext() as environment,
+                Experience(
+                    self.config,
+                    prompts,
+                    engines,
+                    cast(Any, reward),
+                    EnvironmentTurns(self.config, inputs.tokenizer, cast(Any, environment)),
+                    cast(Any, Stop(self)),
+                    version=self.session.step,
+                ) as self.experience,
+            ):
+                self.checkpoints.parts.append(self.experience.save)
+                train_grpo(self.session, stage, self.experience, cast(Any, Trainer(self)))
+        except StopRequestedError:
+            return self.session.checkpoints.state
+        finally:
+            reward.closed = True
         return None
 
     def save(self, directory: Path) -> None:
@@ -429,35 +472,7 @@ class Run:
         for write in self.checkpoints.parts:
             write(directory)
 
-    @contextmanager
-    def _simulated(self) -> Iterator[None]:
-        def opened(*words: Any, **keys: Any) -> Experience:
-            self.experience = Experience(*words, **keys)
-            return self.experience
-
-        thread = SimpleNamespace(submit=lambda work, *words: self.world.later(12, lambda: work(*words)))
-        with ExitStack() as stack:
-            for target, name, value in (
-                (grpo, "Experience", opened),
-                (grpo, "open_turns", self._turns),
-                (experience, "wait", self.world.wait),
-                (grpo, "training_thread", lambda: nullcontext(thread)),
-                (grpo, "begin_update", self._begin_update),
-            ):
-                stack.enter_context(patch.object(target, name, value))
-            yield
-
-    @contextmanager
-    def _turns(self, config: Config, tokenizer: Any) -> Iterator[EnvironmentTurns]:
-        with Environment(self.world) if config.environment.enabled else nullcontext() as environment:
-            yield EnvironmentTurns(config, tokenizer, environment)  # type: ignore[arg-type]
-
-    def _begin_update(self, session: Any, groups: Sequence[ScoredGroup], step: int) -> Any:
-        assert step == session.step + 1
-        session.stop.check()
-        return SimpleNamespace(result=lambda: self._trained(groups, step))
-
-    def _trained(self, groups: Sequence[ScoredGroup], step: int) -> tuple[dict[str, float], float]:
+    def train_on(self, groups: Sequence[ScoredGroup], step: int) -> Learned:
         self.trained[step] = list(groups)
         return {"trained_tokens": 1.0}, 0.0
 
@@ -497,10 +512,13 @@ class Run:
     def _record(self, stage: str, step: int, position: int, total: int, metrics: dict[str, float]) -> None:
         self.metrics.append(metrics)
 
+    def _add_counters(self, counters: Mapping[str, Any]) -> None:
+        self.checkpoints.state = replace(self.checkpoints.state, counters={**self.checkpoints.state.counters, **counters})
+
     def _take_state(self, state: TrainState) -> None:
         self.checkpoints.state = state
 
 
-def engines_of(run: Run) -> WorkerEngines:
+def engines_of(run: Run, replacement: Any = None) -> WorkerEngines:
     """Returns the engines of a run as its loop sees them."""
-    return WorkerEngines(cast(Any, run.engines), cast(Any, run.simulated), run.config.timeouts.replay)
+    return WorkerEngines(cast(Any, run.engines), cast(Any, run.simulated), run.config.timeouts.replay, replacement)

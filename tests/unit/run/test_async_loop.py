@@ -169,7 +169,7 @@ def test_idle_engines_have_their_next_requests_prepared(loop: Mapping[str, Any],
     No quantum runs before the refit has succeeded: ages are 0 then.
     """
     run, while_training, in_refit = Run(configuration(loop), seed=0), list[bool](), list[bool]()
-    trained, collect = run._trained, run.collect
+    trained, collect = run.train_on, run.collect
 
     def watched_training(*words: Any) -> Any:
         while_training.append(run.experience.rollouts.generating)
@@ -179,7 +179,7 @@ def test_idle_engines_have_their_next_requests_prepared(loop: Mapping[str, Any],
         in_refit.extend([run.experience.rollouts.generating] * (name == "refit"))
         return collect(name, *words)
 
-    monkeypatch.setattr(run, "_trained", watched_training)
+    monkeypatch.setattr(run, "train_on", watched_training)
     monkeypatch.setattr(run, "collect", watched_collect)
     assert run.train() is None
     straight_on = [step % 2 == 1 for step in range(1, STEPS + 1)]
@@ -195,13 +195,13 @@ def test_agents_do_not_begin_while_workers_train(can_wait: bool, monkeypatch: py
     """Their clients would wait for the whole training step."""
     monkeypatch.setattr(EnvironmentTurns, "can_wait", can_wait)
     run, while_training = Run(configuration({}), seed=0), list[bool]()
-    trained = run._trained
+    trained = run.train_on
 
     def watched(*words: Any) -> Any:
         while_training.append(run.experience.rollouts.busy)
         return trained(*words)
 
-    monkeypatch.setattr(run, "_trained", watched)
+    monkeypatch.setattr(run, "train_on", watched)
     assert run.train() is None
     assert any(while_training) == can_wait
 
@@ -591,6 +591,6 @@ def test_quanta_are_queued_behind_a_refit_unless_memory_moves(moves: bool | None
     replays = SimpleNamespace(shared=shared, submit=lambda *_: asked.append("refit"), collect=collect)
     rollouts = MagicMock(running=True, look_ahead=lambda: asked.append("quantum"), serve=lambda: asked.append("serve"))
     experience = MagicMock(rollouts=rollouts, connect=lambda: asked.append("connect"))
-    refit(cast("Any", SimpleNamespace(replays=replays)), experience, 1)
+    refit(cast("Any", replays), experience, 1)
     between = [] if moves else ["quantum"]
     assert asked == ["connect", "refit", *between, "read", "serve"]

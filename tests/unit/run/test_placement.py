@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dagrl.config import Config
 from dagrl.config.plan import RunPlan
-from dagrl.run.loops.policy_update import compute_logprobs, split_minibatches, submit_steps
+from dagrl.run.loops.policy_update import PolicyTrainer, split_minibatches
 from dagrl.runtime.shapes import Batch
 
 WIDTH = 64
@@ -54,8 +54,10 @@ class Recorded:
 def step(config: Config, batch: Batch) -> Recorded:
     recorded: Any = Recorded()
     splits = split_minibatches(config, batch)
-    compute_logprobs(config, RunPlan.of(config), recorded, batch, splits, 1)
-    submit_steps(config, recorded, batch, 1, splits)
+    parts: Any = dict.fromkeys(("train", "stop", "log", "thread"))
+    trainer = PolicyTrainer(config, RunPlan.of(config), replays=recorded, **parts)
+    trainer.compute_logprobs(batch, splits, 1)
+    trainer.submit_steps(batch, 1, splits)
     return recorded  # type: ignore[no-any-return]
 
 

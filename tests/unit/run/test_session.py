@@ -21,15 +21,16 @@ from dagrl.errors import CheckpointError, ConfigError, StopRequestedError
 from dagrl.refit import RefitReport
 from dagrl.rl.rollout.dispatch import QuantumSize
 from dagrl.run.checkpoint_store import Checkpoint, TrainState
-from dagrl.run.checkpoints import ranking_metric
+from dagrl.run.checkpoints import Checkpoints, ranking_metric
 from dagrl.run.loops import grpo
-from dagrl.run.loops.grpo import exposed, finish_step, mean_pause, refit, start_policy
+from dagrl.run.loops.grpo import exposed, mean_pause, refit, start_policy
 from dagrl.run.loops.optimizer_step import replay_batch, submit_batch
+from dagrl.run.loops.policy_update import PolicyTrainer
 from dagrl.run.model import character_tokenizer
 from dagrl.run.replay_times import CountedReplay
 from dagrl.run.replays import Replays
 from dagrl.run.resume import REFERENCE, check_reference, check_stage
-from dagrl.run.session import Session
+from dagrl.run.session import LastStep, Session, Stage
 from dagrl.run.start import run_session, with_absolute_paths, with_end_of_sequence
 from dagrl.runtime.replay import Replay, ReplayTiming
 from dagrl.runtime.shapes import Batch
@@ -98,16 +99,14 @@ def test_a_stop_saves_if_checkpoints_are_enabled(enabled: bool, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("penalty", "kept"), [(0.01, True), (0.0, False)])
-def test_a_reference_policy_is_kept_only_for_a_penalty(penalty: float, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("refit", "calibrate_on_prompts"):
-        monkeypatch.setattr(grpo, name, lambda *args: {})
+@pytest.mark.parametrize("fresh", [True, False])
+def test_only_a_fresh_run_takes_a_reference_policy_and_only_for_a_penalty(penalty: float, kept: bool, fresh: bool) -> None:
     config = configuration(penalty=penalty)
-    session: Any = MagicMock(config=config, plan=RunPlan.of(config), step=3)
-    session.checkpoints = SimpleNamespace(resumed=None, state=TrainState(3))
-    start_policy(session, MagicMock(state=lambda: {"grpo_next_group": 0}))
-    assert session.checkpoints.state.counters == {"grpo_next_group": 0, REFERENCE: kept}
-    called = [call.args[0] for call in session.train.call.call_args_list]
-    assert called == [*(["snapshot_reference"] if kept else []), "reset_optimizer"]
+    parts: Any = {name: MagicMock() for name in ("replays", "train", "stop", "log", "thread")}
+    PolicyTrainer(config, RunPlan.of(config), **parts).start([], fresh=fresh)
+    called = [call.args[0] for call in parts["train"].call.call_args_list]
+    assert called == ([*(["snapshot_reference"] if kept else []), "reset_optimizer"] if fresh else [])
+    assert parts["replays"].hold.called == fresh
 
 
 @pytest.mark.parametrize("resumed", ["", "sft", "grpo"])
@@ -115,76 +114,59 @@ def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an SFT stage of 3 steps, resumed or not. A run resumed in GRPO restores its state instead."""
     done: list[Any] = []
     step = 5 if resumed == "grpo" else 3
-    counters = {"grpo_sampler": {}} if resumed == "grpo" else {"sft_sampler": {}}
-    config = configuration().with_keys({"sft.max_num_steps": 3, "grpo.val_at_start": True})
+    counters: dict[str, Any] = {"grpo_sampler": {}} if resumed == "grpo" else {"sft_sampler": {}}
     state = TrainState(step, counters)
     checkpoint = Checkpoint(Path("step_00000005"), state) if resumed else None
-    session: Any = MagicMock(config=config, plan=RunPlan.of(config), step=step)
-    session.checkpoints = SimpleNamespace(resumed=checkpoint, state=state)
-    session.replays.hold = lambda role, *, keep_generation_weights: done.append((role, keep_generation_weights))
-    session.train.call = lambda method, *, deadline: done.append(method)
-    session.record_initial_validation = lambda stage, metrics: done.append((stage, metrics))
+    checkpoints = Checkpoints(*[MagicMock()] * 5, resumed=checkpoint, state=state)
+    session: Any = MagicMock(checkpoints=checkpoints, step=step, reference_counter={REFERENCE: True})
+    session.record_initial_validation = lambda stage, metrics: done.append((stage.name, metrics))
     session.replays.close_step = lambda tokens: done.append("lap")
     experience: Any = SimpleNamespace(
-        state=dict,
+        state=lambda: {"grpo_next_group": 0},
         take_untrained=list,
         validate=lambda *, may_stop: may_stop,
         restore=lambda counters, place: done.append((counters, place)),
     )
-    monkeypatch.setattr(grpo, "calibrate_on_prompts", lambda *words: done.append("calibrate"))
-    monkeypatch.setattr(grpo, "refit", lambda session, experience, version: done.append(("refit", version)))
-    start_policy(session, experience)
-    begins = [("train", True), "snapshot_reference", "reset_optimizer", "calibrate", ("refit", 3), ("grpo", True), "lap"]
-    goes_on = ["calibrate", ("refit", 5), (counters, Path("step_00000005")), "lap"]
+    trainer: Any = SimpleNamespace(start=lambda prompts, *, fresh: done.append(("fresh", fresh)))
+    monkeypatch.setattr(grpo, "refit", lambda replays, experience, version: done.append(("refit", version)))
+    start_policy(session, Stage("grpo", 3, 8, 0, val_at_start=True), experience, trainer)
+    begins = [("fresh", True), ("refit", 3), ("grpo", True), "lap"]
+    goes_on = [("fresh", False), ("refit", 5), (counters, Path("step_00000005")), "lap"]
     assert done == (goes_on if resumed == "grpo" else begins)
+    added = {} if resumed == "grpo" else {"grpo_next_group": 0, REFERENCE: True}
+    assert checkpoints.state.counters == counters | added
 
 
 @pytest.mark.parametrize(("period", "validated"), [(2, [2, 4, 5]), (0, [5]), (3, [3, 5])])
-def test_grpo_validates_by_its_own_step_count_and_at_the_end(period: int, validated: list[int]) -> None:
-    """Five steps after an SFT stage of 3."""
-    counted = {"sft.max_num_steps": 3, "grpo.max_num_steps": 5, "grpo.val_period": period}
-    config = configuration("validation/reward").with_keys(counted)
-    found = []
-    for step in range(3, 8):
-        session: Any = MagicMock(config=config, plan=RunPlan.of(config), step=step)
-        session.replays.close_step = lambda tokens: {"tokens": tokens}
-        experience: Any = SimpleNamespace(
-            state=dict, take_untrained=list, validate=lambda: {"validation/reward": 0.25}, begin=lambda: None
-        )
-        finish_step(session, experience, step + 1, {"trained_tokens": 7.0})
-        stage, position, total, metrics, state = session.finish_step.call_args.args
-        assert (stage, position, total, state.step, metrics["tokens"]) == ("grpo", step - 2, 5, step + 1, 7)
-        found += [position] if state.metric is not None else []
-    assert found == validated
+def test_a_stage_validates_by_its_own_step_count_and_at_the_end(period: int, validated: list[int]) -> None:
+    """Five steps after a stage of 3."""
+    config = configuration().with_keys({"grpo.max_num_steps": 5, "grpo.val_period": period})
+    stage = Stage.of("grpo", config.grpo, after=3)
+    assert [step - 3 for step in range(4, stage.last + 1) if stage.validates(step)] == validated
 
 
 @pytest.mark.parametrize(
-    ("begins", "changed"),
+    ("straight_on", "changed"),
     [
         (True, {}),
         (False, {"stop": MagicMock(requested=True)}),
-        (False, {"checkpoints": MagicMock(due=lambda state: True)}),
+        (False, {"checkpoints": MagicMock(due=lambda step: True)}),
+        (False, {"last_step": LastStep(1)}),
     ],
 )
-def test_the_next_step_begins_before_a_step_is_recorded_unless_its_state_is_saved(
-    begins: bool, changed: dict[str, Any]
-) -> None:
+def test_files_of_samples_are_complete_before_a_checkpoint(straight_on: bool, changed: dict[str, Any]) -> None:
+    """Nothing may start early before a step whose state is saved, or which is the last."""
     done: list[str] = []
-    rollouts = SimpleNamespace(flush=lambda: done.append("flushed"), keep_untrained=lambda *untrained: None)
-    recorder = SimpleNamespace(step=lambda *step: done.append("recorded"), rollouts=rollouts)
-    pieces = {"stop": MagicMock(requested=False), "checkpoints": MagicMock(due=lambda state: False), **changed}
+    rollouts = SimpleNamespace(flush=lambda: done.append("flushed"))
+    recorder: Any = SimpleNamespace(step=lambda *step: done.append("recorded"), rollouts=rollouts)
+    pieces = {"stop": MagicMock(requested=False), "checkpoints": MagicMock(due=lambda step: False), **changed}
     parts = dict.fromkeys(("inputs", "train", "generation", "replays"), MagicMock())
-    session = Session(
-        config=(config := configuration().with_keys({"grpo.val_period": 0})),
-        plan=RunPlan.of(config),
-        **parts,
-        recorder=cast(Any, recorder),
-        **pieces,
-    )
-    experience: Any = SimpleNamespace(state=dict, take_untrained=list, begin=lambda: done.append("begun"))
-    finish_step(session, experience, 1, {"trained_tokens": 1.0})
-    before = ["begun"] if begins else [] if "stop" in changed else ["flushed"]
-    assert done == [*before, "recorded"]
+    config = configuration()
+    session = Session(config=config, plan=RunPlan.of(config), **parts, recorder=recorder, **pieces)
+    assert session.goes_straight_on(1) == straight_on
+    with pytest.raises(StopRequestedError) if "last_step" in changed else nullcontext():
+        session.finish_step(Stage("grpo", 0, 9, 0, val_at_start=False), 1, {}, {})
+    assert done == [*(["flushed"] if "checkpoints" in changed else []), "recorded"]
 
 
 def test_exposed_generation_is_summed_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +184,7 @@ def test_the_pause_of_a_refit_is_that_of_the_slowest_generation_worker() -> None
     sender = RefitReport(1, 16, 0, 9.0)
     reports = [RefitReport(1, 0, 8, 0.5), [RefitReport(1, 0, 8, 0.1, 2.0), sender], RefitReport(1, 0, 8, 0.2, 1.0)]
     replays: Any = MagicMock(collect=lambda *words, **keys: (reports, None))
-    assert refit(MagicMock(replays=replays), MagicMock(), 1) == {"timing_s/update_pause": 2.0, "perf/refit_bytes": 24.0}
+    assert refit(replays, MagicMock(), 1) == {"timing_s/update_pause": 2.0, "perf/refit_bytes": 24.0}
     assert mean_pause(reports) == pytest.approx(3.5 / 3) and mean_pause([sender]) is None
 
 
