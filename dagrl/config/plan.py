@@ -64,13 +64,12 @@ class StartPlan:
     """Who starts when, generation last.
 
     `resident`: train states on generation's GPUs are there at the end of the start; those that left come back. `early`:
-    whether training is warmed up while generation starts: on GPUs of its own (`free`), or next to generation with a limit on
-    its memory (`limited`), after which it may have to be warmed up again.
+    whether training is warmed up while generation starts: where nothing has to leave its GPU.
     """
 
     groups: tuple[GroupStart, ...]
     resident: bool = False
-    early: Literal["no", "free", "limited"] = "free"
+    early: bool = True
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ def _start_plan(config: Config, roles: tuple[str, ...], shared: tuple[str, ...],
     """`shared`: the roles on generation's GPUs, these among them; empty if it has its own."""
     order = sorted(roles, key=GENERATION.__eq__)
     if not shared:
-        return StartPlan(tuple(map(GroupStart, order)), early="free" if GENERATION in roles else "no")
+        return StartPlan(tuple(map(GroupStart, order)), early=GENERATION in roles)
     together, resident = starts_together(config), not takes_turns
     if together:
         resident |= generation_config(config).colocated.exchange == "auto" and set(shared) == {TRAIN, GENERATION}
@@ -172,13 +171,7 @@ def _start_plan(config: Config, roles: tuple[str, ...], shared: tuple[str, ...],
         leaves = has_state and not (together and resident)
         groups.append(GroupStart(role, before if role in shared and not together else None, leaves))
         before = role if has_state else before
-    megatron = config.policy.megatron_cfg
-    overlaps = megatron.distributed_data_parallel_config.overlap_grad_reduce
-    if not takes_turns:
-        early: Literal["no", "free", "limited"] = "free" if together else "no"
-    else:  # a warm-up that ran out of memory is repeated: no peer may wait for it, and no reduction have begun
-        early = "limited" if together and resident and megatron.layout.world_size == 1 and not overlaps else "no"
-    return StartPlan(tuple(groups), resident, early)
+    return StartPlan(tuple(groups), resident, early=together and not takes_turns)
 
 
 def starts_together(config: Config) -> bool:

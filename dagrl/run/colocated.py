@@ -208,16 +208,10 @@ class SharedDevices:
         caching = {role for role in self._caching if wakes or (GENERATION not in working and role not in working)}
         return {role: parts for role, parts in gone.items() if parts or (role in caching and not self._still)}
 
-    def measure_turns(self, *, trained: bool = False) -> bool:
-        """Lets roles take turns until `settle`, which needs the memory that is free while each is alone.
-
-        Returns whether they do. They do not if that is settled, nor with ample room next to all of generation and training,
-        whose phases have all run (`trained`).
-        """
-        if self._settled or (trained and all(one.free >= AMPLE * one.total for one in self._memory(TRAIN))):
-            return False
-        self._residency = self._none
-        return True
+    def measure_turns(self) -> None:
+        """Lets roles take turns until `settle`, which needs the memory that is free while each is alone."""
+        if not self._settled:
+            self._residency = self._none
 
     def _has_ample_room(self) -> bool:
         """Whether generation, asleep now, surely fits next to the only train state and what its phases have cached."""

@@ -226,7 +226,7 @@ def start_groups(
             before = starting[one.after].result if one.after is not None else None
             own = resources.get(one.role, Resources(num_gpus=gpus_per_worker(config.cluster)))
             starting[one.role] = pool.submit(_start_group, config, plan, one, own, started, before, check_all)
-        if plan.start.early != "no":
+        if plan.start.early:
             try:
                 meanwhile([future.result() for role, future in starting.items() if role != GENERATION], check_started)
             except BaseException:

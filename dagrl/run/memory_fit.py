@@ -123,14 +123,14 @@ def start_together(derived: Derived, hf_config: Mapping[str, Json], weight_bytes
         return
     memory = _gpu_bytes()
     training = _state_bytes(config.policy, _parameters(hf_config, weight_bytes))
-    generation = engine_bytes(config, hf_config, weight_bytes)
+    generation = _engine_bytes(config, hf_config, weight_bytes)
     if training + generation <= START_SHARE * memory:
         reason = f"{training / 2**30:.0f} GiB of training and {generation / 2**30:.0f} GiB of generation fit the GPU"
         derived.set(key, True, reason)
 
 
-def engine_bytes(config: Config, hf_config: Mapping[str, Json], weight_bytes: int) -> float:
-    """Returns the bytes of a GPU that an engine with a given KV cache is planned to take."""
+def _engine_bytes(config: Config, hf_config: Mapping[str, Json], weight_bytes: int) -> float:
+    """Bytes of a GPU that an engine with a given KV cache is planned to take."""
     engine = generation_config(config).vllm_cfg
     assert engine.kv_cache_memory_bytes is not None
     width = 4 if generation_dtype(config) == "float32" else 2

@@ -188,7 +188,7 @@ def workers(run: PreparedRun) -> Iterator[Workers]:
     sizes = (f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in run.plan.layouts.items())
     run.progress.stage(f"Starting {' and '.join(sizes)}")
     with Scheduler([], scheduler_options(run.config)) as scheduler:
-        early = EarlyWarmUp(run.config, run.plan, run.inputs, run.phase_plans, run.phases, scheduler, run.stop)
+        early = EarlyWarmUp(run.plan, run.inputs, run.phase_plans, run.phases, scheduler, run.stop)
         groups = {group.role.name: group for group in run.fleet.groups(run.config, run.plan, run.stop, early)}
         scheduler.join([group for role, group in groups.items() if role not in scheduler.groups])
         yield Workers(groups, scheduler, early.done)
@@ -317,7 +317,7 @@ def _shared_devices(run: PreparedRun, groups: Mapping[str, WorkerGroup], clock: 
 
 
 def _compile(session: Session, plans: Sequence[PhasePlan], warm: Collection[str]) -> None:
-    """Compiles phases and warms them up, except those that are `warm`, and still are when roles take turns."""
+    """Compiles phases and warms them up, except those that are `warm`."""
     config, replays, scheduler = session.config, session.replays, session.replays.scheduler
     progress, phases = session.recorder.progress, session.replays.phases
     progress.stage("Compiling phases")
@@ -334,9 +334,8 @@ def _compile(session: Session, plans: Sequence[PhasePlan], warm: Collection[str]
     if needs_reference:
         session.train.call("snapshot_reference")  # for the warm-up only
     hold = partial(replays.hold, keep_generation_weights=True)  # no refit follows
-    if replays.shared is not None and replays.shared.measure_turns(trained=bool(warm)) and warm:
-        logger.info("training is warmed up again while generation sleeps: there is no ample room for both")
-        warm = ()
+    if replays.shared is not None:
+        replays.shared.measure_turns()
     names = [name for plan in plans if (name := phases[plan.name].name) not in warm]
     log_warm_up("warm-up", scheduler.warmup(before=lambda phase: hold(*phase.roles), only=names))
     if replays.shared is not None:

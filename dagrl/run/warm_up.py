@@ -1,9 +1,4 @@
-"""Adds the planned phases to a scheduler, and warms up those of the groups that have started while others start.
-
-Where both share a GPU and may exchange memory (`policy.generation.colocated.exchange: auto`), the train worker's memory is
-limited meanwhile: a tenth of the GPU stays free next to what generation is planned to take. A warm-up that needs more is
-repeated once generation has started.
-"""
+"""Adds the planned phases to a scheduler, and warms up those of the groups that have started while others start."""
 
 from __future__ import annotations
 
@@ -12,13 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dagrl.config import Config
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import TRAIN
-from dagrl.errors import PhaseError
-from dagrl.run.colocated import AMPLE
-from dagrl.run.memory_fit import engine_bytes
-from dagrl.run.model import checkpoint_bytes
 from dagrl.run.plans import PhasePlan
 from dagrl.run.preflight import Inputs
 from dagrl.run.stop import StopSignal
@@ -31,8 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LIMIT = "limit_memory"
-
 
 @dataclass(frozen=True)
 class EarlyWarmUp:
@@ -41,7 +29,6 @@ class EarlyWarmUp:
     `done` has the names of the phases that are warmed up.
     """
 
-    config: Config
     plan: RunPlan
     inputs: Inputs
     plans: Sequence[PhasePlan]
@@ -52,40 +39,16 @@ class EarlyWarmUp:
 
     def __call__(self, groups: Sequence[WorkerGroup], check: Callable[[], None]) -> None:
         """Calls `check`, which may raise to give up, before each phase."""
-        train = next((group for group in groups if group.role.name == TRAIN), None)
-        limited = train is not None and self.plan.start.early == "limited"
-        if train is not None and limited and LIMIT not in train.role.methods:
-            return
         with self.stop.at_once():
             self.scheduler.join(groups)
-            mine = [plan for plan in self.plans if self.scheduler.groups.keys() >= set(self.phases[plan.name].roles)]
-            add_phases(self.scheduler, self.phases, mine, self.inputs.tokenizer)
+            ready = [plan for plan in self.plans if self.scheduler.groups.keys() >= set(self.phases[plan.name].roles)]
+            add_phases(self.scheduler, self.phases, ready, self.inputs.tokenizer)
             self.scheduler.compile(complete=False)
-            if train is not None and self.plan.reference == TRAIN:
-                train.call("snapshot_reference")  # for the warm-up only
-            if train is not None and limited:
-                self._warm_up_limited(train, check)
-            else:
-                self._warm_up(check)
-
-    def _warm_up(self, check: Callable[[], None]) -> None:
-        seconds = self.scheduler.warmup(before=lambda phase: check())
-        log_warm_up("warm-up while others start", seconds)
-        self.done.update(seconds)
-
-    def _warm_up_limited(self, train: WorkerGroup, check: Callable[[], None]) -> None:
-        memory = [found.total for found in train.call("device_memory") if found is not None]
-        planned = engine_bytes(self.config, self.inputs.hf_config, checkpoint_bytes(self.config.policy))
-        train.call(LIMIT, max(0.0, 1 - AMPLE - planned / min(memory)) if memory else 0.0)
-        try:
-            self._warm_up(check)
-        except PhaseError as error:
-            if error.breaks or not any(train.call(LIMIT, None)):
-                raise
-            text = "training exceeded its memory while generation starts, and is warmed up again after that: %s"
-            logger.info(text, error.failures[0].message)
-        else:
-            train.call(LIMIT, None)
+            if self.plan.reference == TRAIN and TRAIN in self.scheduler.groups:
+                self.scheduler.groups[TRAIN].call("snapshot_reference")  # for the warm-up only
+            seconds = self.scheduler.warmup(before=lambda phase: check())
+            log_warm_up("warm-up while others start", seconds)
+            self.done.update(seconds)
 
 
 def log_warm_up(name: str, seconds: Mapping[str, float]) -> None:

@@ -114,16 +114,6 @@ class StateOffloader(Protocol):
         """Returns the memory of its GPU; None without one."""
 
 
-class MemoryLimiter(Protocol):
-    """An optional method of train workers, which are warmed up with it while generation starts on their GPU."""
-
-    def limit_memory(self, share: float | None, /) -> bool:
-        """Limits the worker to a share of its GPU's memory; None: ends that. Returns whether a warm-up has needed more.
-
-        Such a warm-up raises, and the worker can be warmed up again after it. Called with a single worker only.
-        """
-
-
 class GenerationWorker(RefitWorker, Protocol):
     """Every generation worker."""
 
@@ -159,7 +149,7 @@ class ModelHooks(Protocol):
         """Returns the keys of the model's configuration that decide what the worker computes."""
 
 
-OPTIONAL = (ModelHooks, CheckpointChecker, LogprobKeeper, MemoryLimiter)
+OPTIONAL = (ModelHooks, CheckpointChecker, LogprobKeeper)
 """Protocols whose methods a worker class may lack."""
 
 

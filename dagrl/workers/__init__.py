@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         CheckpointChecker,
         GenerationWorker,
         HuggingFaceExporter,
-        MemoryLimiter,
         ModelHooks,
         ReferenceHolder,
         RolloutTrainWorker,
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
         HuggingFaceExporter,
         ReferenceHolder,
         StateOffloader,
-        MemoryLimiter,
         ModelHooks,
         WorkerHooks,
     ]:
-        return worker, worker, worker, worker, worker, worker, worker, worker, worker
+        return worker, worker, worker, worker, worker, worker, worker, worker
 
     def _vllm_fits(worker: VllmWorker) -> tuple[GenerationWorker, SleepingEngine, ModelHooks, WorkerHooks]:
         return worker, worker, worker, worker

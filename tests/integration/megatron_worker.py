@@ -172,7 +172,7 @@ class TestedWorker(MegatronWorker):
             hook.remove()
         return runs
 
-    def exceed_memory(self, batch: Batch, in_backward: bool) -> None:
+    def exceed_memory(self, batch: Batch) -> None:
         """Runs a step in which a layer needs more memory than there is, and then `abort()`, as the runtime does."""
         import torch
 
@@ -183,7 +183,7 @@ class TestedWorker(MegatronWorker):
 
         modules = (module for chunk in self.trainer.model.chunks for module in chunk.modules())
         layer = [module for module in modules if isinstance(module, CausalAttention)][1]
-        hook = (layer.register_full_backward_hook if in_backward else layer.register_forward_hook)(fail)
+        hook = layer.register_forward_hook(fail)
         try:
             self.train_step(batch, "likelihood")
         except torch.OutOfMemoryError:

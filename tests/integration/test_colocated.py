@@ -78,22 +78,6 @@ def test_roles_that_start_together_never_move(run: Callable[[str], Config]) -> N
     assert all("timing_s/exchange" not in line for line in steps_of(config))
 
 
-def test_a_warm_up_that_needs_too_much_memory_is_repeated_once_generation_has_started(
-    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one_cluster.__wrapped__(cluster, monkeypatch)
-    next_to_it = {
-        "worker": "tests.integration.unigram_workers:LimitedTrainer",
-        "generation": {"colocated": {"enabled": True, "start_together": True}},
-    }
-    logger = {"log_level": "INFO"}
-    config = configuration(tmp_path, "limited", policy=next_to_it, grpo={"max_num_steps": 1}, logger=logger)
-    train(config)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert shown.index("MemoryError: the step is too large") < shown.index("warm-up: train_step"), shown
-    assert [line["step"] for line in steps_of(config) if "loss" in line] == [1]
-
-
 def test_one_role_releases_before_another_acquires_and_a_refit_holds_only_weights(run: Callable[[str], Config]) -> None:
     held: dict[str, set[str]] = {"generation": {"weights", "kv_cache"}}
     lines = exchanges(run("together"))

@@ -111,32 +111,9 @@ def test_a_warm_up_runs_few_microbatches(
         assert [part["logprobs"].shape for part in found] == [batch["tokens"].shape]
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-def test_a_warm_up_that_exceeds_the_memory_can_be_repeated(
-    in_backward: bool, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
-    """All shapes run again, and a step changes what it changes without such a warm-up."""
-    batch, packing = reference.make_batch(), {"enabled": True, "train_mb_tokens": 32}
-    config = reference.make_config(tiny_models["mixtral"], sequence_packing=packing)
-    runs, trained = [], []
-    for exceeds in (False, True):
-        with megatron_pool.group(ParallelLayout(), config) as group:
-            if exceeds:
-                assert group.call("limit_memory", 0.5) == [False]
-                group.call("exceed_memory", batch, in_backward, warmup=True)
-                assert group.call("limit_memory", None) == [True]
-            runs.append(group.call("attention_runs", batch, warmup=True))
-            train(group, batch)
-            trained.append(group.call("state"))
-    assert runs[0] == runs[1]
-    _assert_same_states(trained[1], trained[0])
-
-
-def test_a_worker_that_runs_out_of_memory_without_a_limit_is_aborted(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_a_worker_that_runs_out_of_memory_is_aborted(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     with megatron_pool.group(ParallelLayout(), reference.make_config(tiny_models["qwen3"])) as group:
-        group.call("exceed_memory", reference.make_batch(), False, warmup=True)
+        group.call("exceed_memory", reference.make_batch(), warmup=True)
         with pytest.raises(WorkerError, match="aborted"):
             group.call("attention_runs", reference.make_batch(), warmup=True)
 

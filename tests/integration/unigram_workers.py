@@ -203,22 +203,6 @@ class UnigramTrainer(UnigramState):
         self.reference = torch.tensor(content["reference"])
 
 
-class LimitedTrainer(UnigramTrainer):
-    """One whose steps need more memory than it may have while it is limited."""
-
-    limited = exceeded = False
-
-    def limit_memory(self, share: float | None) -> bool:
-        found, self.exceeded, self.limited = self.exceeded, False, share is not None
-        return found
-
-    def train_step(self, batch: Batch, loss: str) -> StepMetrics:
-        if self.limited:
-            self.exceeded = True
-            raise MemoryError("the step is too large")
-        return super().train_step(batch, loss)
-
-
 class UnigramCritic(UnigramState):
     """The value of a state depends on its last token alone: `values` [SIZE], learned by plain gradient descent."""
 

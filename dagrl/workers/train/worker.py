@@ -77,8 +77,6 @@ class TrainWorker:
         self._stream: torch.cuda.Stream | None = None  # None: the default stream
         self._aborted = False
         self._sending = False
-        self._limited = False  # by `limit_memory`
-        self._exceeded = False  # the limit; no peer waits for this worker
 
     # ---- what the class knows without a model
 
@@ -148,8 +146,6 @@ class TrainWorker:
             self._channel.abort(f"train worker {self.context.rank} was aborted")
         if self._sending:  # no peer waits in the backend's groups; training can continue, refits with a new channel
             return
-        if self._exceeded:  # and another warm-up follows
-            return
         self._aborted = True
         if self._backend is not None:
             self._backend.abort()
@@ -203,16 +199,12 @@ class TrainWorker:
             torch.cuda.set_device(self._device)
             if self._backend is not None and self._backend.captures and self._stream is None:
                 self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        try:
-            with torch.cuda.stream(self._stream):
-                if self._backend is not None and not training:
-                    self._backend.model.settle()
-                yield
-                if torch.cuda.is_available():
-                    torch.cuda.current_stream().synchronize()
-        except torch.OutOfMemoryError:
-            self._exceeded = self._limited
-            raise
+        with torch.cuda.stream(self._stream):
+            if self._backend is not None and not training:
+                self._backend.model.settle()
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
         self._check_aborted()
         self._sending = False
 
@@ -533,24 +525,6 @@ class TrainWorker:
         with self._running():
             free, total = torch.cuda.mem_get_info(self._device)
             return DeviceMemory(free, total, {part: self.offloader.nbytes(part) for part in STATE_PARTS})
-
-    def limit_memory(self, share: float | None) -> bool:
-        """Limits this worker to a share of its GPU's memory; None: ends that. Returns whether a warm-up has needed more.
-
-        After such a warm-up the worker is as before it. Only for the single worker of a group: peers would wait for one that
-        stops. The next warm-up runs at all shapes again.
-        """
-        import torch
-
-        exceeded, self._exceeded, self._limited = self._exceeded, False, share is not None
-        self._warm_widths.clear()
-        if self._device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0 if share is None else share, self._device)
-            if exceeded:
-                gc.collect()  # what a traceback held
-                with self._running():
-                    torch.cuda.empty_cache()
-        return exceeded
 
     # ---- files
 

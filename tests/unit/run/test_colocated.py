@@ -187,30 +187,6 @@ def test_a_start_with_both_roles_moves_nothing_that_fits(
     assert third_step(gpu, shared) == calls
 
 
-@pytest.mark.parametrize(
-    ("total", "late", "at_start", "calls"),
-    [
-        pytest.param(AMPLY, 0, [], [], id="ample room"),
-        pytest.param(AMPLY, 35, ALONE, SLEEP, id="less than the margin is left"),
-        pytest.param(AMPLY - 1, 0, MEASURED, [], id="everything fits"),
-        pytest.param(total_for(EVERYTHING) - 1, 0, MEASURED, SLEEP, id="without a margin"),
-    ],
-)
-def test_training_that_ran_while_generation_started_takes_no_turn_with_ample_room(
-    total: int, late: int, at_start: list[str], calls: list[str]
-) -> None:
-    """Otherwise it runs again, alone, in the warm-up of a run without an early one."""
-    gpu = SimulatedGpu(total)
-    shared = started(gpu, "auto", resident=True)
-    gpu.work(("train",))
-    shared.give_to(("train", "generation"))
-    again = shared.measure_turns(trained=True)
-    assert again == (total < AMPLY)
-    warm_up(gpu, shared, late, *([("train",)] * again), ("generation",), ("train", "generation"))
-    assert gpu.calls == at_start
-    assert third_step(gpu, shared) == calls
-
-
 def test_always_and_never() -> None:
     assert calls_of_a_step(SimulatedGpu(10 * EVERYTHING), "always") == WHOLLY
     assert calls_of_a_step(SimulatedGpu(EVERYTHING), "never") == []

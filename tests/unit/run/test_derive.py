@@ -128,7 +128,7 @@ def test_colocated_engines_start_next_to_training_where_both_fit(
     config = resolve(minimal(policy={"generation": {"max_new_tokens": new_tokens}})).config
     start = RunPlan.of(config).start
     assert [one.after for one in start.groups] == [None, None if together else "train"]
-    assert start.early == ("limited" if together else "no")
+    assert start.resident == together and not start.early
     assert (generation_config(config).vllm_cfg.kv_cache_memory_bytes is not None) == (new_tokens == 128)
 
 

@@ -163,9 +163,7 @@ class SlowGeneration:
     [
         (load_config(EXAMPLE), True),
         (colocated("exchange=never"), True),
-        (colocated("start_together=true"), True),
-        (colocated("start_together=true").with_keys({"policy.megatron_cfg.data_parallel_size": 2}), False),
-        (colocated("start_together=true", "exchange=always"), False),
+        (colocated("start_together=true"), False),
         (colocated(), False),
     ],
 )
