@@ -41,11 +41,11 @@ def concerning(files: list[Path]) -> list[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--room", help="all files of dagrl/ROOM and tests/unit/ROOM")
+    parser.add_argument("--room", help="all files of dagrl/ROOM, tests/unit/ROOM and tests/integration/ROOM")
     options = parser.parse_args()
     files = [file.resolve().relative_to(ROOT) for file in options.files]
     if options.room:
-        rooms = (ROOT / "dagrl" / options.room, ROOT / "tests" / "unit" / options.room)
+        rooms = [ROOT / folder / options.room for folder in ("dagrl", "tests/unit", "tests/integration")]
         files += [path.relative_to(ROOT) for room in rooms for path in room.rglob("*.py")]
     tests = concerning(files)
     if not tests:

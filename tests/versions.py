@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = [
     *(f"tests/unit/{room}" for room in ("runtime", "channels", "config", "data", "refit", "rl")),
+    *(f"tests/integration/{room}" for room in ("runtime", "rl")),
     *(
         f"tests/integration/test_{name}.py"
         for name in ("replay", "codec", "foreign_actors", "embed_nemo_rl", "channel_gloo")

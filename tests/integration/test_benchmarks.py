@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dagrl.bench import train
-from dagrl.bench.harness import run_process
+from dagrl.bench.harness import ROOT, run_process
 from dagrl.bench.overhead import PHASES, SIDES
+from dagrl.bench.report import commit
 from dagrl.cli.main import main
 from dagrl.errors import RunError
 
@@ -75,3 +77,11 @@ def test_a_plain_megatron_loop_has_the_losses_of_a_run(tmp_path: Path) -> None:
     assert [(row["gpus"], row["side"]) for row in rows] == [(gpus, side) for gpus in (1, 2) for side in train.SIDES]
     assert rows[0]["losses"][0] > rows[0]["losses"][-1]
     assert max(row["loss_error"] for row in rows) < 1e-6
+
+
+def test_a_report_names_the_commit_of_the_checkout() -> None:
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        pytest.skip("not a checkout")
+    found = commit.__wrapped__().removesuffix("+changes")
+    assert len(found) >= 12 and done.stdout.startswith(found)

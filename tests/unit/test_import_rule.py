@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -61,23 +59,3 @@ def test_executors_reach_into_no_private_part_of_others() -> None:
         if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
     }
     assert found == {"_actor_id", "_replace", "_current_frames"}
-
-
-HEAVY = {"ray", "torch", "megatron", "vllm", "transformers", "matplotlib", "cupy"}
-
-
-LIGHT = (
-    "dagrl.cli.main",
-    "dagrl.runtime.phase",
-    "dagrl.runtime.draw",
-    "dagrl.config",
-    "dagrl.graphs.train",
-    "dagrl.workers.megatron",
-    "dagrl.workers.vllm",
-)
-
-
-def test_importing_is_light() -> None:
-    code = f"import sys, {', '.join(LIGHT)}\nsys.stdout.write(','.join(name.partition('.')[0] for name in sys.modules))"
-    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-    assert not HEAVY & set(output.stdout.split(","))

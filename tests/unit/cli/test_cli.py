@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import re
-import resource
-import subprocess
 import sys
 import tomllib
 from importlib.util import find_spec
@@ -24,27 +22,6 @@ from dagrl.run.model import character_tokenizer, write_random_model
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = "examples/sft_quickstart.yaml"
-
-
-def test_help_is_fast_and_imports_nothing_heavy() -> None:
-    code = (
-        "import sys\n"
-        "from dagrl.cli.main import BENCHES, main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "heavy = {'ray', 'torch', 'transformers', 'numpy', 'pydantic', 'rich'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    fastest = min(processor_seconds([sys.executable, "-c", code]) for _ in range(3))
-    assert fastest < 0.5
-
-
-def processor_seconds(command: list[str]) -> float:
-    """Returns the command's CPU time, which does not depend on the load of the machine."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize("order", [["--dry-run", "seed=5"], ["seed=5", "--dry-run"]])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -58,19 +56,6 @@ def test_bad_answers_are_one_error(
     assert main(["init", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["there.yaml"]
-
-
-def test_it_asks_at_a_terminal(tmp_path: Path) -> None:
-    outside, inside = os.openpty()
-    command = [sys.executable, "-m", "dagrl.cli.main", "init", "-o", "asked.yaml"]
-    process = subprocess.Popen(command, stdin=inside, stdout=subprocess.PIPE, cwd=tmp_path)
-    os.write(outside, b"\nopenai/gsm8k\nmath\n")
-    shown = process.communicate(timeout=60)[0].decode()
-    os.close(inside)
-    os.close(outside)
-    assert process.returncode == 0 and shown.count(": ") >= 3 and "dagrl train asked.yaml --dry-run" in shown
-    config = load_config(tmp_path / "asked.yaml", [])
-    assert (config.policy.model_name, config.data.subset, config.data.prompt_key) == ("Qwen/Qwen3-0.6B", "main", "question")
 
 
 @pytest.mark.parametrize("line", ["", "[1]", "not JSON"])

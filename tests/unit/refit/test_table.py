@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -121,36 +118,9 @@ def test_parameter_counts_are_the_published_ones() -> None:
     assert abs(parameters(DEEPSEEK_V3) / 671_026_419_200 - 1) < 1e-5
 
 
-PROGRAM = """
-import json, resource, sys
-from dagrl.bench.refit_mappings import LARGEST
-from tests.unit.refit.test_table import hosts_of, plan_of
-(row,) = (row for row in LARGEST if str(row) == sys.argv[1])
-size = row.train.world_size + row.tp * row.dp
-plan = plan_of(row, row.model, hosts=hosts_of(row))
-text = str(plan.summary())
-plan.for_rank(0), plan.for_rank(size - 1)
-used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([used / 2**20, plan.summary().received[0], text.splitlines()[0], plan.summary().staging_bytes]))
-"""
-
-
 def slow_if_largest(rows: list[RefitMapping]) -> list[Any]:
     """The rows as parameters. The very largest takes as long as all others together."""
     return [pytest.param(row, marks=[pytest.mark.slow] * (row is LARGEST[-1])) for row in rows]
-
-
-@pytest.mark.parametrize("row", slow_if_largest(LARGEST), ids=str)
-def test_the_largest_models_are_planned_in_little_memory(row: RefitMapping) -> None:
-    """With description, hosts, summary and the parts of two ranks, in its own process. `bench refit --plan` measures it."""
-    command = [sys.executable, "-c", PROGRAM, str(row)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    gib, received, title, staging = json.loads(done.stdout)
-    assert gib < 4 and staging <= 2 * BUCKET_BYTES[1]
-    assert f"from {row.train.world_size} to {row.tp * row.dp} ranks" in title
-    share = 2 * parameters(row.model) / row.tp
-    assert share < received < 1.2 * share  # norms, routers, latent projections and few key-value heads are repeated
 
 
 def reduced(row: RefitMapping) -> dict[str, Any]:

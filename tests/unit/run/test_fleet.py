@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -56,38 +54,45 @@ def test_a_start_of_ray_that_fails_asks_nothing_of_it(monkeypatch: pytest.Monkey
     Fleet(restarts=1).leave(DeadlineError("Ray did not answer"))
 
 
-def test_a_cluster_without_its_raylet_is_given_up(tmp_path: Path) -> None:
-    sleep = shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
-    fleet = Fleet(restarts=1)
-    with subprocess.Popen([str(sleep), "60"]) as raylet:
-        fleet._joined, fleet._processes = True, [raylet]
+class RayProcess:
+    """Stands for a process of Ray that lives until it is killed."""
+
+    def __init__(self, name: str) -> None:
+        self.args, self.pid, self.code = [f"/ray/{name}"], 7, None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = -9
+
+
+def test_a_cluster_without_its_raylet_is_given_up() -> None:
+    raylet, fleet = RayProcess("raylet"), Fleet(restarts=1)
+    fleet._joined, fleet._processes = True, [raylet]
+    fleet.check()
+    fleet.leave(WorkerError(()))
+    assert fleet._joined, "a restart uses the cluster"
+    raylet.kill()
+    with pytest.raises(ClusterError, match=r"raylet \(pid 7\) ended under the run"):
         fleet.check()
-        fleet.leave(WorkerError(()))
-        assert fleet._joined, "a restart uses the cluster"
-        raylet.kill()
-        raylet.wait()
-        with pytest.raises(ClusterError, match=rf"raylet \(pid {raylet.pid}\) ended under the run"):
-            fleet.check()
-        fleet.leave(WorkerError(()))
+    fleet.leave(WorkerError(()))
     assert not fleet._joined, "a restart starts another one"
 
 
-def test_a_start_is_given_up_on_request_and_without_its_raylet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_is_given_up_on_request_and_without_its_raylet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray ends the driver 60 s after its GCS, without a message of ours."""
     monkeypatch.setattr("dagrl.run.fleet.start_groups", lambda config, plan, stack, check, *others: check())
-    fleet, stop, config = Fleet(), StopSignal(), load_config(EXAMPLE)
-    sleep = shutil.copy(shutil.which("sleep") or "", tmp_path / "gcs_server")
-    with subprocess.Popen([str(sleep), "60"]) as server:
-        fleet._processes = [server]
+    fleet, stop, config, server = Fleet(), StopSignal(), load_config(EXAMPLE), RayProcess("gcs_server")
+    fleet._processes = [server]
+    fleet.groups(config, RunPlan.of(config), stop, MagicMock())
+    stop.requested = True
+    with pytest.raises(StopRequestedError):
         fleet.groups(config, RunPlan.of(config), stop, MagicMock())
-        stop.requested = True
-        with pytest.raises(StopRequestedError):
-            fleet.groups(config, RunPlan.of(config), stop, MagicMock())
-        stop.requested = False
-        server.kill()
-        server.wait()
-        with pytest.raises(ClusterError, match=r"gcs_server .* ended under the run"):
-            fleet.groups(config, RunPlan.of(config), stop, MagicMock())
+    stop.requested = False
+    server.kill()
+    with pytest.raises(ClusterError, match=r"gcs_server .* ended under the run"):
+        fleet.groups(config, RunPlan.of(config), stop, MagicMock())
 
 
 class RecordedGroup:

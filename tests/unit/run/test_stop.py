@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -81,17 +80,3 @@ def test_handlers_that_native_code_took_away_are_set_again() -> None:
             signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-
-
-def test_a_forked_child_ignores_the_signal() -> None:
-    """Ctrl-C signals all processes in the foreground; a child must not print a traceback."""
-    with stop_on_signals() as stop, stop.at_once():
-        child = os.fork()
-        if not child:
-            try:
-                signal.raise_signal(signal.SIGINT)
-                os._exit(stop.requested)
-            except BaseException:
-                os._exit(2)
-        _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import ConfigError
 from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.vllm.environment import vllm_environment
 from tests.integration.vllm_models import make_config
@@ -29,13 +27,3 @@ def test_environments(on: bool, gpus: int, tmp_path: Path, monkeypatch: pytest.M
     assert ("VLLM_BATCH_INVARIANT" in generation) == bool(on and gpus)
     assert generation["OMP_NUM_THREADS"] == ("1" if on and not gpus else "4")
     assert ("CUBLAS_WORKSPACE_CONFIG" in train) == on
-
-
-def test_a_gpu_without_the_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch, features = pytest.importorskip("torch"), pytest.importorskip("dagrl.workers.vllm.features")
-    pytest.importorskip("vllm")
-    features.require_batch_invariance()  # nothing to require of a CPU
-    found = {"is_available": lambda: True, "get_device_capability": lambda: (8, 0), "get_device_name": lambda: "A100"}
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**found))
-    with pytest.raises(ConfigError, match=r"policy\.deterministic is true.*9\.0; A100 has compute capability 8\.0"):
-        features.require_batch_invariance()

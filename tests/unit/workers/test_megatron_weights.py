@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -27,7 +25,6 @@ from tests.unit.refit.weight_reference import (
     model_config,
     model_configs,
 )
-from tests.unit.workers.megatron_te_shapes import CASES as TE_CASES
 
 OPTIONAL = "num_key_value_heads", "head_dim", "q_lora_rank", "n_shared_experts", "first_k_dense_replace"
 """Keys whose defaults differ between families."""
@@ -107,7 +104,6 @@ def test_missing_keys_are_as_in_transformers(kind: str, key: str, tmp_path: Path
     assert held == sizes
 
 
-COMPUTED = 5  # of megatron_forward.py and megatron_mixer.py
 REAL_CASES: list[tuple[Config, ParallelLayout]] = [
     (model_config("qwen3", tie_word_embeddings=True), ParallelLayout(tp=2, pp=2)),
     (model_config("qwen3"), ParallelLayout(tp=4, dp=2)),  # fewer key-value heads than ranks
@@ -131,22 +127,3 @@ REAL_CASES: list[tuple[Config, ParallelLayout]] = [
     (model_config("nemotron_h", hybrid_override_pattern="MEME", tie_word_embeddings=True), ParallelLayout(pp=4, ep=2, dp=2)),
     (model_config("nemotron_h", hybrid_override_pattern="EM-*", n_shared_experts=None), ParallelLayout(tp=4)),
 ]
-
-
-@pytest.mark.parametrize(
-    ("module", "count"),
-    [("megatron_shapes", len(REAL_CASES) + COMPUTED), ("megatron_te_shapes", len(TE_CASES))],
-)
-def test_names_shapes_and_elements_are_those_of_megatron_core(module: str, count: int) -> None:
-    """All ranks of several layouts, built one after the other in one process over torch's fake process group.
-
-    And that Megatron computes from a checkpoint what transformers does: two parts of one shape that changed places, in our
-    rules and reference alike, agree with every shape and every cut.
-    """
-    pytest.importorskip("megatron.core")
-    pytest.importorskip("transformers")
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.unit.workers.{module}"], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("agrees") == count

@@ -17,7 +17,7 @@ from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.agents.server import EndpointServer, Inbox
 from dagrl.rl.generation import FinishedRequest
 from dagrl.runtime.deadline import Deadline
-from tests.unit.rl.test_tools import CHARACTERS, TEMPLATE, called
+from tests.integration.rl.test_tools import CHARACTERS, TEMPLATE, called
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")

@@ -1,0 +1,40 @@
+"""Input that is refused by vLLM, or in a process that has imported nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  # its logger keeps the standard error of its import, which a test would close
+import yaml
+
+from dagrl.cli.main import main
+from tests.unit.run.test_bad_input import configuration, good_lines
+
+
+@pytest.mark.parametrize("missing", ["data", "model"])
+def test_a_wrong_path_is_reported_before_the_slow_imports(missing: str, tmp_path: Path) -> None:
+    path, data = tmp_path / "config.yaml", tmp_path / "data.jsonl"
+    data.write_text("\n".join(good_lines()))
+    path.write_text(yaml.safe_dump(configuration("none.jsonl" if missing == "data" else str(data))))
+    wrong = [] if missing == "data" else ["policy.random_init=null", f"policy.model_name={tmp_path / 'none'}"]
+    program = f"""
+import sys
+from dagrl.cli.main import main
+assert main(["train", {str(path)!r}, "output_dir={tmp_path}", "--dry-run", *{wrong!r}]) == 2
+print(*{{"torch", "transformers"}} & sys.modules.keys())
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.split() == [] and "none" in found.stderr, found
+
+
+def test_a_head_size_that_vllm_lacks_on_cpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vllm")
+    path, data = tmp_path / "config.yaml", tmp_path / "data.jsonl"
+    data.write_text("\n".join(good_lines()))
+    path.write_text(yaml.safe_dump(configuration(str(data))))
+    assert main(["train", str(path), f"output_dir={tmp_path}", "policy.random_init.hf_config.head_dim=24"]) == 2
+    errors = capsys.readouterr().err
+    assert "generation workers: the model's attention heads have a size of 24" in errors and "32, 64" in errors

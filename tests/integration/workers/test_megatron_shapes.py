@@ -1,0 +1,32 @@
+"""Names, shapes and elements of weights are those of Megatron's own modules."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.workers.megatron_te_shapes import CASES as TE_CASES
+from tests.unit.workers.test_megatron_weights import REAL_CASES
+
+COMPUTED = 5  # of megatron_forward.py and megatron_mixer.py
+
+
+@pytest.mark.parametrize(
+    ("module", "count"),
+    [("megatron_shapes", len(REAL_CASES) + COMPUTED), ("megatron_te_shapes", len(TE_CASES))],
+)
+def test_names_shapes_and_elements_are_those_of_megatron_core(module: str, count: int) -> None:
+    """All ranks of several layouts, built one after the other in one process over torch's fake process group.
+
+    And that Megatron computes from a checkpoint what transformers does: two parts of one shape that changed places, in our
+    rules and reference alike, agree with every shape and every cut.
+    """
+    pytest.importorskip("megatron.core")
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.unit.workers.{module}"], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("agrees") == count
