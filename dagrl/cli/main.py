@@ -142,7 +142,6 @@ def _parser() -> argparse.ArgumentParser:
     inspect = command("inspect", _inspect, "draw the phase graphs; print buckets and the refit plan")
     add_config(inspect)
     inspect.add_argument("--phase", metavar="P", help="only this key of `phases`, such as train_step")
-    inspect.add_argument("-o", "--output", metavar="F", type=Path, help="draw into F, a .mmd or .md file (Mermaid)")
 
     evaluate = command("evaluate", _evaluate, "measure a model on held-out prompts: greedy, sampled, pass@k")
     add_config(evaluate)
@@ -156,8 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--train", action="store_true", help="on the prompts that training uses, not on held-out ones")
     add("--json", metavar="F", type=Path, help="write the metrics, and every completion with its reward, to F")
 
-    export = command("export", _export, "convert a checkpoint to a Hugging Face directory, or back")
-    export.add_argument("source", metavar="SOURCE", type=Path, help="a checkpoint of a run, or a Hugging Face directory")
+    export = command("export", _export, "write a checkpoint as a Hugging Face directory")
+    export.add_argument("source", metavar="SOURCE", type=Path, help="a checkpoint of a run")
     add_overrides(export)
     export.add_argument("-o", "--output", metavar="TARGET", type=Path, required=True, help="the directory to write")
 
@@ -261,7 +260,6 @@ def _inspect(options: argparse.Namespace) -> None:
     from dagrl.run.derive import derive_from_machine
 
     _log(options)
-    _check_outputs(options)
     derived = derive_from_machine(load_config(options.config, options.overrides))
     policy = derived.config.policy
     if derived.open("policy.max_total_sequence_length") and not policy.sequence_buckets:
@@ -269,7 +267,7 @@ def _inspect(options: argparse.Namespace) -> None:
             "policy.max_total_sequence_length is not set: buckets are shown with %d tokens; a run derives it from its data",
             policy.max_total_sequence_length,
         )
-    _print(inspect_config(derived.config, options.phase, options.output))
+    _print(inspect_config(derived.config, options.phase))
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -281,10 +279,11 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from dagrl.run.export import convert
+    from dagrl.run.export import export
 
     _log(options, "INFO")
-    _print(f"wrote {convert(options.source, options.output, options.overrides)}\n")
+    export(options.source, options.output, options.overrides)
+    _print(f"wrote {options.output}\n")
 
 
 def _replay(options: argparse.Namespace) -> None:

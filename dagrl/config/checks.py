@@ -28,10 +28,9 @@ from dagrl.errors import ConfigError, LayoutError
 logger = logging.getLogger(__name__)
 
 
-def check_settings(config: Config, plan: RunPlan | None = None) -> None:
+def check_settings(config: Config, plan: RunPlan) -> None:
     """Checks the configuration without looking at the machine. Raises a UserError that says what to change."""
     _check_policy(config.policy)
-    plan = plan or RunPlan.of(config)
     if plan.generates:
         _check_lengths(config.policy, generation_config(config))
     _check_batches(config, plan)

@@ -34,8 +34,7 @@ from dagrl.run.fleet import single_group
 from dagrl.run.plans import generate_plan
 from dagrl.run.preflight import Inputs, preflight
 from dagrl.run.replays import Replays
-from dagrl.run.start import load_phases, prepared_config, scheduler_options
-from dagrl.run.warm_up import add_phases
+from dagrl.run.start import add_phases, load_phases, prepared_config, scheduler_options
 from dagrl.runtime.schedule import Scheduler
 from dagrl.telemetry.timing import PhaseClock
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
-from dagrl.config import Config, FunctionConfig, Json, PhasesConfig
+from dagrl.config import Config, Json, PhasesConfig
 from dagrl.config.checks import check_settings, warn_of_settings
 from dagrl.config.plan import RunPlan
-from dagrl.config.roles import role_config
+from dagrl.config.roles import GENERATION, TRAIN, role_config
 from dagrl.config.settings import bucket_widths, generation_config, width_key
 from dagrl.config.worker_checks import check_engine, check_float8
 from dagrl.data import Splits, load_splits
@@ -41,7 +41,6 @@ from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.checkpoint_store import find_checkpoint
 from dagrl.run.cluster import gpus_here, gpus_per_worker
 from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps, epoch_steps
-from dagrl.run.hub import with_local_models
 from dagrl.run.model import (
     check_other_tokenizers,
     checkpoint_bytes,
@@ -50,6 +49,7 @@ from dagrl.run.model import (
     model_description,
     role_description,
     token_count,
+    with_local_models,
 )
 from dagrl.run.open_keys import Derived
 from dagrl.run.plans import run_plans
@@ -107,13 +107,12 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     resumed = find_checkpoint(RunPaths.of(config), resume=config.checkpointing.resume) if checkpoints else None
     trace_phases(config, plan, workers)
     if plan.generates:
-        for item in reward_functions(config.reward):
-            _check_function(item.path, item.config, f"{item.key}.function")
-        if config.environment.agent is None:  # an agent names its parts when it returns
-            check_weights(config.reward, config.environment.enabled)
-        if config.environment.enabled:
-            check_environment(config.environment)
-    splits = _read_splits(config, plan)  # before models are looked for, and before torch and transformers are imported
+        _check_rewards(config)
+    preferences = plan.learns_from == "preferences"
+    if not preferences:
+        _check_responses(config, plan)
+    # before models are looked for, and before torch and transformers are imported
+    splits = load_splits(config.data, preference_of if preferences else None)
     derived.config, origins = with_local_models(config)
     derived.reasons |= origins
     config = derived.config
@@ -131,12 +130,11 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
         make_random_model(config.policy.random_init, tokenizer, "meta")
     inputs = _encoded(derived, plan, splits, tokenizer, hf_config)
     _check_positions(inputs, plan)
-    check_settings(inputs.config)
+    check_settings(inputs.config, plan)
     warn_of_settings(inputs.config, plan)
     _check_metric(inputs, plan)
     if resumed is not None:
         check_state_of(resumed, inputs.config, plan, inputs.demonstrations, inputs.prompts, inputs.preferences)
-    _warn_of_longer_epochs(inputs.config, inputs)
     return inputs
 
 
@@ -150,51 +148,43 @@ def limit_steps(config: Config, inputs: Inputs) -> Config:
     return config.with_keys(limits)
 
 
-def _warn_of_longer_epochs(config: Config, inputs: Inputs) -> None:
-    """Warns that epochs count trained prompts, while dynamic sampling also draws prompts that it drops."""
-    grpo, steps = config.grpo, limit_steps(config, inputs).grpo.max_num_steps
-    if grpo.use_dynamic_sampling and steps < grpo.max_num_steps:
-        logger.warning(
-            "grpo.max_num_epochs=%d ends the run after %d steps, which train on each of %d prompts that often. "
-            "grpo.use_dynamic_sampling draws another prompt for each dropped group: twice as many if it drops half of them. "
-            "Set grpo.max_num_steps instead to choose the number of steps",
-            grpo.max_num_epochs,
-            steps,
-            len(inputs.prompts),
-        )
-
-
 def worker_classes(config: Config, plan: RunPlan) -> dict[str, type]:
     """Returns the worker class of each group. Raises ConfigError for one that does not fit the protocols of its role.
 
     A class may name the top-level packages it imports later in `requires`.
     """
-    keys = _worker_keys(config, plan)
-    classes = {role: load_class(path, key) for role, (key, path) in keys.items()}
-    required = required_protocols(config, plan)
-    for role, worker in classes.items():
-        check_worker_class(worker, required[role], OPTIONAL, keys[role][0])
-        for package in getattr(worker, "requires", ()):
-            require_package(package, keys[role][0])
+    classes, required = dict[str, type](), required_protocols(config, plan)
+    for role, (key, path) in _worker_keys(config, plan).items():
+        classes[role] = load_class(path, key)
+        check_worker_class(classes[role], required[role], OPTIONAL, key)
+        _require_packages(classes[role], key)
     return classes
 
 
 def _worker_keys(config: Config, plan: RunPlan) -> dict[str, tuple[str, str]]:
     """The key and the import path of each group's worker class."""
-    keys = {"train": ("policy.worker", config.policy.worker)}
+    keys = {TRAIN: ("policy.worker", config.policy.worker)}
     if plan.generates:
-        keys["generation"] = ("policy.generation.worker", generation_config(config).worker)
-    for role in plan.model_roles:
-        keys[role] = (f"{role}.worker", role_config(config, role).policy.worker)
-    return keys
+        keys[GENERATION] = ("policy.generation.worker", generation_config(config).worker)
+    return keys | {role: (f"{role}.worker", role_config(config, role).policy.worker) for role in plan.model_roles}
 
 
-def _check_function(path: str, config: FunctionConfig, key: str) -> None:
-    """Checks a function. Like a worker class, it may name the top-level packages it imports later in `requires`."""
-    function = load_callable(path, key)
-    check_concurrency(function, key, config.batched, config.max_concurrency)
-    for package in getattr(function, "requires", ()):
+def _require_packages(loaded: object, key: str) -> None:
+    for package in getattr(loaded, "requires", ()):
         require_package(package, key)
+
+
+def _check_rewards(config: Config) -> None:
+    """Checks reward functions and the environment. Like a worker class, a function may name packages in `requires`."""
+    for item in reward_functions(config.reward):
+        key = f"{item.key}.function"
+        function = load_callable(item.path, key)
+        check_concurrency(function, key, item.config.batched, item.config.max_concurrency)
+        _require_packages(function, key)
+    if config.environment.agent is None:  # an agent names its parts when it returns
+        check_weights(config.reward, config.environment.enabled)
+    if config.environment.enabled:
+        check_environment(config.environment)
 
 
 def trace_phases(config: Config, plan: RunPlan, workers: Mapping[str, type]) -> dict[str, PhaseGraph]:
@@ -300,47 +290,52 @@ def _check_positions(inputs: Inputs, plan: RunPlan) -> None:
             )
 
 
-def _read_splits(config: Config, plan: RunPlan) -> Splits:
-    """Reads the examples."""
-    if plan.learns_from == "preferences":
-        return load_splits(config.data, preference_of)
-    _check_responses(config, plan)
-    return load_splits(config.data)
-
-
 def _encoded(
     derived: Derived, plan: RunPlan, splits: Splits, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]
 ) -> Inputs:
-    """Tokenizes the examples, and derives lengths and steps from them."""
+    """Tokenizes the examples, each kind for training and for validation, and derives lengths and steps from them."""
     config = derived.config
-    if plan.learns_from == "preferences":
-        return _encoded_preferences(derived, splits, tokenizer, hf_config)
-    rolls_out, learns, turns = plan.generates, _learns_responses(config, plan), config.data.assistant_turns
-    demonstrations, train, held = (
+    learned, train, held = (
         [with_chat(example, config.data) for example in part]
         for part in (splits.demonstrations, splits.train, splits.validation)
     )
-    if config.environment.tools and rolls_out:
-        schemas = tool_schemas(load_tools(config.environment.tools))
-        train, held = ([with_tools(example, schemas) for example in part] for part in (train, held))
-    shown = demonstrations if learns else []
-    rows = [
-        encode_demonstrations(examples, tokenizer, turns)
-        for examples in (shown, held[: config.sft.max_val_samples] if learns else ())
-    ]
-    prompts = [
-        encode_prompts(examples, tokenizer)
-        for examples in ((train, held[: config.grpo.max_val_samples]) if rolls_out else ((), ()))
-    ]
-    derive_from_data(derived, chain(*rows), chain(*prompts), hf_config, checkpoint_bytes(config.policy))
-    to_learn, held_demonstrations = (_fitting(derived.config, part) for part in rows)
-    new = generation_config(derived.config).max_new_tokens if rolls_out else 0
-    to_train, held_prompts = (_fitting(derived.config, part, new) for part in prompts)
-    derive_steps(derived, demonstrations=len(to_learn), prompts=len(to_train))
-    if rolls_out:
-        check_keywords(config.reward, {name for prompt in to_train for name in prompt.columns})
+    demonstrations, prompts, pairs = [list[Demonstration]()] * 2, [list[Prompt]()] * 2, [list[Preference]()] * 2
+    if plan.learns_from == "preferences":
+        pairs = [
+            encode_preferences(part, tokenizer, scored=gives_scores(derived.algorithm))
+            for part in (train, held[: config.preference.max_val_samples])
+        ]
+    elif _learns_responses(config, plan):
+        demonstrations = [
+            encode_demonstrations(part, tokenizer, config.data.assistant_turns)
+            for part in (learned, held[: config.sft.max_val_samples])
+        ]
+    if plan.generates:
+        schemas = tool_schemas(load_tools(config.environment.tools)) if config.environment.tools else []
+        prompts = [
+            encode_prompts([with_tools(example, schemas) for example in part] if schemas else part, tokenizer)
+            for part in (train, held[: config.grpo.max_val_samples])
+        ]
+    derive_from_data(derived, chain(*demonstrations, *pairs), chain(*prompts), hf_config, checkpoint_bytes(config.policy))
+    config = derived.config
+    new = generation_config(config).max_new_tokens if plan.generates else 0
+    demonstrations = [_fitting(config, part) for part in demonstrations]
+    prompts = [_fitting(config, part, new) for part in prompts]
+    pairs = [_fitting(config, part) for part in pairs]
+    derive_steps(derived, demonstrations=len(demonstrations[0]), prompts=len(prompts[0]), pairs=len(pairs[0]))
+    if plan.generates:
+        check_keywords(config.reward, {name for prompt in prompts[0] for name in prompt.columns})
     return Inputs(
-        derived.config, derived.reasons, tokenizer, hf_config, to_learn, held_demonstrations, to_train, held_prompts
+        derived.config,
+        derived.reasons,
+        tokenizer,
+        hf_config,
+        demonstrations=demonstrations[0],
+        validation_demonstrations=demonstrations[1],
+        prompts=prompts[0],
+        validation_prompts=prompts[1],
+        preferences=pairs[0],
+        validation_preferences=pairs[1],
     )
 
 
@@ -362,25 +357,6 @@ def _check_responses(config: Config, plan: RunPlan) -> None:
                 f"{without[0]} is null, but {item.key}.function {item.path} compares with a reference; name their key, or "
                 "another function"
             )
-
-
-def _encoded_preferences(
-    derived: Derived, splits: Splits, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]
-) -> Inputs:
-    """The same for pairs of answers."""
-    config = derived.config
-    held = splits.validation[: config.preference.max_val_samples]
-    scored = gives_scores(derived.algorithm)
-    rows = [
-        encode_preferences([with_chat(example, config.data) for example in part], tokenizer, scored=scored)
-        for part in (splits.train, held)
-    ]
-    derive_from_data(derived, chain(*rows), (), hf_config, checkpoint_bytes(config.policy))
-    pairs, held_pairs = (_fitting(derived.config, part) for part in rows)
-    derive_steps(derived, pairs=len(pairs))
-    return Inputs(
-        derived.config, derived.reasons, tokenizer, hf_config, preferences=pairs, validation_preferences=held_pairs
-    )
 
 
 def _fitting(config: Config, rows: list[Row], new: int = 0) -> list[Row]:

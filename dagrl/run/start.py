@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,7 +41,6 @@ from dagrl.run.resume import SAVED_ROLES
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Session
 from dagrl.run.stop import StopSignal, no_restart_after_stop, stop_on_signals
-from dagrl.run.warm_up import EarlyWarmUp, add_phases, log_warm_up
 from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase
 from dagrl.runtime.schedule import Scheduler
@@ -188,10 +187,35 @@ def workers(run: PreparedRun) -> Iterator[Workers]:
     sizes = (f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in run.plan.layouts.items())
     run.progress.stage(f"Starting {' and '.join(sizes)}")
     with Scheduler([], scheduler_options(run.config)) as scheduler:
-        early = EarlyWarmUp(run.plan, run.inputs, run.phase_plans, run.phases, scheduler, run.stop)
-        groups = {group.role.name: group for group in run.fleet.groups(run.config, run.plan, run.stop, early)}
+        warm = set[str]()
+        meanwhile = partial(_warm_up_early, run, scheduler, warm)
+        groups = {group.role.name: group for group in run.fleet.groups(run.config, run.plan, run.stop, meanwhile)}
         scheduler.join([group for role, group in groups.items() if role not in scheduler.groups])
-        yield Workers(groups, scheduler, early.done)
+        yield Workers(groups, scheduler, warm)
+
+
+def _warm_up_early(
+    run: PreparedRun, scheduler: Scheduler, warm: set[str], groups: Sequence[WorkerGroup], check: Callable[[], None]
+) -> None:
+    """Compiles and warms up the phases of groups that have started, while others start; adds their names to `warm`.
+
+    Calls `check`, which may raise to give up, before each phase.
+    """
+    with run.stop.at_once():
+        scheduler.join(groups)
+        ready = [plan for plan in run.phase_plans if scheduler.groups.keys() >= set(run.phases[plan.name].roles)]
+        add_phases(scheduler, run.phases, ready, run.inputs.tokenizer)
+        scheduler.compile(complete=False)
+        if run.plan.reference == TRAIN and TRAIN in scheduler.groups:
+            scheduler.groups[TRAIN].call("snapshot_reference")  # for the warm-up only
+        seconds = scheduler.warmup(before=lambda phase: check())
+        _log_warm_up("warm-up while others start", seconds)
+        warm.update(seconds)
+
+
+def _log_warm_up(name: str, seconds: Mapping[str, float]) -> None:
+    """Logs how long the warm-up of each phase took."""
+    logger.info("%s: %s", name, ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items()))
 
 
 @contextmanager
@@ -258,6 +282,21 @@ def load_phases(config: Config, plans: Sequence[PhasePlan]) -> dict[str, Phase]:
     phases = {plan.name: load_phase(config.phases, plan.name) for plan in plans}
     more = {plan.name: {**(phases[plan.name].inputs or {}), **plan.fields} for plan in plans if plan.fields}
     return {name: replace(phase, inputs=more[name]) if name in more else phase for name, phase in phases.items()}
+
+
+def add_phases(
+    scheduler: Scheduler, phases: Mapping[str, Phase], plans: Sequence[PhasePlan], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Tells the scheduler the shapes of the planned phases."""
+    for plan in plans:
+        scheduler.add(
+            phases[plan.name],
+            buckets=plan.buckets,
+            scalars={"global_valid_tokens": 1.0, "global_valid_sequences": 1.0, **plan.scalars},
+            token_ids=len(tokenizer),
+            warmup_value=plan.value,
+            result_bytes=plan.result_bytes,
+        )
 
 
 def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
@@ -337,7 +376,7 @@ def _compile(session: Session, plans: Sequence[PhasePlan], warm: Collection[str]
     if replays.shared is not None:
         replays.shared.measure_turns()
     names = [name for plan in plans if (name := phases[plan.name].name) not in warm]
-    log_warm_up("warm-up", scheduler.warmup(before=lambda phase: hold(*phase.roles), only=names))
+    _log_warm_up("warm-up", scheduler.warmup(before=lambda phase: hold(*phase.roles), only=names))
     if replays.shared is not None:
         replays.shared.settle()
 

@@ -71,7 +71,7 @@ def test_a_case_needs_the_gpus_of_both_sides() -> None:
 def test_every_mapping_can_be_planned(mapping: RefitMapping) -> None:
     """`dagrl inspect` makes these checks first; it takes models that the train worker does not support."""
     config = Config.model_validate(configuration(mapping))
-    check_settings(config)
+    check_settings(config, RunPlan.of(config))
     plan = RunPlan.of(config)
     check_model(config, plan, mapping.model, worker_classes(config, plan))
 

@@ -128,8 +128,6 @@ def test_a_path_that_cannot_be_written_is_one_message(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["inspect", EXAMPLE, "-o", "/proc/x/y.mmd"], "-o /proc/x/y.mmd: cannot write in /proc"),
-        (["inspect", EXAMPLE, "-o", "docs"], "-o docs is a directory; expected: a file"),
         (["init", "--model", "m", "--data", "d", "--reward", "", "-o", "/proc/x.yaml"], "-o /proc/x.yaml: cannot write in"),
         (["view", "docs", "--export", "docs"], "--export docs is a directory; expected: a file"),
         (["view", "docs", "--export", "page.html", "--samples", "-1"], "--samples is -1; expected 0 or more"),

@@ -61,7 +61,7 @@ def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> Deri
         derive_steps(derived, pairs=len(rows))
     else:
         derive_steps(derived, demonstrations=len(rows), prompts=3200 if config.algorithm == "grpo" else 0)
-    check_settings(derived.config)
+    check_settings(derived.config, RunPlan.of(derived.config))
     return derived
 
 

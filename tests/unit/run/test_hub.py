@@ -18,8 +18,7 @@ from safetensors import safe_open
 from dagrl.cli.main import main
 from dagrl.config import Config, RandomInit
 from dagrl.errors import ConfigError
-from dagrl.run.hub import with_local_models
-from dagrl.run.model import character_tokenizer, write_random_model
+from dagrl.run.model import character_tokenizer, with_local_models, write_random_model
 from dagrl.run.preflight import preflight
 
 NAME, REVISION = "tester/tiny", "f" * 40
