@@ -32,6 +32,7 @@ from tests.chaos.trial import Row, Trial
 from tests.chaos.verdict import differences
 
 INSIDE = "DAGRL_CHAOS_INSIDE"
+MOUNTS = "/dev/shm", "/tmp", "/run/netns"  # noqa: S108  # the namespace's own, empty afterwards
 
 
 @dataclass
@@ -157,12 +158,13 @@ def _in_turns(scenarios: Sequence[Scenario]) -> Iterator[Scenario]:
         yield from scenarios
 
 
-def _isolated(arguments: Sequence[str]) -> int | None:
+def _isolated(arguments: Sequence[str], results: Path | None) -> int | None:
     """Runs the campaign again in namespaces of its own. None if that cannot be done, or it is inside already."""
     if INSIDE in os.environ or os.geteuid() != 0 or shutil.which("unshare") is None:
         return None
-    places = "/dev/shm /tmp /run/netns"  # noqa: S108  # mount points of the namespace
-    script = f'mkdir -p /run/netns; for at in {places}; do mount -t tmpfs tmpfs $at || exit; done; "$@"; exit $?'
+    if results is not None and any(results.resolve().is_relative_to(place) for place in MOUNTS):
+        raise SystemExit(f"--json {results} would be lost with the campaign's own {', '.join(MOUNTS)}; give another path")
+    script = f'mkdir -p /run/netns; for at in {" ".join(MOUNTS)}; do mount -t tmpfs tmpfs $at || exit; done; "$@"; exit $?'
     command = ["unshare", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
     again = ["bash", "-c", script, "bash", sys.executable, "-m", "tests.chaos.campaign", *arguments]
     return subprocess.run([*command, *again], env={**os.environ, INSIDE: "1"}, check=False).returncode
@@ -177,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--fault", action="append", choices=FAULTS, help="only this one; repeatable")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    if (code := _isolated(arguments)) is not None:
+    if (code := _isolated(arguments, options.json)) is not None:
         return code
     results = Results(options.seed, options.json)
     chosen = [FAULTS[name] for name in options.fault or FAULTS]
