@@ -100,7 +100,7 @@ class WorkerFailure:
     time_ns: int = 0  # since the epoch; the earliest failure is likely the cause
 
     def describe(self) -> str:
-        """One line that says which worker failed, where and how."""
+        """Returns one line that says which worker failed, where and how."""
         place = f"; host {self.host}, pid {self.pid}" if self.pid else ""
         within = f"phase {self.phase!r}, replay {self.replay}, node {self.node!r}" if self.phase else repr(self.node)
         return f"{self.role} worker {self.rank} ({self.coordinates}{place}) {self.kind} in {within}: {self.message}"
@@ -145,7 +145,7 @@ class PhaseError(WorkerError):
 
 
 def error_text(error: BaseException) -> str:
-    """The type and message of an error, even if its `str()` raises."""
+    """Returns the type and message of an error, even if its `str()` raises."""
     try:
         return printable(f"{type(error).__name__}: {error}")
     except Exception as failed:
@@ -153,7 +153,7 @@ def error_text(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with lone surrogates (from cut texts) escaped, so that it can be written to a file or a terminal."""
+    """Returns the text with lone surrogates (from cut texts) escaped, so that it can be written to a file or a terminal."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -57,14 +57,14 @@ def verify_files(directory: Path, files: Mapping[str, FileEntry], read_up_to: fl
     for name, entry in files.items():
         path = directory / name
         try:
-            found = fingerprint(path) if entry.size <= read_up_to else FileEntry(path.stat().st_size, entry.crc32)
+            actual = fingerprint(path) if entry.size <= read_up_to else FileEntry(path.stat().st_size, entry.crc32)
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing; {advice}") from error
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}; {advice}") from error
-        if found.size != entry.size:
-            raise CheckpointError(f"{path} is damaged: it has {found.size} bytes, the manifest says {entry.size}; {advice}")
-        if found != entry:
+        if actual.size != entry.size:
+            raise CheckpointError(f"{path} is damaged: it has {actual.size} bytes, the manifest says {entry.size}; {advice}")
+        if actual != entry:
             raise CheckpointError(f"{path} is damaged: its CRC-32 differs from the manifest's; {advice}")
 
 

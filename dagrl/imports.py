@@ -49,18 +49,18 @@ def load_attribute(path: str, key: str) -> object:
 
 def load_class(path: str, key: str) -> type:
     """Returns the class at an import path. Raises ConfigError if it is not a class."""
-    found = load_attribute(path, key)
-    if not isinstance(found, type):
-        raise ConfigError(f"{key}: {path!r} is of type {type(found).__name__}; a class is expected")
-    return found
+    attribute = load_attribute(path, key)
+    if not isinstance(attribute, type):
+        raise ConfigError(f"{key}: {path!r} is of type {type(attribute).__name__}; a class is expected")
+    return attribute
 
 
 def load_callable(path: str, key: str) -> Callable[..., Any]:
     """Returns the callable at an import path. Raises ConfigError if it is not callable."""
-    found = load_attribute(path, key)
-    if not callable(found):
-        raise ConfigError(f"{key}: {path!r} is of type {type(found).__name__}; a callable is expected")
-    return cast("Callable[..., Any]", found)
+    attribute = load_attribute(path, key)
+    if not callable(attribute):
+        raise ConfigError(f"{key}: {path!r} is of type {type(attribute).__name__}; a callable is expected")
+    return cast("Callable[..., Any]", attribute)
 
 
 def load_named(name: str, known: Collection[str], key: str) -> Callable[..., Any]:
@@ -92,7 +92,7 @@ def check_arguments(
 
 @contextmanager
 def running(path: str, key: str) -> Iterator[None]:
-    """For code of the user's that the configuration's `key` names: turns its exceptions into ConfigErrors with a traceback.
+    """Turns exceptions of the user's code that the configuration's `key` names into ConfigErrors with a traceback.
 
     UserErrors pass unchanged.
     """
@@ -117,7 +117,7 @@ def require_package(module: str, key: str, otherwise: str = "") -> None:
 
 
 def did_you_mean(near: list[str]) -> str:
-    """`; did you mean 'a' or 'b'?`, or nothing without near misses."""
+    """Returns `; did you mean 'a' or 'b'?`, or nothing without near misses."""
     return f"; did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
 
 

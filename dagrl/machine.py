@@ -17,17 +17,17 @@ _QUERY = "uuid,name,memory.total,driver_version,compute_cap"
 
 
 def cpu_count() -> int:
-    """Number of CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpu_count() -> int:
-    """Number of NVIDIA GPUs that this process may use: those of `CUDA_VISIBLE_DEVICES`, or all that the driver shows."""
+    """Returns the number of NVIDIA GPUs in `CUDA_VISIBLE_DEVICES`, or of all that the driver shows."""
     return len(gpu_ids())
 
 
 def gpu_ids() -> list[str]:
-    """The indices or UUIDs of these GPUs, as `CUDA_VISIBLE_DEVICES` names them."""
+    """Returns the indices or UUIDs of these GPUs, as `CUDA_VISIBLE_DEVICES` names them."""
     present = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return visible_gpus(tuple(map(str, range(present))))[:present]
 
@@ -41,15 +41,15 @@ def visible_gpus(present: Sequence[str]) -> list[str]:
     entries = os.environ.get(VISIBLE)
     if entries is None:
         return list(present)
-    found: list[str] = []
+    visible: list[str] = []
     for entry in map(str.strip, entries.split(",")):
         if entry.isdigit() and int(entry) < len(present):
-            found.append(present[int(entry)])
+            visible.append(present[int(entry)])
         elif entry.startswith(("GPU-", "MIG-")):
-            found.append(entry)
+            visible.append(entry)
         else:
             break
-    return found
+    return visible
 
 
 def device_index(assigned: Sequence[str], visible: str | None) -> int | None:
@@ -102,12 +102,12 @@ def visible(table: str) -> list[Gpu]:
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory."""
+    """Returns the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def starved_s() -> float:
-    """Seconds for which the threads of this process were ready to run and had no processor; 0 where Linux does not tell."""
+    """Returns the seconds that threads of this process were runnable but waited for a processor; 0 where unknown."""
     waited_ns = 0
     with suppress(OSError):
         for thread in Path("/proc/self/task").iterdir():
@@ -118,19 +118,19 @@ def starved_s() -> float:
 
 def descendants_of(pid: int) -> list[int]:
     """Returns the pids of all living descendants of a process; none where there is no `/proc`."""
-    found: list[int] = []
+    pids: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended meanwhile
-            found += map(int, children.read_text().split())
-    return found + [pid for child in found for pid in descendants_of(child)]
+            pids += map(int, children.read_text().split())
+    return pids + [pid for child in pids for pid in descendants_of(child)]
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str]:
     """Returns the versions of those distributions that are installed."""
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

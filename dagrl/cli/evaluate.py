@@ -38,7 +38,7 @@ def run_evaluation(options: argparse.Namespace) -> str:
 
 
 def _checkpoint(name: str | None) -> list[str]:
-    """The overrides that evaluate another model. Raises ConfigError for a checkpoint of train workers."""
+    """Returns the overrides that evaluate another model. Raises ConfigError for a checkpoint of train workers."""
     if name is None:
         return []
     if not (Path(name) / "config.json").is_file() and not is_hub_id(name):

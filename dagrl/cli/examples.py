@@ -49,7 +49,7 @@ def _example_files() -> dict[str, Path]:
 
 
 def _first_sentence(file: Path) -> str:
-    """The text at the top of the file, a YAML comment or a docstring, up to its first full stop or colon."""
+    """Returns the text at the top of the file, a YAML comment or a docstring, up to its first full stop or colon."""
     lines = file.read_text(encoding="utf-8").splitlines()
     if file.suffix == ".yaml":
         end = next(number for number, line in enumerate(lines) if not line.startswith("#"))

@@ -126,7 +126,7 @@ _SFT = """\
 
 
 def _columns(data: str) -> str:
-    """The keys of the columns, commented out where they have their default."""
+    """Returns the keys of the columns, commented out where they have their default."""
     gsm8k = data == "openai/gsm8k"
     prompt, response = ("question", "answer") if gsm8k else found_keys(Path(data))
     keys = "".join(

@@ -39,11 +39,11 @@ class AlgorithmTraits(Protocol):
 
 def load_algorithm(config: Config) -> AlgorithmTraits:
     """Returns the run's algorithm. Raises ConfigError if `algorithm` names no class of one."""
-    found = load_class(ALGORITHMS.get(config.algorithm, config.algorithm), "algorithm")
-    if not all(hasattr(found, name) for name in ("learns_from", "columns", "advantages", "loss")):
+    algorithm = load_class(ALGORITHMS.get(config.algorithm, config.algorithm), "algorithm")
+    if not all(hasattr(algorithm, name) for name in ("learns_from", "columns", "advantages", "loss")):
         raise ConfigError(f"algorithm: {config.algorithm} is not an algorithm; derive the class from dagrl.Algorithm")
     with running(config.algorithm, "algorithm"):
-        return cast(AlgorithmTraits, found(config))
+        return cast(AlgorithmTraits, algorithm(config))
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _layout(key: str, section: MegatronConfig | VllmConfig) -> ParallelLayout:
 
 
 def _start_plan(config: Config, roles: tuple[str, ...], shared: tuple[str, ...], takes_turns: bool) -> StartPlan:
-    """`shared`: the roles on generation's GPUs, these among them; empty if it has its own."""
+    """Returns who starts when. `shared`: the roles on generation's GPUs, generation included; empty if it has its own."""
     order = sorted(roles, key=GENERATION.__eq__)
     if not shared:
         return StartPlan(tuple(map(GroupStart, order)), early=GENERATION in roles)
@@ -175,7 +175,7 @@ def _start_plan(config: Config, roles: tuple[str, ...], shared: tuple[str, ...],
 
 
 def starts_together(config: Config) -> bool:
-    """Whether colocated roles may take memory at once: it fits, and vLLM need not measure what is free."""
+    """Returns whether colocated roles may take memory at once: it fits, and vLLM need not measure what is free."""
     generation = config.policy.generation
     if generation is None or not generation.colocated.enabled or generation.vllm_cfg.kv_cache_memory_bytes is None:
         return False

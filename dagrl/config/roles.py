@@ -26,7 +26,7 @@ def role_config(config: Config, role: str) -> Config:
 
 
 def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> PolicyConfig:
-    """The policy's section with the model, layout and batches of `section`; what that leaves open is the policy's."""
+    """Returns the section `policy` with the model, layout and batches of `section`; open keys keep the policy's values."""
     update: dict[str, object] = {
         "worker": section.worker,
         "reference_model_name": None,

@@ -26,7 +26,7 @@ PathText = Annotated[str, AfterValidator(_path)]
 
 
 def derived(default: object, how: str, **bounds: float) -> Any:
-    """A field that a run derives if it is left open (`dagrl.run.derive`). `how` says from what, for the reference.
+    """Declares a field that a run derives if it is left open (`dagrl.run.derive`). `how` says from what, for the reference.
 
     `default` is its value in code that takes a `Config` without deriving anything.
     """
@@ -52,7 +52,7 @@ class Section(BaseModel):
         return changed
 
     def is_set(self, key: str) -> bool:
-        """Whether the user set a key such as `a.b`."""
+        """Returns whether the user set a key such as `a.b`."""
         name, _, rest = key.partition(".")
         below = getattr(self, name, None)
         return name in self.model_fields_set and (not rest or (isinstance(below, Section) and below.is_set(rest)))

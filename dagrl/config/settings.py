@@ -36,13 +36,13 @@ def generation_dtype(config: Config) -> str:
 
 
 def sends_adapters(config: Config) -> bool:
-    """Whether refits send LoRA adapters alone."""
+    """Returns whether refits send LoRA adapters alone."""
     peft = config.policy.peft
     return peft.enabled and peft.refit == "adapters"
 
 
 def keeps_weights(config: Config) -> bool:
-    """Whether generation needs weights that no refit sends: base weights under adapters, or those of a learned drafter.
+    """Returns whether generation has weights that no refit sends: base weights under adapters, or a learned drafter's.
 
     They go to host memory while it sleeps. Otherwise all weights are dropped, as the next refit brings them.
     """
@@ -50,18 +50,18 @@ def keeps_weights(config: Config) -> bool:
 
 
 def has_fp8_kv_cache(config: Config) -> bool:
-    """Whether generation's KV cache is in FP8. Train workers then calibrate its scales, and refits send them."""
+    """Returns whether generation's KV cache is in FP8. Train workers then calibrate its scales, and refits send them."""
     generation = config.policy.generation
     return generation is not None and generation.vllm_cfg.kv_cache_dtype == "fp8"
 
 
 def recomputes_kv_cache(config: Config) -> bool:
-    """Whether running requests have their KV cache recomputed after a weight update."""
+    """Returns whether running requests have their KV cache recomputed after a weight update."""
     return config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
 
 
 def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:
-    """Token widths that phases are warmed up at, ascending."""
+    """Returns the token widths that phases are warmed up at, ascending."""
     return tuple(sorted(set(policy.sequence_buckets))) or (policy.max_total_sequence_length,)
 
 

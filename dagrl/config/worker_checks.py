@@ -27,15 +27,15 @@ def check_engine(policy: PolicyConfig, has_gpu: bool) -> str:
 
     Raises ConfigError if the configuration needs it.
     """
-    found = engine_version()
+    version = engine_version()
     if not has_gpu:
         reason = "there is no GPU"
     elif conflict := _engine_conflict(policy):
         reason = conflict
-    elif found is None:
+    elif version is None:
         reason = f"it is not installed: install transformer_engine[pytorch]>={OLDEST_ENGINE}"
-    elif Version(found) < Version(OLDEST_ENGINE):
-        reason = f"version {found} is installed: {OLDEST_ENGINE} is the oldest with the functions in use"
+    elif Version(version) < Version(OLDEST_ENGINE):
+        reason = f"version {version} is installed: {OLDEST_ENGINE} is the oldest with the functions in use"
     else:
         return ""
     _require_no_engine(policy, reason)

@@ -123,10 +123,10 @@ class CheckpointStore:
 
     def refuse_earlier(self) -> None:
         """Raises CheckpointError if there are checkpoints, which those of a new run would be mixed with."""
-        if found := self._directories():
+        if earlier := self._directories():
             raise CheckpointError(
-                f"{self.root} already holds {len(found)} checkpoints of an earlier run, up to {found[-1].name}; a new run "
-                "expects none. Set checkpointing.resume=true, or set checkpointing.checkpoint_dir to another directory"
+                f"{self.root} already holds {len(earlier)} checkpoints of an earlier run, up to {earlier[-1].name}; a "
+                "new run expects none. Set checkpointing.resume=true, or checkpointing.checkpoint_dir to another directory"
             )
 
     @contextmanager
@@ -175,20 +175,20 @@ class CheckpointStore:
 
         Reads `state.json` only; see `verify`.
         """
-        found = []
+        checkpoints = []
         for directory in self._directories():
             try:
-                found.append(Checkpoint(directory, read_state(directory)))
+                checkpoints.append(Checkpoint(directory, read_state(directory)))
             except CheckpointError as error:
                 if directory not in self._unreadable:
                     logger.warning("%s is neither ranked nor removed: %s", directory, error)
                 self._unreadable.add(directory)
-        return found
+        return checkpoints
 
     def latest(self) -> Checkpoint | None:
         """Returns the newest checkpoint, verified, or None. Raises CheckpointError if it is damaged."""
-        found = self._directories()
-        return load_checkpoint_directory(found[-1]) if found else None
+        directories = self._directories()
+        return load_checkpoint_directory(directories[-1]) if directories else None
 
     def _prune(self) -> None:
         for path, _, suffix in self._entries():
@@ -203,7 +203,7 @@ class CheckpointStore:
                 self._remove(checkpoint.directory)
 
     def _rank(self, checkpoint: Checkpoint) -> tuple[bool, float, int]:
-        """Higher is better: checkpoints without a metric rank last, among equals the newest first."""
+        """Returns a sort key, higher is better: checkpoints without a metric are last, among equals the newest is first."""
         metric = checkpoint.state.metric
         measured = metric is not None and math.isfinite(metric)
         return measured, self._sign * metric if measured and metric else 0.0, checkpoint.state.step
@@ -217,12 +217,12 @@ class CheckpointStore:
         return [path for path, _, suffix in self._entries() if not suffix]
 
     def _entries(self) -> list[tuple[Path, int, str]]:
-        """Path, step and suffix of every checkpoint directory, finished or not, by step."""
+        """Returns path, step and suffix of every checkpoint directory, finished or not, by step."""
         if not self.root.is_dir():
             return []
-        found = [(path, _NAME.fullmatch(path.name)) for path in self.root.iterdir() if path.is_dir()]
-        named = [(path, int(match[1]), match[2] or "") for path, match in found if match]
-        return sorted(named, key=lambda entry: entry[1:])
+        matches = [(path, _NAME.fullmatch(path.name)) for path in self.root.iterdir() if path.is_dir()]
+        entries = [(path, int(match[1]), match[2] or "") for path, match in matches if match]
+        return sorted(entries, key=lambda entry: entry[1:])
 
 
 def find_checkpoint(paths: RunPaths, *, resume: bool) -> Checkpoint | None:

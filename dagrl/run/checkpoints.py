@@ -54,7 +54,7 @@ class Checkpoints:
         self.saved_step = self.state.step
 
     def resumed_in(self, counter: str) -> Checkpoint | None:
-        """The checkpoint that the run resumes from, if it was saved by a loop that keeps this counter."""
+        """Returns the checkpoint that the run resumes from, if it was saved by a loop that keeps this counter."""
         return self.resumed if counter in self.state.counters else None
 
     def add_counters(self, counters: Mapping[str, Json]) -> None:
@@ -62,7 +62,7 @@ class Checkpoints:
         self.state = replace(self.state, counters={**self.state.counters, **counters})
 
     def due(self, step: int) -> bool:
-        """Whether `finish_step` saves this step: every `checkpointing.save_period` steps."""
+        """Returns whether `finish_step` saves this step: every `checkpointing.save_period` steps."""
         config = self.config.checkpointing
         return config.enabled and step % config.save_period == 0
 

@@ -63,14 +63,14 @@ AUTH_MODE = "RAY_AUTH_MODE"
 
 
 def gpus_per_worker(config: ClusterConfig) -> float:
-    """The number of GPUs that each worker requests from Ray."""
+    """Returns the number of GPUs that each worker requests from Ray."""
     if config.gpus_per_worker is not None:
         return config.gpus_per_worker
     return 1.0 if gpus_here(config) else 0.0
 
 
 def gpus_here(config: ClusterConfig) -> int:
-    """The GPUs of a cluster started on this machine."""
+    """Returns the GPUs of a cluster started on this machine."""
     return gpu_count() if config.num_gpus is None else config.num_gpus
 
 
@@ -158,7 +158,7 @@ def _init(config: ClusterConfig, environment: Mapping[str, str], store_bytes: in
 
 
 def _arguments(config: ClusterConfig, store_bytes: int) -> dict[str, Any]:
-    """Arguments of `ray.init`. A running cluster has its own sizes."""
+    """Returns the arguments of `ray.init`. A running cluster has its own sizes."""
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     if config.address:
         return {"address": config.address, **quiet}
@@ -173,7 +173,7 @@ def _arguments(config: ClusterConfig, store_bytes: int) -> dict[str, Any]:
 
 
 def _could_not(config: ClusterConfig) -> str:
-    """What failed. A cluster may ask for a token, which Ray does not say."""
+    """Returns what failed. A cluster may ask for a token, which Ray does not say."""
     if not config.address:
         return "Ray could not start on this machine"
     where = f"Ray could not join the cluster at {config.address}"
@@ -231,6 +231,6 @@ def semaphores() -> set[str]:
 
 
 def _is_alive(name: str) -> bool:
-    found = _SEMAPHORE.match(name)
-    assert found, name
-    return Path("/proc", found[1]).exists()
+    match = _SEMAPHORE.match(name)
+    assert match, name
+    return Path("/proc", match[1]).exists()

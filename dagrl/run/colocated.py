@@ -62,15 +62,15 @@ class Residency:
     everything: bool = False
 
     def held(self, working: Sequence[str]) -> Held:
-        """The parts that each role holds while a phase of the roles `working` runs."""
+        """Returns the parts that each role holds while a phase of the roles `working` runs."""
         if self.everything:
             return {**dict.fromkeys(self.roles, TRAIN_PARTS), GENERATION: GENERATION_PARTS}
         stays, others = self.generating if GENERATION in working else self.training, set(working) - {GENERATION}
-        found = {role: stays.get(role, ()) for role in self.roles}
+        resident = {role: stays.get(role, ()) for role in self.roles}
         if GENERATION not in working:
-            return {**found, **dict.fromkeys(others, TRAIN_PARTS), GENERATION: ()}
-        senders = {role: found[role] or (WEIGHTS,) for role in others}
-        return {**found, **senders, GENERATION: (WEIGHTS,) if senders else GENERATION_PARTS}
+            return {**resident, **dict.fromkeys(others, TRAIN_PARTS), GENERATION: ()}
+        senders = {role: resident[role] or (WEIGHTS,) for role in others}
+        return {**resident, **senders, GENERATION: (WEIGHTS,) if senders else GENERATION_PARTS}
 
     def __str__(self) -> str:
         if self.everything:
@@ -105,7 +105,7 @@ class MeasuredMemory:
         return f"{', '.join(states)}, {GENERATION} {_gib(self.generation)}; of {_gib(self.total)} are free {free}"
 
     def residency(self) -> Residency:
-        """What fits: everything, or as many parts of the train states as fit next to each role that works."""
+        """Returns what stays resident: everything, or as many parts of the train states as fit next to each role."""
         roles, margin = tuple(self.parts), int(MARGIN * self.total)
         room = {role: free - margin for role, free in self.free.items()}
         states = {role: sum(parts.values()) for role, parts in self.parts.items()}
@@ -116,7 +116,7 @@ class MeasuredMemory:
         return Residency(roles, generating, self._kept(room))
 
     def _kept(self, room: dict[str, int]) -> Held:
-        """The parts that fit next to every other role of `room`, which has the bytes next to each. Weights are first."""
+        """Returns the parts of each role that fit next to the other roles in `room` (free bytes by role), weights first."""
         kept: dict[str, Parts] = dict.fromkeys(self.parts, ())
         full = set[str]()
         for part in TRAIN_PARTS:
@@ -202,7 +202,7 @@ class SharedDevices:
         return Residency(tuple(self._states), everything=True)
 
     def _leaving(self, wanted: Held, working: Sequence[str]) -> dict[str, Parts]:
-        """The parts that roles with a train state release; none at all: only what they have cached."""
+        """Returns the parts that each train state releases; an empty tuple releases cached memory alone."""
         gone = {role: tuple(part for part in self._held[role] if part not in wanted[role]) for role in self._states}
         wakes = not self._residency.everything and set(wanted[GENERATION]) > set(self._held[GENERATION])
         caching = {role for role in self._caching if wakes or (GENERATION not in working and role not in working)}
@@ -214,21 +214,21 @@ class SharedDevices:
             self._residency = self._none
 
     def _has_ample_room(self) -> bool:
-        """Whether generation, asleep now, surely fits next to the only train state and what its phases have cached."""
+        """Returns whether generation, now asleep, surely fits next to the only train state and its cached memory."""
         if self._settled or len(self._states) > 1 or self._held[GENERATION] or not self._caching:
             return False
-        found = self._free[TRAIN]
-        return bool(found) and max(self._freed_by_sleep) <= min(one.free - AMPLE * one.total for one in found)
+        memory = self._free[TRAIN]
+        return bool(memory) and max(self._freed_by_sleep) <= min(gpu.free - AMPLE * gpu.total for gpu in memory)
 
     def settle(self) -> None:
         """Decides what stays resident from now on, after each phase has run once at its largest shape."""
         if self._settled:
             return
         if self._residency.everything:
-            found = self._memory(TRAIN)
-            if all(one.free >= MARGIN * one.total for one in found):
+            memory = self._memory(TRAIN)
+            if all(gpu.free >= MARGIN * gpu.total for gpu in memory):
                 self._settled = True
-                for room, size in sorted((one.free, one.total) for one in found)[:1]:  # none without a GPU
+                for room, size in sorted((gpu.free, gpu.total) for gpu in memory)[:1]:  # none without a GPU
                     logger.info("memory of colocated workers: %s (%s of %s free)", self._residency, _gib(room), _gib(size))
                 return
             self.measure_turns()
@@ -239,12 +239,11 @@ class SharedDevices:
         if not all(self._free.get(role) for role in self._held):  # no GPU: there is nothing to exchange
             self._residency, self._still = self._everything, True
             return
-        free = {role: min(memory.free for memory in found) for role, found in self._free.items()}
+        free = {role: min(gpu.free for gpu in gpus) for role, gpus in self._free.items()}
         parts = {
-            role: {part: max(memory.parts[part] for memory in self._free[role]) for part in TRAIN_PARTS}
-            for role in self._states
+            role: {part: max(gpu.parts[part] for gpu in self._free[role]) for part in TRAIN_PARTS} for role in self._states
         }
-        total = min(memory.total for found in self._free.values() for memory in found)
+        total = min(gpu.total for gpus in self._free.values() for gpu in gpus)
         measured = MeasuredMemory(total, parts, max(self._freed_by_sleep), free)
         self._residency = measured.residency()
         logger.info("memory of colocated workers: %s (%s)", self._residency, measured)

@@ -68,7 +68,7 @@ class Difference:
     found: object
 
     def describe(self) -> str:
-        """One line."""
+        """Returns one line."""
         return f"step {self.step}: {self.name}{self.where} was {self.recorded!r}, and is now {self.found!r}"
 
 
@@ -102,14 +102,14 @@ class Comparison:
         """Keeps the largest difference of `name`."""
         self.largest[name] = max(self.largest.get(name, 0.0), size)
 
-    def add_weights(self, compared: int, found: Iterable[WeightDifference], step_size: float) -> None:
+    def add_weights(self, compared: int, weights: Iterable[WeightDifference], step_size: float) -> None:
         """Adds a comparison of weights; `step_size` is the sum of the learning rates of the optimizer steps executed."""
         self.weights += compared
-        for one in found:
-            self.note("weights", one.largest)
-            if not one.largest <= self.bounds.rates * step_size + self.bounds.rounding * one.scale:
-                where = f" of train worker {one.rank} at {list(one.index)}"
-                self.differences.append(Difference(self.last_step, one.name, where, one.recorded, one.found))
+        for weight in weights:
+            self.note("weights", weight.largest)
+            if not weight.largest <= self.bounds.rates * step_size + self.bounds.rounding * weight.scale:
+                where = f" of train worker {weight.rank} at {list(weight.index)}"
+                self.differences.append(Difference(self.last_step, weight.name, where, weight.recorded, weight.found))
 
 
 def compare(recorded: Path, found: Path, step: int, bounds: Bounds = EXACT) -> Comparison:
@@ -185,7 +185,7 @@ def _distance(old: object, new: object) -> float:
 
 
 def _same(old: object, new: object) -> bool:
-    """Whether two values of a record are equal bit for bit; NaN equals NaN."""
+    """Returns whether two values of a record are equal bit for bit; NaN equals NaN."""
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(_same(*pair) for pair in zip(old, new, strict=True))
     return old == new or (old != old and new != new)

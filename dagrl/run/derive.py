@@ -142,7 +142,7 @@ def _use_all_gpus(derived: Derived) -> None:
 
 
 def _replicas(derived: Derived, most: int) -> int:
-    """The most replicas, up to `most`, that divide a batch of the optimizer."""
+    """Returns the most replicas, up to `most`, that divide a batch of the optimizer."""
     config = derived.config
     if not derived.open("policy.train_global_batch_size"):
         size = config.policy.train_global_batch_size
@@ -154,11 +154,11 @@ def _replicas(derived: Derived, most: int) -> int:
 
 
 def _may_share(derived: Derived) -> bool:
-    """Whether train and generation workers may take turns on their GPUs, and no other roles need some."""
+    """Returns whether train and generation workers may take turns on their GPUs, and no other roles need some."""
     config, algorithm = derived.config, derived.algorithm
-    kept = config.policy.reference_weights == "device" and "reference_logprobs" in algorithm.columns
+    reference_stays = config.policy.reference_weights == "device" and "reference_logprobs" in algorithm.columns
     others = algorithm.critic or config.teacher is not None
-    return not (kept or others or config.grpo.async_grpo.enabled or config.policy.megatron_cfg.cuda_graphs)
+    return not (reference_stays or others or config.grpo.async_grpo.enabled or config.policy.megatron_cfg.cuda_graphs)
 
 
 def _set_rates(derived: Derived) -> None:
@@ -194,7 +194,7 @@ def _set_batch(derived: Derived) -> None:
 
 
 def _needs_no_earlier_logprobs(config: Config) -> bool:
-    """Whether training finds the log-probabilities from before a batch's only step itself."""
+    """Returns whether training finds the log-probabilities from before a batch's only step itself."""
     one_step = config.policy.train_global_batch_size == samples_per_step(config)
     weighs_tokens = config.loss_fn.truncated_importance_sampling_type in ("tis", "icepop")
     return config.algorithm == "grpo" and one_step and weighs_tokens

@@ -105,7 +105,7 @@ class EngineReplacement:
             starting.result()
 
     def _replaceable(self, failures: tuple[WorkerFailure, ...]) -> bool:
-        """Whether generation workers have died in these failures, and nothing else has happened than what follows from that.
+        """Returns whether these failures are deaths of generation workers, and exceptions that follow from them.
 
         Workers that waited for a dead one in a collective raise. Agents would see their requests begin again, and without
         updates in flight sequences must not change their version.
@@ -113,5 +113,5 @@ class EngineReplacement:
         settings = self.config.grpo.async_grpo
         if self.config.environment.agent is not None or (settings.enabled and not settings.in_flight_weight_updates):
             return False
-        gone = [failure for failure in failures if failure.kind != "raised"]
-        return bool(gone) and all((one.role, one.kind) == (GENERATION, "died") for one in gone)
+        lost = [failure for failure in failures if failure.kind != "raised"]
+        return bool(lost) and all((failure.role, failure.kind) == (GENERATION, "died") for failure in lost)

@@ -34,9 +34,9 @@ class ReplayedQuantum(Quantum):
         generated, counted = self.replays.collect(PHASE, self.replay)
         busy_s = counted.timing.shards_busy_s
         if len(generated) < self.shards:
-            made = dict(zip(self.replay.shards, zip(generated, busy_s, strict=True), strict=True))
+            by_shard = dict(zip(self.replay.shards, zip(generated, busy_s, strict=True), strict=True))
             nothing = pack_generated([], [], 0), 0.0
-            generated, busy_s = zip(*(made.get(shard, nothing) for shard in range(self.shards)), strict=True)
+            generated, busy_s = zip(*(by_shard.get(shard, nothing) for shard in range(self.shards)), strict=True)
         return QuantumResult(generated, busy_s, counted.overhead_s)
 
     def partial(self) -> Mapping[int, Generated]:
@@ -67,11 +67,11 @@ class WorkerEngines(GenerationEngines):
         self._group.call("abort_requests", requests, deadline=self._deadline)
 
     def unfinished(self) -> Mapping[int, FinishedRequest]:
-        """The first rank of each shard reports; its other ranks run the same requests."""
+        """Returns the first rank of each shard reports; its other ranks run the same requests."""
         layout = self._group.layout
         ranks = self._group.call("unfinished_requests", deadline=self._deadline)
-        firsts = [ranks[layout.shard(dp)[0]] for dp in range(layout.dp)]
-        return {made.request_id: made for first in firsts if first is not None for made in first}
+        reports = [ranks[layout.shard(dp)[0]] for dp in range(layout.dp)]
+        return {request.request_id: request for report in reports if report is not None for request in report}
 
     def exclude_wait(self) -> None:
         self._replays.exclude_wait(self._group.role.name)

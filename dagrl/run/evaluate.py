@@ -97,8 +97,8 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
     if not prompts:
         raise ConfigError("no held-out prompts; set data.val_path, data.val_split or data.val_fraction, or pass --train")
     with ExitStack() as stack:
-        made = Path(stack.enter_context(TemporaryDirectory(prefix="dagrl-")))
-        config = prepared_config(inputs.config, inputs, made / "init_model").with_keys({"policy.router_replay": False})
+        directory = Path(stack.enter_context(TemporaryDirectory(prefix="dagrl-")))
+        config = prepared_config(inputs.config, inputs, directory / "init_model").with_keys({"policy.router_replay": False})
         reward = stack.enter_context(RewardRunner(config.reward))
         turns = stack.enter_context(open_turns(config, inputs.tokenizer))
         group = stack.enter_context(single_group(config, "generation"))
@@ -139,11 +139,11 @@ def _complete(
             scoring.append((group, samples, reward.submit(*reward_texts(samples), row_values)))
             if len(scoring) % max(1, len(prompts) // LOGGED) == 0:
                 logger.info("completed %d of %d prompts", len(scoring), len(prompts))
-    judged = [
+    scored = [
         scored_group(config, group, samples, with_turn_rewards(config, rewards_of(answers.result()), samples))
         for group, samples, answers in scoring
     ]
-    return completions_of(config, judged, reward)
+    return completions_of(config, scored, reward)
 
 
 def completions_of(config: Config, groups: Sequence[ScoredGroup], reward: RewardRunner) -> list[list[Completion]]:
@@ -170,24 +170,27 @@ def _report(completions: list[list[Completion]], wanted: Evaluation) -> Report:
 
 def summary(completions: Sequence[Sequence[Completion]], wanted: Evaluation) -> dict[str, float]:
     """Returns the metrics of prompts. A completion without a reward counts as wrong, and not in mean rewards."""
-    everything = [one for of_prompt in completions for one in of_prompt]
-    found: dict[str, float] = {"prompts": float(len(completions))}
+    everything = [completion for of_prompt in completions for completion in of_prompt]
+    metrics: dict[str, float] = {"prompts": float(len(completions))}
     for name, greedy in (("greedy", True), ("sampled", False)):
-        kind = [one for one in everything if one.greedy is greedy]
-        rewards = [one.reward for one in kind if one.reward is not None]
-        if kind:
-            found[f"{name}/reward"] = _mean(rewards)
-            found[f"{name}/right"] = _mean([float(_is_right(one, wanted)) for one in kind])
-            found[f"{name}/tokens"] = _mean([float(len(one.sample.completion.tokens)) for one in kind])
+        chosen = [completion for completion in everything if completion.greedy is greedy]
+        rewards = [completion.reward for completion in chosen if completion.reward is not None]
+        if chosen:
+            metrics[f"{name}/reward"] = _mean(rewards)
+            metrics[f"{name}/right"] = _mean([float(_is_right(completion, wanted)) for completion in chosen])
+            metrics[f"{name}/tokens"] = _mean([float(len(completion.sample.completion.tokens)) for completion in chosen])
     if wanted.samples:
-        counts = [sum(_is_right(one, wanted) for one in of_prompt if not one.greedy) for of_prompt in completions]
-        found |= {f"pass@{k}": _mean([pass_at_k(wanted.samples, right, k) for right in counts]) for k in wanted.ks}
-    failed = sum(one.reward is None for one in everything)
-    return {**found, **({"failed": float(failed)} if failed else {})}
+        counts = [
+            sum(_is_right(completion, wanted) for completion in of_prompt if not completion.greedy)
+            for of_prompt in completions
+        ]
+        metrics |= {f"pass@{k}": _mean([pass_at_k(wanted.samples, right, k) for right in counts]) for k in wanted.ks}
+    failed = sum(completion.reward is None for completion in everything)
+    return {**metrics, **({"failed": float(failed)} if failed else {})}
 
 
-def _is_right(one: Completion, wanted: Evaluation) -> bool:
-    return one.reward is not None and one.reward >= wanted.right_from
+def _is_right(completion: Completion, wanted: Evaluation) -> bool:
+    return completion.reward is not None and completion.reward >= wanted.right_from
 
 
 def _mean(values: Sequence[Any]) -> float:

@@ -128,7 +128,7 @@ class Fleet:
             self._groups, self._processes, self._joined, self._settled = [], [], False, False
 
     def _lives(self) -> bool:
-        """Whether Ray lives. Not if it was not started or joined."""
+        """Returns whether Ray lives. Not if it was not started or joined."""
         if not self._joined:
             return False
         try:
@@ -154,7 +154,11 @@ class Fleet:
             revivals = [pool.submit(whole, group) for group in self._groups]
             try:
                 wait(revivals, return_when=FIRST_COMPLETED)
-                ready = [group for group, one in zip(self._groups, revivals, strict=True) if one.done() and one.result()]
+                ready = [
+                    group
+                    for group, revival in zip(self._groups, revivals, strict=True)
+                    if revival.done() and revival.result()
+                ]
                 if len(ready) < len(self._groups):
                     meanwhile(ready, check)
             except BaseException:
@@ -183,7 +187,7 @@ def _create_group(config: Config, plan: RunPlan, role: str, resources: Resources
 
 @contextmanager
 def single_group(config: Config, role: str) -> Iterator[WorkerGroup]:
-    """Ray and the workers of `role` alone, each on GPUs of its own, for `dagrl evaluate` and `dagrl export`."""
+    """Opens Ray and the workers of `role` alone, each on GPUs of its own, for `dagrl evaluate` and `dagrl export`."""
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster, teardown_s=config.timeouts.teardown_s))
         groups: list[WorkerGroup] = []
@@ -222,10 +226,10 @@ def start_groups(
                 future.result()
 
     with ThreadPoolExecutor(len(plan.start.groups)) as pool:
-        for one in plan.start.groups:
-            before = starting[one.after].result if one.after is not None else None
-            own = resources.get(one.role, Resources(num_gpus=gpus_per_worker(config.cluster)))
-            starting[one.role] = pool.submit(_start_group, config, plan, one, own, started, before, check_all)
+        for start in plan.start.groups:
+            before = starting[start.after].result if start.after is not None else None
+            own = resources.get(start.role, Resources(num_gpus=gpus_per_worker(config.cluster)))
+            starting[start.role] = pool.submit(_start_group, config, plan, start, own, started, before, check_all)
         if plan.start.early:
             try:
                 meanwhile([future.result() for role, future in starting.items() if role != GENERATION], check_started)
@@ -233,9 +237,9 @@ def start_groups(
                 given_up.set()
                 raise
     groups = {role: future.result() for role, future in starting.items()}  # raises the error of one that did not start
-    for one in plan.start.groups:
-        if one.leaves and plan.start.resident:
-            groups[one.role].call("reload", TRAIN_PARTS)
+    for start in plan.start.groups:
+        if start.leaves and plan.start.resident:
+            groups[start.role].call("reload", TRAIN_PARTS)
     return list(groups.values())
 
 
@@ -258,7 +262,7 @@ def _start_group(
     waits = {"while_waiting": check, "before_setup": wait if before_setup is not None else None}
     group = _create_group(config, plan, start.role, resources, **waits)
     started.append(group)
-    parts = [waited.seconds | found for found in group.call_function(started_parts)]
+    parts = [waited.seconds | measured for measured in group.call_function(started_parts)]
     logger.info("%s workers started in %s", start.role, parts_text(time.monotonic() - begin, parts))
     if start.leaves:
         group.call("offload", TRAIN_PARTS)

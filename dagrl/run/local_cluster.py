@@ -45,7 +45,7 @@ os.register_at_fork(after_in_child=_leave_group)  # Ray gives `preexec_fn` to su
 
 @contextmanager
 def lean_node() -> Iterator[None]:
-    """A node started inside has no API server, autoscaler or log monitor, which dagrl does not use.
+    """Starts nodes without API server, autoscaler and log monitor, which dagrl does not use.
 
     `ray.init` starts an API server also without a dashboard, and waits for it before it starts the raylet.
     """
@@ -93,7 +93,7 @@ ANSWER_S = 10.0
 
 
 def nodes_live(others: Collection[str] = ()) -> bool:
-    """Whether Ray's GCS answers and counts this process's node, and `others` by their ids, as alive.
+    """Returns whether Ray's GCS answers and counts this process's node, and `others` by their ids, as alive.
 
     One whose raylet hangs is dead after a while.
     """

@@ -39,10 +39,10 @@ def fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_byt
         return
     megatron, width = config.policy.megatron_cfg, config.policy.max_total_sequence_length
     parameters, shards = _parameters(hf_config, weight_bytes), megatron.layout.tp * megatron.layout.pp
-    left = 0.5 * (0.9 * memory - _state_bytes(config.policy, parameters))
-    fitting = int(left / _activation_bytes(hf_config) * shards) // ROUND * ROUND
+    room = 0.5 * (0.9 * memory - _state_bytes(config.policy, parameters))
+    fitting = int(room / _activation_bytes(hf_config) * shards) // ROUND * ROUND
     tokens = max(width, min(MOST_TOKENS, fitting))
-    reason = f"half of the {max(0.0, 2 * left) / 2**30:.0f} GiB that {parameters / 1e9:.2g} B parameters leave of a GPU"
+    reason = f"half of the {max(0.0, 2 * room) / 2**30:.0f} GiB that {parameters / 1e9:.2g} B parameters leave of a GPU"
     if fitting < width:
         derived.set(f"{MEGATRON}.activation_checkpointing", True, f"the activations of {width} tokens exceed {reason}")
         reason = "one sequence of the greatest length"
@@ -51,7 +51,7 @@ def fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_byt
 
 
 def _gpu_bytes() -> int:
-    """The memory of the smallest GPU here; 0 without one."""
+    """Returns the memory of the smallest GPU here; 0 without one."""
     return min((gpu.memory_mib << 20 for gpu in gpus()), default=0)
 
 
@@ -60,7 +60,7 @@ def _parameters(hf_config: Mapping[str, Json], weight_bytes: int) -> float:
 
 
 def _state_bytes(policy: PolicyConfig, parameters: float) -> float:
-    """Bytes of the weights, gradients and optimizer state of a rank."""
+    """Returns the bytes of the weights, gradients and optimizer state of a rank."""
     megatron = policy.megatron_cfg
     sharded = megatron.layout.dp if megatron.use_distributed_optimizer else 1
     if policy.peft.enabled:
@@ -71,7 +71,7 @@ def _state_bytes(policy: PolicyConfig, parameters: float) -> float:
 
 
 def _activation_bytes(hf_config: Mapping[str, Json]) -> float:
-    """Bytes that a token's activations take in bfloat16, with flash attention and a gated MLP, over all layers.
+    """Returns the bytes that a token's activations take in bfloat16, with flash attention and a gated MLP, over all layers.
 
     Counted as in Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1: inputs of each product, norm and activation.
     """
@@ -85,13 +85,13 @@ def _activation_bytes(hf_config: Mapping[str, Json]) -> float:
 
 def fit_host_cache(derived: Derived, hf_config: Mapping[str, Json]) -> None:
     """Sets the KV cache on a machine without GPUs: for all sequences at once, at most an eighth of the memory."""
-    key, wanted = f"{ENGINE}.kv_cache_memory_bytes", _wanted_cache(derived.config, hf_config)
-    if not wanted or not derived.open(f"{ROLLOUT}.worker", key):
+    key, needed = f"{ENGINE}.kv_cache_memory_bytes", _wanted_cache(derived.config, hf_config)
+    if not needed or not derived.open(f"{ROLLOUT}.worker", key):
         return
     most = host_memory() // (8 * generation_config(derived.config).vllm_cfg.layout.world_size)
     least = cast(int, VllmConfig.model_fields["kv_cache_memory_bytes"].default)
-    reason = "all sequences at once" if wanted <= most else "an eighth of the memory of this machine"
-    derived.set(key, max(least, min(wanted, most)), reason)
+    reason = "all sequences at once" if needed <= most else "an eighth of the memory of this machine"
+    derived.set(key, max(least, min(needed, most)), reason)
 
 
 def fit_shared_cache(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
@@ -99,14 +99,14 @@ def fit_shared_cache(derived: Derived, hf_config: Mapping[str, Json], weight_byt
 
     More would not make generation faster, and would leave less that can stay on the GPU in turns of training.
     """
-    key, wanted = f"{ENGINE}.kv_cache_memory_bytes", _wanted_cache(derived.config, hf_config)
-    if not wanted or "kv_lora_rank" in hf_config or not derived.open(f"{ROLLOUT}.worker", key):
+    key, needed = f"{ENGINE}.kv_cache_memory_bytes", _wanted_cache(derived.config, hf_config)
+    if not needed or "kv_lora_rank" in hf_config or not derived.open(f"{ROLLOUT}.worker", key):
         return
     engine = generation_config(derived.config).vllm_cfg
     memory = _gpu_bytes()
     most = engine.gpu_memory_utilization * memory - weight_bytes / engine.layout.tp - ENGINE_ROOM
-    if wanted <= most:
-        derived.set(key, max(LEAST_CACHE, wanted), "GPUs: all sequences at once")
+    if needed <= most:
+        derived.set(key, max(LEAST_CACHE, needed), "GPUs: all sequences at once")
 
 
 def start_together(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
@@ -130,7 +130,7 @@ def start_together(derived: Derived, hf_config: Mapping[str, Json], weight_bytes
 
 
 def _engine_bytes(config: Config, hf_config: Mapping[str, Json], weight_bytes: int) -> float:
-    """Bytes of a GPU that an engine with a given KV cache is planned to take."""
+    """Returns the bytes of a GPU that an engine with a given KV cache is planned to take."""
     engine = generation_config(config).vllm_cfg
     assert engine.kv_cache_memory_bytes is not None
     width = 4 if generation_dtype(config) == "float32" else 2
@@ -138,7 +138,7 @@ def _engine_bytes(config: Config, hf_config: Mapping[str, Json], weight_bytes: i
 
 
 def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:
-    """Bytes of a rank's KV cache for all sequences of its engine at their greatest length; 0 if unknown.
+    """Returns the bytes of a rank's KV cache for all sequences of its engine at their greatest length; 0 if unknown.
 
     Ranks that are more than the KV heads hold one each.
     """

@@ -34,10 +34,10 @@ def with_local_models(config: Config) -> tuple[Config, dict[str, str]]:
     cache has the model.
     """
     names = {key: name for key, name in model_names(config).items() if name is not None and is_hub_id(name)}
-    found = {key: _download(name, key) for key, name in names.items()}
-    directories = {key: str(directory) for key, directory in found.items()}
-    origins = {key: f"{names[key]} on the Hugging Face Hub, revision {path.name}" for key, path in found.items()}
-    return config.with_keys(directories), origins
+    directories = {key: _download(name, key) for key, name in names.items()}
+    paths = {key: str(directory) for key, directory in directories.items()}
+    origins = {key: f"{names[key]} on the Hugging Face Hub, revision {path.name}" for key, path in directories.items()}
+    return config.with_keys(paths), origins
 
 
 def _download(name: str, key: str) -> Path:
@@ -62,8 +62,8 @@ def character_tokenizer(characters: str, chat_template: str | None = None) -> Pr
     """Returns a tokenizer with one token per character, which adds no special tokens. Raises ConfigError for repeats."""
     repeated = sorted({character for character in characters if characters.count(character) > 1})
     if not characters or repeated:
-        found = f"{', '.join(map(repr, repeated))} more than once" if repeated else "none"
-        raise ConfigError(f"policy.random_init.tokenizer_characters: found {found}; expected: different characters")
+        problem = f"{', '.join(map(repr, repeated))} more than once" if repeated else "none"
+        raise ConfigError(f"policy.random_init.tokenizer_characters: found {problem}; expected: different characters")
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -82,26 +82,26 @@ def load_tokenizer(policy: PolicyConfig) -> PreTrainedTokenizerFast:
 
     Raises ConfigError if there is none, or if it has no end-of-sequence token.
     """
-    init, given = policy.random_init, policy.tokenizer.chat_template
+    init, template = policy.random_init, policy.tokenizer.chat_template
     if policy.tokenizer.name is None and init is not None:
         if init.tokenizer_characters is None:
             raise ConfigError(
                 "a model from policy.random_init needs random_init.tokenizer_characters or policy.tokenizer.name"
             )
-        return character_tokenizer(init.tokenizer_characters, given)
+        return character_tokenizer(init.tokenizer_characters, template)
     own = policy.tokenizer.name is not None
     key, name = ("policy.tokenizer.name", policy.tokenizer.name) if own else ("policy.model_name", policy.model_name)
     directory = _existing_directory(name, key)
     tokenizer = _read_tokenizer(directory, key)
-    if given is None:
+    if template is None:
         return tokenizer
-    if tokenizer.chat_template not in (None, given):
+    if tokenizer.chat_template not in (None, template):
         logger.warning(
             "policy.tokenizer.chat_template replaces the chat template of the tokenizer in %s; set it to null to keep that "
             "template",
             directory,
         )
-    tokenizer.chat_template = given
+    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -236,9 +236,9 @@ def _read_object(path: Path, key: str) -> dict[str, Json]:
 
 
 def _vocabulary(init: RandomInit, tokens: int) -> int:
-    """The rows of the embedding: `hf_config.vocab_size`, and at least one per token of the tokenizer."""
-    wanted = init.hf_config.get("vocab_size")
-    return max(tokens, wanted if isinstance(wanted, int) else 0)
+    """Returns the rows of the embedding: `hf_config.vocab_size`, and at least one per token of the tokenizer."""
+    rows = init.hf_config.get("vocab_size")
+    return max(tokens, rows if isinstance(rows, int) else 0)
 
 
 def _read_description(directory: Path, key: str) -> dict[str, Json]:
@@ -259,7 +259,7 @@ def _read_description(directory: Path, key: str) -> dict[str, Json]:
 
 
 def _reason(error: Exception) -> str:
-    """The error on one line; those of transformers have several."""
+    """Returns the error on one line; those of transformers have several."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 

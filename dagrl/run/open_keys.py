@@ -33,7 +33,7 @@ class Derived:
         return self.generates and generation is not None and generation.colocated.enabled
 
     def open(self, *keys: str) -> bool:
-        """Whether the user left all of `keys` open."""
+        """Returns whether the user left all of `keys` open."""
         return all(key in self.reasons or not self.config.is_set(key) for key in keys)
 
     def set(self, key: str, value: Json, reason: str) -> None:

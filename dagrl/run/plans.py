@@ -48,20 +48,20 @@ class PhasePlan:
 
 
 def run_plans(config: Config, plan: RunPlan) -> list[PhasePlan]:
-    """The phases of a run."""
+    """Returns the phases of a run."""
     if plan.learns_from == "preferences":
         return preference_plans(config, plan)
     return grpo_plans(config, plan) if plan.generates else sft_plans(config)
 
 
 def sft_plans(config: Config) -> list[PhasePlan]:
-    """The phases of the loop over demonstrations."""
+    """Returns the phases of the loop over demonstrations."""
     buckets = train_buckets(config, config.policy.train_global_batch_size)
     return [PhasePlan("demonstration_step", buckets), PhasePlan("evaluate", buckets)]
 
 
 def preference_plans(config: Config, plan: RunPlan) -> list[PhasePlan]:
-    """The phases of the loop over preferences. A pair has two rows."""
+    """Returns the phases of the loop over preferences. A pair has two rows."""
     buckets = train_buckets(config, 2 * config.policy.train_global_batch_size)
     sums = 16 * max(bucket.sequences for bucket in buckets) + OVERHEAD_BYTES
     names = sum_phases(planned_algorithm(plan))
@@ -69,7 +69,7 @@ def preference_plans(config: Config, plan: RunPlan) -> list[PhasePlan]:
 
 
 def grpo_plans(config: Config, plan: RunPlan) -> list[PhasePlan]:
-    """The phases of the loop over generated samples, and of the demonstrations before it if there are any."""
+    """Returns the phases of the loop over generated samples, and of the demonstrations before it if there are any."""
     rows = train_buckets(config, samples_per_step(config) * rows_per_sample(config))
     minibatch = train_buckets(config, config.policy.train_global_batch_size * rows_per_sample(config))
     plans = [
@@ -96,20 +96,23 @@ def with_records(config: Config, plans: Sequence[PhasePlan], hf_config: Mapping[
     sizes = routed_layers(hf_config)
     users = ("train_step", "logprobs", "reference_logprobs")
     fields = {ROUTED_EXPERTS: Field(sizes.field_dtype)}
-    found = [replace(plan, fields=fields) if plan.name in users else plan for plan in plans]
     requests = request_slots(generation_config(config).vllm_cfg.max_num_seqs)  # that an engine may return at once
     room = requests * bucket_widths(config.policy)[-1] * sizes.token_bytes
-    return [replace(one, result_bytes=(one.result_bytes or 0) + room) if one.name == "generate" else one for one in found]
+    recorded = [replace(plan, fields=fields) if plan.name in users else plan for plan in plans]
+    for number, plan in enumerate(recorded):
+        if plan.name == "generate":
+            recorded[number] = replace(plan, result_bytes=(plan.result_bytes or 0) + room)
+    return recorded
 
 
 def logprob_phases(plan: RunPlan) -> tuple[str, ...]:
-    """The phases on the train workers whose results the loss uses. A teacher on workers of its own is not among them."""
+    """Returns the phases on the train workers whose results the loss uses, so none of a teacher on its own workers."""
     phases = column_phases(planned_algorithm(plan))
     return tuple(name for name in phases if name != REFERENCE_LOGPROBS or plan.reference != TEACHER)
 
 
 def teacher_plans(config: Config, rows: tuple[Bucket, ...]) -> list[PhasePlan]:
-    """The phases of a teacher on workers of its own. `rows`: the buckets in which train workers get its results."""
+    """Returns the phases of a teacher on workers of its own. `rows`: the buckets in which train workers get its results."""
     teacher = role_config(config, TEACHER)
     own = train_buckets(teacher, samples_per_step(teacher) * rows_per_sample(teacher))
     return [
@@ -119,7 +122,7 @@ def teacher_plans(config: Config, rows: tuple[Bucket, ...]) -> list[PhasePlan]:
 
 
 def critic_plans(config: Config) -> list[PhasePlan]:
-    """The phases of a critic."""
+    """Returns the phases of a critic."""
     own = role_config(config, CRITIC)
     values = train_buckets(own, samples_per_step(config))
     steps = train_buckets(own, own.policy.train_global_batch_size)
@@ -127,7 +130,7 @@ def critic_plans(config: Config) -> list[PhasePlan]:
 
 
 def row_bytes(buckets: tuple[Bucket, ...], columns: int) -> int:
-    """Bytes of a result with `columns` float32 values for each token of a shard."""
+    """Returns the bytes of a result with `columns` float32 values for each token of a shard."""
     return max(bucket.sequences * (4 * columns * bucket.tokens + 8) for bucket in buckets) + OVERHEAD_BYTES
 
 
@@ -138,7 +141,7 @@ def train_buckets(config: Config, rows: int) -> tuple[Bucket, ...]:
 
 
 def generate_plan(config: Config) -> PhasePlan:
-    """The phase of generation."""
+    """Returns the phase of generation."""
     generation = generation_config(config)
     requests = request_slots(generation.vllm_cfg.max_num_seqs)
     steps = (FIRST_QUANTUM,) * generation.vllm_cfg.layout.dp
@@ -158,13 +161,13 @@ def generate_plan(config: Config) -> PhasePlan:
 
 
 def _room_for_options(config: Config, requests: int) -> Mapping[str, Scalar]:
-    """Agents' requests have options. The scalar goes to every shard whole."""
+    """Returns a scalar that makes room for the options of agents' requests; every shard gets all of it."""
     if config.environment.agent is None:
         return {}
     return {"options": " " * (OPTION_BYTES * requests * generation_config(config).vllm_cfg.layout.dp + CONSTRAINT_BYTES)}
 
 
 def _request_buckets(requests: int, widest: int) -> tuple[Bucket, ...]:
-    """None, a few or many new requests. Quanta differ in how many they add, and padding is copied."""
+    """Returns buckets for none, a few or many new requests: padding is copied."""
     sizes = sorted({min(4, requests), min(32, requests), requests})
     return (Bucket(1, 1), *(Bucket(size, widest) for size in sizes))

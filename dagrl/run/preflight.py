@@ -162,7 +162,7 @@ def worker_classes(config: Config, plan: RunPlan) -> dict[str, type]:
 
 
 def _worker_keys(config: Config, plan: RunPlan) -> dict[str, tuple[str, str]]:
-    """The key and the import path of each group's worker class."""
+    """Returns the key and the import path of each group's worker class."""
     keys = {TRAIN: ("policy.worker", config.policy.worker)}
     if plan.generates:
         keys[GENERATION] = ("policy.generation.worker", generation_config(config).worker)
@@ -205,10 +205,10 @@ def trace_phases(config: Config, plan: RunPlan, workers: Mapping[str, type]) -> 
 def load_phase(phases: PhasesConfig, key: str) -> Phase:
     """Returns the phase at the import path `phases.<key>`."""
     path = cast(str, getattr(phases, key))
-    found = load_attribute(path, f"phases.{key}")
-    if not isinstance(found, Phase):
-        raise ConfigError(f"phases.{key}: {path!r} is a {type(found).__name__}; expected: a function decorated with @phase")
-    return found
+    phase = load_attribute(path, f"phases.{key}")
+    if not isinstance(phase, Phase):
+        raise ConfigError(f"phases.{key}: {path!r} is a {type(phase).__name__}; expected: a function decorated with @phase")
+    return phase
 
 
 def _check_metric(inputs: Inputs, plan: RunPlan) -> None:
@@ -340,7 +340,7 @@ def _encoded(
 
 
 def _learns_responses(config: Config, plan: RunPlan) -> bool:
-    """Whether a stage of the run is SFT."""
+    """Returns whether a stage of the run is SFT."""
     return not plan.generates or config.sft.max_num_steps > 0
 
 
@@ -360,7 +360,7 @@ def _check_responses(config: Config, plan: RunPlan) -> None:
 
 
 def _fitting(config: Config, rows: list[Row], new: int = 0) -> list[Row]:
-    """The rows for which a bucket has room, with `new` tokens after them."""
+    """Returns the rows for which a bucket has room, with `new` tokens after them."""
     limit = "the largest bucket" + (f" less policy.generation.max_new_tokens {new}" if new else "")
     room = bucket_widths(config.policy)[-1] - new
     return keep_fitting(rows, room, config.data.too_long, limit, width_key(config.policy))

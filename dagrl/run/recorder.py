@@ -72,5 +72,5 @@ class Recorder:
 
 
 def process_label(group: WorkerGroup, rank: int) -> str:
-    """The name of a worker's row in the trace."""
+    """Returns the name of a worker's row in the trace."""
     return f"{group.role.name} {rank} ({group.layout.coordinates(rank)})"

@@ -84,20 +84,20 @@ class ReplayTimes:
         return self._left(IDLE + role, sum(replay.busy_s for replay in counted if role in replay.roles), total) / total
 
     def _step_overhead(self, counted: list[CountedReplay], total: float) -> float:
-        """Like `_idle`, over all roles together."""
+        """Returns the seconds in which no role computed; busy time is carried over as in `_idle`."""
         before, both = ([replay.timing for replay in replays] for replays in (self._before, self._before + counted))
         self._before = counted
         return self._left(STEP_OVERHEAD, computing_s(both) - computing_s(before), total)
 
     def _left(self, metric: str, busy: float, total: float) -> float:
-        """The step's time minus `busy`. Busy seconds beyond the step's length are carried to the next step."""
+        """Returns the step's time minus `busy`. Busy seconds beyond the step's length are carried to the next step."""
         busy += self._ahead.get(metric, 0.0)
         self._ahead[metric] = max(0.0, busy - total)
         return max(0.0, total - busy)
 
 
 def _quantum_overhead(counted: Sequence[CountedReplay]) -> dict[str, float]:
-    """The overhead of quanta, as a share of their time."""
+    """Returns the overhead of quanta, as a share of their time."""
     quanta = [replay for replay in counted if replay.phase == "generate"]
     engines, overhead = sum(replay.timing.busy_s for replay in quanta), sum(replay.overhead_s for replay in quanta)
     return {QUANTUM_OVERHEAD: overhead / (engines + overhead)} if engines else {}

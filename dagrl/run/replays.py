@@ -43,7 +43,7 @@ class Replays:
             self.shared.finish = self._finish
 
     def takes_turns(self, role: str) -> bool:
-        """Whether the role cannot work at the same time as the train workers."""
+        """Returns whether the role cannot work at the same time as the train workers."""
         return self.shared is not None and role in self.shared.roles
 
     def hold(self, *roles: str, keep_generation_weights: bool = False) -> None:
@@ -62,7 +62,7 @@ class Replays:
         with self.clock.measure(name):
             replay = self.scheduler.replay(phase, value, rows=rows)
         if self.shared is not None:
-            self._running = [(one, running) for one, running in self._running if not running.done] + [(phase, replay)]
+            self._running = [(other, running) for other, running in self._running if not running.done] + [(phase, replay)]
         return replay
 
     def _finish(self, role: str) -> None:

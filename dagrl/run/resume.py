@@ -68,7 +68,7 @@ def _check_position(resumed: Checkpoint, counter: str, rows: Sequence[Row], conf
 
 
 def saves_reference(config: Config, plan: RunPlan) -> bool:
-    """Whether checkpoints hold the reference policy: the first policy, on the train workers."""
+    """Returns whether checkpoints hold the reference policy: the first policy, on the train workers."""
     return plan.reference == TRAIN and config.policy.reference_model_name is None
 
 

@@ -119,8 +119,8 @@ def kept_columns(train: WorkerGroup, deadline: Deadline) -> Kept:
     if METHOD not in train.role.methods:
         return {}
     joined: dict[str, dict[int, Array]] = defaultdict(dict)
-    found: Sequence[Mapping[str, Mapping[int, Array]]] = train.call(METHOD, deadline=deadline)
-    for columns in found:
+    answers: Sequence[Mapping[str, Mapping[int, Array]]] = train.call(METHOD, deadline=deadline)
+    for columns in answers:
         for name, rows in columns.items():
             joined[name].update(rows)
     return joined

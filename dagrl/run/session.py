@@ -38,7 +38,7 @@ class Stage:
         return cls(name, after, after + section.max_num_steps, section.val_period, section.val_at_start)
 
     def validates(self, step: int) -> bool:
-        """Whether `step` ends with a validation."""
+        """Returns whether `step` ends with a validation."""
         return step == self.last or bool(self.val_period and (step - self.after) % self.val_period == 0)
 
 
@@ -78,7 +78,7 @@ class Session:
         return {REFERENCE: saves_reference(self.config, self.plan)}
 
     def goes_straight_on(self, step: int) -> bool:
-        """Whether nothing has to happen between `step` and the next one."""
+        """Returns whether nothing has to happen between `step` and the next one."""
         last = self.last_step is not None and step == self.last_step.number
         return not (last or self.stop.requested or self.checkpoints.due(step))
 

@@ -80,7 +80,7 @@ def run_session(config: Config, last_step: LastStep | None = None, fleet: Fleet 
 
 @contextmanager
 def open_session(config: Config, last_step: LastStep | None = None, fleet: Fleet | None = None) -> Iterator[Session]:
-    """Does everything before the first step, and undoes it after the block, also if the block raises.
+    """Sets up the run; tears it down on exit, also if the block raises.
 
     `fleet` may keep the workers of a failed session for the next one. Raises a UserError, before any actor starts, for
     everything that can be checked by then.
@@ -312,7 +312,7 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
 
 
 def _open_checkpoints(config: Config, paths: RunPaths) -> tuple[CheckpointStore, Checkpoint | None]:
-    """The checkpoints of the run, cleaned up after a crash, and the one to resume from, if any."""
+    """Returns the checkpoints of the run, cleaned up after a crash, and the one to resume from, if any."""
     section = config.checkpointing
     store = CheckpointStore(
         paths.checkpoints,
@@ -344,7 +344,7 @@ def with_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def _shared_devices(run: PreparedRun, groups: Mapping[str, WorkerGroup], clock: PhaseClock) -> SharedDevices | None:
-    """The memory exchange between the groups that share GPUs with generation, if there are any."""
+    """Returns the memory exchange between the groups that share GPUs with generation, if there are any."""
     if not run.plan.colocated:
         return None
     states = {role: groups[role] for role in run.plan.sharing if role != GENERATION}
@@ -400,7 +400,7 @@ def connect_refit(config: Config, plan: RunPlan, train: WorkerGroup, generation:
 
 
 def scheduler_options(config: Config) -> SchedulerOptions:
-    """How the scheduler of a run executes phases."""
+    """Returns how the scheduler of a run executes phases."""
     return SchedulerOptions(
         executor=config.executor,
         fallback=config.fallback,

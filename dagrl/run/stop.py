@@ -46,7 +46,7 @@ class StopSignal:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, the first signal interrupts at once: for long parts with nothing to save yet."""
+        """Lets the first signal interrupt the block at once: for long parts with nothing to save yet."""
         self.check()
         self._at_once = True
         try:
@@ -83,8 +83,11 @@ def _leave_terminal() -> None:
 
 
 def _cannot_raise(frame: FrameType | None) -> bool:
-    """Whether Python would ignore an exception raised here: around a fork it calls the functions that acquire and release
-    the lock of `logging` and ignores their errors. The lock would stay acquired, and the next log call would block."""
+    """Returns whether Python would ignore an exception raised here.
+
+    Around a fork it calls the functions that acquire and release the lock of `logging`, and ignores their errors. The lock
+    would stay acquired, and the next log call would block.
+    """
     return frame is not None and frame.f_globals.get("__name__") == "logging" and frame.f_code.co_name in _FORK_HANDLERS
 
 

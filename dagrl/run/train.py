@@ -59,7 +59,7 @@ def run_with_restarts(run: Run, config: Config) -> None:
 
 
 def _lost(error: WorkerError | DeadlineError | ClusterError) -> bool:
-    """Whether a process was lost: a worker died or hung, or Ray ended."""
+    """Returns whether a process was lost: a worker died or hung, or Ray ended."""
     if isinstance(error, WorkerError):
         return any(failure.kind != "raised" for failure in error.failures)
     return isinstance(error, ClusterError)

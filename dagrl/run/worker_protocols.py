@@ -1,4 +1,4 @@
-"""What the training loops call on worker classes outside of phases. Which protocols apply depends on the configuration.
+"""The methods that training loops call on workers outside of phases. Which protocols apply depends on the configuration.
 
 Every call goes to all workers of a group at once. The methods that phases name are checked when the phases are traced.
 """
@@ -71,10 +71,10 @@ class BackgroundSaver(Protocol):
     """A train worker that writes checkpoints during training (`checkpointing.async_save`)."""
 
     def save_checkpoint(self, directory: str, background: bool = False, /) -> Mapping[str, FileEntry] | None:
-        """With `background`, copies the state and returns None; the copy is written while training continues."""
+        """Copies the state and returns None with `background`; the copy is written while training continues."""
 
     def checkpoint_written(self) -> bool:
-        """Whether this worker has written its part."""
+        """Returns whether this worker has written its part."""
 
     def finish_checkpoint(self) -> Mapping[str, FileEntry] | None:
         """Waits for the checkpoint. Returns the files as `save_checkpoint` does."""
@@ -154,7 +154,7 @@ OPTIONAL = (ModelHooks, CheckpointChecker, LogprobKeeper)
 
 
 def required_protocols(config: Config, plan: RunPlan) -> dict[str, tuple[type, ...]]:
-    """The protocols that the worker class of each role must fit in a run of `config`."""
+    """Returns the protocols that the worker class of each role must fit in a run of `config`."""
     saving = config.checkpointing
     chosen: dict[type, bool] = {
         RolloutTrainWorker if plan.generates else TrainWorker: True,

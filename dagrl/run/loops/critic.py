@@ -66,12 +66,12 @@ class CriticStep:
     def finish(self, step: int) -> dict[str, float]:
         """Waits for the optimizer steps, and returns the critic's metrics."""
         parts = [collect_batch(self._replays, STEP, replay, step=step) for replay in self._steps]
-        found = join_optimizer_steps(parts).flat() if parts else {}
-        named = {PREFIX + name: value for name, value in found.items() if name not in COUNTS and not is_measured(name)}
-        return named | self._metrics
+        metrics = join_optimizer_steps(parts).flat() if parts else {}
+        renamed = {PREFIX + name: value for name, value in metrics.items() if name not in COUNTS and not is_measured(name)}
+        return renamed | self._metrics
 
     def _token_rewards(self) -> Floats:
-        """The reward of each row at its last token, less the KL penalty of each token where `ppo.kl_in_reward` is on."""
+        """Returns [rows, tokens]: a row's reward at its last token, less each token's KL penalty with `ppo.kl_in_reward`."""
         config, batch, mask = self._config, self._batch, self._batch["loss_mask"]
         first = np.argmax(mask > 0, axis=1)
         rewards = rewards_at_end(batch["advantages"][np.arange(batch.rows), first], mask)
@@ -83,7 +83,7 @@ class CriticStep:
         return penalized
 
     def _kl_penalty(self) -> npt.NDArray[Any]:
-        """The KL estimate of each token, from the log-probabilities that the train workers keep."""
+        """Returns the KL estimate of each token [rows, tokens] from the log-probabilities that the train workers keep."""
         import torch
 
         from dagrl.rl.losses import kl_penalty

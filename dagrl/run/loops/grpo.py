@@ -148,13 +148,13 @@ def refit(replays: Replays, experience: Experience, version: int) -> dict[str, f
 
 
 def mean_pause(result: object) -> float | None:
-    """How long a refit took of each generation worker; its senders first wait for the quanta before it."""
+    """Returns the mean pause of the generation workers in seconds. Their senders also wait for the quanta before it."""
     pauses = _pauses(result)
     return sum(pauses) / len(pauses) if pauses else None
 
 
 def _pauses(result: object) -> list[float]:
-    """Seconds that each generation worker stood still; the seconds of its receive if it does not report a pause."""
+    """Returns each generation worker's pause in seconds, or the time of its receive if it reports none."""
     return [report.pause_s or report.seconds for report in _reports(result) if report.bytes_received]
 
 

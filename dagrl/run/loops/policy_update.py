@@ -137,8 +137,8 @@ class PolicyTrainer:
         for name in phases:
             replays.replay(name, rows, rows=shards)
         if teacher is not None:
-            found = replays.collect("teacher_logprobs", teacher)[0]  # through the driver to the train workers
-            fields = {"lengths": rows["lengths"], "row_ids": rows["row_ids"], "reference_logprobs": found["logprobs"]}
+            results = replays.collect("teacher_logprobs", teacher)[0]  # through the driver to the train workers
+            fields = {"lengths": rows["lengths"], "row_ids": rows["row_ids"], "reference_logprobs": results["logprobs"]}
             replays.replay("keep_reference_logprobs", Batch(fields, rows.scalars), rows=shards)
         if offloads:
             replays.replay("training_prep", step)
@@ -206,7 +206,7 @@ def split_minibatches(config: Config, batch: Batch) -> list[ShardRows]:
 
 
 def logprob_batch(batch: Batch, step: int) -> Batch:
-    """The fields of `batch` that the log-probability phases read."""
+    """Returns the fields of `batch` that the log-probability phases read."""
     fields = {name: batch[name] for name in ("tokens", "lengths", "row_ids", ROUTED_EXPERTS) if name in batch.fields}
     return Batch(fields, {"step": step})
 
