@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.chaos.network import INTERFACE, Hosts, Relay
+from tests.integration.main_job import command_line
 
 PORT = 6399
 START = (str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats")
@@ -76,7 +77,7 @@ class Cluster:
 
     def _wait_for_raylet(self, place: int) -> None:
         until = time.monotonic() + JOINED_S
-        while not any("raylet/raylet" in _command(pid) for pid in _pids(self._hosts.names[place])):
+        while not any("raylet/raylet" in command_line(pid) for pid in _pids(self._hosts.names[place])):
             raylet = self._raylets[place]
             assert raylet is not None
             if raylet.poll() is not None or time.monotonic() > until:
@@ -86,7 +87,7 @@ class Cluster:
 
     def _stop(self) -> None:
         for pid in self.pids():
-            if "main_job" not in _command(pid):
+            if "main_job" not in command_line(pid):
                 _kill(pid)
         for raylet in self._raylets:
             if raylet is not None:
@@ -97,13 +98,6 @@ class Cluster:
 def _pids(namespace: str) -> list[int]:
     found = subprocess.run(["ip", "netns", "pids", namespace], check=True, capture_output=True, text=True).stdout
     return [int(word) for word in found.split()]
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _kill(pid: int) -> None:

@@ -11,11 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,8 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
-import dagrl
-from tests.integration.main_job import GRPO, Run, descendants, running
+from dagrl.bench.report import commit, hardware
+from tests.integration.main_job import GRPO, Run, running
 
 WORKERS = {"train worker": "ray::Megatron", "generation worker": "ray::Vllm"}
 COMMON = (
@@ -75,15 +72,8 @@ def main() -> None:
     }
     sys.stdout.write(json.dumps(medians, indent=1) + "\n")
     if options.json:
-        hardware = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, Python {platform.python_version()}"
         command = " ".join(["python -m tests.chaos.recovery", *sys.argv[1:]])
-        revision = subprocess.run(
-            ["git", "-C", str(Path(dagrl.__file__).parent), "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        content = {"command": command, "hardware": hardware, "revision": revision, "median_s": medians, "kills": rows}
+        content = {"command": command, "hardware": hardware(), "commit": commit(), "median_s": medians, "kills": rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -96,9 +86,7 @@ def kill(run: Run, role: str) -> dict[str, object]:
     steady = last_step(run) + STEADY_STEPS
     run.wait_until(lambda: last_step(run) >= steady, f"step {steady}")
     time.sleep(RANDOM.uniform(0.0, 1.0))
-    (pid, *_) = [
-        process.pid for process in descendants(run.process.pid) if re.search(WORKERS[role], command_of(process.pid))
-    ]
+    pid = run.pids(WORKERS[role])[0]
     before, killed = last_step(run), time.time()
     os.kill(pid, signal.SIGKILL)
     time.sleep(0.5)  # a step that was ending
@@ -114,13 +102,6 @@ def kill(run: Run, role: str) -> dict[str, object]:
 
 def last_step(run: Run) -> int:
     return max((int(line["step"]) for line in run.metrics if "loss" in line), default=0)
-
-
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
-    except OSError:
-        return ""
 
 
 if __name__ == "__main__":

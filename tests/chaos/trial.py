@@ -23,7 +23,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.network import Relay
 from tests.chaos.scenarios import Scenario
 from tests.chaos.task import CONDUCT
-from tests.integration.main_job import SHARED_MEMORY, Run, descendants
+from tests.integration.main_job import SHARED_MEMORY, Run, command_line
 
 HANG_S = 180.0
 """Longer than all deadlines that come one after the other in a scenario, on a busy machine."""
@@ -76,7 +76,7 @@ class Trial:
         self.conduct = self._own / "conduct"
         second = self.clock.environment if self.clock else {}
         self.cluster = Cluster(second) if scenario.hosts > 1 else None
-        self.run: Run | None = None
+        self.run: Run  # since `launch`
         self.in_start = random.random() < STARTING
         self.exact = scenario.exact  # until a fault may change the results
 
@@ -86,7 +86,6 @@ class Trial:
 
     @property
     def driver(self) -> int:
-        assert self.run is not None
         return self.run.process.pid
 
     def pids(self, target: str) -> list[int]:
@@ -94,17 +93,16 @@ class Trial:
         word = self.scenario.reached.get(target, "" if not target else None)
         if word is None:
             return []
-        found = self.cluster.pids() if self.cluster else [process.pid for process in descendants(self.driver)]
-        return [pid for pid in found if re.search(word, _command_line(pid))]
+        if self.cluster:
+            return [pid for pid in self.cluster.pids() if re.search(word, command_line(pid))]
+        return self.run.pids(word)
 
     def stopped(self) -> bool:
         """Whether the driver has ended."""
-        assert self.run is not None
         return self.run.process.poll() is not None
 
     def second(self) -> subprocess.Popen[str]:
         """The same command once more."""
-        assert self.run is not None
         command = self.run.process.args
         assert isinstance(command, list)
         begin = next(place for place, word in enumerate(command) if str(word).endswith("/dagrl"))
@@ -156,7 +154,6 @@ class Trial:
 
     def finish(self) -> list[str]:
         """Waits for the end. Returns what is wrong with it."""
-        assert self.run is not None
         try:
             code = self.run.finish(3 * HANG_S)
         except AssertionError:
@@ -204,7 +201,6 @@ class Trial:
         else:
             self._wait_for_step(self._started, HANG_S)
             self._sleep(self.random.uniform(0.0, 2.0))
-        assert self.run is not None
         self.run.notice()
         return None if self.stopped() else self._step()
 
@@ -228,12 +224,10 @@ class Trial:
         return "restarted" if restarted else "went on"
 
     def _restarts(self) -> int:
-        assert self.run is not None
         return b"".join(self.run._shown).count(RESTART)
 
     def _check_stop(self, row: Row, fault: Fault | None) -> None:
         """What a run that stopped must have left: one message, an exit code, nothing else."""
-        assert self.run is not None
         row.exit_code = self.run.finish(GONE_S)
         shown = self.run.drawn
         row.message = " ".join(shown.partition("dagrl: error:")[2].split())[:300]
@@ -251,7 +245,6 @@ class Trial:
 
     def _left(self) -> list[str]:
         """What the command left behind."""
-        assert self.run is not None
         run = self.run
         self._wait(lambda: not (run.left_processes() or run.left_shared_memory()), GONE_S)
         left = [f"process {process.pid} {process.name}" for process in run.left_processes()]
@@ -261,16 +254,13 @@ class Trial:
 
     def end(self) -> None:
         """Kills what still runs."""
-        assert self.run is not None
         with suppress(OSError):
             self.run.end()
 
     def _step(self) -> int:
-        assert self.run is not None
         return max((int(line["step"]) for line in self.run.metrics), default=0)
 
     def _steps_since(self, began: float) -> int:
-        assert self.run is not None
         until = time.time() + 1.0  # later times are of a clock that was ahead
         return sum("loss" in line and began < float(line["time"]) < until for line in self.run.metrics)
 
@@ -282,7 +272,6 @@ class Trial:
         while not condition():
             if time.monotonic() > until:
                 return False
-            assert self.run is not None
             self.run.notice()
             if self.cluster:
                 self.cluster.keep()
@@ -295,7 +284,6 @@ class Trial:
             time.sleep(0.05)
 
     def _tail(self) -> str:
-        assert self.run is not None
         return self.run.drawn[-1500:]
 
 
@@ -304,10 +292,3 @@ def _clock(directory: Path) -> Clock | None:
         return Clock(directory)
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
-    except OSError:
-        return ""

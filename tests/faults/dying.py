@@ -32,11 +32,6 @@ def ask_for_death(directory: Path, place: str, version: int) -> None:
     (directory / f"{place}.{version}").touch()
 
 
-def has_died(directory: Path, place: str) -> bool:
-    """Returns whether a worker died at `place`."""
-    return (directory / f"{place}.died").exists()
-
-
 def died_at(directory: Path, place: str) -> float:
     """Returns the time of death, in seconds since the epoch."""
     return float((directory / f"{place}.died").read_text())

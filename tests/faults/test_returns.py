@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.main_job import GRPO, Run, descendants, running
+from tests.integration.main_job import GRPO, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -33,16 +32,6 @@ IN_FLIGHT = (
 RUNTIME_ENV_AGENT, TRAIN_WORKER = r"runtime_env.agent", r"ray::Megatron"
 
 
-def processes(run: Run, pattern: str) -> list[int]:
-    def command(pid: int) -> str:
-        try:
-            return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
-        except OSError:
-            return ""
-
-    return [process.pid for process in descendants(run.process.pid) if re.search(pattern, command(process.pid))]
-
-
 @pytest.mark.parametrize(
     ("pattern", "number", "more"),
     [(RUNTIME_ENV_AGENT, signal.SIGKILL, IN_FLIGHT), (TRAIN_WORKER, signal.SIGSTOP, ())],
@@ -53,7 +42,7 @@ def test_the_next_step_ends_soon_after(tmp_path: Path, pattern: str, number: sig
     pytest.importorskip("vllm")
     with running(GRPO, tmp_path, "run", *SMALL, *more) as run:
         run.wait_for_step(12)
-        (pid, *_) = processes(run, pattern)
+        pid = run.pids(pattern)[0]
         os.kill(pid, number)
         struck = time.time()
         run.wait_for_text("restarting from the newest checkpoint")

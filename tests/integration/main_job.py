@@ -188,6 +188,10 @@ class Run:
         self._looked_at |= names
         self._mapped |= _mapped({name for name in names if not _maker(name)}, [process.pid for process in self.seen])
 
+    def pids(self, pattern: str) -> list[int]:
+        """Processes of this command whose command line has the pattern."""
+        return [process.pid for process in descendants(self.process.pid) if re.search(pattern, command_line(process.pid))]
+
     def left_processes(self) -> list[Process]:
         """Processes of this command that are still there."""
         left = of_session(self.process.pid) | self.seen & set(processes().values())
@@ -209,9 +213,9 @@ class Run:
 
 
 @contextmanager
-def running(config: str, output: Path, name: str, *overrides: str) -> Iterator[Run]:
+def running(config: str, output: Path, name: str, *overrides: str, **environment: str) -> Iterator[Run]:
     """A command that is started, and gone at the end."""
-    run = Run(config, output, name, *overrides)
+    run = Run(config, output, name, *overrides, **environment)
     try:
         yield run
     finally:
@@ -278,6 +282,14 @@ def descendants(pid: int) -> list[Process]:
         waiting += children.get(current, [])
         found += [everyone[current]] if current in everyone else []
     return found
+
+
+def command_line(pid: int) -> str:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
 
 
 def of_session(leader: int) -> set[Process]:
