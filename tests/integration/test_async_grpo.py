@@ -16,16 +16,15 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import StopRequestedError
 from dagrl.rl.rollout.batches import train_batch
 from dagrl.rl.rollout.episodes import Sample
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.loops.policy_update import PolicyTrainer, PolicyUpdate
-from dagrl.run.train import run_with_restarts, train
+from dagrl.run.train import train
 from dagrl.telemetry.record import read_metrics
 from tests.integration.unigram_task import ASKED
-from tests.integration.unigram_workers import DIED, SIZE, TRUTH
+from tests.integration.unigram_workers import SIZE, TRUTH
 
 STEPS, PROMPTS, GENERATIONS = 5, 4, 3
 HF_CONFIG = {
@@ -170,23 +169,6 @@ COMPARED = (
 )
 
 
-def check_close(step: dict[str, Any], other: dict[str, Any]) -> None:
-    assert [step.get(name) for name in COMPARED] == pytest.approx([other.get(name) for name in COMPARED], abs=1e-5)
-    for name in ("reward/mean", "completion_tokens", "trained_tokens", "truncated_share"):
-        assert step[name] == other[name]
-
-
-@pytest.mark.slow  # test_megatron_kept_logprobs.py and the unit tests of losses have the forced ratio too
-def test_logprobs_from_the_step_itself_change_no_losses(tmp_path: Path) -> None:
-    sections: dict[str, dict[str, Any]] = {"plain": {}, "forced": {"loss_fn": {"force_on_policy_ratio": True}}}
-    configs = [configuration(tmp_path, name, **more) for name, more in sections.items()]
-    for config in configs:
-        train(config)
-    for plain, forced in zip(*map(steps_of, configs), strict=True):
-        check_close(forced, plain)
-        assert "timing_s/logprobs" not in forced and 0 < forced["timing_s/reference_logprobs"]
-
-
 @pytest.mark.parametrize("in_flight", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["in flight", "finish first"])
 def test_ages_versions_and_numbers(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, in_flight: bool
@@ -218,64 +200,6 @@ def test_ages_versions_and_numbers(
         assert line["timing_s/total"] > line["timing_s/update"] >= line["timing_s/refit"]
         if not in_flight:  # training waits while running sequences finish
             assert min(line["timing_s/exposed_generation"], line["timing_s/update"] - line["timing_s/refit"]) >= 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", ["save", "regenerate"])
-def test_a_stopped_run_resumes_with_its_unfinished_groups(
-    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, choice: str
-) -> None:
-    """Stopped in its fourth step with finished, scored and unfinished groups: no step counts twice, no group is lost."""
-    settings = {**ASYNC, "on_checkpoint": choice}
-    slow = {"task_args": {"train_s": 0.03, "engine_step_s": 0.004}}
-    config = configuration(tmp_path, "stopped", grpo={"async_grpo": settings, "max_num_steps": 8}, data=slow)
-    with stop_after(steps=4), pytest.raises(StopRequestedError):
-        train(config)
-    before = len(steps_of(config))
-    assert 4 <= before < 8
-    under_way = saved_groups(config)
-    assert under_way, "some sequences must be unfinished"
-    resumed = configuration(
-        tmp_path,
-        "stopped",
-        grpo={"async_grpo": settings, "max_num_steps": 8},
-        data=slow,
-        checkpointing={"resume": True},
-    )
-    seen = len(trained)
-    train(resumed)
-    assert [line["step"] for line in steps_of(resumed)] == list(range(1, 9))
-    done = trained[:before] + trained[seen:]
-    assert sorted(numbers_of(done)) == list(range(8 * PROMPTS)), "every group once, over both processes"
-    ages = check_versions(resumed, done)
-    assert max(ages) <= 2
-    kept = {number: tokens for number, tokens in under_way.items() if tokens}
-    assert bool(kept) == (choice == "save")
-    finals = {group.group.number: group.group for batch in trained[seen:] for group in batch}
-    for number, rows in kept.items():
-        for tokens, episode in zip(rows, finals[number].episodes, strict=True):
-            assert episode.tokens[: len(tokens)].tolist() == tokens, "saved tokens are kept, and gone on from"
-
-
-@pytest.mark.slow
-def test_a_generation_worker_killed_in_a_quantum_costs_no_step(tmp_path: Path, trained: Trained) -> None:
-    """A new one takes its place: no step is repeated, and every group is trained on once, by the versions of its tokens."""
-    config = configuration(
-        tmp_path,
-        "killed",
-        executor="compiled",
-        policy=TWO_ENGINES,
-        grpo={"async_grpo": ASYNC, "max_num_steps": 6},
-        data={"task_args": {"train_s": 0.03, "engine_step_s": 0.004, "die_at_version": 3}},
-        checkpointing={"save_period": 100},
-        on_failure="restart",
-        max_restarts=1,
-    )
-    run_with_restarts(train, config)
-    assert (Path(config.output_dir) / config.name / DIED).exists()
-    assert [line["step"] for line in steps_of(config)] == list(range(1, 7))
-    assert sorted(numbers_of(trained)) == list(range(6 * PROMPTS))
-    check_versions(config, trained)
 
 
 @pytest.mark.slow

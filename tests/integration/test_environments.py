@@ -1,114 +1,21 @@
-"""Sequences of several turns across saves, stops and resumes: no question to the environment is lost."""
+"""Samples whose environment or reward fails: they are counted and not trained on, and too many end the run."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from dagrl.config import Config
-from dagrl.errors import RunError, StopRequestedError
-from dagrl.rl.rollout.episodes import Episode
-from dagrl.rl.rollout.experience import Experience
-from dagrl.rl.rollout.trajectory_file import read_trajectories
+from dagrl.errors import RunError
 from dagrl.run.loops.policy_update import PolicyTrainer
 from dagrl.run.train import train
 from dagrl.runtime.shapes import Batch
-from tests.integration.test_async_grpo import (
-    ASYNC,
-    PROMPTS,
-    TWO_ENGINES,
-    Trained,
-    configuration,
-    numbers_of,
-    one_cluster,
-    steps_of,
-    stop_after,
-    trained,
-)
-from tests.integration.unigram_task import RELEASED
+from tests.integration.test_async_grpo import Trained, configuration, one_cluster, steps_of, trained
 
 __all__ = ["one_cluster", "trained"]  # fixtures
-
-EOS, NINE = 1, "9"
-STEPS = 3
-
-
-def turns_configuration(output: Path, workers: int = 2, **checkpointing: Any) -> Config:
-    return configuration(
-        output,
-        "turns",
-        policy=TWO_ENGINES,
-        grpo={"async_grpo": ASYNC, "max_num_steps": STEPS, "val_period": 0, "val_at_start": False},
-        data={"task_args": {"train_s": 0.02, "engine_step_s": 0.002}},
-        environment={
-            "function": "tests.integration.unigram_task:SaysNinesAfterAWhile",
-            "max_turns": 3,
-            "num_workers": workers,
-            "timeout_s": 120.0,
-        },
-        checkpointing={"save_period": 1, **checkpointing},
-    )
-
-
-def checkpoints(config: Config) -> list[Path]:
-    return sorted((Path(config.output_dir) / config.name / "checkpoints").iterdir())
-
-
-def awaiting(directory: Path) -> dict[tuple[int, int], Episode]:
-    """Returns the awaiting sequences of a checkpoint, by group and place."""
-    saved = read_trajectories(directory)
-    assert saved is not None
-    return {
-        (item.group.number, place): episode
-        for item in saved.groups
-        for place, episode in enumerate(item.group.episodes)
-        if episode.awaiting
-    }
-
-
-def episodes_of(batches: Trained) -> Iterator[Episode]:
-    return (episode for batch in batches for group in batch for episode in group.group.episodes)
-
-
-def check_answered(episode: Episode) -> None:
-    """After the end of a turn the environment answers, or the sequence ends."""
-    for (token, sampled), (_, next_sampled) in pairwise(zip(episode.tokens, episode.sampled, strict=True)):
-        if sampled and token % 16 == EOS:
-            assert not next_sampled, "the policy went on after its end of sequence"
-    assert episode.finish_reason in {"stop", "length"} and not episode.awaiting
-
-
-@pytest.mark.slow
-def test_an_open_question_in_a_checkpoint_is_asked_again(
-    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first call of the environment ends after the first checkpoint, from which a second run resumes."""
-    monkeypatch.setenv(RELEASED, str(tmp_path / "released"))
-    save = Experience.save
-    monkeypatch.setattr(Experience, "save", lambda *args: (save(*args), (tmp_path / "released").touch()))
-    config = turns_configuration(tmp_path)
-    train(config)
-    chosen, *rest = checkpoints(config)
-    for later in rest:
-        shutil.rmtree(later)
-    open_questions, seen = awaiting(chosen), len(trained)
-    train(turns_configuration(tmp_path, resume=True))
-    assert [line["step"] for line in steps_of(config)] == list(range(1, STEPS + 1))
-    finals = {group.group.number: group.group for batch in trained[seen:] for group in batch}
-    assert open_questions
-    for (number, place), asked in open_questions.items():
-        final = finals[number].episodes[place]
-        assert final.tokens[: len(asked.tokens)].tolist() == asked.tokens.tolist()
-        assert not any(final.sampled[len(asked.tokens) : len(asked.tokens) + 2]), "the environment's two nines come next"
-    for episode in episodes_of(trained):
-        check_answered(episode)
 
 
 def failing(output: Path, share: float) -> Config:
@@ -163,24 +70,3 @@ def check_baselines(batch: Batch, rewards: npt.NDArray[np.float64], good: npt.ND
 def test_an_environment_that_fails_too_often_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"environment failed for .*\.max_failed_share = 0\.01: .*no zeros"):
         train(failing(tmp_path, share=0.01))
-
-
-@pytest.mark.slow
-def test_a_stopped_run_keeps_open_questions(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quanta read during the stop raise new questions. None is lost, and none counts as failed."""
-    monkeypatch.setenv(RELEASED, str(tmp_path / "released"))
-    (tmp_path / "released").touch()
-    config = turns_configuration(tmp_path, workers=1, save_period=100)
-    with stop_after(steps=1), pytest.raises(StopRequestedError):
-        train(config)
-    before = len(steps_of(config))
-    assert len(checkpoints(config)) == 1 and 1 <= before < STEPS
-    saved = read_trajectories(checkpoints(config)[0])
-    assert saved is not None
-    assert all(episode.finish_reason in {"", "stop", "length"} for item in saved.groups for episode in item.group.episodes)
-    seen = len(trained)
-    train(turns_configuration(tmp_path, workers=1, resume=True))
-    done = trained[:before] + trained[seen:]
-    assert sorted(numbers_of(done)) == list(range(STEPS * PROMPTS)), "every group once, over both processes"
-    for episode in episodes_of(done):
-        check_answered(episode)

@@ -21,7 +21,6 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.rollouts import OTHER, read_rollouts, rollout_files
 from dagrl.telemetry.trace import _ORIGIN_PERIOD_NS
-from tests.gsm8k import GSM8K, needs_gsm8k
 from tests.integration.main_job import (
     GRPO,
     GRPO_STEPS,
@@ -319,22 +318,3 @@ def test_a_run_resumes_at_another_layout(tmp_path: Path) -> None:
     losses, found = ({line["step"]: line["loss"] for line in run.metrics if "loss" in line} for run in (whole, resumed))
     assert list(losses) == [*range(1, 7)] and losses.keys() == found.keys()
     assert found == pytest.approx(losses, abs=1e-5) and found != losses
-
-
-@pytest.mark.slow
-@needs_gsm8k
-def test_sft_learns_from_gsm8k(tmp_path: Path) -> None:
-    overrides = (
-        f"data.path={GSM8K / 'train.jsonl'}",
-        f"data.val_path={GSM8K / 'test.jsonl'}",
-        "data.prompt_key=question",
-        "data.response_key=answer",
-        "data.too_long=drop",
-        "policy.max_total_sequence_length=512",
-        "policy.train_global_batch_size=16",
-        "policy.train_micro_batch_size=8",
-        "sft.max_num_steps=20",
-        "sft.max_val_samples=16",
-    )
-    found = losses(train(SFT, tmp_path, "gsm8k", *overrides))
-    assert found[-1] < found[0] - 0.5

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,9 @@ from typing import Any
 from dagrl.data import Example, Splits
 
 ASKED = "DAGRL_TEST_ASKED"
-RELEASED = "DAGRL_TEST_RELEASED"
 
 
-def numbers(
-    count: int = 40,
-    train_s: float = 0.0,
-    engine_step_s: float = 0.0,
-    logprob_row_s: float = 0.0,
-    die_at_version: int | None = None,
-) -> Splits:
+def numbers(count: int = 40, train_s: float = 0.0, engine_step_s: float = 0.0) -> Splits:
     """`count` prompts; the other arguments are read by the workers."""
     examples = tuple(Example(f"{number}=", str(number % 10), source=f"number {number}") for number in range(count))
     return Splits(examples, examples, examples[:8])
@@ -53,20 +45,6 @@ class SaysNines:
     def step(self, completion: str) -> str | None:
         self.turns += 1
         return None if self.prompt == "3=" or self.turns > 2 else "99"
-
-
-class SaysNinesAfterAWhile(SaysNines):
-    """The same; the first answer comes when the file that `RELEASED` names is there."""
-
-    def step(self, completion: str) -> str | None:
-        released = Path(os.environ[RELEASED])
-        try:
-            released.with_suffix(".held").touch(exist_ok=False)
-        except FileExistsError:
-            return super().step(completion)
-        while not released.exists():
-            time.sleep(0.01)
-        return super().step(completion)
 
 
 def likes_sevens_and_fails(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:

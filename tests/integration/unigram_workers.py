@@ -7,8 +7,6 @@ and truths that a test can compute: the log-probability of any token under any p
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,6 @@ from dagrl.workers.train.kept_logprobs import KeptLogprobs
 SIZE = 16  # token numbers 0 to 15; EOS ends a sequence
 TAUGHT = 11  # the token that the teacher prefers: the digit 7
 TRUTH = "truth.jsonl"  # next to the run: the logits of each version, as generation received them
-DIED = "died"  # next to the run: a worker was killed
 EXCHANGES = "exchanges.jsonl"  # next to the run: what each role gave up and took back, in order
 
 
@@ -128,13 +125,8 @@ class UnigramTrainer(UnigramState):
         logprobs = torch.log_softmax(leaf, 0)[data["tokens"] % SIZE]
         output = batch_loss(algorithm, logprobs, data, counts)
         output.loss.backward()
-        row_s = float(self.config.data.task_args.get("train_row_s", 0.0))  # type: ignore[arg-type]
-        time.sleep(0.0 if in_warmup() else row_s * np.count_nonzero(batch["lengths"]))
         sums = {name: float(value) for name, value in output.sums.items()}
-        if self.config.loss_fn.force_on_policy_ratio:
-            table = torch.log_softmax(self.logits, 0)
-            sums[ENTROPY] = float(-(table.exp() * table).sum() * data["loss_mask"].sum() / counts.tokens)
-        elif "entropy" in data:
+        if "entropy" in data:
             sums[ENTROPY] = float((data["entropy"] * data["loss_mask"]).sum() / counts.tokens)
         return leaf.grad, StepMetrics(sums)
 
@@ -154,9 +146,6 @@ class UnigramTrainer(UnigramState):
         import torch
 
         self.need("weights")
-
-        row_s = float(self.config.data.task_args.get("logprob_row_s", 0.0))  # type: ignore[arg-type]
-        time.sleep(0.0 if in_warmup() else row_s * np.count_nonzero(batch["lengths"]))
         table = torch.log_softmax(self.logits if model == "policy" else self.reference, 0).numpy()
         values = table[np.array(batch["tokens"]) % SIZE]
         entropy = np.full_like(values, -(np.exp(table) * table).sum())
@@ -314,7 +303,6 @@ class UnigramGenerator(UnigramWorker):
         started = time.perf_counter()
         while steps < quantum_steps(batch, self.context.coordinates.dp) and self.running:
             steps += 1
-            self._die_if_told()
             time.sleep(max(0.0, started + steps * step_s - time.perf_counter()))  # with what the step itself took
             for request in list(self.running)[: generation.vllm_cfg.max_num_seqs]:
                 if reason := self._step(self.running[request], table):
@@ -323,14 +311,6 @@ class UnigramGenerator(UnigramWorker):
             if time.perf_counter() - started >= quantum_seconds(batch):
                 break
         return pack_generated(finished, map(RequestProgress, self.running), steps)
-
-    def _die_if_told(self) -> None:
-        """`die_at_version`: the last rank is killed inside a quantum of that version, once for each run's directory."""
-        version = self.config.data.task_args.get("die_at_version")
-        died = Path(self.config.output_dir) / self.config.name / DIED
-        if version is not None and self.version == version and self.context.rank == 1 and not died.exists():
-            died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
 
     def _log_table(self) -> Any:
         import torch
