@@ -215,7 +215,7 @@ class Trial:
                 restarted.append(time.time())
             if restarted:
                 return self._steps_since(restarted[0]) > 0
-            return self._steps_since(began) > 0 and time.time() - began > fault.patience_s
+            return self._steps_since(began + fault.patience_s) > 0  # one that was ending may be recorded after the fault
 
         if not self._wait(settled, HANG_S):
             return "hung"
