@@ -31,8 +31,7 @@ from dagrl.bench.forked import reason_of, run_forked
 from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, expand, plan_refit
-from dagrl.refit.recorded import Recorded, check_complete, named_tensors
-from dagrl.refit.recording import Recording, record
+from dagrl.refit.recording import Recorded, Recording, check_complete, named_tensors, record
 from dagrl.runtime.worker_group import free_address
 from dagrl.workers.vllm.described import as_rank, build, do_without_kernels
 from dagrl.workers.vllm.launch import import_vllm
@@ -140,7 +139,7 @@ def _engine(first: Path, second: Path, tp: int) -> list[EngineRank]:
 
 
 def _engine_rank(first: Path, second: Path, tp: int, rank: int) -> EngineRank:
-    model = build(first, tp, rank, torch.bfloat16)
+    model, _ = build(first, tp, rank, torch.bfloat16)
     weights = _read(second)
     loaded = model.load_weights(iter(weights.items()))  # type: ignore[operator]
     wanted = {key: tensor.clone() for key, tensor in named_tensors(model).items()}

@@ -23,7 +23,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.megatron import cpu, groups
 from dagrl.workers.megatron.architecture import read_architecture
-from dagrl.workers.vllm.described import as_rank
+from dagrl.workers.vllm.described import build
 from dagrl.workers.vllm.quantization import block_fp8
 
 
@@ -69,34 +69,14 @@ def vllm_side(case: RefitCase, rank: int, slices: Sequence[WeightSlice], device:
 
 
 def _vllm_model(case: RefitCase, rank: int, device: torch.device) -> tuple[Any, Any]:
-    """Builds one rank's model alone, and returns it with its configuration.
-
-    Sets size and rank on vLLM's groups, which nothing uses during construction.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
+    """Builds one rank's model alone, and returns it with its configuration."""
     directory = Path(tempfile.mkdtemp())
     changes: dict[str, Any] = (
         {"quantization_config": block_fp8(cast(int, case.config["num_hidden_layers"]))} if case.fp8 else {}
     )
     (directory / "config.json").write_text(json.dumps({**case.config, **changes, "dtype": "bfloat16"}))
-    arguments = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enforce_eager": True, "max_model_len": 1024}
-    config = EngineArgs(
-        model=str(directory), enable_expert_parallel=case.expert_parallel, **arguments
-    ).create_engine_config()
-    with set_current_vllm_config(config):
-        if not torch.distributed.is_initialized():
-            parallel_state.init_distributed_environment(1, 0, f"file://{directory}/store", device.index, "nccl")
-        parallel_state.destroy_model_parallel()  # left by an earlier model; only models with experts have an expert group
-        parallel_state.initialize_model_parallel(1, 1)
-        as_rank(case.tp, rank)
-        config.parallel_config.tensor_parallel_size = case.tp
-        with set_default_torch_dtype(torch.bfloat16), device:
-            return initialize_model(config), config
+    options = {"max_model_len": 1024, "enable_expert_parallel": case.expert_parallel}
+    return build(directory, case.tp, rank, torch.bfloat16, device, **options)
 
 
 def leave_vllm() -> None:

@@ -68,6 +68,49 @@ class Recording:
     unmapped: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
 
+class Recorded:
+    """The tensors that a refit of a recording writes, by the local names in its slices.
+
+    `tensors` has those of the model (`held`), views of them, and the inputs of computations. Call `compute` after a refit.
+    """
+
+    def __init__(self, recording: Recording, held: Mapping[str, Tensor]) -> None:
+        device = next(iter(held.values())).device
+        self._computations, self._held = recording.computations, held
+        self._inputs = {
+            name: where.empty(dtype, device) for one in recording.computations for name, (where, dtype) in one.inputs.items()
+        }
+        self.tensors = {**held, **self._inputs}
+        self.tensors |= {name: view.of(self.tensors[view.tensor]) for name, view in recording.arranged.items()}
+
+    def compute(self) -> None:
+        """Writes what the loader computes from the weights that a refit has written."""
+        for one in self._computations:
+            target = self._held[one.parameter].as_strided(one.target.shape, one.target.strides, one.target.offset)
+            target.copy_(one.compute(self._inputs))
+
+
+def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns all parameters and buffers of a model, by each of their names."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach() for name, tensor in named}
+
+
+def check_complete(model: str, recording: Recording) -> None:
+    """Raises ConfigError unless a refit can write all of the model."""
+    for name, reason in recording.refused.items():
+        raise ConfigError(
+            f"the engine's loader of {model} puts {name!r} where a refit cannot: {reason}. Set refit.unmapped to load, and "
+            "the loader itself loads it after each refit"
+        )
+    if recording.unwritten and not recording.unmapped:  # the engine has checked that the checkpoint fills the model
+        names = [f"{name!r} ({count} elements)" for name, count in sorted(recording.unwritten.items())]
+        raise ConfigError(
+            f"the checkpoint fills the engine's {model} in part: {', '.join(names[:4])} of {len(names)} parameters would "
+            "stay as they are. Use a complete plain checkpoint, or a kernel that does not pad"
+        )
+
+
 Checkpoint = Iterable[tuple[str, tuple[int, ...], torch.dtype]]
 """Name, shape and dtype of each parameter."""
 
@@ -154,8 +197,7 @@ _Place = tuple[str, Strided, bool]
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        self.targets = {name: tensor.detach() for name, tensor in named}
+        self.targets = named_tensors(model)
         self._parameters = [name for name, _ in model.named_parameters()]
         self._bases: dict[int, _Base] = {}
         self._alive: list[Any] = []  # storages, so that no other has the address of one of them

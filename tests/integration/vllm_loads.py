@@ -80,7 +80,7 @@ FP8_CASES = [
 
 
 def build_rank(directory: Path, case: Case, rank: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    return build(directory, case.tp, rank, dtype, enable_expert_parallel=case.ep)
+    return build(directory, case.tp, rank, dtype, enable_expert_parallel=case.ep)[0]
 
 
 def quantized(checkpoint: Weights, directory: Path) -> Weights:

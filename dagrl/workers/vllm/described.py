@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from dagrl.refit.slices import WeightSlice, expand
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
 
 
 def describe_ranks(hf_config: Mapping[str, Json], tp: int, arguments: Mapping[str, Any]) -> list[list[WeightSlice]]:
@@ -52,8 +54,13 @@ def _describe_ranks(request: str) -> list[list[WeightSlice]]:
         return ranks
 
 
-def build(directory: Path, tp: int, rank: int, dtype: torch.dtype, **arguments: Any) -> torch.nn.Module:
-    """Returns one rank's model for a checkpoint's configuration, without weights. `arguments` are vLLM's `EngineArgs`."""
+def build(
+    directory: Path, tp: int, rank: int, dtype: torch.dtype, device: torch.device | None = None, **arguments: Any
+) -> tuple[torch.nn.Module, VllmConfig]:
+    """Builds one rank's model for a checkpoint's configuration, without its weights. Returns it with vLLM's configuration.
+
+    `device` is a GPU, or None for the CPU. `arguments` are vLLM's `EngineArgs`.
+    """
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -72,13 +79,15 @@ def build(directory: Path, tp: int, rank: int, dtype: torch.dtype, **arguments: 
     config = EngineArgs(model=str(directory), **arguments).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(dtype):
         if not torch.distributed.is_initialized():
-            store = Path(tempfile.mkdtemp()) / "store"
-            parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-            parallel_state.initialize_model_parallel(1, 1)
+            store, (index, backend) = Path(tempfile.mkdtemp()) / "store", (device.index, "nccl") if device else (0, "gloo")
+            parallel_state.init_distributed_environment(1, 0, f"file://{store}", index, backend)
+        parallel_state.destroy_model_parallel()  # left by an earlier model; only models with experts have an expert group
+        parallel_state.initialize_model_parallel(1, 1)
         as_rank(tp, rank)
         config.parallel_config.tensor_parallel_size = tp
-        model: torch.nn.Module = initialize_model(config)
-    return model
+        with device or nullcontext():
+            model: torch.nn.Module = initialize_model(config)
+    return model, config
 
 
 def as_rank(tp: int, rank: int) -> None:
@@ -150,7 +159,7 @@ def main(directory: str) -> None:
     checkpoint = [(name, shape, dtype) for name, shape in shapes.items()]
     found = []
     for rank in range(request["tp"]):
-        model = build(root, request["tp"], rank, dtype, **arguments)
+        model, _ = build(root, request["tp"], rank, dtype, **arguments)
         recording = record(model, checkpoint, dtype)
         if recording.quantized:
             scales = [

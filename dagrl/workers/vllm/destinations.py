@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
-from dagrl.refit.recorded import Recorded, check_complete, named_tensors
 from dagrl.refit.slices import WeightSlice
 from dagrl.workers.families.kv_scales import KINDS
 from dagrl.workers.families.megatron import replicated
@@ -59,6 +58,8 @@ def find_destinations(
     cache, if a refit sends them. Raises ConfigError if an update in place is not possible.
     """
     import torch
+
+    from dagrl.refit.recording import Recorded, check_complete, named_tensors
 
     if vllm_config.quant_config is not None:
         check_form(vllm_config.quant_config)

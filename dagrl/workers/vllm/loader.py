@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from dagrl.errors import ConfigError
-from dagrl.refit.recorded import named_tensors
 from dagrl.workers.vllm.quantization import quantize_checkpoint
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def register_for_transfers(backend: str) -> None:
             transfers = vllm_config.weight_transfer_config
             if transfers is not None and transfers.backend == backend:
                 self.checkpoint: Checkpoint = []
-                self.unmapped = _unmapped_of(vllm_config.additional_config)
+                self.unmapped = unmapped_of(vllm_config.additional_config)
             loaded: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
             return loaded
 
@@ -95,7 +94,7 @@ def _keeping_loader() -> type[Any]:
     """Returns vLLM's loader, which keeps the parameters as loaded if its `checkpoint` is a list."""
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    from dagrl.refit.recording import record
+    from dagrl.refit.recording import named_tensors, record
 
     class KeepingLoader(DefaultModelLoader):  # type: ignore[misc]
         checkpoint: Checkpoint | None = None
@@ -124,7 +123,7 @@ def _keeping_loader() -> type[Any]:
     return KeepingLoader
 
 
-def _unmapped_of(additional_config: Any) -> Unmapped:
+def unmapped_of(additional_config: Any) -> Unmapped:
     """Returns `refit.unmapped` of an engine's `additional_config`. Raises ConfigError if `refit` has anything else."""
     refit = additional_config.get("refit", {}) if isinstance(additional_config, dict) else {}
     for unmapped in get_args(Unmapped):

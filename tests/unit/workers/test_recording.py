@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dagrl.errors import ConfigError
-from dagrl.refit.recorded import check_complete
-from dagrl.refit.recording import Recording, record
+from dagrl.refit.recording import Recording, check_complete, record
 from dagrl.refit.slices import expand
-from dagrl.workers.vllm.loader import _unmapped_of
+from dagrl.workers.vllm.loader import unmapped_of
 
 Load = Callable[["Model", Tensor], object]
 
@@ -263,6 +262,6 @@ def test_what_cannot_be_followed_may_be_left_to_the_loader() -> None:
 
 @pytest.mark.parametrize("refit", [{"unmapped": "skip"}, {"unmaped": "load"}, "load"])
 def test_an_engine_with_another_value_of_unmapped_is_refused(refit: object) -> None:
-    assert [_unmapped_of(one) for one in ({}, {"refit": {}}, {"refit": {"unmapped": "load"}})] == ["error", "error", "load"]
+    assert [unmapped_of(one) for one in ({}, {"refit": {}}, {"refit": {"unmapped": "load"}})] == ["error", "error", "load"]
     with pytest.raises(ConfigError, match=r"additional_config.refit is .* expected \{'unmapped': 'error'\}"):
-        _unmapped_of({"refit": refit})
+        unmapped_of({"refit": refit})
