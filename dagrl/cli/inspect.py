@@ -19,7 +19,7 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.settings import generation_dtype, sends_adapters
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
-from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit
+from dagrl.refit import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.run.model import load_tokenizer, model_description, token_count, with_local_models
 from dagrl.run.plans import PhasePlan, run_plans
@@ -98,7 +98,6 @@ def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = Non
         dtype=config.policy.precision,
         target_dtype=generation_dtype(config),
         aliases=TIED_HEAD if hf_config.get("tie_word_embeddings") else None,
-        bucket_bytes=config.refit.bucket_bytes,
         hosts=None if shared else _hosts(len(sources), len(destinations)),
         mailboxes=shared,
     )
@@ -154,7 +153,7 @@ def _refit_text(config: Config, hf_config: Mapping[str, Json]) -> str:
     if plan is None:
         return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
     train, summary = RunPlan.of(config).layouts["train"].world_size, plan.summary()
-    text = summary.text(LinkSpeeds())
+    text = str(summary)
     if config.refit.delta != "off":
         text += f"\n  refit.delta: a train rank keeps a copy of what it sends, at most {max(summary.sent) / 1e6:,.3f} MB"
     return f"{text}\n  the first {train} ranks are train workers, the others generation workers"

@@ -152,20 +152,19 @@ def _check_samples(config: Config, plan: RunPlan) -> None:
 
 def _check_drafter(config: Config, generation: GenerationConfig) -> None:
     """Checks what else decides where a sequence ends or what is recorded, next to a drafter."""
-    drafter, key = generation.vllm_cfg.speculative, "policy.generation.vllm_cfg.speculative"
-    if drafter.method is None:
+    if not generation.drafter:
         return
+    key = "policy.generation.vllm_kwargs.speculative_config"
     if (generation.vllm_cfg.num_scheduler_steps or 1) > 1:
         raise ConfigError(
-            f"{key}.method is {drafter.method}, and policy.generation.vllm_cfg.num_scheduler_steps is above 1, but every "
-            "step has drafts of its own; set it to 1"
+            f"{key} is set, and policy.generation.vllm_cfg.num_scheduler_steps is above 1, but every step has drafts of its "
+            "own; set it to 1"
         )
     one_by_one = generation.stop_strings or config.environment.agent or config.policy.router_replay
     if one_by_one or sends_adapters(config):
         raise ConfigError(
-            f"{key}.method is {drafter.method}, but stop_strings, an agent, policy.router_replay and "
-            "policy.peft.refit=adapters work one token at a time; set "
-            f"{key}.method to null, or do without them"
+            f"{key} is set, but stop_strings, an agent, policy.router_replay and policy.peft.refit=adapters "
+            "work one token at a time; remove it, or do without them"
         )
 
 
@@ -225,11 +224,6 @@ def _check_shared_gpus(config: Config, plan: RunPlan) -> None:
                 "refit.delta is lossless and policy.generation.colocated.enabled is true: copies inside a GPU are faster "
                 "than comparing, and the kept copy would take its memory. Set refit.delta=off"
             )
-    if config.refit.delta != "off" and config.refit.cuda_graph is True:
-        raise ConfigError(
-            "refit.delta is lossless and refit.cuda_graph is true, but a graph sends the same bytes each time; set "
-            "refit.cuda_graph=auto, or refit.delta=off"
-        )
     share = config.cluster.gpus_per_worker
     for role, layout in plan.layouts.items() if share is not None and 0 < share < 1 else ():
         if layout.world_size > 1:

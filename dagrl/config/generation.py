@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
-from dagrl.config.section import Json, PathText, Section, derived
+from dagrl.config.section import Json, Section, derived
 from dagrl.errors import LayoutError
 from dagrl.runtime.layout import ParallelLayout
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this (`_MAX_TEMP` in its sampling_params.py) to avoid NaN and infinity."""
-
-
-class SpeculativeConfig(Section):
-    """Speculative decoding: a drafter proposes tokens, and one step of the policy verifies them by rejection sampling.
-
-    Samples follow the policy's distribution for any drafter, and have the policy's log-probabilities and version.
-    """
-
-    method: Literal["ngram", "eagle", "eagle3"] | None = None
-    """The drafter. `ngram`: continues as the sequence did after the same last tokens. `eagle`, `eagle3`: a small model on
-    the policy's hidden states, which refits leave as it is, so fewer of its tokens are accepted as the policy changes.
-    null: none."""
-
-    num_speculative_tokens: PositiveInt = 4
-    """Tokens that are proposed for a step."""
-
-    prompt_lookup_min: PositiveInt = 2
-    """`ngram`: fewest last tokens that must have occurred before."""
-
-    prompt_lookup_max: PositiveInt = 5
-    """`ngram`: most last tokens that are looked for."""
-
-    model: PathText | None = None
-    """`eagle`, `eagle3`: the drafter's checkpoint."""
-
-    @model_validator(mode="after")
-    def _drafter_is_complete(self) -> Self:
-        if self.method in ("eagle", "eagle3") and self.model is None:
-            raise ValueError(f"method is {self.method}, and model is not set; set it to the drafter's checkpoint")
-        if self.method == "ngram" and self.model is not None:
-            raise ValueError("method is ngram, and model is set, which an n-gram drafter lacks; remove it")
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min = {self.prompt_lookup_min} is above prompt_lookup_max = {self.prompt_lookup_max}; lower "
-                "it"
-            )
-        return self
 
 
 class VllmConfig(Section):
@@ -81,8 +44,6 @@ class VllmConfig(Section):
     num_scheduler_steps: PositiveInt | None = None
     """Decode steps for each run of vLLM's scheduler, while every request decodes. A sequence may compute that many tokens
     less one after its end. Always 1 with `stop_strings`, an agent or `policy.router_replay`. null: 16 on GPUs, else 1."""
-
-    speculative: SpeculativeConfig = SpeculativeConfig()
 
     gpu_memory_utilization: float = derived(0.6, "0.6 if colocated, else 0.85", gt=0, lt=1)
     """Share of the GPU's memory for vLLM. Used when `kv_cache_memory_bytes` is null."""
@@ -169,7 +130,14 @@ class GenerationConfig(Section):
     vllm_cfg: VllmConfig = VllmConfig()
 
     vllm_kwargs: dict[str, Json] = Field(default_factory=dict)
-    """Further arguments of vLLM's `EngineArgs`, by name."""
+    """Further arguments of vLLM's `EngineArgs`, by name. With `speculative_config` a drafter proposes tokens that the policy
+    verifies; samples follow the policy's distribution, and have its log-probabilities and version."""
+
+    @property
+    def drafter(self) -> dict[str, Json]:
+        """vLLM's `speculative_config`; empty without speculative decoding."""
+        drafter = self.vllm_kwargs.get("speculative_config") or {}
+        return drafter if isinstance(drafter, dict) else {}
 
     @field_validator("temperature")
     @classmethod

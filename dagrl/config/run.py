@@ -41,12 +41,6 @@ class RefitConfig(Section):
     """What to do with a parameter that vLLM's loader does not simply copy. `load`: send it whole to every rank, where the
     loader loads it after each refit."""
 
-    bucket_bytes: PositiveInt | None = None
-    """Bytes sent at once. null: 64 to 512 MB by the model's size; at most 256 MB if colocated, by the number of ranks."""
-
-    cuda_graph: bool | Literal["auto"] = "auto"
-    """Replay a refit between GPUs as one CUDA graph. `auto`: measure both and keep the faster."""
-
 
 class PhasesConfig(Section):
     """Import paths of the phases that the loops replay. Replace any of them with your own."""

@@ -46,7 +46,7 @@ def keeps_weights(config: Config) -> bool:
 
     They go to host memory while it sleeps. Otherwise all weights are dropped, as the next refit brings them.
     """
-    return sends_adapters(config) or generation_config(config).vllm_cfg.speculative.model is not None
+    return sends_adapters(config) or "model" in generation_config(config).drafter
 
 
 def has_fp8_kv_cache(config: Config) -> bool:

@@ -33,9 +33,8 @@ def engine(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pyte
     content: dict[str, Any] = gpu_config(checkpoints[0], eager=False).model_dump()
     content["grpo"]["async_grpo"]["recompute_kv_cache_after_weight_updates"] = True
     content["policy"]["generation"]["forced_lengths"] = {"median": NEW, "sigma": 0}  # no end of sequence
-    content["policy"]["generation"]["vllm_cfg"] |= {
-        "speculative": {"method": request.param, "num_speculative_tokens": DRAFTS, **own},
-    }
+    drafter = {"method": request.param, "num_speculative_tokens": DRAFTS, **own}
+    content["policy"]["generation"]["vllm_kwargs"] = {"speculative_config": drafter}
     with started(checkpoints, Config.model_validate(content)) as engine:
         yield engine
 

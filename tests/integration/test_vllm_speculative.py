@@ -55,8 +55,9 @@ def engine(
     if request.param == "eagle":
         own = {"model": str(make_drafter(tmp_path_factory.mktemp("eagle")))}
     drafter = {"method": request.param, "num_speculative_tokens": DRAFTS, **own}
-    vllm = {"max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20, "speculative": drafter}
-    options = {"vllm_cfg": vllm, "forced_lengths": {"median": NEW, "sigma": 0}}  # no end of sequence
+    vllm = {"max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20}
+    kwargs = {"speculative_config": drafter}
+    options = {"vllm_cfg": vllm, "vllm_kwargs": kwargs, "forced_lengths": {"median": NEW, "sigma": 0}}  # no end of sequence
     config = make_config(checkpoints[0], options, length=192)
     recomputing = config.grpo.async_grpo.model_copy(update={"recompute_kv_cache_after_weight_updates": True})
     config = config.model_copy(update={"grpo": config.grpo.model_copy(update={"async_grpo": recomputing})})

@@ -8,14 +8,17 @@ policy version of every token is known.
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dagrl.config import GenerationConfig
 from dagrl.errors import DataError, RunError
 from dagrl.rl.generation import (
     AS_CONFIGURED,
@@ -24,19 +27,20 @@ from dagrl.rl.generation import (
     RequestOptions,
     RequestProgress,
     checksum,
+    disagreement,
     pack_generated,
 )
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.bursts import Bursts
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from vllm import LLMEngine, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine import EngineCoreOutput
 
     from dagrl.workers.vllm.expert_recorder import ExpertRecorder
-    from dagrl.workers.vllm.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,79 @@ class Request:
     max_new_tokens: int
     greedy: bool
     options: RequestOptions = AS_CONFIGURED
+
+
+def sampling_params(
+    config: GenerationConfig, stop_token_ids: Sequence[int], max_model_len: int, request: Request
+) -> SamplingParams:
+    """Returns the parameters. `stop_token_ids` end a request, unless the configuration forces its length."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    options, stops = request.options, [*config.stop_strings, *request.options.stop]
+    temperature = config.temperature if options.temperature is None else options.temperature
+    forced = config.forced_lengths is not None
+    constraint = StructuredOutputsParams(**json.loads(options.constraint)) if options.constraint and not forced else None
+    return SamplingParams(
+        temperature=0.0 if request.greedy else temperature,
+        top_p=config.top_p if options.top_p is None else options.top_p,
+        top_k=config.top_k or 0,
+        seed=request.seed,
+        max_tokens=min(request.max_new_tokens, max_model_len - len(request.prompt)),
+        stop=[] if forced else stops,
+        stop_token_ids=[] if forced else list(stop_token_ids),
+        ignore_eos=forced,
+        detokenize=bool(stops) and not forced,
+        logprobs=0,  # of the sampled token only
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=constraint,
+    )
+
+
+def warmup_params(config: GenerationConfig) -> SamplingParams:
+    """Returns the parameters with which an engine compiles its sampling kernels. Greedy requests need no others."""
+    length = config.max_new_tokens
+    return sampling_params(config, (), length, Request(0, (), seed=0, max_new_tokens=length, greedy=False))
+
+
+_NO_REQUEST = -(1 << 63)
+
+
+class Peers:
+    """The ranks of one engine, connected by a CPU process group. At most `max_ended` requests end per step.
+
+    Each rank samples by itself. If ranks draw different tokens, their batches still have one shape, and the difference is
+    detected after the quantum (`dagrl.rl.generation`). But a token that ends a request on one rank only changes that rank's
+    next batch, and its collectives would no longer match. So ranks compare whenever a request or the quantum ends. The
+    exchange takes 0.1 ms or more, too much for every 5 ms step; steps without an ending skip it.
+    """
+
+    def __init__(self, group: ProcessGroup, max_ended: int, timeout_s: float) -> None:
+        self._group = group
+        self._max_ended = max_ended
+        self._timeout_s = timeout_s
+
+    def compare(self, step: int, ended: Collection[int]) -> None:
+        """Raises RunError if a request ended in `step` on some ranks only. A collective over the ranks."""
+        every = [set(row) - {_NO_REQUEST} for row in self._exchange(step, sorted(ended))]
+        common = set.intersection(*every)
+        for request in sorted(set.union(*every) - common):
+            ranks = [rank for rank, own in enumerate(every) if request in own]
+            raise disagreement(f"request {request} ended in engine step {step} on rank {ranks} of {len(every)} only")
+
+    def _exchange(self, step: int, ended: list[int]) -> list[list[int]]:
+        import torch
+
+        ours = torch.tensor(ended + [_NO_REQUEST] * (self._max_ended - len(ended)), dtype=torch.int64)
+        every = [torch.empty_like(ours) for _ in range(self._group.size())]
+        try:
+            self._group.allgather([every], [ours]).wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise disagreement(
+                f"requests {ended} ended on rank {self._group.rank()} in engine step {step}, but not on all other ranks "
+                f"within timeouts.collective_s = {self._timeout_s:g} s ({error})"
+            ) from error
+        return [row.tolist() for row in every]
 
 
 @dataclass

@@ -40,7 +40,6 @@ OWN_ARGUMENTS = frozenset(
         "model",
         "seed",
         "skip_tokenizer_init",
-        "speculative_config",
         "structured_outputs_config",
         "tensor_parallel_size",
         "tokenizer",

@@ -19,11 +19,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, urlparse
 
 from dagrl.config import Config
-from dagrl.config.generation import SpeculativeConfig
 from dagrl.config.plan import starts_together
 from dagrl.errors import DeadlineError, MissingDependencyError
 from dagrl.machine import VISIBLE, device_index
@@ -34,11 +33,11 @@ from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.store import open_tcp_store
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.vllm import features
+from dagrl.workers.vllm.engine import warmup_params
 from dagrl.workers.vllm.environment import OWN_ARGUMENTS, model_path, require_generation
 from dagrl.workers.vllm.loader import LOAD_FORMAT, register_loader
 from dagrl.workers.vllm.lora import lora_arguments
 from dagrl.workers.vllm.quantization import quantization_arguments, quantizes
-from dagrl.workers.vllm.sampling import warmup_params
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
@@ -252,7 +251,6 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "enable_sleep_mode": require_generation(config).colocated.enabled and features.can_sleep(),
         # With it, ranks on H200 returned different tokens in the first batch after a start.
         "disable_custom_all_reduce": True,
-        "speculative_config": _speculation(vllm.speculative),
         "distributed_timeout_seconds": timeout,
         "cpu_distributed_timeout_seconds": timeout,
     }
@@ -262,8 +260,11 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     # Between prompt chunks a seeded request draws an extra random number, which vLLM's CPU backend cannot take back.
     on_gpu = torch.cuda.is_available()
     defaults: dict[str, Any] = {"enable_prefix_caching": True} | ({} if on_gpu else {"enable_chunked_prefill": False})
-    if context.layout.tp > 1 or vllm.speculative.method is not None:  # drafts need the tokens of the step before
+    if context.layout.tp > 1:
         defaults["async_scheduling"] = False  # untested with several ranks on GPUs
+    if require_generation(config).drafter:
+        defaults["async_scheduling"] = False  # drafts need the tokens of the step before
+        features.mend_draft_temperatures()
     return {**defaults, **arguments, **require_generation(config).vllm_kwargs, **_compilation(config, on_gpu)}
 
 
@@ -290,21 +291,11 @@ def _compilation(config: Config, on_gpu: bool) -> dict[str, Any]:
         return {}
     ours: dict[str, Any] = {}
     if not {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & given.keys():
-        tokens = 1 if vllm.speculative.method is None else 1 + vllm.speculative.num_speculative_tokens
-        ours["cudagraph_capture_sizes"] = capture_sizes(tokens * vllm.max_num_seqs)
+        drafts = cast(int, generation.drafter.get("num_speculative_tokens", 0))
+        ours["cudagraph_capture_sizes"] = capture_sizes((1 + drafts) * vllm.max_num_seqs)
     if on_gpu:
         ours["inductor_compile_config"] = {"combo_kernels": True, "benchmark_combo_kernel": False}
     return {"compilation_config": {**ours, **given}}
-
-
-def _speculation(drafter: SpeculativeConfig) -> dict[str, Any] | None:
-    """Returns vLLM's `speculative_config`."""
-    if drafter.method is None:
-        return None
-    features.mend_draft_temperatures()
-    lookup = {"prompt_lookup_min": drafter.prompt_lookup_min, "prompt_lookup_max": drafter.prompt_lookup_max}
-    own = lookup if drafter.method == "ngram" else {"model": drafter.model}
-    return {"method": drafter.method, "num_speculative_tokens": drafter.num_speculative_tokens, **own}
 
 
 def read_hf_config(config: Config) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from dagrl.workers.families.kv_scales import check_family, vllm_kv_scales
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.described import describe_ranks
 from dagrl.workers.vllm.destinations import Destinations, find_destinations
-from dagrl.workers.vllm.engine import QuantumEngine, Request
+from dagrl.workers.vllm.engine import Peers, QuantumEngine, Request, sampling_params
 from dagrl.workers.vllm.environment import (
     check_head_size,
     check_layout,
@@ -49,9 +49,7 @@ from dagrl.workers.vllm.expert_recorder import ExpertRecorder
 from dagrl.workers.vllm.launch import break_collectives, end_engine, import_vllm, meet, read_hf_config, start_engine
 from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.lora import check_slots, fill_slot, find_slots, lora_request
-from dagrl.workers.vllm.peers import Peers
 from dagrl.workers.vllm.quantization import compute_dtype, quantization_arguments
-from dagrl.workers.vllm.sampling import sampling_params
 
 if TYPE_CHECKING:
     import torch
@@ -163,8 +161,7 @@ class VllmWorker:
         router replay, which reads the experts of each step, and with drafts, which every step has of its own."""
         asked = self.generation.vllm_cfg.num_scheduler_steps
         strings = self.generation.stop_strings or self.config.environment.agent is not None  # whose requests have some too
-        drafts = self.generation.vllm_cfg.speculative.method is not None
-        if strings or drafts or self.config.policy.router_replay:
+        if strings or self.generation.drafter or self.config.policy.router_replay:
             return 1
         return asked or (GPU_BURST_STEPS if self._device.type == "cuda" else 1)
 

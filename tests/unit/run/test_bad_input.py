@@ -104,7 +104,6 @@ GRAPHS = f"{MEGATRON}.cuda_graphs=true"
 PEFT = "policy.peft"
 SHARDED = f"{MEGATRON}.use_distributed_optimizer=true"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
-SPECULATIVE = "policy.generation.vllm_cfg.speculative"
 MIXTURE = (
     "policy.random_init.hf_config={architectures: [Qwen3MoeForCausalLM], model_type: qwen3_moe, "
     "hidden_size: 64, intermediate_size: 128, moe_intermediate_size: 64, num_experts: 4, "
@@ -550,7 +549,6 @@ OVERRIDES = [
         "policy.generation.colocated.enabled=true; refit.delta=lossless",
         "refit.delta ... policy.generation.colocated.enabled",
     ),
-    ("refit.delta=lossless; refit.cuda_graph=true", "refit.delta ... cuda_graph"),
     (
         "loss_fn.name=distill; loss_fn.reference_policy_kl_penalty=0",
         "loss_fn.name ... there is no reference policy ... policy.reference_model_name",
@@ -606,20 +604,8 @@ OVERRIDES = [
     ),
     ("policy.generation.vllm_kwargs={enforce_eager: true}", "vllm_kwargs sets enforce_eager ... vllm_cfg"),
     (
-        "policy.generation.vllm_kwargs={speculative_config: {method: ngram}}",
-        "vllm_kwargs sets speculative_config ... remove them",
-    ),
-    (
-        "policy.generation.vllm_cfg.speculative.method=eagle",
-        "speculative (command line): method is eagle, and model is not set ... set it to the drafter's checkpoint",
-    ),
-    (
-        "policy.generation.vllm_cfg.speculative.method=ngram; policy.generation.vllm_cfg.speculative.prompt_lookup_min=6",
-        "prompt_lookup_min = 6 is above prompt_lookup_max = 5 ... lower it",
-    ),
-    (
-        "policy.generation.vllm_cfg.speculative.method=ngram; policy.generation.stop_strings=[x]",
-        "speculative.method is ngram ... one token at a time ... set policy.generation.vllm_cfg.speculative.method to null",
+        "policy.generation.vllm_kwargs={speculative_config: {method: ngram}}; policy.generation.stop_strings=[x]",
+        "vllm_kwargs.speculative_config is set ... one token at a time ... remove it",
     ),
     (
         "cluster.gpus_per_worker=0.5; policy.megatron_cfg.tensor_model_parallel_size=2",

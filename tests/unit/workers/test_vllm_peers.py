@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from dagrl.errors import RunError
-from dagrl.workers.vllm.peers import Peers
+from dagrl.workers.vllm.engine import Peers
 
 Ended = list[tuple[int, list[int]]]
 """The comparisons of one rank: engine steps, and the requests that ended in them."""
