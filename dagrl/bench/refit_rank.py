@@ -37,7 +37,7 @@ from dagrl.channels import ChannelSpec, open_channel
 from dagrl.channels.base import MAILBOX_SLOTS
 from dagrl.channels.spec import ChannelKind
 from dagrl.refit import RecordMode, RefitReceiver, RefitSender, Verify, commit_together, plan_refit
-from dagrl.refit.carry.autotune import TRIALS
+from dagrl.refit.carry.endpoint import TRIALS
 from dagrl.refit.connect import device_name
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import move_bytes

@@ -15,12 +15,11 @@ A refit has six steps, in this order:
 from dagrl.refit.carry.commit import commit_together
 from dagrl.refit.carry.endpoint import RefitReceiver, RefitSender
 from dagrl.refit.connect import Refit
-from dagrl.refit.plan.links import LinkSpeeds
+from dagrl.refit.plan.ordering import LinkSpeeds
 from dagrl.refit.plan.planner import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.plan.summary import PlanSummary
-from dagrl.refit.report import RefitReport, merge_reports
 from dagrl.refit.slices import Box, WeightSlice, expand
-from dagrl.refit.transfers import RankPlan, RecordMode, Verify
+from dagrl.refit.transfers import RankPlan, RecordMode, RefitReport, Verify, merge_reports
 
 __all__ = [
     "TIED_HEAD",

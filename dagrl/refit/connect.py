@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from dagrl.channels.spec import ChannelKind, ChannelSpec
 from dagrl.errors import RefitPlanError
 from dagrl.refit.carry.delta import check_delta
-from dagrl.refit.plan.links import LinkSpeeds
+from dagrl.refit.plan.ordering import LinkSpeeds
 from dagrl.refit.plan.planner import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.slices import WeightSlice
-from dagrl.refit.transfers import DeltaMode, RankPlan, RecordMode, Verify
+from dagrl.refit.transfers import DeltaMode, RankPlan, Verify
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.phase import Input, Phase, Shard, Value, join, phase
 
@@ -69,7 +69,6 @@ class Refit:
     """
 
     plan: RefitPlan
-    speeds: LinkSpeeds
     phase: Phase = refit
 
     @classmethod
@@ -83,10 +82,8 @@ class Refit:
         tied_embeddings: bool = False,
         kind: ChannelKind | None = None,
         verify: Verify = "off",
-        record: RecordMode = "auto",
         delta: DeltaMode = "off",
         bucket_bytes: int | None = None,
-        speeds: LinkSpeeds | None = None,
         timeout_s: float = 60.0,
         connect_timeout_s: float = 600.0,
     ) -> Refit:
@@ -101,10 +98,10 @@ class Refit:
           it differs.
         - `tied_embeddings`: fill a generation head of its own from the embedding.
         - `kind`: of the channel. None chooses `gloo` without GPUs, `ipc` where workers of one host share a GPU, else `nccl`.
-        - `verify`: `off` or `checksum`. `record`: replay a refit as one CUDA graph; `auto` measures both.
+        - `verify`: `off` or `checksum`.
         - `delta`: `lossless` sends only what changed since the last refit, never as a CUDA graph. Each sender keeps a copy
           of what it sends.
-        - `bucket_bytes`, `speeds`: see `plan_refit`.
+        - `bucket_bytes`: see `plan_refit`.
         - `timeout_s`: limit of every wait in a refit. `connect_timeout_s`: limit of this call.
 
         Raises RefitPlanError before any channel is opened if the groups cannot be connected.
@@ -128,16 +125,15 @@ class Refit:
             aliases=TIED_HEAD if tied_embeddings else None,
             bucket_bytes=bucket_bytes,
             hosts=hosts,
-            speeds=speeds,
             mailboxes=kind == "ipc",
             devices=devices if kind == "ipc" else (),
         )
-        connected = cls(plan, speeds or LinkSpeeds())
+        connected = cls(plan)
         logger.debug("refit plan: %s", connected)
 
         address = train.call_function(free_address, deadline=deadline)[0]
         arguments = [
-            (plan.for_rank(rank, verify, record, delta), ChannelSpec(kind, address, rank, plan.size, timeout_s))
+            (plan.for_rank(rank, verify, delta=delta), ChannelSpec(kind, address, rank, plan.size, timeout_s))
             for rank in range(plan.size)
         ]
         offset = train.layout.world_size
@@ -149,11 +145,11 @@ class Refit:
 
     @property
     def floor_s(self) -> float:
-        """Seconds that the busiest link needs at `speeds`: no schedule of this plan is faster."""
-        return self.plan.summary().floor_s(self.speeds)
+        """Seconds that the busiest link needs at the default `LinkSpeeds`: no schedule of this plan is faster."""
+        return self.plan.summary().floor_s(LinkSpeeds())
 
     def __str__(self) -> str:
-        return self.plan.summary().text(self.speeds)
+        return str(self.plan.summary())
 
 
 def distinct_slices(group: WorkerGroup) -> list[Sequence[WeightSlice]]:

@@ -1,4 +1,4 @@
-"""What one rank sends and receives in a refit: moves, messages and their layout, buckets. Plain, picklable data."""
+"""Plain, picklable data of a refit: moves, messages and their layout, buckets, the plan of one rank, and reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
-from dagrl.errors import RefitPlanError
+from dagrl.errors import RefitPlanError, RunError
 from dagrl.refit.fp8 import in_blocks
 from dagrl.refit.slices import Box, Scales, volume
 
@@ -208,3 +208,33 @@ class RankPlan:
         for key, value, known in (("verify", self.verify, get_args(Verify)), ("delta", self.delta, get_args(DeltaMode))):
             if value not in known:
                 raise RefitPlanError(f"refit.{key} is {value!r}; choose one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """The bytes that one rank or several ranks carried, and `seconds` from the start to the last verified byte, the longest.
+
+    `pause_s` is how long a generation worker paused: with the hooks, the commit, and the state that the engine recomputes.
+    """
+
+    version: int
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+    pause_s: float = 0.0
+
+
+def merge_reports(parts: Sequence[RefitReport]) -> RefitReport:
+    """Merges the reports of several ranks; associative. Raises RunError if their versions differ."""
+    versions = {part.version for part in parts}
+    if len(versions) != 1:
+        raise RunError(
+            f"a refit reported the versions {sorted(versions)}; all workers of a refit must carry the same version"
+        )
+    return RefitReport(
+        versions.pop(),
+        sum(part.bytes_sent for part in parts),
+        sum(part.bytes_received for part in parts),
+        max(part.seconds for part in parts),
+        max(part.pause_s for part in parts),
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dagrl.refit import RecordMode, Verify
-from dagrl.refit.carry.autotune import TRIALS
+from dagrl.refit.carry.endpoint import TRIALS
 from tests import channel_cases as cases
 from tests.channel_cases import Place, run_case
 from tests.gpu.test_refit_kernels import random

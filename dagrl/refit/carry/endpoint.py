@@ -8,24 +8,108 @@ that can record replays all rounds as one CUDA graph if that is faster.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dagrl.channels.base import Channel, wait_all
-from dagrl.errors import RefitPlanError
-from dagrl.refit.carry.autotune import Autotune
+from dagrl.errors import ChannelError, RefitPlanError
 from dagrl.refit.carry.delta import Delta, check_delta
-from dagrl.refit.carry.handshake import Handshake
 from dagrl.refit.carry.mapped import MappedMoves
 from dagrl.refit.carry.pack import BucketMemory
 from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.carry.verify import checksums, compare_checksums, prepare_checksums
-from dagrl.refit.report import RefitReport
-from dagrl.refit.transfers import RankPlan
+from dagrl.refit.transfers import RankPlan, RefitReport
 from dagrl.runtime.annotate import annotate
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
+
+TRIALS = 3
+"""How often each method is timed."""
+
+
+class Autotune(Generic[T]):
+    """Uses each of `methods` in turn, `TRIALS` times, then only the one with the lowest median time.
+
+    A single method is not timed. The slower methods are dropped.
+    """
+
+    def __init__(self, methods: Sequence[T]) -> None:
+        self._methods = list(methods)
+        self._seconds: list[list[float]] = [[] for _ in methods]
+
+    def run(self, act: Callable[[T], object]) -> None:
+        """Calls `act` with the method to use now. A call that raises does not count."""
+        if len(self._methods) == 1:
+            act(self._methods[0])
+            return
+        number = min(range(len(self._methods)), key=lambda index: len(self._seconds[index]))
+        started = time.perf_counter()
+        act(self._methods[number])
+        self._seconds[number].append(time.perf_counter() - started)
+        if all(len(seconds) == TRIALS for seconds in self._seconds):
+            medians = list(map(median, self._seconds))
+            self._methods = [self._methods[medians.index(min(medians))]]
+
+
+class Handshake:
+    """Checks that each pair of ranks has the same plan, version and verify mode before weights are sent.
+
+    Sends `[3]` int64 from each sender to each of its receivers: the plan's digest, the version, a number of its own.
+
+    `senders` are the ranks that send to this one, `receivers` those that it sends to. Memory is allocated once, on GPUs with
+    a pinned copy on the host, so that a check costs one short message.
+    """
+
+    def __init__(
+        self, channel: Channel, digest: int, senders: Sequence[int], receivers: Sequence[int], device: torch.device | None
+    ) -> None:
+        import torch
+
+        pinned = device is not None and device.type == "cuda"
+        self._channel, self._digest = channel, digest
+        self._senders, self._receivers = senders, receivers
+        self._told = torch.zeros(3, dtype=torch.int64, pin_memory=pinned)
+        self._read = torch.zeros(len(senders), 3, dtype=torch.int64, pin_memory=pinned)
+        self._mine = torch.zeros(3, dtype=torch.int64, device=device)
+        self._theirs = torch.zeros(len(senders), 3, dtype=torch.int64, device=device)
+
+    def post(self, version: int, number: int = 0) -> None:
+        """Sends this rank's header and receives the others'."""
+        if not self._senders and not self._receivers:
+            return
+        self._told[0], self._told[1], self._told[2] = self._digest, version, number
+        self._mine.copy_(self._told, non_blocking=True)
+        sends = [(self._mine, peer) for peer in self._receivers]
+        wait_all(self._channel.exchange(sends, list(zip(self._theirs, self._senders, strict=True))))
+        self._read.copy_(self._theirs, non_blocking=True)
+
+    def check(self, version: int) -> dict[int, int]:
+        """Returns the number of each sender, when all of them have announced this plan and `version`.
+
+        Otherwise raises ChannelError that names the sender, and breaks the channel, as peers wait for messages.
+        """
+        if not self._senders:
+            return {}
+        self._channel.synchronize()
+        for (digest, sent, _), peer in zip(self._read.tolist(), self._senders, strict=True):
+            if digest != self._digest:
+                raise self._broken(
+                    f"rank {peer} has another refit plan, refit.verify or refit.delta; give every rank its part of one plan"
+                )
+            if sent != version:
+                raise self._broken(
+                    f"rank {peer} sends version {sent}, but this rank receives version {version}; "
+                    "replay one version on all ranks"
+                )
+        return dict(zip(self._senders, self._read[:, 2].tolist(), strict=True))
+
+    def _broken(self, found: str) -> ChannelError:
+        self._channel.abort(found)
+        return ChannelError(found)
 
 
 class _Endpoint:
@@ -116,8 +200,7 @@ class _Endpoint:
             return
         if self._methods is None:
             self._methods = Autotune(self._make_methods())
-        with self._methods.turn() as method:
-            self._do(method)
+        self._methods.run(self._do)
 
     def _do(self, carry: Callable[[], None]) -> None:
         with self._channel.guarded():

@@ -107,11 +107,6 @@ class RefitRounds:
         for landing in flying:
             self._land(*landing, received)
 
-    def run_wire(self) -> None:
-        """Sends and receives messages without packing or unpacking, to measure them. Their content is undefined."""
-        for one in self._rounds:
-            wait_all(self._post(one, {}, {}))
-
     def _post(
         self, one: RefitRound, into: Mapping[int, Sequence[torch.Tensor]], instead: Mapping[int, Sequence[torch.Tensor]]
     ) -> Sequence[PendingMessage]:

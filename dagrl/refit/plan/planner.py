@@ -34,10 +34,9 @@ from dagrl.refit.plan.coverage import (
     prove_covered,
     source_name,
 )
-from dagrl.refit.plan.links import LinkSpeeds, Placement
 from dagrl.refit.plan.messages import MessageBuilder
-from dagrl.refit.plan.ordering import BucketPosition, order_rounds
-from dagrl.refit.plan.routes import PartGroup, RankPair, choose_routes, group_parts
+from dagrl.refit.plan.ordering import BucketPosition, LinkSpeeds, order_rounds
+from dagrl.refit.plan.routes import PartGroup, Placement, RankPair, choose_routes, group_parts
 from dagrl.refit.plan.summary import RELAYING_BUCKETS, PlanSummary
 from dagrl.refit.slices import Box, WeightSlice, volume
 from dagrl.refit.transfers import (

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dagrl.refit.plan.coverage import SourcePart
-from dagrl.refit.plan.links import Placement
 
 LEAST_SHARE = 1024
 
@@ -29,6 +28,22 @@ class PartGroup:
     lists: tuple[int, ...]
     parts: tuple[SourcePart, ...]
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The host of each channel rank. A byte is sent to each other host only once."""
+
+    hosts: tuple[int, ...]
+
+    def may_relay(self, sources: int) -> bool:
+        """Whether a destination may relay to another: two are on one host, and not all ranks. The first `sources` send."""
+        hosts = self.hosts[sources:]
+        return len(set(self.hosts)) > 1 and len(set(hosts)) < len(hosts)
+
+    def crosses(self, sender: int, receiver: int) -> bool:
+        """Returns whether two ranks are on different hosts."""
+        return self.hosts[sender] != self.hosts[receiver]
 
 
 @dataclass

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from dagrl.channels.base import MAILBOX_SLOTS
-from dagrl.refit.plan.links import LinkSpeeds
-from dagrl.refit.plan.ordering import simulate
+from dagrl.refit.plan.ordering import LinkSpeeds, simulate
 from dagrl.refit.plan.routes import RankPair
 
 SHOWN_PAIRS = 64
@@ -133,40 +132,35 @@ class PlanSummary:
         return self._host(sender) != self._host(receiver)
 
     def __str__(self) -> str:
-        return self.text(LinkSpeeds())
-
-    def text(self, speeds: LinkSpeeds) -> str:
-        """Returns the plan as printed. Lists the `SHOWN_PAIRS` largest pairs and counts the others."""
+        """The plan as printed, with durations at the default speeds and the `SHOWN_PAIRS` largest pairs and links."""
+        speeds = LinkSpeeds()
+        packed, unpacked = (sum(copied[side] for copied in self.copied) for side in range(2))
         lines = [
             f"refit of {_mb(sum(self.received))} from {self.sources} to {self.destinations} ranks, "
             f"{len(self.messages)} buckets, at most {self.rounds} rounds and {_mb(self.staging_bytes)} of staging per rank",
-            f"packed by senders: {_mb(sum(packed for packed, _ in self.copied))}, unpacked by receivers: "
-            f"{_mb(sum(unpacked for _, unpacked in self.copied))}; the rest is sent directly between tensors",
+            f"packed by senders: {_mb(packed)}, unpacked by receivers: {_mb(unpacked)}; the rest is sent directly between "
+            "tensors",
             f"sent per rank: {_spread(self.sent)}; received per rank: {_spread(self.received)}",
             f"schedule {_seconds(self.schedule_s(speeds))}, floor {_seconds(self.busiest_s(speeds))} of the busiest rank, "
             f"{_seconds(self.floor_s(speeds))} of the busiest link, at {speeds.in_host / 1e9:g} GB/s in a host"
             + (f" and {speeds.between_hosts / 1e9:g} GB/s between hosts" if self.hosts else ""),
         ]
-        lines += self._link_lines() if len(set(self.hosts)) > 1 else []
-        shown = sorted(sorted(self.pairs.items(), key=lambda item: -item[1])[:SHOWN_PAIRS])
-        lines += [f"  {source:>4} -> {to:<4} {_mb(count):>12}" for (source, to), count in shown]
-        more = len(self.pairs) - len(shown)
-        return "\n".join([*lines, *([f"  and {more} smaller pairs"] if more else [])])
+        if len(set(self.hosts)) > 1:
+            between = {link: count for link, count in self.links.items() if link[0] != link[1]}
+            lines.append(
+                f"{len(set(self.hosts))} hosts: {_mb(self.crossing)} are sent between hosts, over {len(between)} links "
+                f"({_spread([*between.values()] or [0])}), {_mb(sum(self.links.values()) - self.crossing)} stay inside hosts"
+            )
+            lines += _largest(between, "host {:>3} -> host {:<3} {:>14}", "links between hosts")
+        return "\n".join(lines + _largest(self.pairs, "{:>4} -> {:<4} {:>12}", "pairs"))
 
-    def _link_lines(self) -> list[str]:
-        """Returns lines with the bytes between hosts. Lists `SHOWN_PAIRS` links and counts the others."""
-        crossing = sorted((link, count) for link, count in self.links.items() if link[0] != link[1])
-        rows = [
-            f"  host {first:>3} -> host {second:<3} {_mb(count):>14}" for (first, second), count in crossing[:SHOWN_PAIRS]
-        ]
-        more = len(crossing) - len(rows)
-        spread, inside = _spread([count for _, count in crossing] or [0]), sum(self.links.values()) - self.crossing
-        return [
-            f"{len(set(self.hosts))} hosts: {_mb(self.crossing)} are sent between hosts, over {len(crossing)} links "
-            f"({spread}), {_mb(inside)} stay inside hosts",
-            *rows,
-            *([f"  and {more} more links between hosts"] if more else []),
-        ]
+
+def _largest(sizes: Mapping[tuple[int, int], int], line: str, kind: str) -> list[str]:
+    """Returns a line for each of the `SHOWN_PAIRS` largest, by number, and counts the others."""
+    largest = sorted(sorted(sizes.items(), key=lambda item: -item[1])[:SHOWN_PAIRS])
+    more = len(sizes) - len(largest)
+    lines = ["  " + line.format(*pair, _mb(count)) for pair, count in largest]
+    return [*lines, *([f"  and {more} smaller {kind}"] if more else [])]
 
 
 def _seconds(seconds: float) -> str:

@@ -14,48 +14,29 @@ from torch import Tensor
 
 from dagrl.errors import RunError
 from dagrl.refit import RefitReceiver, RefitSender, WeightSlice, plan_refit
-from dagrl.refit.carry.autotune import TRIALS, Autotune
+from dagrl.refit.carry.endpoint import TRIALS, Autotune
 from dagrl.refit.carry.pack import BucketMemory
 from dagrl.refit.carry.verify import checksums
 from tests.unit.refit.memory_channel import Done, MemoryChannel
 
 
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr("dagrl.refit.carry.autotune.time.perf_counter", lambda: self.now)
-
-    def spend(self, autotune: Autotune[str], **seconds: list[float]) -> list[str]:
-        """Takes turns, of the durations in `seconds`, until one method is left. Returns the methods in order."""
-        used = []
-        while not autotune.settled:
-            with autotune.turn() as method:
-                self.now += seconds[method].pop(0)
-            used.append(method)
-        return used
-
-
-def test_methods_take_turns_and_the_lowest_median_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_methods_take_turns_and_the_lowest_median_wins(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that raises does not count."""
+    now, seconds, used = [0.0], {"a": [1, 9, 9], "b": [5, 5, 20]}, []
+    monkeypatch.setattr("dagrl.refit.carry.endpoint.time.perf_counter", lambda: now[0])
     autotune = Autotune(["a", "b"])
-    used = Clock(monkeypatch).spend(autotune, a=[1, 9, 9], b=[5, 5, 20])
-    assert used == ["a", "b"] * TRIALS
-    for _ in range(3):
-        with autotune.turn() as method:
-            assert method == "b"
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            autotune.run(lambda method: 1 / 0)
 
+    def act(method: str) -> None:
+        used.append(method)
+        now[0] += seconds[method].pop(0) if seconds[method] else 0
 
-def test_a_turn_that_fails_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    autotune = Autotune(["a", "b"])
-    with pytest.raises(OSError, match="late"), autotune.turn():
-        raise OSError("late")
-    assert Clock(monkeypatch).spend(autotune, a=[1, 1, 1], b=[2, 2, 2]) == ["a", "b"] * TRIALS
-
-
-def test_a_single_method_is_settled() -> None:
-    autotune = Autotune(["a"])
-    assert autotune.settled
-    with autotune.turn() as method:
-        assert method == "a"
+    for _ in range(2 * TRIALS + 3):
+        autotune.run(act)
+    assert used == ["a", "b"] * TRIALS + ["b"] * 3
 
 
 class RecordingChannel(MemoryChannel):
