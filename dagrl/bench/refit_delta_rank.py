@@ -18,7 +18,6 @@ from torch import Tensor
 from dagrl.channels import Channel, open_channel
 from dagrl.config import Json
 from dagrl.refit import RefitReceiver, RefitSender, WeightSlice, commit_together
-from dagrl.refit.carry import delta
 from dagrl.refit.rendezvous import Meeting, Side, meet
 from dagrl.refit.slices import tensor_shapes
 from dagrl.refit.sources import slices_of, tensors_of
@@ -132,7 +131,6 @@ def receive(address: str, steps: int, layers: int) -> None:
 
 def main(side: Literal["trainer", "engine"], address: str, learning_rate: str, steps: str, layers: str) -> None:
     torch.set_num_threads(1)  # both processes share the machine
-    delta.RETRY = 0  # compare also where that takes longer
     if side == "trainer":
         row = train(address, float(learning_rate), int(steps), int(layers))
         sys.stdout.write(json.dumps(row) + "\n")

@@ -115,18 +115,17 @@ class Refit:
         hosts = _hosts(train, generation)
         devices = [*train.call_function(device_of), *generation.call_function(device_of)]
         kind = kind or choose_kind(devices)
-        check_devices(kind, hosts, devices)
-        check_delta(delta, kind)
-        plan = plan_refit(
+        plan = plan_between(
             distinct_slices(train),
             distinct_slices(generation),
+            hosts,
+            devices,
+            kind,
             dtype=dtype,
             target_dtype=target_dtype,
-            aliases=TIED_HEAD if tied_embeddings else None,
+            tied_embeddings=tied_embeddings,
+            delta=delta,
             bucket_bytes=bucket_bytes,
-            hosts=hosts,
-            mailboxes=kind == "ipc",
-            devices=devices if kind == "ipc" else (),
         )
         connected = cls(plan)
         logger.debug("refit plan: %s", connected)
@@ -150,6 +149,35 @@ class Refit:
 
     def __str__(self) -> str:
         return str(self.plan.summary())
+
+
+def plan_between(
+    sources: Sequence[Sequence[WeightSlice]],
+    destinations: Sequence[Sequence[WeightSlice]],
+    hosts: Sequence[int],
+    devices: Sequence[str],
+    kind: ChannelKind,
+    *,
+    dtype: str,
+    target_dtype: str | None = None,
+    tied_embeddings: bool = False,
+    delta: DeltaMode = "off",
+    bucket_bytes: int | None = None,
+) -> RefitPlan:
+    """Plans a refit over a channel of `kind` between ranks on these hosts and GPUs; see `Refit.connect` and `plan_refit`."""
+    check_devices(kind, hosts, devices)
+    check_delta(delta, kind)
+    return plan_refit(
+        sources,
+        destinations,
+        dtype=dtype,
+        target_dtype=target_dtype,
+        aliases=TIED_HEAD if tied_embeddings else None,
+        bucket_bytes=bucket_bytes,
+        hosts=hosts,
+        mailboxes=kind == "ipc",
+        devices=devices if kind == "ipc" else (),
+    )
 
 
 def distinct_slices(group: WorkerGroup) -> list[Sequence[WeightSlice]]:

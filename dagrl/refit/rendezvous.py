@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dagrl.channels.spec import ChannelSpec
 from dagrl.errors import ChannelError, DagrlError, RunError, error_text
-from dagrl.refit.carry.delta import check_delta
-from dagrl.refit.connect import check_devices, choose_kind, device_name
-from dagrl.refit.plan.planner import TIED_HEAD, plan_refit
+from dagrl.refit.connect import choose_kind, device_name, plan_between
+from dagrl.refit.plan.planner import RefitPlan
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import DeltaMode, RankPlan, Verify
 from dagrl.runtime.ports import reserve_port
@@ -93,7 +93,10 @@ def meet(
         store.set(f"{meeting.side}/size", str(meeting.size))
         store.set(f"{meeting.side}/{meeting.rank}", write_message(here))  # type: ignore[arg-type]
         if meeting.leads:
-            _plan(meeting, store, dtype, target_dtype, tied_embeddings, verify, delta, while_waiting)
+            between = partial(
+                plan_between, dtype=dtype, target_dtype=target_dtype, tied_embeddings=tied_embeddings, delta=delta
+            )
+            _plan(meeting, store, between, verify, delta, while_waiting)
         told = read_message(store.get(f"plan/{meeting.side}/{meeting.rank}"), "train rank 0")
         store.set(f"read/{meeting.side}/{meeting.rank}", "")
         if meeting.leads:  # the store ends with this process's object
@@ -125,9 +128,7 @@ def _open(meeting: Meeting) -> TCPStore:
 def _plan(
     meeting: Meeting,
     store: TCPStore,
-    dtype: str,
-    target_dtype: str | None,
-    tied_embeddings: bool,
+    between: Callable[..., RefitPlan],
     verify: Verify,
     delta: DeltaMode,
     while_waiting: Callable[[], object],
@@ -139,20 +140,8 @@ def _plan(
         here = [read_message(store.get(f"{side}/{rank}"), f"{side} rank {rank}") for side, rank in ranks]
         hosts = [list(dict.fromkeys(host for _, host, _ in here)).index(host) for _, host, _ in here]
         devices = [device for _, _, device in here]
-        kind = choose_kind(devices)
-        check_devices(kind, hosts, devices)
-        check_delta(delta, kind)
-        slices = [held for held, _, _ in here]
-        plan = plan_refit(
-            slices[: meeting.size],
-            slices[meeting.size :],
-            dtype=dtype,
-            target_dtype=target_dtype,
-            aliases=TIED_HEAD if tied_embeddings else None,
-            hosts=hosts,
-            mailboxes=kind == "ipc",
-            devices=devices if kind == "ipc" else (),
-        )
+        kind, slices = choose_kind(devices), [held for held, _, _ in here]
+        plan = between(slices[: meeting.size], slices[meeting.size :], hosts, devices, kind)
         address = f"{meeting.address.rpartition(':')[0]}:{reserve_port()}"
         specs = [ChannelSpec(kind, address, rank, plan.size, meeting.timeout_s) for rank in range(plan.size)]
         told = [(plan.for_rank(rank, verify, delta=delta), specs[rank]) for rank in range(plan.size)]

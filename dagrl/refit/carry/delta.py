@@ -11,15 +11,12 @@ A bucket is sent whole if its receiver does not hold the last refit, if the rece
 bytes that did not change), if more than `PAYS` of it would have to be sent, or if it is relayed inside a host. Both ends of
 a new connection start without copies, so the first refit is whole.
 
-Over fast links comparing may take longer than it saves. A sender for which a compared refit took longer than its fastest
-whole one sends `RETRY` whole refits before it compares again.
+Over fast links comparing may take longer than it saves.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -37,8 +34,6 @@ if TYPE_CHECKING:
 
 PAYS = 0.5
 """Packets of a bucket are at most this share of its bytes."""
-RETRY = 16
-"""Whole refits after one in which comparing did not pay."""
 _NONE = 0  # the number of no refit
 _WHOLE = -1  # in place of the sizes of packets
 
@@ -55,28 +50,6 @@ def check_delta(delta: DeltaMode, kind: ChannelKind) -> None:
         )
 
 
-class _Pace:
-    """Decides whether comparing has paid, from the seconds that refits took."""
-
-    def __init__(self) -> None:
-        self._whole, self._compared, self._skipped = math.inf, 0.0, 0
-
-    def compares(self) -> bool:
-        """Whether the next refit should compare."""
-        if self._compared > self._whole and self._skipped < RETRY:
-            self._skipped += 1
-            return False
-        self._skipped = 0
-        return True
-
-    def note(self, compared: bool, seconds: float) -> None:
-        """Takes note of a refit."""
-        if compared:
-            self._compared = seconds
-        else:
-            self._whole = min(self._whole, seconds)
-
-
 class Delta:
     """One rank's end of delta refits. `sent` and `received` are the bytes of the last run."""
 
@@ -87,7 +60,6 @@ class Delta:
         self._held: dict[int, int] = {}  # sender -> the refit that this rank holds
         self._receiving: dict[int, int] = {}
         self._in_use: list[object] = []  # memory of messages
-        self._pace, self._compared, self._started = _Pace(), False, 0.0
         self.sent = self.received = 0
 
     def forget(self) -> None:
@@ -98,7 +70,6 @@ class Delta:
         """Sends and receives everything. Calls `keep` with each packed bucket, `unpack` to unpack each received one."""
         held = self._tell_held()
         last, self._sent_last = self._sent_last, _NONE
-        self._started = time.perf_counter()
         positions = {id(memory): position for position, memory in enumerate(self._rounds.sends)}
         packets = self._compare(held, last, keep)
         self._sending = secrets.randbits(62) | 1
@@ -125,7 +96,6 @@ class Delta:
     def complete(self) -> None:
         """Called when all messages have arrived and are verified: the next refit may build on this one."""
         self._sent_last, self._held, self._in_use = self._sending, self._receiving, []
-        self._pace.note(self._compared, time.perf_counter() - self._started)
 
     def _tell_held(self) -> dict[int, list[int]]:
         """Tells each sender which refit this rank holds in each of its buckets. Returns what the receivers tell, by rank."""
@@ -139,15 +109,13 @@ class Delta:
     def _compare(self, held: Mapping[int, list[int]], last: int, keep: BucketCallback) -> Packets:
         """Returns the packets of the buckets to send as changes."""
         packets: Packets = {}
-        self._compared = False
-        if last == _NONE or not self._pace.compares():
+        if last == _NONE:
             return packets
         numbers = {peer: iter(some) for peer, some in held.items()}
         for position, memory in enumerate(self._rounds.sends):
             number = next(numbers[memory.bucket.destination])
             if number != last or memory.bucket.relay:
                 continue
-            self._compared = True
             memory.pack()
             found = _encode(memory, self._copies[position])
             if found is not None:

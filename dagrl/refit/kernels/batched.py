@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dagrl.refit.fp8 import quantize_blocks
-from dagrl.refit.kernels.rows import StridedRows, as_rows
+from dagrl.refit.kernels.rows import as_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,10 +26,12 @@ class BatchedCopy:
         pairs = list(zip(targets, sources, strict=True))
         rows = [as_rows(*pair) if pair[0].is_cuda else None for pair in pairs]
         self._others = [pair for pair, some in zip(pairs, rows, strict=True) if some is None]
-        self._kept = [
-            pair for pair, some in zip(pairs, rows, strict=True) if some is not None
-        ]  # the table holds addresses only
-        self._table = _table([one for some in rows if some for one in some], targets)
+        self._table: CopyTable | None = None
+        if len(self._others) < len(pairs):
+            from dagrl.refit.kernels.copy_kernel import CopyTable
+
+            self._kept = pairs  # the table holds addresses only
+            self._table = CopyTable([one for some in rows if some for one in some], targets[0].device)
 
     def run(self, alone: bool = False) -> None:
         """Copies everything, on the current stream. `alone` uses the whole GPU; otherwise most of it is left to NCCL."""
@@ -40,14 +42,6 @@ class BatchedCopy:
         if self._others:
             with torch.inference_mode():  # vLLM's parameters may be inference tensors
                 torch._foreach_copy_([target for target, _ in self._others], [source for _, source in self._others])
-
-
-def _table(rows: Sequence[StridedRows], targets: Sequence[Tensor]) -> CopyTable | None:
-    if not rows:
-        return None
-    from dagrl.refit.kernels.copy_kernel import CopyTable
-
-    return CopyTable(rows, targets[0].device)
 
 
 class BlockQuantizer:

@@ -13,17 +13,15 @@ import numpy as np
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
+from dagrl.refit.kernels.rows import MOST_UNITS, StridedRows
+
 if TYPE_CHECKING:
     import torch
 
-    from dagrl.refit.kernels.rows import StridedRows
-
-_FIELDS = (
-    8  # of an entry: target, source, units per row, units of all rows, both strides in bytes, first tile, bytes per unit
-)
+_FIELDS = 8
+"""Of an entry: target, source, units per row, units of all rows, both strides in bytes, first tile, bytes per unit."""
 _WIDE = 16  # bytes that a thread copies at once if addresses, rows and strides are multiples of it
 _TILE = 4096  # units
-_MOST_UNITS = 1 << 30  # per entry: the kernel counts them in 32 bits
 _WARPS = 16
 PROGRAMS, PROGRAMS_ALONE = 16, 264
 """Programs while messages are sent, and without messages. 16 copy twice as fast as a link; more slow messages down."""
@@ -35,7 +33,7 @@ class CopyTable:
     def __init__(self, rows: Sequence[StridedRows], device: torch.device) -> None:
         import torch
 
-        entries = np.array([entry for one in rows for entry in _entries(one)], np.int64).reshape(-1, _FIELDS)
+        entries = np.array([_entry(one) for one in rows], np.int64).reshape(-1, _FIELDS)
         tiles = -(-entries[:, 3] // _TILE)
         entries[:, 6] = np.cumsum(tiles) - tiles
         owners = np.repeat(np.arange(len(entries), dtype=np.int32), tiles)
@@ -50,27 +48,14 @@ class CopyTable:
         )
 
 
-def _entries(rows: StridedRows) -> list[tuple[int, ...]]:
-    """Returns the table entries of some rows: one, or several if the kernel could not count its units."""
+def _entry(rows: StridedRows) -> tuple[int, ...]:
+    """Returns the table entry of some rows."""
     strides = (rows.target_stride, rows.source_stride) if rows.count > 1 else (0, 0)
     wide = not any(number % _WIDE for number in (rows.target, rows.source, rows.nbytes, *strides))
     unit = _WIDE if wide else 1
     units = rows.nbytes // unit
-    if units > _MOST_UNITS:
-        raise ValueError(f"a row of {rows.nbytes} bytes is too long for one copy; use smaller buckets")
-    step = max(1, _MOST_UNITS // units)
-    return [
-        (
-            rows.target + first * strides[0],
-            rows.source + first * strides[1],
-            units,
-            units * min(step, rows.count - first),
-            *strides,
-            0,
-            unit,
-        )
-        for first in range(0, rows.count, step)
-    ]
+    assert units * rows.count <= MOST_UNITS, "a move has at most the bytes of a bucket's staging memory"
+    return (rows.target, rows.source, units, units * rows.count, *strides, 0, unit)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

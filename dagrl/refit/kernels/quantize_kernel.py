@@ -21,9 +21,8 @@ from dagrl.refit.fp8 import BLOCK, LARGEST, SMALLEST_PEAK
 if TYPE_CHECKING:
     from torch import Tensor
 
-_FIELDS = (
-    8  # of a row: addresses of the block, its FP8, its scale; rows, columns; strides down and right, stride down the FP8
-)
+_FIELDS = 8
+"""Of a row: addresses of the block, its FP8, its scale; rows, columns; strides down and right, stride down the FP8."""
 _WARPS = 8
 _WIDE = 16  # bytes per access
 PROGRAMS, PROGRAMS_ALONE = 96, 264

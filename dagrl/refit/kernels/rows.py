@@ -74,7 +74,8 @@ def _offsets(dims: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
 
 
 WORD = 8  # bytes
-MOST_UNITS = 1 << 30  # per entry: the kernel counts them in 32 bits
+MOST_UNITS = 1 << 30
+"""Most units of a table entry, which kernels count in 32 bits."""
 
 SummedView = tuple[int, "Tensor"]
 """A view of any strides that a checksum covers, and the offset of its bytes in the sum."""
@@ -107,29 +108,14 @@ def _entries(rows: StridedRows, offset: int, owner: int) -> Iterator[ChecksumEnt
     begins_at_words = not any(number % WORD for number in (rows.source, stride, offset))
     whole = rows.nbytes // WORD * WORD
     if begins_at_words and (whole == rows.nbytes or rows.count == 1):
-        yield from _chunks(rows.source, whole, rows.count, stride, WORD, offset, owner)
-        yield from _chunks(rows.source + whole, rows.nbytes - whole, 1, 0, 1, offset + whole, owner)
+        yield from _entry(rows.source, whole, rows.count, stride, WORD, offset, owner)
+        yield from _entry(rows.source + whole, rows.nbytes - whole, 1, 0, 1, offset + whole, owner)
     else:
-        yield from _chunks(rows.source, rows.nbytes, rows.count, stride, 1, offset, owner)
+        yield from _entry(rows.source, rows.nbytes, rows.count, stride, 1, offset, owner)
 
 
-def _chunks(
-    address: int, nbytes: int, count: int, stride: int, unit: int, offset: int, owner: int
-) -> Iterator[ChecksumEntry]:
-    """Yields one entry, or several if the kernel could not count its units."""
+def _entry(address: int, nbytes: int, count: int, stride: int, unit: int, offset: int, owner: int) -> list[ChecksumEntry]:
+    """Returns the entry of rows of `nbytes`; none for empty rows."""
     units = nbytes // unit
-    if units > MOST_UNITS:
-        raise ValueError(f"a row of {nbytes} bytes is too long for one checksum; use smaller buckets")
-    if not units:
-        return
-    step = max(1, MOST_UNITS // units)
-    for first in range(0, count, step):
-        yield (
-            address + first * stride,
-            units,
-            units * min(step, count - first),
-            stride,
-            unit,
-            offset + first * nbytes,
-            owner,
-        )
+    assert units * count <= MOST_UNITS, "a move has at most the bytes of a bucket's staging memory"
+    return [(address, units, units * count, stride, unit, offset, owner)] if units else []

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import sys
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -95,9 +94,15 @@ def meet(context: WorkerContext, address: str) -> Rendezvous:
     if tp_rank == 0:
         store.set("vllm", f"{SCHEME}://{host}:{reserve_port()}?run={uuid.uuid4().hex}")
     init_method = store.get("vllm").decode()
-    store.add("vllm/met", 1)
-    if tp_rank == 0:  # this process hosts the store: wait until all ranks have read
-        _wait_for_all(store, context.layout.tp, context.collective_timeout_s)
+    store.set(f"met/{tp_rank}", "")
+    if tp_rank == 0:  # this process hosts the store, which must live until all ranks have read
+        try:
+            store.wait([f"met/{rank}" for rank in range(context.layout.tp)])
+        except RuntimeError as error:
+            raise DeadlineError(
+                f"not all of {context.layout.tp} generation workers of a shard met within {timeout.total_seconds():g} s "
+                f"({error}); start all of them"
+            ) from error
     return Rendezvous(f"{init_method}&member={tp_rank}", tp_rank, _local_rank(tp_rank))
 
 
@@ -354,11 +359,3 @@ def _local_rank(tp_rank: int) -> int:
         index = device_index(assigned, os.environ.get(VISIBLE))
         return tp_rank if index is None else index
     return int(os.environ.get("LOCAL_RANK", tp_rank))
-
-
-def _wait_for_all(store: Any, ranks: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while store.add("vllm/met", 0) < ranks:
-        if time.monotonic() > deadline:
-            raise DeadlineError(f"only {store.add('vllm/met', 0)} of {ranks} generation workers met within {timeout_s} s")
-        time.sleep(0.005)

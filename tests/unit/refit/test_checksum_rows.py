@@ -77,17 +77,6 @@ def test_rows_are_read_in_words_and_only_the_end_in_bytes() -> None:
     assert_same_sums([[(0, weight[:, 32:64])], [(0, weight[3:5, 1:36])]])
 
 
-def test_rows_too_long_for_one_entry_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 12 words, three per entry, and one of 3 bytes."""
-    monkeypatch.setattr("dagrl.refit.kernels.rows.MOST_UNITS", 40)
-    weight = random(16, 24)
-    pieces = [(0, random(7, 24, dtype=torch.float64)[:, 3:15]), (800, weight[3:, 1:4])]
-    assert [entry[2] for entry in entries([pieces])] == [36, 36, 12, 39]
-    assert_same_sums([pieces])
-    with pytest.raises(ValueError, match="a row of 41 bytes is too long for one checksum"):
-        entries([[(0, random(2, 64)[:, 1:42])]])
-
-
 def test_a_transposed_view_has_no_rows() -> None:
     assert not in_rows(random(8, 8).t())
 

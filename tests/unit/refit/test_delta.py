@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,18 +18,11 @@ from torch import Tensor
 
 from dagrl.errors import RefitPlanError, RunError
 from dagrl.refit import RefitPlan, RefitReceiver, RefitReport, RefitSender, Verify, WeightSlice, plan_refit
-from dagrl.refit.carry import changes, delta
+from dagrl.refit.carry import changes
 from dagrl.refit.carry.changes import PAGE, apply, encode, pieces
 from dagrl.refit.fp8 import quantize_blocks
 from dagrl.refit.slices import Box, Scales
 from tests.unit.refit.memory_channel import MemoryChannel, Queues
-
-
-@pytest.fixture(autouse=True)
-def compares_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages in memory are faster than comparing."""
-    monkeypatch.setattr(delta, "RETRY", 0)
-
 
 LENGTHS = [1, 7, 8, 9, 254, 255, 256, 300, 2040, 2041, 4099]
 
@@ -231,33 +223,6 @@ def test_a_sender_that_failed_sends_everything_the_next_time(monkeypatch: pytest
             queue.get()
     assert ends.run(2)[0].bytes_sent == nbytes
     check_halves(live, received)
-
-
-@pytest.mark.parametrize(("slow", "pays"), [("encode", False), ("exchange", True)])
-def test_a_sender_stops_comparing_where_that_does_not_pay(slow: str, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a comparison that takes longer than the link, and with a link that takes a second for 100 kB."""
-    monkeypatch.setattr(delta, "RETRY", 3)
-
-    def exchange(self: MemoryChannel, sends: Sequence[tuple[Tensor, int]], *others: Any) -> Any:
-        time.sleep(1e-5 * sum(tensor.nbytes for tensor, _ in sends))
-        return original(self, sends, *others)
-
-    def encode_slowly(*arguments: Any) -> Any:
-        time.sleep(0.2)
-        return encode(*arguments)
-
-    original = MemoryChannel.exchange
-    if slow == "exchange":
-        monkeypatch.setattr(MemoryChannel, "exchange", exchange)
-    else:
-        monkeypatch.setattr(delta, "encode", encode_slowly)
-    ends, live, received, nbytes = small()
-    sizes = []
-    for version in range(1, 7):
-        step(live, 0.02)
-        sizes.append(ends.run(version)[0].bytes_sent)
-        check_halves(live, received)
-    assert [size == nbytes for size in sizes] == ([False] * 6 if pays else [False, True, True, True, False, True])
 
 
 def test_bad_input() -> None:
