@@ -154,7 +154,7 @@ def record(
 
 
 def _record(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, load: Load | None) -> Recording:
-    recorder = _Recorder(model)
+    recorder = Recorder(model)
     sources = [(name, recorder.source(name, shape, kind)) for name, shape, kind in checkpoint]
     with torch.inference_mode(False), torch.no_grad(), recorder:
         (load or model.load_weights)(iter(sources))  # type: ignore[operator]
@@ -162,55 +162,82 @@ def _record(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, 
 
 
 @dataclass(frozen=True)
-class _Base:
+class Memory:
     """What a storage holds: a parameter of the checkpoint, one of the model, a dense copy of a view, or a computed value."""
 
     kind: str
     name: str = ""
     shape: tuple[int, ...] = ()
     copied: Strided | None = None
-    original: _View | None = None
-    made: Callable[[Mapping[_View, Tensor]], Tensor] | None = None
-    inputs: tuple[_View, ...] = ()
+    original: View | None = None
+    made: _Call | None = None
 
 
 @dataclass(frozen=True)
-class _View:
-    base: _Base
+class View:
+    """A view of recorded memory."""
+
+    base: Memory
     where: Strided
     dtype: torch.dtype
 
-    def sources(self) -> Iterator[_View]:
+    def sources(self) -> Iterator[View]:
         """Yields the views of checkpoint or model parameters that this one is made of."""
         if self.base.original is not None:
             yield from self.base.original.sources()
-        elif self.base.made is None:
+        elif self.base.made is not None:
+            for view in self.base.made.inputs:
+                yield from view.sources()
+        else:
             yield self
-        for view in self.base.inputs:
-            yield from view.sources()
+
+    def through(self, copy: StridedCopy) -> tuple[StridedCopy, View]:
+        """Returns a copy of this view as a copy of what its dense copies were made from, and that view."""
+        view = self
+        while view.base.original is not None and view.base.copied is not None:
+            copy, view = copy.through(view.base.copied, view.base.original.where), view.base.original
+        return copy, view
+
+    def pieces(self, place: Strided) -> Iterator[tuple[View, Strided]]:
+        """Yields the views that `torch.cat` joined to this one, each with its part of `place`; itself if none were."""
+        call = self.base.made
+        if call is None or call.func is not _ATEN.cat.default or self.where != Strided.whole(self.base.shape):
+            yield self, place
+            return
+        (slots, *dim), _ = call.template
+        axis = (dim[0] if dim else 0) % len(self.base.shape)
+        offset = place.offset
+        for slot in slots:
+            if not isinstance(slot, _Slot):
+                raise RefitPlanError("a tensor that is joined to parameters is none itself")
+            view = call.inputs[slot.number]
+            yield from view.pieces(Strided(offset, view.where.shape, place.strides))
+            offset += view.where.shape[axis] * place.strides[axis]
 
 
 _Place = tuple[str, Strided, bool]
 """A written view of a parameter of the model, and whether the value is computed from that parameter."""
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows views and copies of meta tensors, and copies into the parameters of `model`."""
+
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.targets = named_tensors(model)
         self._parameters = [name for name, _ in model.named_parameters()]
-        self._bases: dict[int, _Base] = {}
+        self._bases: dict[int, Memory] = {}
         self._alive: list[Any] = []  # storages, so that no other has the address of one of them
-        self._writes: dict[_Place, _View] = {}
+        self._writes: dict[_Place, View] = {}
         self._written: set[str] = set()
         self._constants: dict[str, int] = defaultdict(int)
         self._refused: dict[str, str] = {}
         for name, tensor in reversed(self.targets.items()):
-            self._register(tensor, _Base("target", name))
+            self._register(tensor, Memory("target", name))
 
     def source(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the meta tensor that stands for a parameter of the checkpoint."""
-        return self._register(torch.empty(shape, dtype=dtype, device="meta"), _Base("source", name, tuple(shape)))
+        return self._register(torch.empty(shape, dtype=dtype, device="meta"), Memory("source", name, tuple(shape)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -237,7 +264,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy(self, target: Tensor, value: Tensor) -> Tensor:
         if not target.numel():
             return target
-        into, taken = self._view(target), self._view(value)
+        into, taken = self.view(target), self.view(value)
         if into is None or into.base.kind != "target":
             sources = sorted({view.base.name for view in (taken.sources() if taken else ())})
             raise UnmappedError(
@@ -251,12 +278,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif value.numel() != target.numel():
             raise self._refusal("a copy that repeats its input", [value])
         else:
-            taken = self._view(value.reshape(target.shape)) or taken
+            taken = self.view(value.reshape(target.shape)) or taken
             self._writes[into.base.name, into.where, _reads(taken, into.base.name)] = taken
         return target
 
     def _dense_copy(self, tensor: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-        view, dtype = self._view(tensor), kwargs.get("dtype")
+        view, dtype = self.view(tensor), kwargs.get("dtype")
         assert view is not None
         exact = dtype is None or dtype == tensor.dtype or dtype.itemsize > tensor.dtype.itemsize
         if not exact or (dtype is not None and dtype.is_floating_point != tensor.dtype.is_floating_point):
@@ -264,10 +291,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
         form = kwargs.get("memory_format") or torch.preserve_format
         made = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=form)
-        return self._register(made, _Base("copied", copied=Strided.of(made), original=view))
+        return self._register(made, Memory("copied", copied=Strided.of(made), original=view))
 
     def _computed(self, func: Any, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
-        inputs = tuple(view for leaf in tracked for view in (self._view(leaf),) if view is not None)
+        inputs = tuple(view for leaf in tracked for view in (self.view(leaf),) if view is not None)
         numbered = {id(leaf): number for number, leaf in enumerate(tracked)}
 
         def on_meta(leaf: Any) -> Any:
@@ -284,12 +311,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise self._refusal(func, tracked)
         template = tree_map(lambda leaf: _Slot(numbered[id(leaf)]) if id(leaf) in numbered else leaf, (args, kwargs))
         for number, leaf in enumerate(leaves):
-            base = _Base("made", str(func), tuple(leaf.shape), made=_Call(func, template, number, inputs), inputs=inputs)
+            base = Memory("made", str(func), tuple(leaf.shape), made=_Call(func, template, number, inputs))
             self._register(leaf, base)
         return made
 
     def _refusal(self, operation: object, tracked: Iterable[Tensor]) -> ConfigError:
-        views = [view for tensor in tracked for view in (self._view(tensor),) if view is not None]
+        views = [view for tensor in tracked for view in (self.view(tensor),) if view is not None]
         names = sorted({source.base.name for view in views for source in view.sources()})
         return UnmappedError(
             f"the engine's loader of {', '.join(map(repr, names[:4]))} needs {operation}, which a refit cannot describe. "
@@ -297,7 +324,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names,
         )
 
-    def _register(self, tensor: Tensor, base: _Base) -> Tensor:
+    def _register(self, tensor: Tensor, base: Memory) -> Tensor:
         storage = tensor.untyped_storage()
         self._alive.append(storage)
         self._bases[storage._cdata] = base
@@ -311,12 +338,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         base = self._base(tensor)
         return base.kind != "target" or base.name in self._written
 
-    def _base(self, tensor: Tensor) -> _Base:
-        return self._bases.get(tensor.untyped_storage()._cdata, _Base("other"))
+    def _base(self, tensor: Tensor) -> Memory:
+        return self._bases.get(tensor.untyped_storage()._cdata, Memory("other"))
 
-    def _view(self, tensor: Tensor) -> _View | None:
+    def view(self, tensor: Tensor) -> View | None:
+        """Returns what `tensor` is a view of; None if that is not recorded."""
         base = self._bases.get(tensor.untyped_storage()._cdata)
-        return None if base is None else _View(base, Strided.of(tensor), tensor.dtype)
+        return None if base is None else View(base, Strided.of(tensor), tensor.dtype)
 
     def finish(self, dtype: torch.dtype) -> Recording:
         """Returns what was recorded."""
@@ -335,16 +363,16 @@ class _Call:
     func: Any
     template: Any
     number: int
-    inputs: tuple[_View, ...]
+    inputs: tuple[View, ...]
 
-    def __call__(self, tensors: Mapping[_View, Tensor]) -> Tensor:
+    def __call__(self, tensors: Mapping[View, Tensor]) -> Tensor:
         values = [evaluate(view, tensors) for view in self.inputs]
         args, kwargs = tree_map(lambda leaf: values[leaf.number] if isinstance(leaf, _Slot) else leaf, self.template)
         found: Tensor = tree_leaves(self.func(*args, **kwargs))[self.number]
         return found
 
 
-def evaluate(view: _View, tensors: Mapping[_View, Tensor]) -> Tensor:
+def evaluate(view: View, tensors: Mapping[View, Tensor]) -> Tensor:
     """Returns the value of a view. `tensors` has those of its sources, contiguous."""
     if view.base.original is not None:
         dense = evaluate(view.base.original, tensors).to(view.dtype)
@@ -360,7 +388,7 @@ def evaluate(view: _View, tensors: Mapping[_View, Tensor]) -> Tensor:
 class _Finish:
     """Turns writes into slices and computations."""
 
-    def __init__(self, targets: Mapping[str, Tensor], writes: Mapping[_Place, _View], dtype: torch.dtype) -> None:
+    def __init__(self, targets: Mapping[str, Tensor], writes: Mapping[_Place, View], dtype: torch.dtype) -> None:
         self._targets, self._writes, self._dtype = targets, writes, dtype
         self._found = Recording()
         self._slices: list[WeightSlice] = []
@@ -385,27 +413,23 @@ class _Finish:
         fp8 = frozenset(one.name for one in self._slices if one.dtype == FP8)
         return replace(self._found, slices=stack_experts(with_scales(self._slices)), quantized=fp8)
 
-    def _take(self, view: _View, tensor: str, held: Strided, where: Strided, dtype: torch.dtype) -> None:
+    def _take(self, view: View, tensor: str, held: Strided, where: Strided, dtype: torch.dtype) -> None:
         """Adds the slices of a copied view."""
-        copy = StridedCopy.between(view.where, where)
         try:
-            while view.base.original is not None:
-                memory, view = view.base.copied, view.base.original
-                assert memory is not None
-                copy = copy.through(memory, view.where)
+            copy, view = view.through(StridedCopy.between(view.where, where))
             kind = "" if dtype == self._dtype else str(dtype).removeprefix("torch.")
             slices, arranged = copied_slices(view.base.name, view.base.shape, copy, tensor, held, kind)
         except RefitPlanError as error:
-            self._found.refused[view.base.name] = str(error)
+            self._found.refused[next(view.sources()).base.name] = str(error)
             return
         self._slices += slices
         if arranged is not None:
             self._found.arranged[arranged.name] = arranged
 
-    def _compute(self, name: str, where: Strided, view: _View) -> None:
+    def _compute(self, name: str, where: Strided, view: View) -> None:
         """Adds a computation, and the slices of its inputs."""
         inputs: dict[str, tuple[Strided, torch.dtype]] = {}
-        locals_of: dict[_View, str] = {}
+        locals_of: dict[View, str] = {}
         own = sum(computation.parameter == name for computation in self._found.computations)
         for number, source in enumerate(dict.fromkeys(view.sources())):
             if source.base.kind == "target":
@@ -421,7 +445,7 @@ class _Finish:
             locals_of[source] = local
 
         def compute(tensors: Mapping[str, Tensor]) -> Tensor:
-            def of(source: _View, local: str) -> Tensor:
+            def of(source: View, local: str) -> Tensor:
                 if source.base.kind != "target":
                     return tensors[local]
                 at = source.where
@@ -432,7 +456,7 @@ class _Finish:
         self._found.computations.append(Computation(name, where, inputs, compute))
 
 
-def _reads(view: _View, name: str) -> bool:
+def _reads(view: View, name: str) -> bool:
     return any(source.base.kind == "target" and source.base.name == name for source in view.sources())
 
 

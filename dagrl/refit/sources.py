@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit.fp8 import BLOCK, FP8, SCALE_SUFFIX, with_scales
+from dagrl.refit.recording import Recorder, UnmappedError
 from dagrl.refit.slices import Box, WeightSlice, intersect
 from dagrl.refit.strided import NEW_DIM, Arranged, Strided, StridedCopy, copied_slices, stack_experts
 
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
 
 ToHf = Callable[[dict[str, "Tensor"]], Mapping[str, "Tensor"]]
 """Turns a module's state dict into that of its checkpoint, by views and copies of views."""
-
-_COPIES = {torch.ops.aten.clone.default, torch.ops.aten.contiguous.default}
-_CAT = torch.ops.aten.cat.default
 
 
 def slices_of(module: torch.nn.Module, *, dtype: str, to_hf: ToHf | None = None) -> list[WeightSlice]:
@@ -164,87 +159,33 @@ def _names_of_wrapped(module: torch.nn.Module) -> Iterator[None]:
             kind.__name__, kind.__module__ = name, place
 
 
-@dataclass(frozen=True)
-class _Memory:
-    """What a storage is: the parameter `name`, a dense copy of `original` or the tensors `joined`, arranged as `copied`."""
-
-    name: str = ""
-    copied: Strided | None = None
-    original: Tensor | None = None
-    joined: tuple[Tensor, ...] = ()
-    dim: int = 0
-
-
-class _Views(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps which parameter each copy of a meta tensor was made from."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._known: dict[int, _Memory] = {}
-        self._alive: list[Any] = []  # storages, so that no other has the address of one of them
-
-    def add(self, tensor: Tensor, memory: _Memory) -> Tensor:
-        self._alive.append(tensor.untyped_storage())
-        self._known[tensor.untyped_storage()._cdata] = memory
-        return tensor
-
-    def of(self, tensor: Tensor) -> _Memory | None:
-        return self._known.get(tensor.untyped_storage()._cdata)
-
-    def pieces(self, tensor: Tensor, place: Strided) -> Iterator[tuple[Tensor, Strided]]:
-        """Yields the tensors that were joined to `tensor`, each with its part of `place`; the tensor itself if none were."""
-        memory = self.of(tensor)
-        if memory is None or not memory.joined or Strided.of(tensor) != memory.copied:
-            yield tensor, place
-            return
-        offset = place.offset
-        for piece in memory.joined:
-            yield from self.pieces(piece, Strided(offset, tuple(piece.shape), place.strides))
-            offset += piece.shape[memory.dim] * place.strides[memory.dim]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable:  # what it writes holds no parameter any more
-            for changed in tree_leaves((args[:1], (kwargs or {}).get("out"))):
-                if isinstance(changed, torch.Tensor):
-                    self.add(changed, _Memory())
-        if func is _CAT:
-            dim = (args[1] if len(args) > 1 else 0) % made.dim()
-            self.add(made, _Memory(joined=tuple(args[0]), dim=dim, copied=Strided.of(made)))
-        if func in _COPIES and self.of(args[0]) is not None and self.of(made) is None:
-            self.add(made, _Memory(copied=Strided.of(made), original=args[0]))
-        return made
-
-
 def _converted(state: Mapping[str, Tensor], to_hf: ToHf) -> Iterator[tuple[WeightSlice, Arranged | None]]:
     """Yields the slices of whole parameters: where each one of the checkpoint is in one of the module."""
-    views = _Views()
-    meta = {
-        name: views.add(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), _Memory(name))
-        for name, tensor in state.items()
-    }
-    with torch.no_grad(), views:
-        checkpoint = to_hf(meta)
-    for name, view in checkpoint.items():
-        for piece, place in views.pieces(view, Strided.whole(view.shape)):
-            yield from _taken(name, view.shape, StridedCopy.between(Strided.of(piece), place), views.of(piece), views, state)
+    recorder = Recorder(torch.nn.Module())
+    meta = {name: recorder.source(name, tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    try:
+        with torch.no_grad(), recorder:
+            checkpoint = to_hf(meta)
+    except UnmappedError as error:
+        raise _computed(", ".join(sorted(error.names))) from error
+    for name, tensor in checkpoint.items():
+        view = recorder.view(tensor)
+        if view is None:
+            raise _computed(name)
+        for piece, place in view.pieces(Strided.whole(tensor.shape)):
+            copy, source = piece.through(StridedCopy.between(piece.where, place))
+            if source.base.kind != "source":
+                raise _computed(name)
+            swapped = StridedCopy(copy.target, copy.source, tuple((count, own, other) for count, other, own in copy.loops))
+            slices, arranged = copied_slices(name, tensor.shape, swapped, source.base.name, Strided.whole(source.base.shape))
+            yield from ((one, arranged) for one in slices)
 
 
-def _taken(
-    name: str, shape: Sequence[int], copy: StridedCopy, memory: _Memory | None, views: _Views, state: Mapping[str, Tensor]
-) -> Iterator[tuple[WeightSlice, Arranged | None]]:
-    """Yields the slices of a copy from `memory` into the parameter `name` of the checkpoint."""
-    while memory is not None and memory.original is not None and memory.copied is not None:
-        copy = copy.through(memory.copied, Strided.of(memory.original))
-        memory = views.of(memory.original)
-    if memory is None or not memory.name:
-        raise RefitPlanError(
-            f"{name!r} of the checkpoint is computed from the module's parameters; a refit sends views of them. Load "
-            "such a model under the names that the engine's loader takes unchanged"
-        )
-    swapped = StridedCopy(copy.target, copy.source, tuple((count, own, other) for count, other, own in copy.loops))
-    slices, arranged = copied_slices(name, shape, swapped, memory.name, Strided.whole(state[memory.name].shape))
-    yield from ((one, arranged) for one in slices)
+def _computed(name: str) -> RefitPlanError:
+    return RefitPlanError(
+        f"{name!r} of the checkpoint is computed from the module's parameters; a refit sends views of them. Load such a "
+        "model under the names that the engine's loader takes unchanged"
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:
