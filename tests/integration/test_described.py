@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import pytest
 
+from dagrl.config import Config
 from dagrl.errors import ConfigError
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.kv_scales import vllm_kv_scales
+from dagrl.workers.vllm import VllmWorker
 from dagrl.workers.vllm.described import describe_ranks
-from dagrl.workers.vllm.quantization import block_fp8
 from tests.families import FAMILIES
 from tests.integration.vllm_boxes import boxes
 from tests.unit.refit.weight_reference import VllmRank, vllm_weight_slices
 
 
 def test_the_description_of_an_engine_is_its_layout() -> None:
+    """With the scales of its FP8 KV cache."""
     pytest.importorskip("vllm")
-    config = {**FAMILIES["mixtral"], "hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4}
-    quantized = {"quantization_config": block_fp8(config["num_hidden_layers"])}
-    arguments = {"dtype": "bfloat16", "enable_expert_parallel": True, "hf_overrides": quantized}
-    ranks = describe_ranks(config, 2, arguments)
-    assert [boxes(one, "bfloat16") for one in ranks] == [
-        boxes(vllm_weight_slices(config, VllmRank(2, rank, expert_parallel=True, fp8=True)), "bfloat16") for rank in range(2)
-    ]
+    hf = {**FAMILIES["mixtral"], "hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4}
+    policy = {"precision": "bfloat16", "generation": {"vllm_cfg": {"precision": "fp8", "kv_cache_dtype": "fp8"}}}
+    config = Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": policy})
+    for rank in range(2):
+        described = VllmWorker.describe(config, hf, ParallelLayout(tp=2, ep=2, etp=1), rank)
+        wanted = vllm_weight_slices(hf, VllmRank(2, rank, expert_parallel=True, fp8=True))
+        scales = vllm_kv_scales(hf)
+        assert described[-len(scales) :] == scales
+        assert boxes(described[: -len(scales)], "bfloat16") == boxes(wanted, "bfloat16")
 
 
 def test_a_model_without_rules_of_ours_is_described() -> None:
