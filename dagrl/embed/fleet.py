@@ -134,9 +134,9 @@ class Fleet:
 
 
 def _phase_of(role: str, method: str) -> Phase:
-    def call(**given: Any) -> Value:
-        shard: Shard = given[role]
-        return shard.spread(method, given["arguments"])
+    def call(**inputs: Any) -> Value:
+        shard: Shard = inputs[role]
+        return shard.spread(method, inputs["arguments"])
 
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (role, "arguments")]
     setattr(call, "__signature__", inspect.Signature(parameters))  # noqa: B010  # functions have it, mypy does not know

@@ -61,8 +61,8 @@ class AcceleratedGroup:
         self.fleet = fleet
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.__dict__["worker_group"], name)
-        return self._dispatcher(name, found) if name in DISPATCHERS else found
+        value = getattr(self.__dict__["worker_group"], name)
+        return self._dispatcher(name, value) if name in DISPATCHERS else value
 
     def shutdown(self, *args: Any, **kwargs: Any) -> bool:
         """Ends the graphs, and then the workers as the group does."""
@@ -149,15 +149,15 @@ def _keeping_values(method: Any) -> Callable[..., Any]:
     """Returns a method of NeMo-RL whose `ray.put` returns the value: a replay would only have to get it again."""
     plain = inspect.unwrap(method)
     scope = {**plain.__globals__, "ray": _RayWithoutPut()}
-    kept = types.FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__, plain.__closure__)
-    kept.__kwdefaults__ = plain.__kwdefaults__
-    return kept
+    function = types.FunctionType(plain.__code__, scope, plain.__name__, plain.__defaults__, plain.__closure__)
+    function.__kwdefaults__ = plain.__kwdefaults__
+    return function
 
 
 def _references(returned: Any) -> Sequence[Any]:
     """The object references in what a dispatcher returns: a `MultiWorkerFuture`, a list, or one."""
-    found = getattr(returned, "futures", returned)
-    return found if isinstance(found, list) else [found]
+    references = getattr(returned, "futures", returned)
+    return references if isinstance(references, list) else [references]
 
 
 def _check(worker_group: Any) -> None:

@@ -65,14 +65,14 @@ def accelerate(
     if phases is not None and refused:
         raise GraphError("; ".join(refused.values()) + ". Leave it out of `phases`: it then runs as verl runs it")
     fleet = _fleet_of(worker_group.workers, deadline_s, max_bytes)
-    made = copy.copy(worker_group)
+    group = copy.copy(worker_group)
     for name, functor in bound.items():
         method = methods.get(name)
         accelerated = Accelerated(worker_group, fleet, method) if isinstance(method, Method) else None
-        setattr(made, name, accelerated or functools.partial(_plain, fleet, functor))
-    made.close = fleet.close
+        setattr(group, name, accelerated or functools.partial(_plain, fleet, functor))
+    group.close = fleet.close
     logger.info("verl methods on graphs: %s", ", ".join(sorted(set(methods) - set(refused))))
-    return made
+    return group
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ class Accelerated:
         from verl.protocol import _padding_size_key
 
         by_name = {name: _materialized(value) for name, value in kwargs.items()}
-        given, named = self.method.dispatch(self.group, *map(_materialized, args), **by_name)
+        arguments, named = self.method.dispatch(self.group, *map(_materialized, args), **by_name)
         named = dict(named)
         padding = named.pop(_padding_size_key, 0)
-        replay = self.fleet.call(RUN, self._parts(given, named))
+        replay = self.fleet.call(RUN, self._parts(arguments, named))
         collect = functools.partial(self._collected, replay, padding)
         return collect() if self.method.blocking else _pending_class()(collect)
 
@@ -114,17 +114,17 @@ class Accelerated:
         workers = len(self.group.workers)
         if self.method.rank_zero:
             return [self._part(args, kwargs), *[None] * (workers - 1)]
-        given = [*args, *kwargs.values()]
-        if not all(isinstance(each, list) and len(each) == workers for each in given):  # as in verl's execute_all
+        values = [*args, *kwargs.values()]
+        if not all(isinstance(each, list) and len(each) == workers for each in values):  # as in verl's execute_all
             return [self._part(args, kwargs)] * workers
-        made: dict[tuple[int, ...], Arguments] = {}
+        distinct: dict[tuple[int, ...], Arguments] = {}
         parts: list[Call] = []
         for rank in range(workers):
-            key = tuple(id(each[rank]) for each in given)
-            if key not in made:
+            key = tuple(id(each[rank]) for each in values)
+            if key not in distinct:
                 named = {name: each[rank] for name, each in kwargs.items()}
-                made[key] = self._part([each[rank] for each in args], named)
-            parts.append(made[key])
+                distinct[key] = self._part([each[rank] for each in args], named)
+            parts.append(distinct[key])
         return parts
 
     def _part(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
@@ -204,14 +204,14 @@ def _attributes(worker_group: Any, method: str) -> dict[str, Any] | None:
     """What `@register` has written on the workers' method; None if there is no such method."""
     from verl.single_controller.base.decorator import MAGIC_ATTR
 
-    made = worker_group.ray_cls_with_init
-    if made is None:
+    actor_class = worker_group.ray_cls_with_init
+    if actor_class is None:
         return None
-    workers = made.cls.raw_cls_dict.get(worker_group.sub_cls_name) if worker_group.sub_cls_name else None
-    found = getattr(getattr(workers, method, None), MAGIC_ATTR, None) or getattr(
-        getattr(made.cls, method, None), MAGIC_ATTR, None
+    workers = actor_class.cls.raw_cls_dict.get(worker_group.sub_cls_name) if worker_group.sub_cls_name else None
+    attributes = getattr(getattr(workers, method, None), MAGIC_ATTR, None) or getattr(
+        getattr(actor_class.cls, method, None), MAGIC_ATTR, None
     )
-    return found if isinstance(found, dict) else None
+    return attributes if isinstance(attributes, dict) else None
 
 
 def _method_of(worker_group: Any, name: str, bound: Mapping[str, Any]) -> Method | str:
@@ -243,7 +243,7 @@ def _functions(mode: Any) -> tuple[Callable[..., CallArguments], Callable[[Any, 
     """Returns how a dispatch mode shares out arguments and puts results together; None if it is not one of verl's."""
     from verl.single_controller.base import decorator as verl
 
-    known = {
+    supported = {
         verl.Dispatch.ONE_TO_ALL,
         verl.Dispatch.ALL_TO_ALL,
         verl.Dispatch.DP_COMPUTE,
@@ -252,7 +252,7 @@ def _functions(mode: Any) -> tuple[Callable[..., CallArguments], Callable[[Any, 
         verl.Dispatch.DP_COMPUTE_METRIC,
     }
     if not isinstance(mode, dict):
-        functions = verl.DISPATCH_MODE_FN_REGISTRY[mode] if mode in known else None
+        functions = verl.DISPATCH_MODE_FN_REGISTRY[mode] if mode in supported else None
         return functions and (functions["dispatch_fn"], functions["collect_fn"])
     dispatch, collect = mode["dispatch_fn"], mode["collect_fn"]
     if getattr(dispatch, "func", None) is not verl.dispatch_lazy_compute_data_proto:
@@ -262,9 +262,9 @@ def _functions(mode: Any) -> tuple[Callable[..., CallArguments], Callable[[Any, 
 
 def _dispatch_over_mesh(mesh: str, group: Any, *args: Any, **kwargs: Any) -> CallArguments:
     """`dispatch_lazy_compute_data_proto` of verl without the object store: the part of its rank in `mesh` for each."""
-    for known, query in ((group._dispatch_info, "_query_dispatch_info"), (group._collect_info, "_query_collect_info")):
-        if mesh not in known:
-            known[mesh] = getattr(group, query)(mesh)
+    for info, query in ((group._dispatch_info, "_query_dispatch_info"), (group._collect_info, "_query_collect_info")):
+        if mesh not in info:
+            info[mesh] = getattr(group, query)(mesh)
     ranks = group._dispatch_info[mesh]
     size = max(ranks) + 1
 
@@ -353,8 +353,8 @@ def _is_plain(nested: Any) -> bool:
 def _nested(values: Tensor, offsets: Tensor, requires_grad: bool = False) -> Any:
     import torch
 
-    made = torch.nested.nested_tensor_from_jagged(values, offsets)
-    return made.requires_grad_() if requires_grad else made
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets)
+    return nested.requires_grad_() if requires_grad else nested
 
 
 @dataclass(frozen=True, slots=True)

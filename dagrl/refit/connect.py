@@ -260,10 +260,10 @@ def check_configs(train: Sequence[Mapping[str, Any]], generation: Sequence[Mappi
     for role, rank, config in workers:
         keys = sorted(key for key in {*reference, *config} if reference.get(key, _UNKNOWN) != config.get(key, _UNKNOWN))
         if keys:
-            found = "; ".join(f"{key} is {_value(reference, key)} and {_value(config, key)}" for key in keys[:4])
+            differences = "; ".join(f"{key} is {_value(reference, key)} and {_value(config, key)}" for key in keys[:4])
             more = f" and {len(keys) - 4} more keys" if len(keys) > 4 else ""
             raise RefitPlanError(
-                f"the models of train worker 0 and {role} worker {rank} differ: {found}{more}; give both the same "
+                f"the models of train worker 0 and {role} worker {rank} differ: {differences}{more}; give both the same "
                 "model directory"
             )
 

@@ -40,12 +40,12 @@ def with_scales(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
     used: set[int] = set()
     merged: list[WeightSlice] = []
     for one in slices:
-        held = scales.get((f"{one.name}{SCALE_SUFFIX}", in_blocks(one.box))) if one.dtype == FP8 else None
-        if held is None:
+        own = scales.get((f"{one.name}{SCALE_SUFFIX}", in_blocks(one.box))) if one.dtype == FP8 else None
+        if own is None:
             merged.append(one)
             continue
-        used.add(id(held))
-        merged.append(WeightSlice(one.name, one.box, one.tensor, one.local, one.dtype, Scales(held.tensor, held.local)))
+        used.add(id(own))
+        merged.append(WeightSlice(one.name, one.box, one.tensor, one.local, one.dtype, Scales(own.tensor, own.local)))
     yield from (one for one in merged if id(one) not in used)
 
 

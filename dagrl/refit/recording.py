@@ -74,13 +74,13 @@ class Recorded:
     `tensors` has those of the model (`held`), views of them, and the inputs of computations. Call `compute` after a refit.
     """
 
-    def __init__(self, recording: Recording, held: Mapping[str, Tensor]) -> None:
-        device = next(iter(held.values())).device
-        self._computations, self._held = recording.computations, held
+    def __init__(self, recording: Recording, parameters: Mapping[str, Tensor]) -> None:
+        device = next(iter(parameters.values())).device
+        self._computations, self._held = recording.computations, parameters
         self._inputs = {
             name: where.empty(dtype, device) for one in recording.computations for name, (where, dtype) in one.inputs.items()
         }
-        self.tensors = {**held, **self._inputs}
+        self.tensors = {**parameters, **self._inputs}
         self.tensors |= {name: view.of(self.tensors[view.tensor]) for name, view in recording.arranged.items()}
 
     def compute(self) -> None:
@@ -139,18 +139,18 @@ def record(
     """
     if unmapped == "error":
         return _record(model, checkpoint, dtype, load)
-    left, forms = set[str](), {name: (tuple(shape), kind) for name, shape, kind in checkpoint}
+    skipped, forms = set[str](), {name: (tuple(shape), kind) for name, shape, kind in checkpoint}
     while True:
         try:
-            found = _record(model, [(name, *form) for name, form in forms.items() if name not in left], dtype, load)
-            more = found.refused.keys() & forms.keys()
+            recording = _record(model, [(name, *form) for name, form in forms.items() if name not in skipped], dtype, load)
+            more = recording.refused.keys() & forms.keys()
         except UnmappedError as error:
-            more = set(error.names) & forms.keys() - left
+            more = set(error.names) & forms.keys() - skipped
             if not more:
                 raise
         if not more:
-            return replace(found, unmapped={name: forms[name] for name in forms if name in left})
-        left |= more
+            return replace(recording, unmapped={name: forms[name] for name in forms if name in skipped})
+        skipped |= more
 
 
 def _record(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, load: Load | None) -> Recording:
@@ -264,22 +264,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy(self, target: Tensor, value: Tensor) -> Tensor:
         if not target.numel():
             return target
-        into, taken = self.view(target), self.view(value)
+        into, source = self.view(target), self.view(value)
         if into is None or into.base.kind != "target":
-            sources = sorted({view.base.name for view in (taken.sources() if taken else ())})
+            sources = sorted({view.base.name for view in (source.sources() if source else ())})
             raise UnmappedError(
                 f"the engine's loader assembles {', '.join(sources) or into} in a buffer of its own, which a refit cannot "
                 "follow. Set refit.unmapped to load, or use a model that dagrl bench refit --architectures lists as passed",
                 sources,
             )
         self._written.add(into.base.name)
-        if taken is None:
+        if source is None:
             self._constants[into.base.name] += target.numel()
         elif value.numel() != target.numel():
             raise self._refusal("a copy that repeats its input", [value])
         else:
-            taken = self.view(value.reshape(target.shape)) or taken
-            self._writes[into.base.name, into.where, _reads(taken, into.base.name)] = taken
+            source = self.view(value.reshape(target.shape)) or source
+            self._writes[into.base.name, into.where, _reads(source, into.base.name)] = source
         return target
 
     def _dense_copy(self, tensor: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
@@ -287,11 +287,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assert view is not None
         exact = dtype is None or dtype == tensor.dtype or dtype.itemsize > tensor.dtype.itemsize
         if not exact or (dtype is not None and dtype.is_floating_point != tensor.dtype.is_floating_point):
-            made: Tensor = self._computed(_ATEN._to_copy.default, (tensor,), {"dtype": dtype}, [tensor])
-            return made
+            copy: Tensor = self._computed(_ATEN._to_copy.default, (tensor,), {"dtype": dtype}, [tensor])
+            return copy
         form = kwargs.get("memory_format") or torch.preserve_format
-        made = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=form)
-        return self._register(made, Memory("copied", copied=Strided.of(made), original=view))
+        copy = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=form)
+        return self._register(copy, Memory("copied", copied=Strided.of(copy), original=view))
 
     def _computed(self, func: Any, args: Any, kwargs: Any, tracked: list[Tensor]) -> Any:
         inputs = tuple(view for leaf in tracked for view in (self.view(leaf),) if view is not None)
@@ -303,17 +303,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
         try:
-            made = func(*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
+            result = func(*tree_map(on_meta, args), **tree_map(on_meta, kwargs))
         except (RuntimeError, NotImplementedError) as error:
             raise self._refusal(func, tracked) from error
-        leaves = tree_leaves(made)
+        leaves = tree_leaves(result)
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise self._refusal(func, tracked)
         template = tree_map(lambda leaf: _Slot(numbered[id(leaf)]) if id(leaf) in numbered else leaf, (args, kwargs))
         for number, leaf in enumerate(leaves):
             base = Memory("made", str(func), tuple(leaf.shape), made=_Call(func, template, number, inputs))
             self._register(leaf, base)
-        return made
+        return result
 
     def _refusal(self, operation: object, tracked: Iterable[Tensor]) -> ConfigError:
         views = [view for tensor in tracked for view in (self.view(tensor),) if view is not None]
@@ -368,8 +368,8 @@ class _Call:
     def __call__(self, tensors: Mapping[View, Tensor]) -> Tensor:
         values = [evaluate(view, tensors) for view in self.inputs]
         args, kwargs = tree_map(lambda leaf: values[leaf.number] if isinstance(leaf, _Slot) else leaf, self.template)
-        found: Tensor = tree_leaves(self.func(*args, **kwargs))[self.number]
-        return found
+        output: Tensor = tree_leaves(self.func(*args, **kwargs))[self.number]
+        return output
 
 
 def evaluate(view: View, tensors: Mapping[View, Tensor]) -> Tensor:
@@ -378,8 +378,8 @@ def evaluate(view: View, tensors: Mapping[View, Tensor]) -> Tensor:
         dense = evaluate(view.base.original, tensors).to(view.dtype)
         memory = view.base.copied
         assert memory is not None
-        held = torch.empty_strided(memory.shape, memory.strides, dtype=dense.dtype, device=dense.device).copy_(dense)
-        return held.as_strided(view.where.shape, view.where.strides, view.where.offset)
+        copy = torch.empty_strided(memory.shape, memory.strides, dtype=dense.dtype, device=dense.device).copy_(dense)
+        return copy.as_strided(view.where.shape, view.where.strides, view.where.offset)
     if view.base.made is not None:
         return view.base.made(tensors).as_strided(view.where.shape, view.where.strides, view.where.offset)
     return tensors[view]
@@ -401,9 +401,9 @@ class _Finish:
                 self._compute(name, where, view)
                 self._written[name] += 0 if reads else _elements(where)
             else:
-                held = Strided.of(self._targets[name])
+                parameter = Strided.of(self._targets[name])
                 local = f"{name}.loaded" if name in recomputed else name
-                self._take(view, local, held, where, self._targets[name].dtype)
+                self._take(view, local, parameter, where, self._targets[name].dtype)
                 self._written[name] += _elements(where)
         for name in parameters:
             tensor = self._targets[name]
@@ -413,12 +413,12 @@ class _Finish:
         fp8 = frozenset(one.name for one in self._slices if one.dtype == FP8)
         return replace(self._found, slices=stack_experts(with_scales(self._slices)), quantized=fp8)
 
-    def _take(self, view: View, tensor: str, held: Strided, where: Strided, dtype: torch.dtype) -> None:
+    def _take(self, view: View, tensor: str, memory: Strided, where: Strided, dtype: torch.dtype) -> None:
         """Adds the slices of a copied view."""
         try:
             copy, view = view.through(StridedCopy.between(view.where, where))
             kind = "" if dtype == self._dtype else str(dtype).removeprefix("torch.")
-            slices, arranged = copied_slices(view.base.name, view.base.shape, copy, tensor, held, kind)
+            slices, arranged = copied_slices(view.base.name, view.base.shape, copy, tensor, memory, kind)
         except RefitPlanError as error:
             self._found.refused[next(view.sources()).base.name] = str(error)
             return
@@ -436,12 +436,12 @@ class _Finish:
                 if source.base.name != name:
                     self._found.refused[source.base.name] = f"the engine's loader computes {name!r} from it after loading"
                     return
-                held = Strided.of(self._targets[name])
-                local, held = f"{name}.loaded", replace(held, offset=0)
+                memory = Strided.of(self._targets[name])
+                local, memory = f"{name}.loaded", replace(memory, offset=0)
             else:
-                local, held = f"{name}.input{own}.{number}", Strided.whole(source.where.shape)
-                self._take(source, local, held, held, source.dtype)
-            inputs[local] = (held, source.dtype)
+                local, memory = f"{name}.input{own}.{number}", Strided.whole(source.where.shape)
+                self._take(source, local, memory, memory, source.dtype)
+            inputs[local] = (memory, source.dtype)
             locals_of[source] = local
 
         def compute(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -97,7 +97,7 @@ def meet(
                 plan_between, dtype=dtype, target_dtype=target_dtype, tied_embeddings=tied_embeddings, delta=delta
             )
             _plan(meeting, store, between, verify, delta, while_waiting)
-        told = read_message(store.get(f"plan/{meeting.side}/{meeting.rank}"), "train rank 0")
+        message = read_message(store.get(f"plan/{meeting.side}/{meeting.rank}"), "train rank 0")
         store.set(f"read/{meeting.side}/{meeting.rank}", "")
         if meeting.leads:  # the store ends with this process's object
             store.wait([f"read/{side}/{rank}" for side, rank in _ranks(store, meeting) if store.check([f"{side}/{rank}"])])
@@ -106,11 +106,11 @@ def meet(
             f"{meeting.side} rank {meeting.rank} of {meeting.size} did not meet the others at {meeting.address} within "
             f"{meeting.timeout_s:g} s ({error}); start all train and generation ranks, with the same address"
         ) from error
-    if isinstance(told, Exception):
+    if isinstance(message, Exception):
         del store  # the traceback would keep it open
-        raise told
-    found: tuple[RankPlan, ChannelSpec] = told
-    return found
+        raise message
+    answer: tuple[RankPlan, ChannelSpec] = message
+    return answer
 
 
 def _open(meeting: Meeting) -> TCPStore:
@@ -134,21 +134,21 @@ def _plan(
     while_waiting: Callable[[], object],
 ) -> None:
     """Plans with what all ranks hold, and tells each its part, or all the error."""
-    told: list[object]
+    answers: list[object]
     try:
         ranks = _wait_for_all(store, meeting, while_waiting)
         here = [read_message(store.get(f"{side}/{rank}"), f"{side} rank {rank}") for side, rank in ranks]
         hosts = [list(dict.fromkeys(host for _, host, _ in here)).index(host) for _, host, _ in here]
         devices = [device for _, _, device in here]
-        kind, slices = choose_kind(devices), [held for held, _, _ in here]
+        kind, slices = choose_kind(devices), [part for part, _, _ in here]
         plan = between(slices[: meeting.size], slices[meeting.size :], hosts, devices, kind)
         address = f"{meeting.address.rpartition(':')[0]}:{reserve_port()}"
         specs = [ChannelSpec(kind, address, rank, plan.size, meeting.timeout_s) for rank in range(plan.size)]
-        told = [(plan.for_rank(rank, verify, delta=delta), specs[rank]) for rank in range(plan.size)]
+        answers = [(plan.for_rank(rank, verify, delta=delta), specs[rank]) for rank in range(plan.size)]
     except Exception as error:
         ranks = _ranks(store, meeting)
-        told = [error.with_traceback(None)] * len(ranks)
-    for (side, rank), part in zip(ranks, told, strict=True):
+        answers = [error.with_traceback(None)] * len(ranks)
+    for (side, rank), part in zip(ranks, answers, strict=True):
         store.set(f"plan/{side}/{rank}", write_message(part))  # type: ignore[arg-type]
 
 
@@ -212,7 +212,7 @@ def read_message(message: bytes, sender: str) -> Any:
 
 class _PlanUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
-        found = getattr(importlib.import_module(module), name, None) if module in _MODULES else None
-        if isinstance(found, type) and (is_dataclass(found) or issubclass(found, DagrlError)):
-            return found
+        kind = getattr(importlib.import_module(module), name, None) if module in _MODULES else None
+        if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, DagrlError)):
+            return kind
         raise pickle.UnpicklingError(f"it names {module}.{name}")

@@ -54,11 +54,11 @@ class WeightSlice:
     def __post_init__(self) -> None:
         lead = len(self.local) - len(self.box)
         extents = [stop - start for start, stop in self.box]
-        held = [stop - start for start, stop in self.local]
-        if held != [1] * lead + extents:
+        local_extents = [stop - start for start, stop in self.local]
+        if local_extents != [1] * lead + extents:
             raise RefitPlanError(
                 f"parameter {self.name!r}: the box {self.box} has extents {extents}, but {self.local} in tensor "
-                f"{self.tensor!r} has {held}; expected the same, apart from leading dimensions of size one"
+                f"{self.tensor!r} has {local_extents}; expected the same, apart from leading dimensions of size one"
             )
         if STACKED in self.tensor and STACKED not in self.name:
             raise RefitPlanError(
@@ -69,20 +69,20 @@ class WeightSlice:
 
 def expand(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
     """Yields the slices with every stack split into its parameters, named as in checkpoints and modules."""
-    for held in slices:
-        if STACKED not in held.name:
-            yield held
+    for part in slices:
+        if STACKED not in part.name:
+            yield part
             continue
-        first = held.local[0][0]
-        for offset, number in enumerate(range(*held.box[0])):
+        first = part.local[0][0]
+        for offset, number in enumerate(range(*part.box[0])):
             at = (first + offset, first + offset + 1)
             yield WeightSlice(
-                numbered(held.name, number),
-                held.box[1:],
-                numbered(held.tensor, first + offset),
-                held.local[1:] if STACKED in held.tensor else (at, *held.local[1:]),
-                held.dtype,
-                _scales_at(held.scales, offset),
+                numbered(part.name, number),
+                part.box[1:],
+                numbered(part.tensor, first + offset),
+                part.local[1:] if STACKED in part.tensor else (at, *part.local[1:]),
+                part.dtype,
+                _scales_at(part.scales, offset),
             )
 
 
@@ -129,10 +129,10 @@ def volume(box: Box) -> int:
 def tensor_shapes(slices: Iterable[WeightSlice]) -> TensorShapes:
     """Returns the shapes of the slices' local tensors. Rows after the last slice are not counted."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for held in slices:
-        reached = tuple(stop for _, stop in held.local)
-        known = shapes.get(held.tensor, reached)
-        shapes[held.tensor] = reached if known == reached else tuple(map(max, known, reached))
+    for part in slices:
+        reached = tuple(stop for _, stop in part.local)
+        shape = shapes.get(part.tensor, reached)
+        shapes[part.tensor] = reached if shape == reached else tuple(map(max, shape, reached))
     return shapes
 
 

@@ -76,7 +76,7 @@ class _Live(Mapping[str, "Tensor"]):
 
 def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple[list[WeightSlice], Mapping[str, Tensor]]:
     state = _distinct(module.state_dict(keep_vars=True))
-    found: list[WeightSlice] = []
+    slices: list[WeightSlice] = []
     tensors = _Live()
     for name, tensor in state.items():
         check_plain(name, _local(tensor))
@@ -86,12 +86,12 @@ def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple
         tensor = state[name]
         kind = str(tensor.dtype).removeprefix("torch.")
         place = arranged or Arranged(name, tuple(range(tensor.dim())))
-        for held, at in parts[name]:
-            part = _within(whole, _ordered(held, place), _ordered(at, place), "" if kind == dtype else kind)
+        for box, at in parts[name]:
+            part = _within(whole, _ordered(box, place), _ordered(at, place), "" if kind == dtype else kind)
             if part is not None:
-                found.append(part)
+                slices.append(part)
                 tensors.parameters[part.tensor] = tensor, arranged
-    return stack_experts(_quantized(found, tensors)), tensors
+    return stack_experts(_quantized(slices, tensors)), tensors
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
@@ -106,8 +106,8 @@ def check_plain(name: str, tensor: Tensor) -> None:
 
 def _quantized(slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> list[WeightSlice]:
     """Joins FP8 weights with their scales. Raises RefitPlanError if a shard ends inside a block or scales are no float32."""
-    found = list(with_scales(slices))
-    for one in found:
+    joined = list(with_scales(slices))
+    for one in joined:
         if one.dtype == FP8 and one.scales is None:
             raise RefitPlanError(
                 f"parameter {one.name!r}: this rank holds {one.box} in FP8 without the scales of just these blocks of "
@@ -118,7 +118,7 @@ def _quantized(slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> 
                 f"parameter {one.name!r}: its scales are {tensors[one.scales.tensor].dtype}, but a refit sends float32, as "
                 f"engines hold them; make {one.scales.tensor} float32, which is exact for powers of two (ue8m0)"
             )
-    return found
+    return joined
 
 
 def _distinct(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -137,8 +137,8 @@ def _transformers_conversion(module: torch.nn.Module) -> ToHf:
 
     def to_hf(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
         with _names_of_wrapped(module):
-            found: dict[str, Tensor] = revert_weight_conversion(module, state)
-        return found
+            checkpoint: dict[str, Tensor] = revert_weight_conversion(module, state)
+        return checkpoint
 
     return to_hf
 
@@ -243,8 +243,8 @@ def _cut(pieces: list[Tensor], count: int) -> list[list[Tensor]]:
     if not rest:
         return [pieces[part * each : (part + 1) * each] for part in range(count)]
     index = torch.cat(pieces)
-    found = list(index.chunk(count)) if index.numel() else []
-    return [[part] for part in [*found, *[index[:0]] * (count - len(found))]]
+    chunks = list(index.chunk(count)) if index.numel() else []
+    return [[part] for part in [*chunks, *[index[:0]] * (count - len(chunks))]]
 
 
 def _runs(index: Sequence[int]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
@@ -260,13 +260,13 @@ def _ordered(box: Box, arranged: Arranged) -> Box:
     return tuple((0, 1) if dim == NEW_DIM else box[dim] for dim in arranged.dims)
 
 
-def _within(whole: WeightSlice, held: Box, at: Box, dtype: str) -> WeightSlice | None:
+def _within(whole: WeightSlice, part: Box, at: Box, dtype: str) -> WeightSlice | None:
     """Returns the part of a slice of the whole tensor that is in the box `held`, which a rank has at `at`."""
-    both = intersect(whole.local, held)
+    both = intersect(whole.local, part)
     if both is None:
         return None
     lead = len(whole.local) - len(whole.box)
     triples = zip(both[lead:], whole.local[lead:], whole.box, strict=True)
     box = tuple((low - first + start, high - first + start) for (low, high), (first, _), (start, _) in triples)
-    local = tuple((low - h[0] + a[0], high - h[0] + a[0]) for (low, high), h, a in zip(both, held, at, strict=True))
+    local = tuple((low - h[0] + a[0], high - h[0] + a[0]) for (low, high), h, a in zip(both, part, at, strict=True))
     return WeightSlice(whole.name, box, whole.tensor, local, dtype)

@@ -67,10 +67,10 @@ class Arranged:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the view."""
-        found = tensor.permute([dim for dim in self.dims if dim != NEW_DIM])
+        view = tensor.permute([dim for dim in self.dims if dim != NEW_DIM])
         for at, dim in enumerate(self.dims):
-            found = found.unsqueeze(at) if dim == NEW_DIM else found
-        return found
+            view = view.unsqueeze(at) if dim == NEW_DIM else view
+        return view
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,11 @@ def copied_slices(
     `target` says how the tensor is in memory. None: slices refer to the tensor as it is. Raises RefitPlanError if the copy
     cannot be described by `MOST_BOXES` boxes.
     """
-    held = Strided.whole(shape)
+    parameter = Strided.whole(shape)
     loops = _merged(copy.loops)
-    loops = tuple(loop for loop, *_ in _placed(copy.source, loops, held, side=0)[1])
+    loops = tuple(loop for loop, *_ in _placed(copy.source, loops, parameter, side=0)[1])
     start, from_dims = _placed(
-        copy.source, tuple(x for x, *_ in _placed(copy.target, loops, target, side=1)[1]), held, side=0
+        copy.source, tuple(x for x, *_ in _placed(copy.target, loops, target, side=1)[1]), parameter, side=0
     )
     loops = tuple(loop for loop, *_ in from_dims)
     at, to_dims = _placed(copy.target, loops, target, side=1)
@@ -144,13 +144,13 @@ def stack_experts(slices: Iterable[WeightSlice]) -> list[WeightSlice]:
 
     `expand` undoes it. A layer's experts become one slice for each run that the rank holds.
     """
-    found: list[WeightSlice] = []
+    stacked: list[WeightSlice] = []
     runs: dict[tuple[object, ...], list[tuple[int, WeightSlice]]] = defaultdict(list)
     for one in slices:
         name, number = stacked_name(one.name)
         lead = len(one.local) - len(one.box)
         if number is None or lead != 1:
-            found.append(one)
+            stacked.append(one)
             continue
         at = one.local[0][0]
         shift = number - at
@@ -160,8 +160,8 @@ def stack_experts(slices: Iterable[WeightSlice]) -> list[WeightSlice]:
         members.sort(key=lambda member: member[0])
         for _, consecutive in groupby(enumerate(members), lambda entry: entry[1][0] - entry[0]):
             run = [one for _, (_, one) in consecutive]
-            found.append(_stack(str(key[0]), run) if len(run) > 1 else run[0])
-    return found
+            stacked.append(_stack(str(key[0]), run) if len(run) > 1 else run[0])
+    return stacked
 
 
 def _placed(offset: int, loops: Sequence[Loop], memory: Strided, side: int) -> tuple[list[int], list[tuple[Loop, int, int]]]:
@@ -213,12 +213,12 @@ def _merged(loops: Sequence[Loop]) -> tuple[Loop, ...]:
     return tuple(reversed(merged))
 
 
-def _arranged(tensor: str, dims: int, held: int, ranged: dict[int, int]) -> Arranged | None:
+def _arranged(tensor: str, dims: int, target_dims: int, ranged: dict[int, int]) -> Arranged | None:
     """Returns the arrangement in which the last `dims` dimensions are the parameter's; None if that is so already."""
-    lead = held - dims
+    lead = target_dims - dims
     if lead >= 0 and all(to == dim + lead for dim, to in ranged.items()):
         return None
-    free = [dim for dim in range(held) if dim not in ranged.values()]
+    free = [dim for dim in range(target_dims) if dim not in ranged.values()]
     unplaced = [dim for dim in range(dims) if dim not in ranged]
     chosen = dict(ranged)
     for dim in reversed(unplaced):
@@ -233,7 +233,7 @@ def _stack(name: str, run: Sequence[WeightSlice]) -> WeightSlice:
     box: Box = ((numbers[0], numbers[1] + 1), *first.box)
     scales = None
     if first.scales is not None and last.scales is not None:
-        held = (first.scales.local[0][0], last.scales.local[0][1])
-        scales = Scales(first.scales.tensor, (held, *first.scales.local[1:]))
+        rows = (first.scales.local[0][0], last.scales.local[0][1])
+        scales = Scales(first.scales.tensor, (rows, *first.scales.local[1:]))
     local = ((first.local[0][0], last.local[0][1]), *first.local[1:])
     return WeightSlice(name, box, first.tensor, local, first.dtype, scales)

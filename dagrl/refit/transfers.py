@@ -205,9 +205,9 @@ class RankPlan:
     delta: DeltaMode = "off"
 
     def __post_init__(self) -> None:
-        for key, value, known in (("verify", self.verify, get_args(Verify)), ("delta", self.delta, get_args(DeltaMode))):
-            if value not in known:
-                raise RefitPlanError(f"refit.{key} is {value!r}; choose one of {', '.join(known)}")
+        for key, value, choices in (("verify", self.verify, get_args(Verify)), ("delta", self.delta, get_args(DeltaMode))):
+            if value not in choices:
+                raise RefitPlanError(f"refit.{key} is {value!r}; choose one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,10 @@ class Delta:
 
     def run(self, keep: BucketCallback, unpack: BucketCallback) -> None:
         """Sends and receives everything. Calls `keep` with each packed bucket, `unpack` to unpack each received one."""
-        held = self._tell_held()
+        refits = self._tell_held()
         last, self._sent_last = self._sent_last, _NONE
         positions = {id(memory): position for position, memory in enumerate(self._rounds.sends)}
-        packets = self._compare(held, last, keep)
+        packets = self._compare(refits, last, keep)
         self._sending = secrets.randbits(62) | 1
         lengths = self._tell_lengths(packets)
 
@@ -99,42 +99,42 @@ class Delta:
 
     def _tell_held(self) -> dict[int, list[int]]:
         """Tells each sender which refit this rank holds in each of its buckets. Returns what the receivers tell, by rank."""
-        told = {
+        numbers = {
             peer: [_NONE if memory.casts else self._held.get(peer, _NONE) for memory in some]
             for peer, some in _by_peer(self._rounds.receives).items()
         }
         self._held = {}
-        return self._swap(told, {peer: len(some) for peer, some in _by_peer(self._rounds.sends).items()})
+        return self._swap(numbers, {peer: len(some) for peer, some in _by_peer(self._rounds.sends).items()})
 
-    def _compare(self, held: Mapping[int, list[int]], last: int, keep: BucketCallback) -> Packets:
+    def _compare(self, refits: Mapping[int, list[int]], last: int, keep: BucketCallback) -> Packets:
         """Returns the packets of the buckets to send as changes."""
         packets: Packets = {}
         if last == _NONE:
             return packets
-        numbers = {peer: iter(some) for peer, some in held.items()}
+        numbers = {peer: iter(some) for peer, some in refits.items()}
         for position, memory in enumerate(self._rounds.sends):
             number = next(numbers[memory.bucket.destination])
             if number != last or memory.bucket.relay:
                 continue
             memory.pack()
-            found = _encode(memory, self._copies[position])
-            if found is not None:
-                packets[id(memory)] = found
+            changes = _encode(memory, self._copies[position])
+            if changes is not None:
+                packets[id(memory)] = changes
                 keep(memory)
         return packets
 
     def _tell_lengths(self, packets: Packets) -> dict[int, list[int]]:
         """Tells each receiver the number of this refit and the sizes of all packets. Returns those to receive."""
-        told: dict[int, list[int]] = {}
+        own: dict[int, list[int]] = {}
         for peer, some in _by_peer(self._rounds.sends).items():
             sizes = [[len(packet) for packet in packets[id(one)]] if id(one) in packets else _whole(one) for one in some]
-            told[peer] = [self._sending, *(size for one in sizes for size in one)]
+            own[peer] = [self._sending, *(size for one in sizes for size in one)]
         receives = _by_peer(self._rounds.receives)
-        heard = self._swap(told, {peer: 1 + sum(len(_whole(one)) for one in some) for peer, some in receives.items()})
-        self._receiving = {peer: numbers[0] for peer, numbers in heard.items()}
+        received = self._swap(own, {peer: 1 + sum(len(_whole(one)) for one in some) for peer, some in receives.items()})
+        self._receiving = {peer: numbers[0] for peer, numbers in received.items()}
         lengths: dict[int, list[int]] = {}
         for peer, some in receives.items():
-            numbers = iter(heard[peer][1:])
+            numbers = iter(received[peer][1:])
             for memory in some:
                 of_pieces = list(islice(numbers, len(_whole(memory))))
                 if _WHOLE not in of_pieces:
@@ -147,10 +147,10 @@ class Delta:
 
         device = self._rounds.device
         sends = [(torch.tensor(numbers, dtype=torch.int64, device=device), peer) for peer, numbers in mine.items()]
-        heard = {peer: torch.empty(size, dtype=torch.int64, device=device) for peer, size in sizes.items()}
-        wait_all(self._channel.exchange(sends, [(told, peer) for peer, told in heard.items()]))
+        buffers = {peer: torch.empty(size, dtype=torch.int64, device=device) for peer, size in sizes.items()}
+        wait_all(self._channel.exchange(sends, [(buffer, peer) for peer, buffer in buffers.items()]))
         self._channel.synchronize()  # with a deadline, which reading a GPU's memory has not
-        return {peer: told.tolist() for peer, told in heard.items()}
+        return {peer: buffer.tolist() for peer, buffer in buffers.items()}
 
     def _remember(self, position: int, messages: Sequence[torch.Tensor]) -> None:
         """Keeps a copy of a bucket that is sent whole."""
@@ -175,15 +175,15 @@ class Delta:
 
 def _encode(memory: BucketMemory, copies: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """Returns the packets of all pieces of a packed bucket and updates the copies; None if it should be sent whole."""
-    left = int(PAYS * memory.bucket.nbytes)
-    found: list[torch.Tensor] = []
+    budget = int(PAYS * memory.bucket.nbytes)
+    bucket_packets: list[torch.Tensor] = []
     for message, copy in zip(memory.messages, copies, strict=True):
-        packets = encode(message, copy, left)
+        packets = encode(message, copy, budget)
         if packets is None:
             return None
-        left -= sum(map(len, packets))
-        found += packets
-    return found
+        budget -= sum(map(len, packets))
+        bucket_packets += packets
+    return bucket_packets
 
 
 def _write(memory: BucketMemory, packet: Sequence[torch.Tensor], lengths: Sequence[int]) -> None:
@@ -218,8 +218,8 @@ def _bytes(memory: BucketMemory, packets: Mapping[int, Sequence[torch.Tensor]]) 
 
 def _by_peer(memories: Sequence[BucketMemory]) -> dict[int, list[BucketMemory]]:
     """Returns the buckets of each rank at the other end, in order."""
-    found: dict[int, list[BucketMemory]] = {}
+    by_peer: dict[int, list[BucketMemory]] = {}
     for memory in memories:
         peer = memory.bucket.destination if memory.side == "source" else memory.bucket.source
-        found.setdefault(peer, []).append(memory)
-    return found
+        by_peer.setdefault(peer, []).append(memory)
+    return by_peer

@@ -107,9 +107,9 @@ class Handshake:
                 )
         return dict(zip(self._senders, self._read[:, 2].tolist(), strict=True))
 
-    def _broken(self, found: str) -> ChannelError:
-        self._channel.abort(found)
-        return ChannelError(found)
+    def _broken(self, difference: str) -> ChannelError:
+        self._channel.abort(difference)
+        return ChannelError(difference)
 
 
 class _Endpoint:
@@ -249,14 +249,14 @@ class _Endpoint:
             return torch.cat([self._sums[id(memory)] for memory in memories])
 
         sends, receives = self.rounds.sends, self.rounds.receives
-        held = {peer: sums(one for one in receives if one.bucket.source == peer) for peer in self._targets}
-        told = {peer: torch.empty_like(mine) for peer, mine in held.items()}
+        own = {peer: sums(one for one in receives if one.bucket.source == peer) for peer in self._targets}
+        expected = {peer: torch.empty_like(mine) for peer, mine in own.items()}
         mine = [(sums(one for one in sends if one.bucket.destination == peer), peer) for peer in self._receivers]
-        wait_all(self._channel.exchange(mine, [(told[peer], peer) for peer in self._targets]))
+        wait_all(self._channel.exchange(mine, [(expected[peer], peer) for peer in self._targets]))
         self._channel.synchronize()
         for peer in self._targets:
             moves = [move for one in receives if one.bucket.source == peer for move in one.bucket.moves]
-            compare_checksums(moves, told[peer], held[peer], peer, version)
+            compare_checksums(moves, expected[peer], own[peer], peer, version)
 
 
 class RefitSender(_Endpoint):

@@ -88,8 +88,8 @@ class MappedMoves:
 
     def drop(self, peers: Sequence[int]) -> bool:
         """Leaves the buckets of these senders to messages. Returns whether there were any."""
-        kept = [one for one in self._receives if one.source not in peers]
-        dropped, self._receives = len(kept) < len(self._receives), kept
+        rest = [one for one in self._receives if one.source not in peers]
+        dropped, self._receives = len(rest) < len(self._receives), rest
         return dropped
 
     def read(self, numbers: Mapping[int, int]) -> None:
@@ -99,8 +99,8 @@ class MappedMoves:
             with annotate("refit: map"):
                 borrowed = self._ipc.borrow(peer, numbers[peer])
             where = (numbers[peer], borrowed.addresses)
-            known, copies = self._copies.get(peer, (None, None))
-            if copies is None or known != where:
+            bound, copies = self._copies.get(peer, (None, None))
+            if copies is None or bound != where:
                 with annotate("refit: bind"):
                     copies = MappedCopies(
                         [one for one in self._receives if one.source == peer], borrowed.tensors, self._tensors
@@ -114,9 +114,9 @@ class MappedMoves:
             self._channel.synchronize()
         senders = dict.fromkeys(one.source for one in self._receives)
         receivers = dict.fromkeys(one.destination for one in self._sends)
-        told, heard = ([(self._done, peer) for peer in some] for some in (senders, receivers))
+        sends, receives = ([(self._done, peer) for peer in some] for some in (senders, receivers))
         if self:
-            wait_all(self._channel.exchange(told, heard))
+            wait_all(self._channel.exchange(sends, receives))
 
 
 class MappedCopies:

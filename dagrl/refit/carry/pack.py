@@ -177,12 +177,12 @@ def _is_sent_unchanged(move: Move, parts: Sequence[torch.Tensor]) -> bool:
 
 
 def _live_views(move: Move, parts: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[SummedView]:
-    found: list[SummedView] = []
+    views: list[SummedView] = []
     for begin, some in ((0, parts), (move.scale_offset, scales)):
         for one in some:
-            found.append((begin, raw(one)))
+            views.append((begin, raw(one)))
             begin += one.nbytes
-    return found
+    return views
 
 
 def _message_views(move: Move, place: torch.Tensor) -> list[SummedView]:

@@ -103,9 +103,9 @@ def _weights(count: int, first: int, device: torch.device) -> torch.Tensor:
     return torch.arange(first, first + count, dtype=torch.int64, device=device) * 2 + 1
 
 
-def compare_checksums(moves: Sequence[Move], sent: torch.Tensor, held: torch.Tensor, peer: int, version: int) -> None:
+def compare_checksums(moves: Sequence[Move], sent: torch.Tensor, own: torch.Tensor, peer: int, version: int) -> None:
     """Raises RunError if the sums, `[moves, 2]` each, differ; names the moves."""
-    wrong = [moves[index] for index in (sent != held).any(1).nonzero().flatten().tolist()]
+    wrong = [moves[index] for index in (sent != own).any(1).nonzero().flatten().tolist()]
     if wrong:
         first, more = wrong[0], f", and {len(wrong) - 1} more parts" if len(wrong) > 1 else ""
         raise RunError(

@@ -91,15 +91,15 @@ def in_rows(view: Tensor) -> bool:
 
 def entries(moves: Sequence[Sequence[SummedView]]) -> list[ChecksumEntry]:
     """Returns the rows of all views, which must be `in_rows`. The owner is the number of the move."""
-    found: list[ChecksumEntry] = []
+    table: list[ChecksumEntry] = []
     for owner, pieces in enumerate(moves):
         for offset, view in pieces:
             rows = as_rows(view, view)
             assert rows is not None, "a view without rows is gathered first"
             for one in rows:
-                found += _entries(one, offset, owner)
+                table += _entries(one, offset, owner)
                 offset += one.count * one.nbytes
-    return found
+    return table
 
 
 def _entries(rows: StridedRows, offset: int, owner: int) -> Iterator[ChecksumEntry]:

@@ -58,10 +58,10 @@ class BucketFiller:
     def fill(self, pair: RankPair, groups: Sequence[PartGroup]) -> list[BucketContents]:
         """Returns the buckets of one pair, within the limits. Replicas of a destination that want the same share them."""
         key = pair[0], self._description[pair[1]], tuple(groups)
-        found = self._filled.get(key)
-        if found is None:
-            found = self._filled[key] = self._fill(pair, groups)
-        return found
+        buckets = self._filled.get(key)
+        if buckets is None:
+            buckets = self._filled[key] = self._fill(pair, groups)
+        return buckets
 
     def _fill(self, pair: RankPair, groups: Sequence[PartGroup]) -> list[BucketContents]:
         """Fills buckets.
@@ -105,10 +105,10 @@ class BucketFiller:
     def _may_be_direct(self, rank: int, group: PartGroup) -> bool:
         """Returns whether `split_messages` may find a run in the group. Cheap; False only if there is none."""
         number = self._description[rank]
-        found = self._runs.get((number, group))
-        if found is None:
+        has_run = self._runs.get((number, group))
+        if has_run is None:
             placed_parts = [placed_part for part in group.parts for placed_part in self._placed_parts[number][part]]
-            found = self._runs[number, group] = (
+            has_run = self._runs[number, group] = (
                 len(placed_parts) == 1
                 or any(self._nbytes[part].aligned >= self._limits.direct for part in group.parts)
                 or any(
@@ -116,7 +116,7 @@ class BucketFiller:
                     for first, second in pairwise(placed_parts)
                 )
             )
-        return found
+        return has_run
 
     def _fills_a_bucket(self, group: PartGroup) -> bool:
         """Returns whether the group is probably contiguous on both sides, and large enough to be a bucket by itself."""
@@ -130,11 +130,11 @@ class BucketFiller:
         """Returns the bytes of a group for one destination, which through an alias may want a part twice."""
         number = self._description[rank]
         key = number if self._in_several_places else -1, group
-        found = self._bytes_of.get(key)
-        if found is None:
+        sizes = self._bytes_of.get(key)
+        if sizes is None:
             placed_parts = self._placed_parts[number]
-            found = self._bytes_of[key] = PartBytes(
+            sizes = self._bytes_of[key] = PartBytes(
                 sum(self._nbytes[part].exact * len(placed_parts[part]) for part in group.parts),
                 sum(self._nbytes[part].aligned * len(placed_parts[part]) for part in group.parts),
             )
-        return found
+        return sizes

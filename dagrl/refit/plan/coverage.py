@@ -48,13 +48,13 @@ class PlacedPart:
         return local_box(self.target, self.part.box)
 
 
-def local_box(held: WeightSlice, box: Box) -> Box:
+def local_box(whole: WeightSlice, box: Box) -> Box:
     """Returns the box of the local tensor of `held` that stores `box`, which is inside `held.box`."""
-    if box == held.box:
-        return held.local
-    lead = len(held.local) - len(box)
-    inner = zip(held.local[lead:], held.box, box, strict=True)
-    return held.local[:lead] + tuple((at + lo - start, at + hi - start) for (at, _), (start, _), (lo, hi) in inner)
+    if box == whole.box:
+        return whole.local
+    lead = len(whole.local) - len(box)
+    inner = zip(whole.local[lead:], whole.box, box, strict=True)
+    return whole.local[:lead] + tuple((at + lo - start, at + hi - start) for (at, _), (start, _), (lo, hi) in inner)
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
@@ -123,14 +123,14 @@ def index_sources(sources: SlicesOfRanks) -> SourceIndex:
     slices_of: dict[WeightSlice, WeightSlice] = {}
     for slices, ranks in sources:
         for one in slices:
-            held = slices_of.setdefault(one, one)
+            first = slices_of.setdefault(one, one)
             for rank in ranks:
-                holders[held.name][held.box].setdefault(rank, held)
-    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for equal rank lists, which are compared often
+                holders[first.name][first.box].setdefault(rank, first)
+    rank_lists: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for equal rank lists, which are compared often
     index: dict[str, dict[Box, Replicas]] = {}
     for name, boxes in holders.items():
         index[name] = {
-            box: Replicas(known.setdefault(key, key), by) for box, by in boxes.items() for key in (tuple(sorted(by)),)
+            box: Replicas(rank_lists.setdefault(key, key), by) for box, by in boxes.items() for key in (tuple(sorted(by)),)
         }
     return index
 
@@ -139,8 +139,8 @@ def check_parameters(sources: SourceIndex, destinations: SlicesOfRanks, aliases:
     """Raises RefitPlanError unless both sides have the same parameters, of the same shapes; names those that differ."""
     wanted: dict[str, set[Box]] = defaultdict(set)
     for slices, _ in destinations:
-        for held in slices:
-            wanted[source_name(held.name, sources, aliases)].add(held.box)
+        for part in slices:
+            wanted[source_name(part.name, sources, aliases)].add(part.box)
     _check_names(set(sources), set(wanted))
     for name, boxes in wanted.items():
         has, wants = extents(sources[name]), extents(boxes)
@@ -156,8 +156,11 @@ def source_name(name: str, sources: SourceIndex, aliases: Mapping[str, str]) -> 
     return name if name in sources else aliases.get(name, name)
 
 
-def _check_names(held: set[str], wanted: set[str]) -> None:
-    for missing, having, lacking in ((wanted - held, "destinations", "sources"), (held - wanted, "sources", "destinations")):
+def _check_names(sources: set[str], destinations: set[str]) -> None:
+    for missing, having, lacking in (
+        (destinations - sources, "destinations", "sources"),
+        (sources - destinations, "sources", "destinations"),
+    ):
         if missing:
             names = sorted(missing)
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -180,13 +183,13 @@ def extents(boxes: Iterable[Box]) -> Box:
     return tuple(around or ())
 
 
-def cover(held: WeightSlice, sources: SourceIndex, name: str, limit: int) -> list[SourcePart]:
+def cover(target: WeightSlice, sources: SourceIndex, name: str, limit: int) -> list[SourcePart]:
     """Returns the parts that make up destination slice `held`, each of at most `limit` elements.
 
     Raises RefitPlanError that names the parameter if no source holds some box of it, or if an edge is inside an FP8 block.
     """
     parts: list[SourcePart] = []
-    remaining = [held.box]
+    remaining = [target.box]
     for box, replicas in sources[name].items():
         rest: list[Box] = []
         for region in remaining:
@@ -195,17 +198,17 @@ def cover(held: WeightSlice, sources: SourceIndex, name: str, limit: int) -> lis
                 rest.append(region)
                 continue
             rest.extend(subtract(region, both))
-            parts.extend(SourcePart(name, part, replicas) for part in split(both, limit, held.scales is not None))
+            parts.extend(SourcePart(name, part, replicas) for part in split(both, limit, target.scales is not None))
         remaining = rest
         if not remaining:
             break
     if remaining:
         raise RefitPlanError(
-            f"parameter {name!r}: no source holds {remaining[0]}, which is part of {held.box} in the destination tensor "
-            f"{held.tensor!r}; the sources hold {sorted(sources[name])[:8]}"
+            f"parameter {name!r}: no source holds {remaining[0]}, which is part of {target.box} in the destination tensor "
+            f"{target.tensor!r}; the sources hold {sorted(sources[name])[:8]}"
         )
-    if held.scales is not None:
-        _check_blocks(name, [held.box, *(part.box for part in parts)], extents(sources[name]))
+    if target.scales is not None:
+        _check_blocks(name, [target.box, *(part.box for part in parts)], extents(sources[name]))
     return parts
 
 
@@ -226,37 +229,37 @@ def prove_covered(slices: Sequence[WeightSlice], placed_parts: Sequence[PlacedPa
     Checks the finished parts only, independently of how they were made. Raises RefitPlanError with parameter and box.
     """
     by_tensor: dict[str, list[tuple[Box, WeightSlice]]] = defaultdict(list)
-    for held in slices:
-        by_tensor[held.tensor].append((held.local, held))
-        if held.scales is not None:
-            by_tensor[held.scales.tensor].append((held.scales.local, held))
+    for target in slices:
+        by_tensor[target.tensor].append((target.local, target))
+        if target.scales is not None:
+            by_tensor[target.scales.tensor].append((target.scales.local, target))
     for tensor, boxes in by_tensor.items():
         _prove_disjoint(tensor, boxes)
     written: dict[int, list[tuple[Box, WeightSlice]]] = defaultdict(list)
     for placed_part in placed_parts:
         written[id(placed_part.target)].append((placed_part.target_local, placed_part.target))
-    for held in slices:
-        boxes = written[id(held)]
-        if len(boxes) == 1 and boxes[0][0] == held.local:
+    for target in slices:
+        boxes = written[id(target)]
+        if len(boxes) == 1 and boxes[0][0] == target.local:
             continue
-        _prove_disjoint(held.tensor, boxes)
+        _prove_disjoint(target.tensor, boxes)
         elements = sum(volume(box) for box, _ in boxes)
-        inside = all(intersect(box, held.local) == box for box, _ in boxes)
-        if elements != volume(held.local) or not inside:
+        inside = all(intersect(box, target.local) == box for box, _ in boxes)
+        if elements != volume(target.local) or not inside:
             raise RefitPlanError(
-                f"parameter {held.name!r}: {elements} of the {volume(held.local)} elements of {held.box} in the destination "
-                f"tensor {held.tensor!r} would be written; every element must be written exactly once"
+                f"parameter {target.name!r}: {elements} of the {volume(target.local)} elements of {target.box} in the "
+                f"destination tensor {target.tensor!r} would be written; every element must be written exactly once"
             )
 
 
 def _prove_disjoint(tensor: str, boxes: list[tuple[Box, WeightSlice]]) -> None:
     boxes = sorted(boxes, key=lambda entry: entry[0])
-    for index, (box, held) in enumerate(boxes):
-        for other, other_held in boxes[index + 1 :]:
+    for index, (box, target) in enumerate(boxes):
+        for other, other_target in boxes[index + 1 :]:
             if other and other[0][0] >= box[0][1]:
                 break
             if (both := intersect(box, other)) is not None:
                 raise RefitPlanError(
-                    f"{both} of the destination tensor {tensor!r} would be written twice: by parameter {held.name!r} "
-                    f"{held.box} and by {other_held.name!r} {other_held.box}"
+                    f"{both} of the destination tensor {tensor!r} would be written twice: by parameter {target.name!r} "
+                    f"{target.box} and by {other_target.name!r} {other_target.box}"
                 )

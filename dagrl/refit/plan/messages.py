@@ -121,17 +121,17 @@ class MessageBuilder:
     def _move(self, sender: int, placed_part: PlacedPart) -> Move:
         part, target = placed_part.part, placed_part.target
         relayed = self._placed_parts[self._description[sender]][part][0].target if sender >= self._sources else None
-        held = relayed or part.replicas.slices[sender]
+        source = relayed or part.replicas.slices[sender]
         return Move(
             target.name,
             part.box,
             _wire_dtype(part, target, self._dtype),
-            held.tensor,
-            local_box(held, part.box),
+            source.tensor,
+            local_box(source, part.box),
             target.tensor,
             placed_part.target_local,
             _scales_of(target, part.box),
-            _scales_of(held, part.box),
+            _scales_of(source, part.box),
         )
 
 
@@ -139,9 +139,9 @@ def _wire_dtype(part: SourcePart, target: WeightSlice, dtype: str) -> str:
     return FP8 if target.scales is not None else next(iter(part.replicas.slices.values())).dtype or dtype
 
 
-def _scales_of(held: WeightSlice, box: Box) -> Scales | None:
+def _scales_of(whole: WeightSlice, box: Box) -> Scales | None:
     """Returns where the scales of `box`, which is inside `held`, are stored."""
-    if held.scales is None:
+    if whole.scales is None:
         return None
-    blocks = WeightSlice(held.name, in_blocks(held.box), held.scales.tensor, held.scales.local)
-    return Scales(held.scales.tensor, local_box(blocks, in_blocks(box)))
+    blocks = WeightSlice(whole.name, in_blocks(whole.box), whole.scales.tensor, whole.scales.local)
+    return Scales(whole.scales.tensor, local_box(blocks, in_blocks(box)))

@@ -260,25 +260,25 @@ class _Planner:
     def _placed_parts_of(self, slices: Sequence[WeightSlice]) -> dict[SourcePart, list[PlacedPart]]:
         """Returns the placed parts of one destination slice list, by part, after proving their coverage."""
         placed_parts: dict[SourcePart, list[PlacedPart]] = defaultdict(list)
-        for held in slices:
-            for part in self._parts_of(held):
-                placed_parts[part].append(PlacedPart(part, held))
+        for target in slices:
+            for part in self._parts_of(target):
+                placed_parts[part].append(PlacedPart(part, target))
         prove_covered(slices, [placed_part for some in placed_parts.values() for placed_part in some])
         return dict(placed_parts)
 
-    def _parts_of(self, held: WeightSlice) -> list[SourcePart]:
+    def _parts_of(self, target: WeightSlice) -> list[SourcePart]:
         """Returns the parts of a slice; destinations that want the same box share them."""
-        name = source_name(held.name, self._index, self._aliases)
-        key = (name, held.box, held.scales is not None)
+        name = source_name(target.name, self._index, self._aliases)
+        key = (name, target.box, target.scales is not None)
         parts = self._covers.get(key)
         if parts is None:
             source = next(iter(next(iter(self._index[name].values())).slices.values()))
-            wire = _check_dtypes(source, held, self._dtype)
-            limit = self._limits.staged - (self._limits.staged // 2048 if held.scales else 0)  # room for the scales
+            wire = _check_dtypes(source, target, self._dtype)
+            limit = self._limits.staged - (self._limits.staged // 2048 if target.scales else 0)  # room for the scales
             elements = limit // (self._places[name] * ITEM_BYTES[wire])
-            parts = self._covers[key] = cover(held, self._index, name, max(1, elements))
+            parts = self._covers[key] = cover(target, self._index, name, max(1, elements))
             for part in parts:
-                exact = move_bytes(part.box, wire, held.scales is not None)
+                exact = move_bytes(part.box, wire, target.scales is not None)
                 self._nbytes[part] = PartBytes(exact, aligned(exact))
         return parts
 
@@ -336,8 +336,8 @@ class _Planner:
         for number, ranks in enumerate(self._ranks_of):
             wanted = self._placed_parts[number].keys()
             for rank in ranks:
-                found = planned[rank]
-                assert len(found) == len(wanted) and set(found) == wanted, (
+                parts = planned[rank]
+                assert len(parts) == len(wanted) and set(parts) == wanted, (
                     f"rank {rank}: some part is not planned exactly once"
                 )
 

@@ -145,12 +145,12 @@ class _Chooser:
 
     def _receivers_by_host(self, group: PartGroup) -> dict[int, list[int]]:
         assert self._placement is not None
-        found = self._by_host.get(group.lists)
-        if found is None:
-            found = self._by_host[group.lists] = defaultdict(list)
+        by_host = self._by_host.get(group.lists)
+        if by_host is None:
+            by_host = self._by_host[group.lists] = defaultdict(list)
             for rank in self._receivers(group):
-                found[self._placement.hosts[rank]].append(rank)
-        return found
+                by_host[self._placement.hosts[rank]].append(rank)
+        return by_host
 
     def route(self, group: PartGroup) -> None:
         """Chooses a sender for every destination of `group`."""
@@ -191,8 +191,8 @@ class _Chooser:
 
     def _holders_on(self, holders: tuple[int, ...], host: int) -> tuple[int, ...]:
         assert self._placement is not None
-        found = self._near.get((holders, host))
-        if found is None:
-            found = tuple(rank for rank in holders if self._placement.hosts[rank] == host)
-            self._near[holders, host] = found
-        return found
+        near = self._near.get((holders, host))
+        if near is None:
+            near = tuple(rank for rank in holders if self._placement.hosts[rank] == host)
+            self._near[holders, host] = near
+        return near

@@ -35,10 +35,10 @@ class PlanSummary:
     @cached_property
     def pairs(self) -> dict[RankPair, int]:
         """Bytes per (sender, receiver)."""
-        found: dict[RankPair, int] = defaultdict(int)
+        sizes: dict[RankPair, int] = defaultdict(int)
         for _, sender, receiver, nbytes in self.messages:
-            found[sender, receiver] += nbytes
-        return dict(found)
+            sizes[sender, receiver] += nbytes
+        return dict(sizes)
 
     @property
     def staging_bytes(self) -> int:
@@ -52,23 +52,23 @@ class PlanSummary:
             boxes[sender, receiver] = max(boxes[sender, receiver], nbytes)
             for side, rank in enumerate((sender, receiver)):
                 largest[rank, side] = max(largest[rank, side], copied[side])
-        found: dict[int, int] = defaultdict(int)
+        staging: dict[int, int] = defaultdict(int)
         for (rank, side), nbytes in largest.items():
             relays = side == 0 and rank >= self.sources
-            found[rank] += nbytes if relays else 2 * nbytes
+            staging[rank] += nbytes if relays else 2 * nbytes
         if self.mailboxes:
             for (sender, _), nbytes in boxes.items():
-                found[sender] += MAILBOX_SLOTS * nbytes
-        return max(found.values(), default=0)
+                staging[sender] += MAILBOX_SLOTS * nbytes
+        return max(staging.values(), default=0)
 
     @property
     def rounds(self) -> int:
         """Rounds of the rank that takes part in the most."""
-        found: dict[int, set[int]] = defaultdict(set)
+        rounds_of: dict[int, set[int]] = defaultdict(set)
         for number, sender, receiver, _ in self.messages:
-            found[sender].add(number)
-            found[receiver].add(number)
-        return max(map(len, found.values()), default=0)
+            rounds_of[sender].add(number)
+            rounds_of[receiver].add(number)
+        return max(map(len, rounds_of.values()), default=0)
 
     @property
     def sent(self) -> tuple[int, ...]:
@@ -85,10 +85,10 @@ class PlanSummary:
     @cached_property
     def links(self) -> dict[tuple[int, int], int]:
         """Bytes per (sending host, receiving host), with those inside each host."""
-        found: dict[tuple[int, int], int] = defaultdict(int)
+        sizes: dict[tuple[int, int], int] = defaultdict(int)
         for (sender, receiver), count in self.pairs.items():
-            found[self._host(sender), self._host(receiver)] += count
-        return dict(found)
+            sizes[self._host(sender), self._host(receiver)] += count
+        return dict(sizes)
 
     @property
     def crossing(self) -> int:
@@ -120,10 +120,10 @@ class PlanSummary:
         )
 
     def _bytes(self, side: int) -> dict[int, int]:
-        found: dict[int, int] = defaultdict(int)
+        sizes: dict[int, int] = defaultdict(int)
         for pair, count in self.pairs.items():
-            found[pair[side]] += count
-        return found
+            sizes[pair[side]] += count
+        return sizes
 
     def _host(self, rank: int) -> int:
         return self.hosts[rank] if self.hosts else 0

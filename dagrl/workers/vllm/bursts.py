@@ -92,14 +92,14 @@ class Bursts:
 
     def sample_tokens(self, grammar: Any, non_block: bool = False) -> Any:
         """Samples, and does the later steps of a burst. The GPU runs behind: no step waits for the tokens of another."""
-        made = [self._sample(grammar, non_block=non_block)]
+        outputs = [self._sample(grammar, non_block=non_block)]
         later, self._later = self._later, []
         for output in later:
             self._execute(output, non_block=non_block)
-            made.append(self._sample(None, non_block=non_block))
+            outputs.append(self._sample(None, non_block=non_block))
         if not later:
-            return made[0]
-        return _JoinedFuture(made) if non_block else _joined(made)
+            return outputs[0]
+        return _JoinedFuture(outputs) if non_block else _joined(outputs)
 
     def _possible(self) -> int:
         """The length of the next burst: as many steps as there is memory for, 1 while a request is prefilled.
@@ -111,8 +111,10 @@ class Bursts:
         if not running or any(request.is_prefill_chunk for request in running):
             return 1
         tokens = np.array([request.num_computed_tokens for request in running])
-        left = max(request.max_tokens - request.num_output_tokens - request.num_output_placeholders for request in running)
-        steps: int = min(self._steps, self.limit, left, scheduler.max_model_len - 1 - int(tokens.max()))
+        remaining = max(
+            request.max_tokens - request.num_output_tokens - request.num_output_placeholders for request in running
+        )
+        steps: int = min(self._steps, self.limit, remaining, scheduler.max_model_len - 1 - int(tokens.max()))
         pool, groups = scheduler.kv_cache_manager.block_pool, len(scheduler.kv_cache_config.kv_cache_groups)
         room = -tokens % self._block_size  # of each request's last block
         while steps > 1 and groups * int(np.sum(-((room - steps) // self._block_size))) > pool.get_num_free_blocks():
@@ -151,8 +153,8 @@ def _later_step(output: SchedulerOutput, number: int) -> SchedulerOutput:
         num_computed_tokens=[tokens + number for tokens in cached.num_computed_tokens],
         num_output_tokens=[tokens + number for tokens in cached.num_output_tokens],
     )
-    known = {name: value for name, value in ONCE.items() if hasattr(output, name)}
-    return dataclasses.replace(output, scheduled_cached_reqs=continued, **known)
+    fields = {name: value for name, value in ONCE.items() if hasattr(output, name)}
+    return dataclasses.replace(output, scheduled_cached_reqs=continued, **fields)
 
 
 def _joined(outputs: Sequence[ModelRunnerOutput | None]) -> ModelRunnerOutput:

@@ -157,7 +157,7 @@ def main(directory: str) -> None:
         ends = tuple(stop for _, stop in one.box)
         shapes[one.name] = tuple(map(max, shapes.get(one.name, ends), ends))
     checkpoint = [(name, shape, dtype) for name, shape in shapes.items()]
-    found = []
+    ranks = []
     for rank in range(request["tp"]):
         model, _ = build(root, request["tp"], rank, dtype, **arguments)
         recording = record(model, checkpoint, dtype)
@@ -168,8 +168,8 @@ def main(directory: str) -> None:
                 if name in recording.quantized
             ]
             recording = record(model, [*checkpoint, *scales], dtype)
-        found.append(recording.slices)
-    (root / "slices").write_bytes(pickle.dumps(found))
+        ranks.append(recording.slices)
+    (root / "slices").write_bytes(pickle.dumps(ranks))
 
 
 if __name__ == "__main__":

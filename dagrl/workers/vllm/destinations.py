@@ -70,20 +70,20 @@ def find_destinations(
     recorded = Recorded(recording, {name: one.tensor for name, one in loaded.tensors.items()})
     slices = [one for one in recording.slices if not (tied and one.name.endswith(HEAD))]
     names = dict.fromkeys(part.tensor for one in slices for part in (one, one.scales) if part is not None)
-    kept = defaultdict[torch.nn.Module, dict[str, torch.Tensor]](dict)
+    originals = defaultdict[torch.nn.Module, dict[str, torch.Tensor]](dict)
     for name in names:
         parameter = recording.arranged[name].tensor if name in recording.arranged else name
         if parameter not in loaded.tensors:  # the input of a computation
             continue
-        held = loaded.tensors[parameter]
-        if not held.unchanged():
+        original = loaded.tensors[parameter]
+        if not original.unchanged():
             raise ConfigError(
                 f"vLLM rearranged {parameter!r} in place after loading, which a refit cannot undo; choose a kernel that "
                 "does not (VLLM_USE_DEEP_GEMM=0, another moe_backend)"
             )
-        if not _same_memory(held.tensor, live.get(parameter)):
+        if not _same_memory(original.tensor, live.get(parameter)):
             path, _, attribute = parameter.rpartition(".")
-            kept[model.get_submodule(path)][attribute] = held.tensor
+            originals[model.get_submodule(path)][attribute] = original.tensor
     for name in recording.unwritten if recording.unmapped else ():
         if not _same_memory(loaded.tensors[name].tensor, live.get(name)):
             raise ConfigError(
@@ -104,8 +104,8 @@ def find_destinations(
     if tied and head is not None and embedding is not None and head.data_ptr() != embedding.data_ptr():
         hooks.append(partial(head.copy_, embedding))  # the checkpoint stores another head
     # The CPU backend also keeps a packed copy next to the live parameter of the embedding and of a (tied) head.
-    packed = [module for module in model.modules() if module in kept or hasattr(module, "cpu_linear")]
-    hooks += [partial(_repack, module, kept[module], vllm_config) for module in packed]
+    packed = [module for module in model.modules() if module in originals or hasattr(module, "cpu_linear")]
+    hooks += [partial(_repack, module, originals[module], vllm_config) for module in packed]
     hooks += absorbed(model, dtype)
     for name in dict.fromkeys(one.tensor.rpartition(".")[0] for one in scales):
         pair = _kv_scales(name, model.get_submodule(name))
@@ -119,14 +119,14 @@ def _same_memory(first: torch.Tensor, second: torch.Tensor | None) -> bool:
     return second is not None and all(getattr(first, fact)() == getattr(second, fact)() for fact in facts)
 
 
-def _repack(module: torch.nn.Module, kept: Mapping[str, torch.Tensor], vllm_config: Any) -> None:
+def _repack(module: torch.nn.Module, originals: Mapping[str, torch.Tensor], vllm_config: Any) -> None:
     """Makes vLLM process one layer's weights again from the destination tensors, as after loading."""
     import torch
     from vllm.config import set_current_vllm_config
 
     method: Any = module.quant_method
-    packed = {name: getattr(module, name) for name in kept}
-    for name, tensor in kept.items():
+    packed = {name: getattr(module, name) for name in originals}
+    for name, tensor in originals.items():
         # Packing experts may write to its input; packing linears only reads it.
         source = tensor.clone() if tensor.dim() > 2 else tensor
         setattr(module, name, torch.nn.Parameter(source, requires_grad=False))
@@ -147,9 +147,9 @@ def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[RefitHook]:
     from vllm.model_executor.layers.attention import MLAAttention
 
     for name, module in [named for named in model.named_modules() if isinstance(named[1], MLAAttention)]:
-        held = {attribute: getattr(module, attribute) for attribute in ABSORBED if hasattr(module, attribute)}
-        if held:  # backends with additional tensors refill those in place
-            yield partial(_absorb, module, held, dtype)
+        projections = {attribute: getattr(module, attribute) for attribute in ABSORBED if hasattr(module, attribute)}
+        if projections:  # backends with additional tensors refill those in place
+            yield partial(_absorb, module, projections, dtype)
         elif not hasattr(module, "W_K"):
             raise ConfigError(
                 f"vLLM's {name!r} has none of {', '.join(ABSORBED)} after loading. This attention backend keeps its "
@@ -158,12 +158,12 @@ def absorbed(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[RefitHook]:
             )
 
 
-def _absorb(module: Any, held: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+def _absorb(module: Any, projections: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
     import torch
 
     with torch.no_grad():
         module.process_weights_after_loading(dtype)
-        for name, old in held.items():
+        for name, old in projections.items():
             new = getattr(module, name)
             if new is not old:
                 old.copy_(new)

@@ -231,8 +231,8 @@ class QuantumEngine:
         finished: list[FinishedRequest] = []
         steps = 0
         while self._running and steps < engine_steps:
-            outputs, taken = self._step(engine_steps - steps)
-            steps += taken
+            outputs, begun = self._step(engine_steps - steps)
+            steps += begun
             finished += self._take(outputs, steps, last=steps == engine_steps)
             if self._running and not self._engine.has_unfinished_requests():
                 raise RunError(f"vLLM has lost requests {sorted(self._running)[:5]}; restart the generation workers")
@@ -271,12 +271,12 @@ class QuantumEngine:
     def abort(self, request_ids: Iterable[int] | None = None) -> int:
         """Drops these requests (None: all) and their tokens. Returns how many there were."""
         self.drain()
-        held = {str(request.request_id): request for request in self._held}
-        known = [*self._running, *held]
-        wanted = known if request_ids is None else {str(request_id) for request_id in request_ids}
-        names = [name for name in known if name in wanted]
+        finished = {str(request.request_id): request for request in self._held}
+        every = [*self._running, *finished]
+        wanted = every if request_ids is None else {str(request_id) for request_id in request_ids}
+        names = [name for name in every if name in wanted]
         self._engine.abort_request([name for name in names if name in self._running])
-        self._held = [request for name, request in held.items() if name not in wanted]
+        self._held = [request for name, request in finished.items() if name not in wanted]
         self._forget(names)
         return len(names)
 
@@ -286,11 +286,11 @@ class QuantumEngine:
         Running requests keep their KV cache, or recompute it with the new weights if `recompute`. Requests without a token
         are restarted.
         """
-        made = {name: state.detokenizer.num_output_tokens() for name, state in self._states().items()}
+        lengths = {name: state.detokenizer.num_output_tokens() for name, state in self._states().items()}
         self._version = version
-        for name, tokens in made.items():
+        for name, tokens in lengths.items():
             self._running[name].starts.append((version, tokens))
-        self._restart_requests([name for name, tokens in made.items() if not tokens])
+        self._restart_requests([name for name, tokens in lengths.items() if not tokens])
         if recompute:
             if self._recorder is not None:
                 self._recorder.forget_prefixes()
@@ -450,6 +450,6 @@ def _flat(parts: Any) -> list[float]:
 def _token_versions(starts: Sequence[tuple[int, int]], length: int) -> list[int]:
     """Returns the version of each of `length` tokens. Example: `_token_versions([(0, 0), (1, 2)], 3)` is `[0, 0, 1]`."""
     versions: list[int] = []
-    for (version, begin), end in zip(starts, [made for _, made in starts[1:]] + [length], strict=True):
+    for (version, begin), end in zip(starts, [first for _, first in starts[1:]] + [length], strict=True):
         versions.extend([version] * (end - begin))
     return versions

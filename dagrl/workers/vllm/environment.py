@@ -76,9 +76,9 @@ def require_generation(config: Config) -> GenerationConfig:
     """Returns the generation section. Raises ConfigError if it is missing, or sets engine arguments that the worker sets."""
     if config.policy.generation is None:
         raise ConfigError("policy.generation is missing; a generation worker needs it")
-    if taken := sorted(OWN_ARGUMENTS & config.policy.generation.vllm_kwargs.keys()):
+    if reserved := sorted(OWN_ARGUMENTS & config.policy.generation.vllm_kwargs.keys()):
         raise ConfigError(
-            f"policy.generation.vllm_kwargs sets {', '.join(taken)}, which the worker sets itself; use the keys of "
+            f"policy.generation.vllm_kwargs sets {', '.join(reserved)}, which the worker sets itself; use the keys of "
             "policy.generation.vllm_cfg if they exist, or remove them"
         )
     return config.policy.generation
@@ -110,11 +110,11 @@ def check_head_size(config: Config, hf_config: Mapping[str, Json]) -> None:
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    known = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in known:
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in sizes:
         raise ConfigError(
             f"the model's attention heads have a size of {size} (head_dim), which vLLM's attention on CPUs lacks; it has "
-            f"{', '.join(map(str, known))}. Use another head_dim, or run on GPUs"
+            f"{', '.join(map(str, sizes))}. Use another head_dim, or run on GPUs"
         )
 
 

@@ -103,18 +103,18 @@ class ExpertRecorder:
         rows: Record = host.numpy().reshape(tokens, -1).view(np.uint8)
         return rows
 
-    def take(self, name: str, made: Sequence[int]) -> Record:
+    def take(self, name: str, tokens: Sequence[int]) -> Record:
         """Stops recording a request that made these tokens. Returns the bytes of every token except the last, which the
         model has not seen."""
         followed = self._followed.pop(name)
-        record = self._record(followed, len(followed.prompt) + len(made) - 1)
-        self._keep(followed, [*followed.prompt, *made], 0, record)
+        record = self._record(followed, len(followed.prompt) + len(tokens) - 1)
+        self._keep(followed, [*followed.prompt, *tokens], 0, record)
         return record
 
-    def peek(self, name: str, made: Sequence[int]) -> Record:
+    def peek(self, name: str, tokens: Sequence[int]) -> Record:
         """Returns what `take` would, and goes on recording."""
         followed = self._followed[name]
-        return self._record(followed, max(len(followed.prompt) + len(made) - 1, 0))
+        return self._record(followed, max(len(followed.prompt) + len(tokens) - 1, 0))
 
     def drop(self, names: Sequence[str]) -> None:
         """Forgets requests."""

@@ -64,9 +64,9 @@ def require_batch_invariance() -> None:
         raise ConfigError(f"policy.deterministic is true, and vLLM {__version__} has no batch-invariant kernels; upgrade it")
     capability = torch.cuda.get_device_capability()
     if capability < (9, 0):
-        found = f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}"
+        device = f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}"
         raise ConfigError(
-            f"policy.deterministic is true, and vLLM's batch-invariant kernels need compute capability 9.0; {found}. "
+            f"policy.deterministic is true, and vLLM's batch-invariant kernels need compute capability 9.0; {device}. "
             "Set it to false, or use other GPUs"
         )
     _mend_fused_norm()

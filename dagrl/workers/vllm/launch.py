@@ -113,14 +113,14 @@ def _register_rendezvous() -> None:
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     def rendezvous(url: str, timeout: timedelta, **options: object) -> Iterator[tuple[Store, int, int]]:
-        found = urlparse(url)
-        query = parse_qs(found.query)
+        address = urlparse(url)
+        query = parse_qs(address.query)
         rank, size = (int(query[name][0]) for name in ("rank", "world_size"))
         if size == 1:
             yield HashStore(), rank, size
         else:
-            assert found.hostname is not None and found.port is not None
-            yield open_tcp_store(found.hostname, found.port, size, serves=rank == 0, timeout=timeout), rank, size
+            assert address.hostname is not None and address.port is not None
+            yield open_tcp_store(address.hostname, address.port, size, serves=rank == 0, timeout=timeout), rank, size
 
     register_rendezvous_handler(SCHEME, rendezvous)  # type: ignore[no-untyped-call]
 
@@ -291,16 +291,16 @@ def _compilation(config: Config, on_gpu: bool) -> dict[str, Any]:
     On GPUs independent kernels are combined without first timing whether that pays, which prolongs the compilation.
     """
     generation = require_generation(config)
-    vllm, given = generation.vllm_cfg, generation.vllm_kwargs.get("compilation_config", {})
-    if vllm.enforce_eager or not isinstance(given, dict):
+    vllm, configured = generation.vllm_cfg, generation.vllm_kwargs.get("compilation_config", {})
+    if vllm.enforce_eager or not isinstance(configured, dict):
         return {}
     ours: dict[str, Any] = {}
-    if not {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & given.keys():
+    if not {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & configured.keys():
         drafts = cast(int, generation.drafter.get("num_speculative_tokens", 0))
         ours["cudagraph_capture_sizes"] = capture_sizes((1 + drafts) * vllm.max_num_seqs)
     if on_gpu:
         ours["inductor_compile_config"] = {"combo_kernels": True, "benchmark_combo_kernel": False}
-    return {"compilation_config": {**ours, **given}}
+    return {"compilation_config": {**ours, **configured}}
 
 
 def read_hf_config(config: Config) -> dict[str, Any]:

@@ -182,8 +182,8 @@ class _Slots:
         if not any(pairs):
             return
         filled = [pair or self._zeros(name) for pair, name in zip(pairs, names, strict=True)]
-        held = _held_experts(module, layer)
-        layer.set_lora(SLOT, *([pair[side][held] for pair in filled] for side in range(2)))
+        experts = _held_experts(module, layer)
+        layer.set_lora(SLOT, *([pair[side][experts] for pair in filled] for side in range(2)))
 
     def _pair(self, name: str, sources: Mapping[str, Tensor]) -> Pair | None:
         a, b = (sources.get(part) for part in adapter_names(self.names.get(name, name)))
@@ -207,19 +207,19 @@ def _held_experts(module: str, layer: Any) -> slice:
     mapping = layer.base_layer.expert_map  # number on this rank by number in the layer, -1 without
     if mapping is None:
         return slice(0, layer.local_num_experts)
-    held = [number for number, local in enumerate(mapping.tolist()) if local >= 0]
-    if held != list(range(held[0], held[-1] + 1)):
+    experts = [number for number, local in enumerate(mapping.tolist()) if local >= 0]
+    if experts != list(range(experts[0], experts[-1] + 1)):
         raise ConfigError(
             f"vLLM spreads the experts of {module!r} in turn over the ranks, which {KEY}.refit=adapters cannot follow; set "
             f"vLLM's expert_placement_strategy to linear, or {KEY}.refit=merged"
         )
-    return slice(held[0], held[-1] + 1)
+    return slice(experts[0], experts[-1] + 1)
 
 
 def _check_complete(model: str, recording: Recording, adapted: AdapterShapes, slots: _Slots) -> None:
     """Raises ConfigError unless every adapter has its slot on this rank."""
-    found = {one.name for one in recording.slices}
-    lacking = [name for name in adapted if not found.issuperset(adapter_names(name))]
+    names = {one.name for one in recording.slices}
+    lacking = [name for name in adapted if not names.issuperset(adapter_names(name))]
     if lacking or recording.arranged or recording.refused:
         which = ", ".join(repr(name) for name in (lacking or [*recording.refused, *recording.arranged])[:3])
         raise ConfigError(

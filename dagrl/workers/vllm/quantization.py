@@ -34,10 +34,10 @@ def in_fp8(config: Config, hf_config: Mapping[str, Json]) -> bool:
     form = hf_config.get("quantization_config")
     if form is None:
         return require_generation(config).vllm_cfg.precision == "fp8"
-    found = {key: form.get(key) for key in _FORM} if isinstance(form, dict) else form
-    if found != _FORM:
+    keys = {key: form.get(key) for key in _FORM} if isinstance(form, dict) else form
+    if keys != _FORM:
         raise ConfigError(
-            f"the checkpoint's quantization_config has {found}; a refit writes models without one, or with {_FORM} "
+            f"the checkpoint's quantization_config has {keys}; a refit writes models without one, or with {_FORM} "
             "(DeepSeek-V3's form). Give policy.model_name a checkpoint in bfloat16 and set "
             "policy.generation.vllm_cfg.precision=fp8"
         )
@@ -98,9 +98,9 @@ def quantize_checkpoint(
 
 def check_form(quant_config: Any) -> None:
     """Raises ConfigError if a refit cannot write the format of a loaded vLLM model."""
-    found = {name: getattr(quant_config, name, None) for name in ("weight_block_size", "activation_scheme")}
-    if found != {name: _FORM[name] for name in found} or not quant_config.is_checkpoint_fp8_serialized:
+    form = {name: getattr(quant_config, name, None) for name in ("weight_block_size", "activation_scheme")}
+    if form != {name: _FORM[name] for name in form} or not quant_config.is_checkpoint_fp8_serialized:
         raise ConfigError(
-            f"vLLM holds the generation model as {type(quant_config).__name__} with {found}; a refit writes plain ones, and "
+            f"vLLM holds the generation model as {type(quant_config).__name__} with {form}; a refit writes plain ones, and "
             f"FP8 in blocks of {BLOCK}x{BLOCK}: set policy.generation.vllm_cfg.precision=fp8"
         )
