@@ -16,7 +16,7 @@ from functools import partial
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings
 from dagrl.config.plan import RunPlan
-from dagrl.config.settings import generation_dtype, sends_adapters
+from dagrl.config.settings import generation_dtype, phase_path, sends_adapters
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.refit import TIED_HEAD, RefitPlan, plan_refit
@@ -129,7 +129,7 @@ def _hosts(train: int, generation: int) -> list[int] | None:
 
 
 def _report(config: Config, run: RunPlan, plan: PhasePlan, graph: PhaseGraph) -> PhaseReport:
-    input_bytes = channel_bytes(load_phase(config.phases, plan.name), plan.buckets)
+    input_bytes = channel_bytes(load_phase(config, plan.name), plan.buckets)
     result_bytes = plan.result_bytes or SchedulerOptions.result_bytes
     buffers: dict[int | None, int] = {None: input_bytes}
     buffers |= dict.fromkeys(range(len(graph.nodes)), result_bytes)
@@ -137,7 +137,7 @@ def _report(config: Config, run: RunPlan, plan: PhasePlan, graph: PhaseGraph) ->
     drawing = Drawing(graph, groups, buffers)
     workers = ", ".join(f"{width} {role}" for role, width in graph.widths.items())
     lines = [
-        f"phase {drawing.title} ({getattr(config.phases, plan.name)})",
+        f"phase {drawing.title} ({phase_path(config, plan.name)})",
         f"  workers of a graph: {workers}; nodes: {len(graph.nodes)}; fingerprint {graph.fingerprint[:16]}",
     ]
     if plan.buckets:

@@ -19,7 +19,6 @@ from dagrl.config.run import (
     Config,
     ExecutorConfig,
     LoggerConfig,
-    PhasesConfig,
     TimeoutConfig,
 )
 from dagrl.config.section import Json
@@ -45,7 +44,6 @@ __all__ = [
     "LossConfig",
     "MegatronConfig",
     "PeftConfig",
-    "PhasesConfig",
     "PolicyConfig",
     "PreferenceConfig",
     "ProcessConfig",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dagrl.config.algorithm import (
     AdvantageConfig,
@@ -42,59 +42,25 @@ class RefitConfig(Section):
     loader loads it after each refit."""
 
 
-class PhasesConfig(Section):
-    """Import paths of the phases that the loops replay. Replace any of them with your own."""
+_GRAPHS = {
+    "train": ("demonstration_step", "train_step", "evaluate"),
+    "preferences": ("preference_step", "answer_sums", "reference_answer_sums"),
+    "logprobs": ("logprobs", "reference_logprobs", "teacher_logprobs", "keep_reference_logprobs"),
+    "critic": ("critic_values", "critic_step"),
+    "prepare": ("logprob_inference_prep", "training_prep"),
+    "calibrate": ("calibrate_kv_scales",),
+    "generate": ("generate",),
+    "refit": ("refit",),
+}
+PHASES = {name: f"dagrl.graphs.{module}:{name}" for module, names in _GRAPHS.items() for name in names}
+"""The import paths of the phases that the loops replay, by name. Their docstrings say what they do."""
 
-    demonstration_step: str = "dagrl.graphs.train:demonstration_step"
-    """One optimizer step on demonstrations."""
 
-    train_step: str = "dagrl.graphs.train:train_step"
-    """One optimizer step on generated samples."""
-
-    preference_step: str = "dagrl.graphs.preferences:preference_step"
-    """One optimizer step on pairs of answers."""
-
-    answer_sums: str = "dagrl.graphs.preferences:answer_sums"
-    """The log-probabilities of whole answers under the policy."""
-
-    reference_answer_sums: str = "dagrl.graphs.preferences:reference_answer_sums"
-    """The log-probabilities of whole answers under the reference policy."""
-
-    evaluate: str = "dagrl.graphs.train:evaluate"
-    """The loss of held-out demonstrations."""
-
-    logprobs: str = "dagrl.graphs.logprobs:logprobs"
-    """Log-probabilities under the policy."""
-
-    reference_logprobs: str = "dagrl.graphs.logprobs:reference_logprobs"
-    """Log-probabilities under the reference policy."""
-
-    teacher_logprobs: str = "dagrl.graphs.logprobs:teacher_logprobs"
-    """Log-probabilities under the teacher, on workers of its own."""
-
-    keep_reference_logprobs: str = "dagrl.graphs.logprobs:keep_reference_logprobs"
-    """Gives the teacher's log-probabilities to the train workers."""
-
-    critic_values: str = "dagrl.graphs.critic:critic_values"
-    """The critic's values."""
-
-    critic_step: str = "dagrl.graphs.critic:critic_step"
-    """One optimizer step of the critic."""
-
-    logprob_inference_prep: str = "dagrl.graphs.prepare:logprob_inference_prep"
-    """Prepares the train workers for log-probabilities."""
-
-    training_prep: str = "dagrl.graphs.prepare:training_prep"
-    """Prepares the train workers for training."""
-
-    calibrate_kv_scales: str = "dagrl.graphs.calibrate:calibrate_kv_scales"
-    """Calibrates the scales of an FP8 KV cache."""
-
-    generate: str = "dagrl.graphs.generate:generate"
-    """One quantum of generation."""
-
-    refit: str = "dagrl.graphs.refit:refit"
-    """Sends the weights to the generation workers."""
+def _known_phases(phases: dict[str, str]) -> dict[str, str]:
+    unknown = [name for name in phases if name not in PHASES]
+    if unknown:
+        raise ValueError(f"names of phases, which {unknown[0]!r} is not: {', '.join(PHASES)}")
+    return phases
 
 
 class CheckpointConfig(Section):
@@ -308,7 +274,10 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     refit: RefitConfig = RefitConfig()
-    phases: PhasesConfig = PhasesConfig()
+
+    phases: Annotated[dict[str, str], AfterValidator(_known_phases)] = Field(default_factory=dict)
+    """Import paths of your own phases, each by the name of the one that it replaces, such as `train_step` or `refit`."""
+
     checkpointing: CheckpointConfig = CheckpointConfig()
     logger: LoggerConfig = LoggerConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dagrl.config import Config, GenerationConfig, PolicyConfig
+from dagrl.config.run import PHASES
 from dagrl.errors import ConfigError
 
 SLOT_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -58,6 +59,11 @@ def has_fp8_kv_cache(config: Config) -> bool:
 def recomputes_kv_cache(config: Config) -> bool:
     """Returns whether running requests have their KV cache recomputed after a weight update."""
     return config.grpo.async_grpo.recompute_kv_cache_after_weight_updates
+
+
+def phase_path(config: Config, name: str) -> str:
+    """Returns the import path of a phase that the loops replay."""
+    return config.phases.get(name, PHASES[name])
 
 
 def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:

@@ -9,13 +9,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from dagrl.config import Config, Json, PhasesConfig
+from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings, warn_of_settings
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config
-from dagrl.config.settings import bucket_widths, generation_config, width_key
+from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
 from dagrl.config.worker_checks import check_engine, check_float8
 from dagrl.data import Splits, load_splits
 from dagrl.data.examples import preference_of, with_chat, with_tools
@@ -196,15 +196,15 @@ def trace_phases(config: Config, plan: RunPlan, workers: Mapping[str, type]) -> 
     roles = {role: Role(role, layout, methods_of(workers[role]), transports) for role, layout in plan.layouts.items()}
     graphs = {}
     for key in (phase.name for phase in run_plans(config, plan)):
-        phase = load_phase(config.phases, key)
-        with running(getattr(config.phases, key), f"phases.{key}"):
+        phase = load_phase(config, key)
+        with running(phase_path(config, key), f"phases.{key}"):
             graphs[key] = phase.trace(roles)
     return graphs
 
 
-def load_phase(phases: PhasesConfig, key: str) -> Phase:
-    """Returns the phase at the import path `phases.<key>`."""
-    path = cast(str, getattr(phases, key))
+def load_phase(config: Config, key: str) -> Phase:
+    """Returns the phase `key`: the shipped one, or that at the import path `phases.<key>`."""
+    path = phase_path(config, key)
     phase = load_attribute(path, f"phases.{key}")
     if not isinstance(phase, Phase):
         raise ConfigError(f"phases.{key}: {path!r} is a {type(phase).__name__}; expected: a function decorated with @phase")

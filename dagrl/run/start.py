@@ -279,7 +279,7 @@ def _rollout_log(run: PreparedRun, train: WorkerGroup) -> RolloutLog | None:
 
 def load_phases(config: Config, plans: Sequence[PhasePlan]) -> dict[str, Phase]:
     """Resolves the import paths of the planned phases, by their key in `phases`, and adds the plans' fields."""
-    phases = {plan.name: load_phase(config.phases, plan.name) for plan in plans}
+    phases = {plan.name: load_phase(config, plan.name) for plan in plans}
     more = {plan.name: {**(phases[plan.name].inputs or {}), **plan.fields} for plan in plans if plan.fields}
     return {name: replace(phase, inputs=more[name]) if name in more else phase for name, phase in phases.items()}
 

@@ -176,7 +176,7 @@ def add_phase(scheduler: Scheduler, config: Config, plan: PhasePlan) -> None:
     from dagrl.run.preflight import load_phase
 
     scheduler.add(
-        load_phase(config.phases, plan.name),
+        load_phase(config, plan.name),
         buckets=plan.buckets,
         scalars={"global_valid_tokens": 1.0, "global_valid_sequences": 1.0, **plan.scalars},
         warmup_value=plan.value,

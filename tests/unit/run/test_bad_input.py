@@ -512,6 +512,7 @@ OVERRIDES = [
     ("reward.function=my_rewards:score", "reward.function: there is no module"),
     ("phases.train_step=dagrl.graphs.train:go", "phases.train_step: module 'dagrl.graphs.train' has no"),
     ("phases.refit=dagrl.rl.rewards:exact_match", "phases.refit:  ... @phase"),
+    ("phases.mine=my:phase", "phases (command line) ... names of phases, which 'mine' is not: demonstration_step"),
     (
         "policy.worker=tests.unit.run.test_bad_input:Worker",
         "policy.worker: the worker class ... it has no method save_checkpoint; expected save_checkpoint(directory: str",
