@@ -156,10 +156,6 @@ class AsyncGrpoConfig(Section):
     recompute_kv_cache_after_weight_updates: bool = False
     """Recompute the KV cache of running requests after an update. false: they continue from the cache they have."""
 
-    on_checkpoint: Literal["save", "regenerate"] = "save"
-    """What a resumed run does with groups that were not trained on. `save`: keep them. `regenerate`: start again from their
-    prompts."""
-
     @property
     def max_age_steps(self) -> int:
         """The maximal age of a sample in steps. 0: generation and training take turns."""

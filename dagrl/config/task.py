@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from dagrl.config.section import Json, PathText, Section, Seed, derived
 
@@ -94,10 +94,6 @@ class ProcessConfig(Section):
     timeout_s: PositiveFloat = 10.0
     """Deadline of one answer, in seconds."""
 
-    call_timeout_s: PositiveFloat | None = None
-    """Deadline of a whole call, including the samples of a failed batch that are retried one at a time. null: 4 *
-    `timeout_s`; none if the function takes one sample at a time and is not a coroutine function."""
-
     start_timeout_s: PositiveFloat = 60.0
     """Deadline for a process to import the function. The first process to miss it ends the run."""
 
@@ -111,15 +107,6 @@ class ProcessConfig(Section):
     max_failed_share: float = Field(default=0.5, ge=0, le=1)
     """Largest share of failed samples in a training step or a validation; above it the run ends. A training step in which
     all samples fail always ends it."""
-
-    @model_validator(mode="after")
-    def _calls_outlast_answers(self) -> Self:
-        if self.call_timeout_s is not None and self.call_timeout_s < self.timeout_s:
-            raise ValueError(
-                f"call_timeout_s is {self.call_timeout_s:g} s, less than timeout_s {self.timeout_s:g} s of a single answer; "
-                f"set it to a multiple of {self.timeout_s:g}, or leave it out"
-            )
-        return self
 
 
 class FunctionConfig(ProcessConfig):

@@ -255,35 +255,20 @@ def _digest(generated: Generated) -> str:
 
 
 def _difference(first: Generated, second: Generated) -> str:
-    ours = {int(request): row for row, request in enumerate(first.request_ids)}
-    theirs = {int(request): row for row, request in enumerate(second.request_ids)}
-    for request in sorted(ours.keys() ^ theirs.keys()):
-        return f"request {request} finished on one rank only"
-    for request, row in sorted(ours.items()):
-        one, other = first.request(row), second.request(theirs[request])
-        if (one.tokens, one.versions, one.finish_reason) != (other.tokens, other.versions, other.finish_reason):
-            return f"request {request} {_first_difference(one, other)}"
-    return _running_difference(first, second)
-
-
-def _first_difference(one: FinishedRequest, other: FinishedRequest) -> str:
-    """Describes the first token at which two ranks differ. Whole sequences are too long to show."""
-    place = next((at for at, pair in enumerate(zip(one.tokens, other.tokens, strict=False)) if pair[0] != pair[1]), None)
-    if place is not None:
-        return f"has at new token {place} the tokens {one.tokens[place]} and {other.tokens[place]}"
-    ends = [f"{len(rank.tokens)} new tokens ({rank.finish_reason})" for rank in (one, other)]
-    return f"has a common prefix, but {' and '.join(ends)}, or different policy versions"
-
-
-def _running_difference(first: Generated, second: Generated) -> str:
-    ours, theirs = ({int(row[0]): row[1:].tolist() for row in part.running} for part in (first, second))
-    for request in sorted(ours.keys() ^ theirs.keys()):
-        return f"request {request} is running on one rank only"
-    for request in sorted(ours):
-        if ours[request] != theirs[request]:
-            (count, crc), (other_count, other_crc) = ours[request], theirs[request]
-            return (
-                f"running request {request} has {count} new tokens with checksum {crc:08x} on one rank, and {other_count} "
-                f"with {other_crc:08x} on another"
-            )
+    """Names the first request that differs, and its state on both ranks."""
+    ours, theirs = _states(first), _states(second)
+    for request in sorted(ours.keys() | theirs.keys()):
+        if ours.get(request) != theirs.get(request):
+            return f"request {request} {ours.get(request, 'is absent')}, but {theirs.get(request, 'is absent')}"
     return f"all requests are equal, but the engine steps are {first.engine_steps} and {second.engine_steps}"
+
+
+def _states(part: Generated) -> dict[int, str]:
+    """Describes each request by its checksum: whole sequences are too long to show."""
+    states = {
+        request: f"runs with {count} new tokens of checksum {crc:08x}" for request, count, crc in part.running.tolist()
+    }
+    for row in map(part.request, range(len(part))):
+        crc = checksum([*row.tokens, *row.versions])
+        states[row.request_id] = f"finished ({row.finish_reason}) with {len(row.tokens)} new tokens of checksum {crc:08x}"
+    return states

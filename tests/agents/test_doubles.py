@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-DOUBLES = Path(__file__).parents[1] / "integration" / "rl" / "doubles"
+DOUBLES = Path(__file__).parents[1] / "unit" / "rl" / "doubles"
 PAIRS = (
     ("verifiers.envs.environment", "verifiers", "Environment", ("run_rollout", "get_dataset")),
     ("verifiers.clients", "verifiers.clients", "Client", ("get_response",)),

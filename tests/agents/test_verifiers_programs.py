@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from dagrl.rl.agents import Endpoint
-from tests.integration.rl.test_agent_endpoint import END, Served
 from tests.integration.rl.test_agent_packages import served
+from tests.unit.rl.test_agent_endpoint import END, Served
 
 __all__ = ["served"]  # a fixture
 

@@ -147,7 +147,7 @@ def test_a_rank_with_other_tokens_raises_after_the_first_quantum(engine: Engine)
     engine.on_all(call, "abort_requests")
     if engine.tp == 1:
         return
-    with pytest.raises(RunError, match=r"running request 1 has 3 new tokens with checksum"):
+    with pytest.raises(RunError, match=r"request 1 runs with 3 new tokens of checksum"):
         merge_generated(parts)
 
 

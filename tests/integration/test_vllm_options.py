@@ -17,9 +17,9 @@ from dagrl.rl.tools import CallParser
 from dagrl.run.model import character_tokenizer
 from dagrl.runtime.ports import reserve_port
 from tests.integration import vllm_calls
-from tests.integration.rl.test_tools import CHARACTERS
 from tests.integration.vllm_models import add_tokenizer, chosen, hf_logprobs, make_checkpoint, make_config
 from tests.integration.vllm_ranks import Ranks, call, requests
+from tests.unit.rl.test_tools import CHARACTERS
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,11 +73,11 @@ class AgentPool:
         room = min(self._rooms, key=lambda room: room.load)
         company = math.inf
         while True:
-            guest = await room.enter(company)
             try:
-                if company < math.inf:
-                    again()  # its old process is gone, and its new one waits for this
-                return await room.process.request(request, self._deadline.seconds + GRACE_S)
+                async with room.place(company):
+                    if company < math.inf:
+                        again()  # its old process is gone, and its new one waits for this
+                    return await room.process.request(request, self._deadline.seconds + GRACE_S)
             except TimeoutError:
                 return Failed(f"its process did not answer within {self._deadline.key} = {self._deadline.seconds:g} s")
             except LostError as error:
@@ -86,51 +86,36 @@ class AgentPool:
                 if error.company:
                     logger.warning("%s: %s; one of its %d episodes starts again", KEY, error, error.company)
                     company = max(1, error.company // 2)
-            finally:
-                room.leave(guest)
-
-
-@dataclass(eq=False)
-class _Guest:
-    company: float
-    turn: asyncio.Future[None]
 
 
 @dataclass
 class _Room:
-    """A process and its episodes: those that run there, and those that wait until they may."""
+    """A process and its episodes: `load` of them in all, `running` there, and `limits` of those that it lost before."""
 
     process: FunctionProcess
     most: float
-    running: list[_Guest] = field(default_factory=list)
-    waiting: deque[_Guest] = field(default_factory=deque)
+    load: int = 0
+    running: int = 0
+    limits: list[float] = field(default_factory=list)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    @property
-    def load(self) -> int:
-        return len(self.running) + len(self.waiting)
-
-    async def enter(self, company: float) -> _Guest:
-        """Waits for a place among at most `company` episodes. Those that were lost with a process go first."""
-        guest = _Guest(company, asyncio.get_running_loop().create_future())
-        (self.waiting.append if company == math.inf else self.waiting.appendleft)(guest)
-        self._let_in()
+    @asynccontextmanager
+    async def place(self, company: float) -> AsyncIterator[None]:
+        """Waits for a place among at most `company` episodes. Episodes that were lost with a process go first."""
+        lost, running = company < math.inf, 0
+        self.load += 1
+        self.limits += [company] if lost else []
         try:
-            await guest.turn
-        except BaseException:
-            self.leave(guest)
-            raise
-        return guest
-
-    def leave(self, guest: _Guest) -> None:
-        """Gives the place to the next."""
-        (self.running if guest in self.running else self.waiting).remove(guest)
-        self._let_in()
-
-    def _let_in(self) -> None:
-        while self.waiting:
-            first = self.waiting[0]
-            if len(self.running) >= min(self.most, *(one.company for one in (first, *self.running))):
-                return
-            self.running.append(self.waiting.popleft())
-            if not first.turn.done():
-                first.turn.set_result(None)
+            async with self.changed:
+                await self.changed.wait_for(
+                    lambda: (lost or not self.limits) and self.running < min([self.most, *self.limits])
+                )
+                running = 1
+                self.running += running
+            yield
+        finally:
+            self.load, self.running = self.load - 1, self.running - running
+            if lost:
+                self.limits.remove(company)
+            async with self.changed:
+                self.changed.notify_all()

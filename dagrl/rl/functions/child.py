@@ -31,8 +31,7 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import IO, Any, TypeVar
 
 from dagrl.errors import UserError, error_text
@@ -58,7 +57,7 @@ def main() -> None:
     deadline, batched = Deadline(float(timeout_s), timeout_key), how == "batched"
     loop = LoopThread(arguments)
     loop.start()
-    with socket.socket(fileno=int(descriptor)) as parent, parent.makefile("rb") as requests, asyncio.Runner() as own:
+    with socket.socket(fileno=int(descriptor)) as parent, parent.makefile("rb") as requests:
         try:
             function = load_callable(path, key)
             if arguments == "episodes" and hasattr(function, "prepare"):
@@ -75,11 +74,19 @@ def main() -> None:
             _serve(requests, AgentHost(function, deadline, loop.spawn, reply))
             return
         function = EpisodeHost(function) if arguments == "episodes" else with_keywords(function, batched=batched)
-        answers: Callable[..., Any] = answer_batch if batched else answer_row
-        if is_coroutine(function) and not batched:
-            answers = partial(answer_singly, deadline=deadline, concurrency=int(concurrency))
-        runner = loop if arguments == "episodes" else own
-        _serve(requests, lambda number, columns: reply(number, answers(runner, function, columns)))
+        singly = is_coroutine(function) and not batched
+        limits = deadline, int(concurrency)
+
+        def answer(number: int, columns: Sequence[list[Any]]) -> None:
+            if singly:
+                answers: list[Any] | str = loop.run(answer_singly(function, columns, *limits))
+            else:
+                answers = answer_together(loop, function, columns, batched=batched)
+            if arguments != "episodes":  # the next call finds a clean loop
+                loop.run(_end_tasks())
+            reply(number, answers)
+
+        _serve(requests, answer)
 
 
 def _serve(requests: IO[bytes], take: Callable[[int, Any], None]) -> None:
@@ -96,9 +103,6 @@ def _send(parent: socket.socket, message: object) -> None:
     parent.sendall(BYTES.pack(len(content)) + content)
 
 
-Runner = asyncio.Runner | LoopThread
-
-
 def _pickled(answers: Any) -> bytes:
     """Pickles answers by value. `multiprocessing` would share torch tensors."""
     try:
@@ -107,11 +111,21 @@ def _pickled(answers: Any) -> bytes:
         return pickle.dumps(f"its answer cannot be pickled: {error_text(error)}")
 
 
-def answer_batch(runner: Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:
-    """Calls the function with all rows. Returns its answers, or what it raised."""
+def answer_together(
+    loop: LoopThread, function: Callable[..., Any], columns: Sequence[list[Any]], *, batched: bool
+) -> list[Any] | str:
+    """Calls the function with all rows, or the only one if it is not `batched`. Returns the answers, or what it raised.
+
+    A plain function is called in the main thread, where it may run an event loop of its own.
+    """
+    arguments = columns if batched else [value for (value,) in columns]
     try:
         with without_exit():
-            answers = _result(runner, function, columns)
+            answers = function(*arguments)
+            if inspect.isawaitable(answers):
+                answers = loop.run(_awaited(answers))
+            if not batched:
+                return [answers]
             if isinstance(answers, Iterable):
                 return list(answers)
     except Exception as error:
@@ -122,75 +136,36 @@ def answer_batch(runner: Runner, function: Callable[..., Any], columns: Sequence
     )
 
 
-def answer_row(runner: Runner, function: Callable[..., Any], columns: Sequence[list[Any]]) -> list[Any] | str:
-    """Calls a plain function, which may run its own event loop, with the only row. Returns its answer, or what it raised."""
-    (row,) = zip(*columns, strict=True)
-    try:
-        with without_exit():
-            return [_result(runner, function, row)]
-    except Exception as error:
-        return raised(error)
-
-
-def _result(runner: Runner, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    result = function(*arguments)
-    return _run(runner, _awaited(result)) if inspect.isawaitable(result) else result
-
-
-def answer_singly(
-    runner: Runner,
-    function: Callable[..., Any],
-    columns: Sequence[list[Any]],
-    deadline: Deadline,
-    concurrency: int = 0,
-) -> list[Any] | str:
+async def answer_singly(
+    function: Callable[..., Any], columns: Sequence[list[Any]], deadline: Deadline, concurrency: int = 0
+) -> list[Any]:
     """Runs the coroutines of the rows concurrently, each under the deadline. Returns one answer or `Failed` per row."""
     rows = list(zip(*columns, strict=True))
-    return _run(runner, _gather(function, rows, deadline, concurrency or max(len(rows), 1)))
-
-
-def _run(runner: Runner, call: Coroutine[Any, Any, Item]) -> Item:
-    """Returns the call's result. Cancels the tasks that a function's call leaves, so that the next finds a clean loop."""
-    try:
-        return runner.run(call)
-    finally:
-        if isinstance(runner, asyncio.Runner):
-            runner.run(_end_tasks())
-
-
-async def _end_tasks() -> None:
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-
-
-async def _gather(
-    function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], deadline: Deadline, concurrency: int
-) -> list[Any]:
-    turn = asyncio.Semaphore(concurrency)
+    turn = asyncio.Semaphore(concurrency or max(len(rows), 1))
 
     async def one(row: tuple[Any, ...]) -> Any:
         async with turn:
-            return await _one(function, row, deadline)
+            limit = asyncio.timeout(deadline.seconds)
+            try:
+                async with limit:
+                    return await _awaited(function(*row))
+            except Exception as error:
+                return Failed(deadline.missed if limit.expired() else raised(error))
 
     return list(await asyncio.gather(*map(one, rows)))
 
 
-async def _one(function: Callable[..., Any], row: tuple[Any, ...], deadline: Deadline) -> Any:
-    limit = asyncio.timeout(deadline.seconds)
-    try:
-        async with limit:
-            with without_exit():
-                result = function(*row)
-                return await result if inspect.isawaitable(result) else result
-    except Exception as error:
-        return Failed(deadline.missed if limit.expired() else raised(error))
-
-
-async def _awaited(result: Any) -> Any:
+async def _awaited(result: Awaitable[Item]) -> Item:
     with without_exit():
         return await result
+
+
+async def _end_tasks() -> None:
+    """Cancels the tasks that a call left."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from dagrl.runtime.deadline import Deadline
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUTS = 4
-"""Default of `call_timeout_s`, as a multiple of `timeout_s`."""
+"""Deadline of a whole call, as a multiple of `timeout_s`."""
 
 MIN_SHARE = 0.1
 """Least time of a retried row, as a fraction of `timeout_s`."""
@@ -66,11 +66,8 @@ class FunctionRunner:
             check_concurrency(self.function, key, batched, concurrency)
         self._warned: set[str] = set()
         self._row_by_row = not batched and arguments != "episodes" and not is_coroutine(self.function)
-        self._deadline, self._whole = Deadline(config.timeout_s, f"{section}.timeout_s"), None
-        if config.call_timeout_s is not None:
-            self._whole = Deadline(config.call_timeout_s, f"{section}.call_timeout_s")
-        elif not self._row_by_row:
-            self._whole = self._deadline.times(CALL_TIMEOUTS)
+        self._deadline = Deadline(config.timeout_s, f"{section}.timeout_s")
+        self._whole = None if self._row_by_row else self._deadline.times(CALL_TIMEOUTS)
         start = Deadline(config.start_timeout_s, f"{section}.start_timeout_s")
         self._processes = [
             FunctionProcess(path, key, batched, self._deadline, start, arguments, concurrency, prepare)

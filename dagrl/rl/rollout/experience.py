@@ -314,16 +314,18 @@ class Experience:
         self.advance(self.buffer.version)
 
     def save(self, directory: Path) -> None:
-        """Writes the untrained groups, or only their prompts (`grpo.async_grpo.on_checkpoint`)."""
+        """Writes the untrained groups; those of agents without their tokens, as they start again."""
         self._engines.exclude_wait()
         self.rest()
-        whole = self._config.grpo.async_grpo.on_checkpoint == "save" and self._turns.can_wait
         groups = [group.payload.group for group in self.buffer.untrained()] + [item.group for item in self._scoring]
         groups += self.rollouts.snapshot()
         started = self.buffer.generating() | {group.number: group.version for group in self.buffer.untrained()}
         write_trajectories(
             directory,
-            [SavedGroup(group, started[group.number], whole) for group in sorted(groups, key=lambda group: group.number)],
+            [
+                SavedGroup(group, started[group.number], self._turns.can_wait)
+                for group in sorted(groups, key=lambda group: group.number)
+            ],
             self.state(),
         )
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from dagrl.rl.agents.episode import Limits
-from tests.integration.rl.test_agent_endpoint import END, STOP, Served
-from tests.integration.rl.test_tools import called
+from tests.unit.rl.test_agent_endpoint import END, STOP, Served
+from tests.unit.rl.test_tools import called
 
 pytest.importorskip("vllm")
 

@@ -61,11 +61,11 @@ def test_logprobs_may_differ_in_their_last_bits() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": [4, 5, 7]}, r"request 9 has at new token 2 the tokens 6 and 7 \(part 2 of 3 against part 0\)"),
-        ({"tokens": [4, 5], "logprobs": [-1.0, -2.0], "versions": [0, 0]}, r"request 9 .*, but 3 new .* and 2 new"),
-        ({"versions": [0, 1, 1]}, "request 9 .* or different policy versions"),
-        ({"finish_reason": "stop"}, r"request 9 .* 3 new tokens \(length\) and 3 new tokens \(stop\)"),
-        ({"request_id": 8}, "request 8 finished on one rank only"),
+        ({"tokens": [4, 5, 7]}, r"9 finished \(length\) with 3 new .*, but finished .*\(part 2 of 3 against part 0\)"),
+        ({"tokens": [4, 5], "logprobs": [-1.0, -2.0], "versions": [0, 0]}, r"request 9 .* 3 new .* 2 new"),
+        ({"versions": [0, 1, 1]}, "request 9 finished"),
+        ({"finish_reason": "stop"}, r"request 9 finished \(length\) .* finished \(stop\)"),
+        ({"request_id": 8}, r"request 8 is absent, but finished"),
     ],
 )
 def test_the_differing_rank_and_request_are_named(changes: dict[str, object], message: str) -> None:
@@ -83,13 +83,13 @@ def test_unequal_steps_are_an_error() -> None:
     [
         (
             [RequestProgress(5, 2, checksum([8, 7])), *RUNNING[1:]],
-            "running request 5 has 2 new tokens with .* and 2 with",
+            r"request 5 runs with 2 new .*, but runs with 2 new",
         ),
         (
             [*RUNNING[:2], RequestProgress(4, 2, checksum([8]))],
-            "running request 4 has 1 new tokens with .* and 2 with",
+            r"request 4 runs with 1 new .*, but runs with 2 new",
         ),
-        (RUNNING[:2], "request 4 is running on one rank only"),
+        (RUNNING[:2], r"request 4 runs with .*, but is absent"),
     ],
 )
 def test_a_differing_running_request_is_named(running: list[RequestProgress], message: str) -> None:

@@ -76,13 +76,8 @@ def configuration(
     )
 
 
-def asynchronous(age: int, in_flight: bool, on_checkpoint: str = "save") -> dict[str, Any]:
-    return {
-        "enabled": True,
-        "max_trajectory_age_steps": age,
-        "in_flight_weight_updates": in_flight,
-        "on_checkpoint": on_checkpoint,
-    }
+def asynchronous(age: int, in_flight: bool) -> dict[str, Any]:
+    return {"enabled": True, "max_trajectory_age_steps": age, "in_flight_weight_updates": in_flight}
 
 
 def numbers_of(trained: Trained) -> list[int]:
@@ -325,12 +320,11 @@ def described(groups: Sequence[ScoredGroup]) -> list[Any]:
     in_flight=st.booleans(),
     turns=st.booleans(),
     stop_at=st.integers(1, 15),
-    on_checkpoint=st.sampled_from(["save", "regenerate"]),
 )
 def test_a_stop_at_any_moment_loses_nothing(
-    timings: tuple[int, int], age: int, in_flight: bool, turns: bool, stop_at: int, on_checkpoint: str
+    timings: tuple[int, int], age: int, in_flight: bool, turns: bool, stop_at: int
 ) -> None:
-    config = configuration(asynchronous(age, in_flight, on_checkpoint), turns=turns)
+    config = configuration(asynchronous(age, in_flight), turns=turns)
     first = Run(config, timings[0], stop_at=stop_at)
     state = first.train()
     if state is None:  # it had ended by then

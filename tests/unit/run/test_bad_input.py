@@ -279,17 +279,6 @@ TABLE = [
         without="math_verify",
     ),
     Row("vllm missing", ("policy.generation.worker", "dagrl[vllm]", "dagrl[cpu]"), without="vllm"),
-    *(
-        Row(
-            f"{section} call timeout below its answer timeout",
-            (
-                f"{section} (command line): call_timeout_s is 5 s, less than timeout_s 20 s",
-                "set it to a multiple of 20, or leave it out",
-            ),
-            (f"{section}.call_timeout_s=5", f"{section}.timeout_s=20"),
-        )
-        for section in ("reward", "environment")
-    ),
     Row(
         "overlapped gathering of parameters with experts",
         (f"{DDP}.overlap_param_gather is true", "the model has experts"),

@@ -16,6 +16,11 @@ from dagrl.errors import ConfigError
 from dagrl.rl.adapters.openenv import action_reader, observation_text
 from dagrl.rl.environments import FAILED, EnvironmentRunner, Question, Reply
 from dagrl.run.model import character_tokenizer
+from tests.unit.rl.in_process import in_process
+
+__all__ = ["in_process"]
+
+pytestmark = pytest.mark.usefixtures("in_process")
 
 DOUBLES = Path(__file__).parent / "doubles"
 TEMPLATE = (

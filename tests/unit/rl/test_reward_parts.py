@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -18,54 +19,59 @@ from dagrl.rl.rewards import RewardRunner, Rewards, check_keywords, check_weight
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.scoring import reward_means, reward_values
 from dagrl.run.model import character_tokenizer
+from tests.unit.rl.in_process import in_process
 
-FUNCTIONS = """
-import asyncio
+__all__ = ["in_process"]
 
-def level(prompts, completions, references, level, *, metadata):
+pytestmark = pytest.mark.usefixtures("in_process")
+
+
+def level(prompts: Any, completions: Any, references: Any, level: Any, *, metadata: Any) -> Any:
     assert [item["place"] for item in metadata] == list(range(len(prompts)))
     return [float(value) for value in level]
 
-def everything(prompt, completion, reference, **given):
+
+def everything(prompt: str, completion: str, reference: str, **given: Any) -> Any:
     assert given["columns"]["level"] == given["level"]
     assert given["messages"][-1] == {"role": "assistant", "content": completion}
     return {name: float(len(given[name])) for name in ("prompt_ids", "completion_ids", "logprobs")}
 
-def parts(prompts, completions, references):
-    return [{"right": float(c == r), "short": -float(len(c))} for c, r in zip(completions, references)]
 
-def only_odd(prompts, completions, references):
+def parts(prompts: Any, completions: Any, references: Any) -> Any:
+    return [{"right": float(c == r), "short": -float(len(c))} for c, r in zip(completions, references, strict=True)]
+
+
+def only_odd(prompts: Any, completions: Any, references: Any) -> Any:
     return [float(c) if int(c) % 2 else None for c in completions]
 
-def fails_for_three(prompts, completions, references):
+
+def fails_for_three(prompts: Any, completions: Any, references: Any) -> Any:
     if "3" in completions:
         raise ValueError("no threes")
     return [1.0] * len(prompts)
 
-most = running = 0
 
-async def judge(prompt, completion, reference):
-    global most, running
-    running += 1
-    most = max(most, running)
-    await asyncio.sleep(0.05)
-    running -= 1
-    return float(most)
-
-def sometimes(prompts, completions, references):
-    return [{"right": float(c == r), "odd": None} for c, r in zip(completions, references)]
-
-def misnamed(prompts, completions, references, levl):
-    return [0.0] * len(prompts)
-"""
+def sometimes(prompts: Any, completions: Any, references: Any) -> Any:
+    return [{"right": float(c == r), "odd": None} for c, r in zip(completions, references, strict=True)]
 
 
-@pytest.fixture
-def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"parts_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(FUNCTIONS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return name
+def misnamed(prompts: Any, completions: Any, references: Any, levl: Any) -> Any: ...
+
+
+class Judge:
+    """Answers with the most calls of it that were under way at once."""
+
+    most = running = 0
+
+    async def __call__(self, prompt: str, completion: str, reference: str) -> float:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.05)
+        self.running -= 1
+        return float(self.most)
+
+
+two_at_once, all_at_once = Judge(), Judge()
 
 
 def prompts_of(tmp_path: Path, rows: list[dict[str, Any]]) -> list[Prompt]:
@@ -88,19 +94,19 @@ def rewarded(config: RewardConfig, completions: list[str], prompt: Prompt | None
         return rewards_of(runner.submit(*texts, lambda: reward_values(group, samples, tokenizer)).result())
 
 
-def test_a_reward_asks_for_columns_by_name(functions: str, tmp_path: Path) -> None:
+def test_a_reward_asks_for_columns_by_name(tmp_path: Path) -> None:
     (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2", "level": 7}])
-    found = rewarded(RewardConfig(function=f"{functions}:level"), ["1", "22"], prompt)
+    found = rewarded(RewardConfig(function=f"{__name__}:level"), ["1", "22"], prompt)
     assert found.values.tolist() == [7.0, 7.0] and not found.message
-    found = rewarded(RewardConfig(function=f"{functions}:everything", batched=False), ["1", "22"], prompt)
+    found = rewarded(RewardConfig(function=f"{__name__}:everything", batched=False), ["1", "22"], prompt)
     assert not found.message
     columns = {name: values.tolist() for name, values in found.parts.items()}
     assert columns == {"prompt_ids": [2.0, 2.0], "completion_ids": [1.0, 2.0], "logprobs": [1.0, 2.0]}
 
 
-def test_rows_without_a_column_get_none(functions: str, tmp_path: Path) -> None:
+def test_rows_without_a_column_get_none(tmp_path: Path) -> None:
     (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2"}])
-    found = rewarded(RewardConfig(function=f"{functions}:level"), ["1"], prompt)
+    found = rewarded(RewardConfig(function=f"{__name__}:level"), ["1"], prompt)
     assert found.failed == 1 and "NoneType" in found.message
 
 
@@ -110,26 +116,26 @@ def test_columns_are_part_of_the_data(tmp_path: Path) -> None:
     assert digest_of(prompts_of(tmp_path, [one])) != digest_of(prompts_of(tmp_path, [other]))
 
 
-def test_named_parts_are_weighted_and_kept(functions: str) -> None:
-    config = RewardConfig(function=f"{functions}:parts", weights={"short": 0.25})
+def test_named_parts_are_weighted_and_kept() -> None:
+    config = RewardConfig(function=f"{__name__}:parts", weights={"short": 0.25})
     found = rewarded(config, ["1", "22"])
     assert found.values.tolist() == [1.0 - 0.25, -0.5]
     assert {name: values.tolist() for name, values in found.parts.items()} == {"right": [1.0, 0.0], "short": [-1.0, -2.0]}
 
 
-def test_none_excludes_a_sample_without_counting_it_as_failed(functions: str) -> None:
-    found = rewarded(RewardConfig(function=f"{functions}:only_odd"), ["1", "2", "3", "4"])
+def test_none_excludes_a_sample_without_counting_it_as_failed() -> None:
+    found = rewarded(RewardConfig(function=f"{__name__}:only_odd"), ["1", "2", "3", "4"])
     assert found.answered.tolist() == [True, False, True, False]
     assert (found.excluded, found.failed, found.values.tolist()) == (2, 0, [1.0, 0.0, 3.0, 0.0])
 
 
-def test_several_functions_are_summed_and_one_failure_costs_only_its_sample(functions: str) -> None:
+def test_several_functions_are_summed_and_one_failure_costs_only_its_sample() -> None:
     config = RewardConfig.model_validate(
         {
             "functions": {
-                "odd": {"function": f"{functions}:only_odd"},
-                "fine": {"function": f"{functions}:fails_for_three"},
-                "form": {"function": f"{functions}:parts"},
+                "odd": {"function": f"{__name__}:only_odd"},
+                "fine": {"function": f"{__name__}:fails_for_three"},
+                "form": {"function": f"{__name__}:parts"},
             },
             "weights": {"odd": 10.0, "form/short": 0.0},
         }
@@ -140,10 +146,10 @@ def test_several_functions_are_summed_and_one_failure_costs_only_its_sample(func
     assert found.means(found.answered) == {"odd": 1.0, "fine": 1.0, "form/right": 0.5, "form/short": -1.0}
 
 
-def test_functions_of_other_tasks_are_not_asked(functions: str) -> None:
+def test_functions_of_other_tasks_are_not_asked() -> None:
     both = {
-        "sums": {"function": f"{functions}:fails_for_three", "tasks": ["sums"]},
-        "odd": {"function": f"{functions}:only_odd", "tasks": ["odd"]},
+        "sums": {"function": f"{__name__}:fails_for_three", "tasks": ["sums"]},
+        "odd": {"function": f"{__name__}:only_odd", "tasks": ["odd"]},
     }
     config = RewardConfig.model_validate({"functions": both})
     prompts = {task: Prompt("1=", np.array([5, 15]), "1", "row 0", task=task) for task in ("sums", "odd")}
@@ -155,20 +161,21 @@ def test_functions_of_other_tasks_are_not_asked(functions: str) -> None:
 
 
 @pytest.mark.parametrize("limit", [2, None])
-def test_a_remote_judge_has_a_concurrency_limit(functions: str, limit: int | None) -> None:
-    """Six calls of 0.05 s, two at a time, take longer than a deadline of one answer, and none is late."""
-    config = RewardConfig(function=f"{functions}:judge", batched=False, max_concurrency=limit, timeout_s=1.0)
+def test_a_remote_judge_has_a_concurrency_limit(limit: int | None) -> None:
+    """Calls that wait for their turn are not late."""
+    judge = "two_at_once" if limit else "all_at_once"
+    config = RewardConfig(function=f"{__name__}:{judge}", batched=False, max_concurrency=limit, timeout_s=0.12)
     began = time.monotonic()
     found = rewarded(config, ["1"] * 6)
     assert found.failed == 0 and found.values.max() == (limit or 6)
     assert limit is None or time.monotonic() - began >= 0.15
 
 
-def test_an_unknown_parameter_is_found_before_the_run(functions: str) -> None:
+def test_an_unknown_parameter_is_found_before_the_run() -> None:
     with pytest.raises(
         ConfigError, match=r"reward\.function: .* has the parameters levl, which no example has; .*level, log"
     ):
-        check_keywords(RewardConfig(function=f"{functions}:misnamed"), ["level"])
+        check_keywords(RewardConfig(function=f"{__name__}:misnamed"), ["level"])
 
 
 @pytest.mark.parametrize(
@@ -180,10 +187,8 @@ def test_an_unknown_parameter_is_found_before_the_run(functions: str) -> None:
         ("parts", {"right": 2.0, "environment": 0.5}, ""),
     ],
 )
-def test_a_weight_of_no_part_is_an_error_once_parts_are_known(
-    name: str, weights: dict[str, float], message: str, functions: str
-) -> None:
-    config = RewardConfig(function=f"{functions}:{name}", weights=weights)
+def test_a_weight_of_no_part_is_an_error_once_parts_are_known(name: str, weights: dict[str, float], message: str) -> None:
+    config = RewardConfig(function=f"{__name__}:{name}", weights=weights)
     check_weights(config, has_environment=False)  # the parts of one function are not known yet
     runner, found = RewardRunner(config), rewarded(config, ["1", "3"])
     if not message:
@@ -195,8 +200,8 @@ def test_a_weight_of_no_part_is_an_error_once_parts_are_known(
     runner.check_parts(rewards_of([]))  # nothing is known of parts without a reward
 
 
-def test_weights_of_several_functions_are_checked_before_the_run(functions: str) -> None:
-    two = {name: {"function": f"{functions}:{name}"} for name in ("parts", "only_odd")}
+def test_weights_of_several_functions_are_checked_before_the_run() -> None:
+    two = {name: {"function": f"{__name__}:{name}"} for name in ("parts", "only_odd")}
     for weights, has_environment in (({"parts/right": 2.0, "only_odd": 1.0}, False), ({"environment": 1.0}, True)):
         check_weights(RewardConfig(functions=two, weights=weights), has_environment)  # type: ignore[arg-type]
     for weights in ({"part": 2.0}, {"environment": 1.0}):

@@ -1,7 +1,8 @@
-"""Environments: state by episode, rewards by turn, replies that are valid, and what a lost or broken one costs."""
+"""Environments: state by episode, rewards by turn, replies that are valid, and what a broken one costs."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +15,16 @@ from tokenizers.normalizers import Replace
 
 from dagrl.config import Config, EnvironmentConfig, RewardConfig
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply
+from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply, Step
 from dagrl.rl.rewards import Judged, RewardRunner, rewards_of
 from dagrl.rl.rollout.episodes import Episode, Sample
 from dagrl.rl.rollout.scoring import with_turn_rewards
 from dagrl.run.model import character_tokenizer
+from tests.unit.rl.in_process import in_process
+
+__all__ = ["in_process"]
+
+pytestmark = pytest.mark.usefixtures("in_process")
 
 REPLIES = {
     "empty": "",
@@ -27,82 +33,75 @@ REPLIES = {
     "number": 3,
     "surrogate": b"caf\xe9".decode("utf-8", "surrogateescape"),
 }
-ENVIRONMENTS = f"""
-import asyncio, os, re, time
-from pathlib import Path
-from dagrl.rl.environments import Step
 
-REPLIES = {REPLIES!r}
 
 class Says:
-    def reset(self, example):
-        pass
+    def reset(self, example: Any) -> None: ...
 
-    def step(self, completion):
+    def step(self, completion: str) -> Any:
         return REPLIES[completion]
 
-class Counts:
-    # Counts the turns of its episode down from the column `left`, and notes what happens.
 
-    def __init__(self, notes, bonus=0.0):
+class Counts:
+    """Counts the turns of its episode down from the column `left`, and notes what happens."""
+
+    def __init__(self, notes: str, bonus: float = 0.0) -> None:
         self.notes, self.bonus = Path(notes), bonus
 
-    def note(self, what):
+    def note(self, what: str) -> None:
         with self.notes.open("a") as file:
-            file.write(f"{{self.name}} {{what}}\\n")
+            file.write(f"{self.name} {what}\n")
 
-    def reset(self, example):
+    def reset(self, example: Any) -> Any:
         self.name, self.left = example["prompt"], example["columns"]["left"]
-        self.note(f"reset {{example['seed']}}")
+        self.note(f"reset {example['seed']}")
 
-    def step(self, completion):
+    def step(self, completion: str) -> Any:
         if completion == "raise":
             raise ValueError("no such turn")
-        if completion == "die":
-            os._exit(3)
-        if completion == "hang":
-            re.fullmatch(r"(a+)+b", "a" * 60)  # holds the GIL for hours
         self.left -= 1
-        self.note(f"step {{completion}}")
-        reply = f"{{self.left}} left" if self.left else None
-        return Step(reply, reward=len(completion) + self.bonus)
+        self.note(f"step {completion}")
+        return Step(f"{self.left} left" if self.left else None, reward=len(completion) + self.bonus)
 
-    def close(self):
+    def close(self) -> None:
         self.note("close")
 
+
 class CountsAsync(Counts):
-    async def step(self, completion):
+    async def step(self, completion: str) -> Any:
         await asyncio.sleep(3600 if completion == "wait" else 0.2)
         return super().step(completion)
 
+
 class Sleeps(Counts):
-    def step(self, completion):
+    def step(self, completion: str) -> Any:
         time.sleep(0.2)
         return super().step(completion)
 
-class Opens(Counts):
-    # Gives the prompt that is in the column `opening`.
 
-    def reset(self, example):
+class Opens(Counts):
+    """Gives the prompt that is in the column `opening`."""
+
+    def reset(self, example: Any) -> Any:
         super().reset(example)
         return example["columns"].get("opening")
 
-class Ticks(Counts):
-    # A task of it goes on between turns.
 
-    async def reset(self, example):
+class Ticks(Counts):
+    """A task of it goes on between turns."""
+
+    async def reset(self, example: Any) -> None:
         super().reset(example)
         self.ticks = 0
         self.task = asyncio.create_task(self.tick())
 
-    async def tick(self):
+    async def tick(self) -> None:
         while True:
             await asyncio.sleep(0.01)
             self.ticks += 1
 
-    async def step(self, completion):
-        return f"{{self.ticks > 3}} {{self.task.done()}}"
-"""
+    async def step(self, completion: str) -> str:
+        return f"{self.ticks > 3} {self.task.done()}"
 
 
 TEMPLATE = (
@@ -131,27 +130,17 @@ def question(name: str, left: int, turns: list[str]) -> Question:
     return Question(f"key of {name}", prompt, 7, turns)
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"environments_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(ENVIRONMENTS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return name
-
-
 @contextmanager
-def episodes(module: str, name: str, tmp_path: Path, **args: Any) -> Iterator[Episodes]:
+def episodes(name: str, tmp_path: Path, **args: Any) -> Iterator[Episodes]:
     notes = tmp_path / "notes"
-    config = EnvironmentConfig(
-        function=f"{module}:{name}", args={"notes": str(notes), **args}, timeout_s=1.0, call_timeout_s=60.0
-    )
+    config = EnvironmentConfig(function=f"{__name__}:{name}", args={"notes": str(notes), **args}, timeout_s=1.0)
     with EnvironmentRunner(config, character_tokenizer("0123456789")) as runner:
         yield Episodes(runner, notes)
 
 
 @pytest.mark.parametrize("name", ["Counts", "CountsAsync"])
-def test_each_episode_has_its_state_and_rewards_by_turn(module: str, name: str, tmp_path: Path) -> None:
-    with episodes(module, name, tmp_path, bonus=0.5) as run:
+def test_each_episode_has_its_state_and_rewards_by_turn(name: str, tmp_path: Path) -> None:
+    with episodes(name, tmp_path, bonus=0.5) as run:
         assert run.ask(("a", 2, ["x"]), ("b", 3, ["xy"])) == [Reply("1 left", reward=1.5), Reply("2 left", reward=2.5)]
         assert run.ask(("b", 3, ["xy", ""])) == [Reply("1 left", reward=0.5)]
         assert run.ask(("a", 2, ["x", "xyz"])) == [Reply(None, ENDED, reward=3.5)]
@@ -169,9 +158,9 @@ def test_each_episode_has_its_state_and_rewards_by_turn(module: str, name: str, 
         ([{"role": "system", "content": "0"}, {"role": "user", "content": "3"}], "<system>0<user>3<assistant>"),
     ],
 )
-def test_reset_may_give_the_first_messages_of_a_conversation(module: str, opening: Any, text: str, tmp_path: Path) -> None:
+def test_reset_may_give_the_first_messages_of_a_conversation(opening: Any, text: str, tmp_path: Path) -> None:
     conversation = ({"role": "system", "content": "sum"}, {"role": "user", "content": "1+1="})
-    asked = opened(module, tmp_path, opening, messages=conversation)
+    asked = opened(tmp_path, opening, messages=conversation)
     if opening is None:
         assert asked == Reply(None)
         return
@@ -179,43 +168,43 @@ def test_reset_may_give_the_first_messages_of_a_conversation(module: str, openin
     assert asked.prompt.tokens.tolist() == TEMPLATED(text, add_special_tokens=False)["input_ids"]
 
 
-def opened(module: str, tmp_path: Path, opening: Any, **fields: Any) -> Reply:
+def opened(tmp_path: Path, opening: Any, **fields: Any) -> Reply:
     """What the environment gives before the first turn of an episode."""
     prompt = Prompt("1+1=", np.array([1]), "2", "row 0", columns={"left": 2, "opening": opening}, **fields)
-    config = EnvironmentConfig(function=f"{module}:Opens", args={"notes": str(tmp_path / "notes")})
+    config = EnvironmentConfig(function=f"{__name__}:Opens", args={"notes": str(tmp_path / "notes")})
     with EnvironmentRunner(config, TEMPLATED) as runner:
         (reply,) = runner.submit(0, [Question("key", prompt, 7, [])]).result()
     return reply
 
 
-def test_reset_may_give_another_plain_prompt(module: str, tmp_path: Path) -> None:
-    found = opened(module, tmp_path, "3+4=").prompt
+def test_reset_may_give_another_plain_prompt(tmp_path: Path) -> None:
+    found = opened(tmp_path, "3+4=").prompt
     assert found is not None and (found.text, found.messages) == ("3+4=", ())
     assert found.tokens.tolist() == TEMPLATED("3+4=")["input_ids"]
 
 
 @pytest.mark.parametrize("opening, message", [([], "found no messages"), (3, "it returned 3; expected: a text")])
-def test_a_reset_that_gives_no_prompt_costs_its_sequence(module: str, opening: Any, message: str, tmp_path: Path) -> None:
-    found = opened(module, tmp_path, opening)
+def test_a_reset_that_gives_no_prompt_costs_its_sequence(opening: Any, message: str, tmp_path: Path) -> None:
+    found = opened(tmp_path, opening)
     assert found.reason == FAILED and message in found.failure
 
 
-def test_the_first_turn_continues_what_reset_began(module: str, tmp_path: Path) -> None:
-    with episodes(module, "Counts", tmp_path) as run:
+def test_the_first_turn_continues_what_reset_began(tmp_path: Path) -> None:
+    with episodes("Counts", tmp_path) as run:
         assert run.ask(("a", 2, [])) == [Reply(None)]
         assert run.ask(("a", 2, ["x"])) == [Reply("1 left", reward=1.0)]
         assert run.notes == ["a reset 7", "a step x"]
 
 
-def test_tasks_of_an_environment_run_between_turns(module: str, tmp_path: Path) -> None:
-    with episodes(module, "Ticks", tmp_path) as run:
+def test_tasks_of_an_environment_run_between_turns(tmp_path: Path) -> None:
+    with episodes("Ticks", tmp_path) as run:
         run.ask(("a", 2, []))
         time.sleep(0.3)
         assert run.ask(("a", 2, ["x"])) == [Reply("True False")]
 
 
-def test_a_rollout_that_ends_closes_its_episode(module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with episodes(module, "Counts", tmp_path) as run:
+def test_a_rollout_that_ends_closes_its_episode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with episodes("Counts", tmp_path) as run:
         run.ask(("a", 9, ["x"]))
         run.runner.close("key of a")
         run.ask(("a", 9, ["y"]))  # of the same key, such as the next validation
@@ -225,8 +214,8 @@ def test_a_rollout_that_ends_closes_its_episode(module: str, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("name", ["Sleeps", "CountsAsync"])
-def test_episodes_step_at_the_same_time(module: str, name: str, tmp_path: Path) -> None:
-    with episodes(module, name, tmp_path) as run:
+def test_episodes_step_at_the_same_time(name: str, tmp_path: Path) -> None:
+    with episodes(name, tmp_path) as run:
         run.ask(("first", 9, ["x"]))
         began = time.monotonic()
         answers = run.ask(*((f"episode {number}", 9, ["x"]) for number in range(20)))
@@ -234,8 +223,8 @@ def test_episodes_step_at_the_same_time(module: str, name: str, tmp_path: Path) 
     assert answers == [Reply("8 left", reward=1.0)] * 20
 
 
-def test_an_episode_that_raises_costs_only_itself(module: str, tmp_path: Path) -> None:
-    with episodes(module, "Counts", tmp_path) as run:
+def test_an_episode_that_raises_costs_only_itself(tmp_path: Path) -> None:
+    with episodes("Counts", tmp_path) as run:
         good, bad = run.ask(("a", 9, ["x"]), ("b", 9, ["raise"]))
         assert good == Reply("8 left", reward=1.0)
         assert bad == Reply(None, FAILED, bad.failure) and bad.failure.startswith("ValueError: no such turn (")
@@ -243,18 +232,8 @@ def test_an_episode_that_raises_costs_only_itself(module: str, tmp_path: Path) -
         assert "b close" in run.notes, "it is closed at once"
 
 
-@pytest.mark.parametrize("end", ["die", "hang"])
-def test_a_lost_process_costs_one_episode_and_the_others_are_stepped_again(module: str, end: str, tmp_path: Path) -> None:
-    with episodes(module, "Counts", tmp_path) as run:
-        run.ask(("a", 9, ["x"]))
-        bad, good = run.ask(("b", 9, [end]), ("a", 9, ["x", "xy"]))
-        assert good == Reply("7 left", reward=2.0), "both turns count, and the reward is that of the last"
-        assert bad.reason == FAILED
-        assert run.ask(("a", 9, ["x", "xy", "z"])) == [Reply("6 left", reward=1.0)]
-
-
-def test_an_async_step_that_hangs_is_cancelled_alone(module: str, tmp_path: Path) -> None:
-    with episodes(module, "CountsAsync", tmp_path) as run:
+def test_an_async_step_that_hangs_is_cancelled_alone(tmp_path: Path) -> None:
+    with episodes("CountsAsync", tmp_path) as run:
         bad, good = run.ask(("b", 9, ["wait"]), ("a", 9, ["x"]))
     assert good == Reply("8 left", reward=1.0)
     assert bad == Reply(None, FAILED, "no answer within environment.timeout_s = 1 s")
@@ -274,10 +253,10 @@ def test_turn_rewards_are_a_weighted_part_of_the_reward() -> None:
     assert {name: values.tolist() for name, values in found.parts.items()} == {"environment": [3.0, 0.0, 4.0]}
 
 
-def test_replies(module: str) -> None:
+def test_replies() -> None:
     """Texts and None are replies. Anything else ends its own sequence as failed."""
     questions = [Question(text, Prompt("1", np.array([1]), "", "row 0"), 0, [text]) for text in REPLIES]
-    with EnvironmentRunner(EnvironmentConfig(function=f"{module}:Says"), character_tokenizer("0123456789")) as environment:
+    with EnvironmentRunner(EnvironmentConfig(function=f"{__name__}:Says"), character_tokenizer("0123456789")) as environment:
         found = environment.submit(0, questions).result()
     assert found[:3] == [Reply(""), Reply("café"), Reply(None, ENDED)]
     assert [(reply.text, reply.reason) for reply in found[3:]] == [(None, FAILED)] * 2

@@ -1,0 +1,247 @@
+"""Reward functions in processes, under deadlines: what hangs, dies or leaves something behind costs only itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dagrl.config import RewardConfig
+from dagrl.errors import RunError
+from dagrl.rl.functions.answers import Failed
+from dagrl.rl.functions.runner import FunctionRunner
+from dagrl.rl.rewards import RewardRunner, Rewards, rewards_of
+
+FUNCTIONS = "tests.integration.rl.reward_functions"
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start slowly on a busy machine: whole calls may take long."""
+    monkeypatch.setattr("dagrl.rl.functions.runner.CALL_TIMEOUTS", 600)
+
+
+def run(name: str, completions: list[str], prompt: str = "p", **keys: Any) -> Rewards:
+    """Returns the rewards, however many have failed."""
+    with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:{name}", max_failed_share=1.0, **keys)) as runner:
+        return rewards_of(runner.submit([prompt] * len(completions), completions, ["r"] * len(completions)).result())
+
+
+def test_sample_that_hangs_or_kills_the_process_costs_only_itself(patient: None) -> None:
+    rewards = run("picky", ["ab", "hang", "abc", "die"], timeout_s=1.0)
+    assert (rewards.values.tolist(), rewards.failed) == ([2.0, 0.0, 3.0, 0.0], 2)
+
+
+@pytest.mark.parametrize("hangs, good", [(4, 12), (5, 0)], ids=["followed by good samples", "alone"])
+def test_many_hangs_cost_only_themselves(patient: None, tmp_path: Path, hangs: int, good: int) -> None:
+    """The batch is asked once, then each sample once alone, as far as the call has time."""
+    noted, completions = tmp_path / "calls", ["hang"] * hangs + ["abc"] * good
+    rewards = run("noted", completions, str(noted), timeout_s=0.7)
+    assert rewards.values.tolist() == [0.0] * hangs + [3.0] * good
+    assert (rewards.failed, rewards.message) == (hangs, "no answer within reward.timeout_s = 0.7 s")
+    assert noted.read_text().splitlines() == ["hang", *completions]
+
+
+def test_a_batch_that_always_hangs_ends_with_the_time_of_the_call(tmp_path: Path) -> None:
+    """Thirty processes do not start within 1.2 s: some samples fail without a retry."""
+    noted = tmp_path / "calls"
+    ends = r"failed for all 30 samples: (no answer within its share of|not retried alone within) 4 \* reward\.timeout_s"
+    rewards = run("noted", ["hang"] * 30, str(noted), timeout_s=0.3)
+    with pytest.raises(RunError, match=ends):
+        RewardRunner(RewardConfig()).check(rewards)
+    assert (rewards.failed, rewards.values.tolist()) == (30, [0.0] * 30)
+    assert 1 <= len(noted.read_text().splitlines()) <= 30
+
+
+def test_answers_are_pickled_by_value_and_bad_ones_cost_only_themselves() -> None:
+    """`multiprocessing` would share torch tensors. Classes of answers may raise in pickling, unpickling and `float`."""
+    said = {
+        "rebuilt": "its answer cannot be unpickled: KeyError: 'not here'",
+        "pickled": "its answer cannot be pickled: ",
+        "number": "it returned a reward that is not a number: not a number after all",
+    }
+    with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:odd", max_failed_share=1.0)) as runner:
+        assert runner(["p"] * 2, ["shared", "a"], ["r"] * 2).values.tolist() == [2.0, 2.0]
+        for bad, message in said.items():
+            rewards = runner(["p"] * 3, ["a", bad, "c"], ["r"] * 3)
+            assert (rewards.values.tolist(), rewards.failed) == ([2.0, 0.0, 2.0], 1)
+            assert rewards.message.startswith(message)
+
+
+def test_the_process_is_reused_and_ends_with_the_runner() -> None:
+    with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:pid")) as runner:
+        first, second = (runner(["p"], ["c"], ["r"]).values[0] for _ in range(2))
+        assert first == second != os.getpid()
+        assert Path(f"/proc/{int(first)}").exists()
+    assert not Path(f"/proc/{int(first)}").exists()
+
+
+def test_leftover_tasks_end_with_their_call() -> None:
+    with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:leaves_tasks")) as runner:
+        assert [runner(["p"], ["c"], ["r"]).values.tolist() for _ in range(3)] == [[0.0], [1.0], [1.0]]
+
+
+def test_calls_run_in_the_background_in_several_processes(tmp_path: Path) -> None:
+    """Neither of two calls ends before the other has started in another process."""
+    (meeting := tmp_path / "meeting").mkdir()
+    with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:meet", num_workers=2, timeout_s=60.0)) as runner:
+        futures = [runner.submit([str(meeting)] * 3, ["c"] * 3, ["r"] * 3) for _ in range(2)]
+        assert [rewards_of(future.result()).values.tolist() for future in futures] == [[1.0] * 3] * 2
+
+
+def test_the_deadline_of_single_samples_is_per_sample(tmp_path: Path) -> None:
+    """Five samples together take longer than the deadline of one. None is retried, and only the hanging ones fail."""
+    noted, completions = tmp_path / "calls", ["ab", *["hang"] * 2, *["ab"] * 2]
+    rewards = run("steady", completions, str(noted), batched=False, timeout_s=1.0)
+    assert noted.read_text() == "".join(completions)
+    assert rewards.values.tolist() == [2.0, 0.0, 0.0, 2.0, 2.0]
+    assert (rewards.failed, rewards.message) == (2, "no answer within reward.timeout_s = 1 s")
+
+
+def test_a_slow_import_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = "import sys, time\nif 'functions/child' in sys.argv[0]: time.sleep(60)\ndef reward(*texts): return [1.0]\n"
+    (tmp_path / "slow_to_import.py").write_text(slow)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardRunner(RewardConfig(function="slow_to_import:reward", start_timeout_s=0.3)) as runner:
+        with pytest.raises(RunError, match=r"was not imported within reward\.start_timeout_s = 0\.3 s; raise it"):
+            runner(["p"], ["c"], ["r"])
+
+
+def test_an_import_that_fails_only_in_the_process_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = "import sys\nif 'functions/child' in sys.argv[0]: sys.exit('no sandbox')\ndef reward(*texts): return [1.0]\n"
+    (tmp_path / "fails_there.py").write_text(fails)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardRunner(RewardConfig(function="fails_there:reward")) as runner:
+        with pytest.raises(RunError, match=r"SystemExit: no sandbox.*the process that runs it could not"):
+            runner(["p"], ["c"], ["r"])
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_processes_start_before_the_first_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    """They end with the runner, even if it is closed while they start."""
+    module = f"known_by_pid_{waits}_{os.getpid()}"  # unique among concurrent runs of the tests
+    known = "if 'functions/child' in sys.argv[0]:\n    open(f'{os.path.dirname(__file__)}/{os.getpid()}.pid', 'w').close()\n"
+    (tmp_path / f"{module}.py").write_text(f"import os, sys\n{known}def reward(*texts): return [float(os.getpid())]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardRunner(RewardConfig(function=f"{module}:reward", num_workers=2)) as runner:
+        deadline = time.monotonic() + 60
+        while waits and len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if waits:
+            (answered,) = runner(["p"], ["c"], ["r"]).values
+            assert {path.stem for path in tmp_path.glob("*.pid")} > {str(int(answered))}
+    assert not [path for path in Path("/proc").glob("[0-9]*") if module in _command(path)]
+
+
+@pytest.mark.parametrize("session", ["shared", "own"])
+def test_child_processes_end_with_the_process(tmp_path: Path, session: str) -> None:
+    config = RewardConfig(function=f"{FUNCTIONS}:sandboxed", timeout_s=1.0)
+    with RewardRunner(config) as runner:
+        (answer,) = runner.submit([str(tmp_path / "children")], [session], [""]).result(30.0)
+    assert answer == Failed("no answer within reward.timeout_s = 1 s")
+    (child,) = (tmp_path / "children").read_text().split()
+    end = time.monotonic() + 10.0  # a busy machine takes a while to deliver the signal
+    while _is_alive(child) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not _is_alive(child)
+
+
+@pytest.mark.parametrize("function", ["pid", "pid_with_a_daemon"])
+def test_a_stopped_process_does_not_block_the_call(function: str) -> None:
+    config = RewardConfig(function=f"{FUNCTIONS}:{function}", timeout_s=0.5, max_failed_share=1.0)
+    with RewardRunner(config) as runner:
+        process = int(runner(["p"], ["c"], ["r"]).values[0])
+        os.kill(process, signal.SIGSTOP)
+        large = "x" * (4 << 20)  # more than a pipe holds
+        assert runner.submit(["p"], [large], ["r"]).result(8.0) == [Failed("no answer within reward.timeout_s = 0.5 s")]
+        assert runner(["p"], ["c"], ["r"]).failed == 0
+
+
+def test_a_process_that_starts_during_close_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    starting, closing, popen = threading.Event(), threading.Event(), subprocess.Popen
+
+    def held_back(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        starting.set()
+        closing.wait(5.0)
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr("dagrl.rl.functions.process.subprocess.Popen", held_back)
+    runner = RewardRunner(RewardConfig(function=f"{FUNCTIONS}:pid"))
+    with runner:
+        assert starting.wait(30.0)
+        threading.Timer(0.5, closing.set).start()  # during close
+    (process,) = started
+    assert process.wait(30.0) in (-signal.SIGUSR1, 1), "before or after it has started another one, which it then ends"
+
+
+def test_a_closed_runner_starts_no_process(tmp_path: Path) -> None:
+    """Even if a call that was running at the time closes the process again."""
+    config = RewardConfig(timeout_s=60.0)
+    with FunctionRunner(f"{FUNCTIONS}:noted", "reward", config, float, arguments="named") as runner:
+        running = runner.submit([str(tmp_path / "calls")], ["hang"], ["r"], [{}])
+        while not (tmp_path / "calls").exists():
+            time.sleep(0.01)
+    ended = [Failed("the process that runs it ended")]
+    assert running.result(30.0) == ended
+    assert [runner([str(tmp_path / "calls")], ["ab"], ["r"], [{}]) for _ in range(2)] == [ended] * 2
+    assert (tmp_path / "calls").read_text() == "hang\n"
+
+
+def test_a_failed_start_is_reported_by_the_first_call_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = "open(f'{os.path.dirname(__file__)}/{os.getpid()}.tried', 'w').close(); time.sleep(60)"
+    slow = f"import os, sys, time\nif 'functions/child' in sys.argv[0]: {noted}\ndef reward(*texts): return [1.0]\n"
+    (tmp_path / "slow_once.py").write_text(slow)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardRunner(RewardConfig(function="slow_once:reward", start_timeout_s=3.0)) as runner:
+        with pytest.raises(RunError, match=r"was not imported within reward\.start_timeout_s = 3 s"):
+            runner(["p"], ["c"], ["r"])
+    assert len(list(tmp_path.glob("*.tried"))) == 1
+
+
+def test_a_failed_restart_costs_the_samples_that_waited_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the second import takes too long, as on a busy machine."""
+    source = """
+import os, sys, time
+here = os.path.dirname(__file__)
+if 'functions/child' in sys.argv[0]:
+    open(f"{here}/{os.getpid()}.tried", "w").close()
+    if len([name for name in os.listdir(here) if name.endswith(".tried")]) == 2:
+        time.sleep(60)
+def reward(prompts, completions, references):
+    if "hang" in completions:
+        time.sleep(60)
+    return [1.0] * len(prompts)
+"""
+    (tmp_path / "slow_at_second.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RewardConfig(function="slow_at_second:reward", timeout_s=1.0, start_timeout_s=5.0)
+    with RewardRunner(config) as runner:
+        hung, waited, asked = (rewards_of(runner.submit(["p"], [text], ["r"]).result()) for text in ("hang", "a", "b"))
+    assert (hung.failed, hung.message) == (1, "no answer within reward.timeout_s = 1 s")
+    assert waited.failed == 1 and "was not imported within reward.start_timeout_s = 5 s" in waited.message
+    assert (asked.failed, asked.values.tolist()) == (0, [1.0])
+    assert len(list(tmp_path.glob("*.tried"))) == 3
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def _command(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:  # the process has ended
+        return ""

@@ -1,0 +1,347 @@
+"""Rewards: answers and failures of functions; tests/integration/test_reward_functions.py has their processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dagrl.config import RewardConfig, RewardShapingConfig
+from dagrl.errors import ConfigError, RunError
+from dagrl.rl.functions.answers import is_coroutine, raised
+from dagrl.rl.rewards import (
+    RewardRunner,
+    Rewards,
+    check_failures,
+    exact_match,
+    join_rewards,
+    math_answer,
+    overlong_penalty,
+    rewards_of,
+    shuffled,
+)
+from dagrl.runtime.deadline import Deadline
+from tests.gsm8k import GSM8K, needs_gsm8k
+from tests.unit.rl.in_process import in_process
+
+__all__ = ["in_process"]
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+
+def length(prompts: Any, completions: Any, references: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def picky(prompts: Any, completions: Any, references: Any) -> list[float]:
+    if "raise" in completions:
+        raise ValueError("no such answer")
+    return length(prompts, completions, references)
+
+
+def one_by_one(prompts: Any, completions: Any, references: Any) -> Any:
+    for completion in completions:
+        yield from picky([""], [completion], [""])
+
+
+def noted(prompts: Any, completions: Any, references: Any) -> list[float]:
+    with Path(prompts[0]).open("a") as file:
+        file.write(completions[0] + "\n")
+    return picky(prompts, completions, references)
+
+
+def single(prompt: str, completion: str, reference: str) -> float:
+    return float(len(completion))
+
+
+def short(prompts: Any, completions: Any, references: Any) -> list[float]:
+    return [1.0]
+
+
+def undefined(prompts: Any, completions: Any, references: Any) -> list[float]:
+    return [float(completion) if completion != "a" else 1.0 for completion in completions]
+
+
+class Together:
+    """Answers once as many calls are under way as the prompt says."""
+
+    under_way = 0
+
+    async def __call__(self, prompt: str, completion: str, reference: str) -> float:
+        self.under_way += 1
+        while self.under_way < int(prompt):  # noqa: ASYNC110  # an event would be bound to one loop
+            await asyncio.sleep(0.01)
+        if completion == "raise":
+            raise ValueError("no such answer")
+        return float(len(completion))
+
+
+together = Together()
+
+
+async def stuck(prompt: str, completion: str, reference: str) -> float:
+    noted([prompt], [completion], [reference])
+    await asyncio.sleep(3600 if completion == "hang" else 0)
+    return float(len(completion))
+
+
+class OneAtATime:
+    """Has a semaphore, which is bound to the event loop of the first call that waits, as a judge's HTTP client is."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Semaphore(1)
+
+    async def __call__(self, prompt: str, completion: str, reference: str) -> float:
+        async with self.turn:
+            await asyncio.sleep(0.001)
+        return float(len(completion))
+
+
+one_at_a_time, of_the_batch = OneAtATime(), OneAtATime()
+
+
+async def one_at_a_time_batched(prompts: Any, completions: Any, references: Any) -> Any:
+    assert len(prompts) > 1
+    return await asyncio.gather(*map(of_the_batch, prompts, completions, references))
+
+
+def with_its_own_loop(prompt: str, completion: str, reference: str) -> float:
+    return asyncio.run(Together()("0", completion, reference))
+
+
+def run(function: str, completions: list[str], timeout_s: float = 5.0) -> tuple[list[float], int, str]:
+    config = RewardConfig(function=function, timeout_s=timeout_s, max_failed_share=1.0)
+    with RewardRunner(config) as runner:
+        rewards = runner(["p"] * len(completions), completions, ["r"] * len(completions))
+    return rewards.values.tolist(), rewards.failed, rewards.message
+
+
+def test_exact_match() -> None:
+    assert exact_match(["1+1="] * 3, ["2", " 2\n", "22"], ["2", "2", "2"]) == [1.0, 1.0, 0.0]
+
+
+def test_rewards_of_a_list() -> None:
+    assert run(f"{__name__}:length", ["a", "", "abc"]) == ([1.0, 0.0, 3.0], 0, "")
+
+
+@pytest.mark.parametrize("name", ["picky", "one_by_one"])
+def test_sample_that_raises_costs_only_itself(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    values, failed, message = run(f"{__name__}:{name}", ["ab", "raise", "abc"])
+    assert (values, failed) == ([2.0, 0.0, 3.0], 1)
+    assert "for a batch" not in caplog.text, "the failed sample is counted instead"
+    line = picky.__code__.co_firstlineno + 2
+    assert message == f"ValueError: no such answer ({__file__}, line {line})", "of the function's own file"
+
+
+def test_an_error_of_a_package_names_the_users_line() -> None:
+    with pytest.raises(np.linalg.LinAlgError) as caught:
+        np.linalg.cholesky(np.ones(3))
+    message = raised(caught.value)
+    assert message.startswith("LinAlgError: ") and message.endswith(f"({__file__}, line {caught.traceback[0].lineno + 1})")
+
+
+START_S = 2.0
+
+
+class TimedProcess:
+    """Stands in for a process. Each row takes as many seconds of a simulated clock as its completion says."""
+
+    now = 0.0
+
+    def __init__(self, path: str, key: str, batched: bool, deadline: Deadline, start: Deadline, *_: object) -> None:
+        self._deadline, self._alive = deadline, False
+
+    async def start(self) -> None:
+        TimedProcess.now += 0.0 if self._alive else START_S
+        self._alive = True
+
+    async def ask(self, columns: list[list[str]], limit: Deadline | None = None) -> list[float] | str:
+        await self.start()
+        taken, deadline = sum(map(float, columns[1])), limit or self._deadline
+        TimedProcess.now += min(taken, deadline.seconds)
+        self._alive = taken <= deadline.seconds
+        return [1.0] * len(columns[1]) if self._alive else deadline.missed
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> type[TimedProcess]:
+    monkeypatch.setattr(TimedProcess, "now", 0.0)
+    monkeypatch.setattr("dagrl.rl.functions.runner.FunctionProcess", TimedProcess)
+    monkeypatch.setattr("dagrl.rl.functions.runner.time", SimpleNamespace(monotonic=lambda: TimedProcess.now))
+    return TimedProcess
+
+
+@pytest.mark.parametrize(
+    ("completions", "rewarded"),
+    [
+        (["inf"] * 8, [0.0] * 8),
+        (["inf"] * 100, [0.0] * 100),
+        (["inf"] * 7 + ["0.5"], [0.0] * 7 + [1.0]),  # a hanging sample gets its share of the 30 s left
+        (["0.5"] + ["inf"] * 7, [1.0] + [0.0] * 7),
+        (["0.5"] * 63 + ["inf"], [1.0] * 56 + [0.0] * 8),  # shares are at least a second, though 64 samples have 28 s
+        (["2"] * 8, [1.0] * 8),  # 16 s in total
+    ],
+)
+def test_a_call_keeps_to_its_time(timed: type[TimedProcess], completions: list[str], rewarded: list[float]) -> None:
+    with RewardRunner(RewardConfig(function=f"{__name__}:length", timeout_s=10.0)) as runner:
+        found = rewards_of(runner.submit([""] * len(completions), completions, [""] * len(completions)).result())
+    assert found.values.tolist() == rewarded
+    assert timed.now <= START_S + 4 * 10.0 + START_S
+
+
+def test_single_samples_have_no_time_for_the_whole_call(timed: type[TimedProcess]) -> None:
+    with RewardRunner(RewardConfig(function=f"{__name__}:single", batched=False, timeout_s=10.0)) as runner:
+        found = rewards_of(runner.submit([""] * 6, ["inf"] * 6, [""] * 6).result())
+    assert found.failed == 6
+    assert timed.now == 6 * (START_S + 10.0)
+
+
+def test_wrong_results() -> None:
+    with pytest.raises(RunError, match=r"failed for all 2 samples: ValueError: no such answer"):
+        run(f"{__name__}:picky", ["raise", "raise"])
+    with pytest.raises(RunError, match=r"it returned a float; expected: a list of 1 answers.*needs batched=false"):
+        run(f"{__name__}:with_its_own_loop", ["a", "b"])
+    said = "it returned a reward that is not finite in float32"
+    for bad in ("nan", "-inf", "1e39"):
+        assert run(f"{__name__}:undefined", [bad, "a"]) == ([0.0, 1.0], 1, said)
+    assert run(f"{__name__}:short", ["a", "b"])[:2] == ([1.0, 1.0], 0)  # correct for one sample at a time
+
+
+def test_one_warning_if_a_batch_fails_but_its_samples_do_not(caplog: pytest.LogCaptureFixture) -> None:
+    with RewardRunner(RewardConfig(function=f"{__name__}:short")) as runner:
+        for rows in (2, 2, 3, 1):
+            assert runner(["p"] * rows, ["a"] * rows, ["r"] * rows).values.tolist() == [1.0] * rows
+    assert [record.getMessage() for record in caplog.records] == [
+        "reward.function fails for a batch but answers each of its rows alone, which takes longer: "
+        f"it returned 1 answers; expected: a list of {rows} (warned once)"
+        for rows in (2, 3)
+    ]
+
+
+def test_unknown_function() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.function: .*has no 'exact_mach'; did you mean 'exact_match'"):
+        RewardRunner(RewardConfig(function="dagrl.rl.rewards:exact_mach"))
+
+
+def test_shuffled_permutes_the_rewards() -> None:
+    rewards = np.arange(64, dtype=np.float32)
+    permuted = shuffled(rewards, 0, 1)
+    assert sorted(permuted.tolist()) == rewards.tolist()
+    assert permuted.tolist() != rewards.tolist()
+    assert shuffled(rewards, 0, 1).tolist() == permuted.tolist() != shuffled(rewards, 0, 2).tolist()
+
+
+def test_coroutines_of_single_samples_run_concurrently_and_fail_alone() -> None:
+    """None of the twenty ends before all have started."""
+    with RewardRunner(RewardConfig(function=f"{__name__}:together", batched=False, timeout_s=60.0)) as runner:
+        rewards = runner(["20"] * 20, ["raise", *["ab"] * 19], ["r"] * 20)
+    assert rewards.values.tolist() == [0.0, *[2.0] * 19]
+    assert rewards.failed == 1 and rewards.message.startswith("ValueError: no such answer (")
+
+
+@pytest.mark.parametrize(("function", "batched"), [("one_at_a_time", False), ("one_at_a_time_batched", True)])
+def test_the_event_loop_is_shared_by_all_calls(function: str, batched: bool) -> None:
+    """A semaphore, like a judge's HTTP client, is bound to its event loop."""
+    with RewardRunner(RewardConfig(function=f"{__name__}:{function}", batched=batched)) as runner:
+        for _ in range(3):
+            assert runner(["p"] * 3, ["a", "", "abc"], ["r"] * 3).values.tolist() == [1.0, 0.0, 3.0]
+
+
+def test_a_function_of_single_samples_may_run_its_own_loop() -> None:
+    with RewardRunner(RewardConfig(function=f"{__name__}:with_its_own_loop", batched=False)) as runner:
+        assert runner(["p"] * 2, ["a", "abc"], ["r"] * 2).values.tolist() == [1.0, 3.0]
+
+
+def test_a_hanging_coroutine_costs_only_itself_and_no_retry(tmp_path: Path) -> None:
+    noted = tmp_path / "calls"
+    with RewardRunner(RewardConfig(function=f"{__name__}:stuck", batched=False, timeout_s=1.0)) as runner:
+        rewards = runner([str(noted)] * 20, ["hang", *["ab"] * 19], ["r"] * 20)
+    assert noted.read_text().splitlines() == ["hang", *["ab"] * 19], "each is asked once"
+    assert rewards.values.tolist() == [0.0, *[2.0] * 19]
+    assert (rewards.failed, rewards.message) == (1, "no answer within reward.timeout_s = 1 s")
+
+
+def test_an_object_with_an_async_call_is_a_coroutine_function() -> None:
+    class Judge:
+        async def __call__(self, prompt: str) -> float:
+            return 0.0
+
+    assert is_coroutine(Judge()) and is_coroutine(Judge().__call__) and not is_coroutine(exact_match)
+
+
+def test_a_single_sample_is_not_retried(tmp_path: Path) -> None:
+    noted = tmp_path / "calls"
+    with RewardRunner(RewardConfig(function=f"{__name__}:noted", max_failed_share=1.0)) as runner:
+        assert rewards_of(runner.submit([str(noted)], ["raise"], ["r"]).result()).message.startswith("ValueError: no such")
+    assert noted.read_text() == "raise\n"
+
+
+def test_too_many_failures_end_the_run() -> None:
+    failing = Rewards(np.zeros(8, np.float32), np.arange(8) >= 3, "ValueError: why")
+    joined = join_rewards([Rewards(np.ones(8, np.float32), np.ones(8, np.bool_)), failing])
+    assert (joined.failed, len(joined.values), joined.message) == (3, 16, "ValueError: why")
+    check_failures("reward", 3, 16, joined.message, 0.2)
+    with pytest.raises(RunError, match=r"3 of 16 samples, .* than reward\.max_failed_share = 0\.1: ValueError: why"):
+        check_failures("reward", 3, 16, joined.message, 0.1)
+    with pytest.raises(RunError, match=r"environment failed for all 2 samples: why"):
+        check_failures("environment", 2, 2, "why", 1.0)
+
+
+@pytest.mark.parametrize("total", [1, 2])
+def test_with_may_all_fail_only_the_share_counts(total: int, caplog: pytest.LogCaptureFixture) -> None:
+    check_failures("reward", total, total, "why", 1.0, may_all_fail=True)
+    assert f"reward failed for {total} of {total} samples: why" in caplog.text
+    with pytest.raises(RunError, match=rf"{total} of {total} samples, more than reward\.max_failed_share = 0\.9"):
+        check_failures("reward", total, total, "why", 0.9, may_all_fail=True)
+
+
+def test_failures_of_a_call_count_towards_the_limit() -> None:
+    with RewardRunner(RewardConfig(function=f"{__name__}:picky", max_failed_share=0.4)) as runner:
+        assert runner(["p"] * 3, ["raise", "a", "b"], ["r"] * 3).failed == 1
+        with pytest.raises(RunError, match=r"2 of 3 samples, more than reward\.max_failed_share = 0\.4"):
+            runner(["p"] * 3, ["raise", "a", "raise"], ["r"] * 3)
+
+
+def test_overlong_penalty_is_dapos_equation_13() -> None:
+    """With a maximum of 20480 tokens and a cache of 4096: 0 up to 16384, -0.5 half-way, -1 from the end on."""
+    config = RewardShapingConfig(enabled=True, max_response_length=20480, overlong_buffer_length=4096)
+    found = overlong_penalty([0, 16384, 16385, 18432, 20480, 30000], config, max_new_tokens=1)
+    assert found.tolist() == [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0]
+
+
+def test_math_answers() -> None:
+    pytest.importorskip("math_verify")
+    gsm8k = "She sold 48/2 = <<48/2=24>>24 clips in May.\n48+24 = 72 altogether.\n#### 72"
+    rows = [
+        (r"So the answer is \boxed{72}.", gsm8k, 1.0),
+        ("48 + 24 = 72", gsm8k, 1.0),
+        ("That makes 71.", gsm8k, 0.0),
+        ("no idea", gsm8k, 0.0),
+        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1.0),
+        ("0.5", r"\frac{1}{2}", 1.0),
+        ("1000 dollars", "#### 1,000", 1.0),
+    ]
+    completions, references, expected = (list(column) for column in zip(*rows, strict=True))
+    assert math_answer(["q"] * len(rows), completions, references) == expected
+
+
+@needs_gsm8k
+def test_math_answers_of_gsm8k() -> None:
+    """Every twentieth problem: its own answer in three wordings is right, a neighbouring number is not."""
+    pytest.importorskip("math_verify")
+    lines = (GSM8K / "test.jsonl").read_text().splitlines()[::20]
+    references = [json.loads(line)["answer"] for line in lines]
+    answers = [reference.rpartition("####")[2].strip() for reference in references]
+    wordings: dict[str, float] = {"\\boxed{{{}}}": 1.0, "So the answer is {}.": 1.0, "It takes 3 steps. #### {}": 1.0}
+    for wording, expected in wordings.items():
+        found = math_answer(["q"] * len(lines), [wording.format(answer) for answer in answers], references)
+        assert found == [expected] * len(lines), wording
+    wrong = [str(int(answer.replace(",", "")) + 1) for answer in answers]
+    assert not any(math_answer(["q"] * len(lines), [f"\\boxed{{{answer}}}" for answer in wrong], references))
