@@ -1,10 +1,10 @@
-# make setup | quickstart | test | check | lint | docs | reference | test-extras | test-agents | test-peers | test-versions | chaos | audit | gpu
+# make setup | tools | quickstart | test | check | lint | docs | reference | test-extras | test-agents | test-peers | test-versions | chaos | audit | gpu
 # Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-deps
 PIP := $(VENV)/bin/python $(PIP_INSTALL) --no-compile
-# With as many processes as there are cores; pip has one. Packages also contain files for other versions of Python, which fail.
+# With as many processes as there are cores. Packages also contain files for other versions of Python, which fail.
 COMPILE := $(VENV)/bin/python -m compileall -qq -j 0 $(VENV)/lib || true
 # A stamp is named after a hash of what was installed, because the file times of a fresh clone say nothing.
 content = $(shell cat $(1) | sha256sum | cut -c1-16)
@@ -15,9 +15,11 @@ EXTRAS := .venv-extras/.setup-$(call content,requirements/cpu.lock requirements/
 AGENTS := .venv-agents/.setup-$(call content,requirements/cpu.lock requirements/agents.lock)
 PEERS := .venv-peers/.setup-$(call content,requirements/peers.lock pyproject.toml)
 
-.PHONY: setup quickstart test check lint types docs reference test-extras test-agents peers test-peers test-versions chaos audit gpu
+.PHONY: setup tools quickstart test check lint types docs reference test-extras test-agents peers test-peers test-versions chaos audit gpu
 
 setup: $(SETUP)
+
+tools: $(TOOLS)
 
 quickstart: $(SETUP)
 	$(VENV)/bin/dagrl train examples/grpo_quickstart.yaml
@@ -83,13 +85,15 @@ audit: $(EXTRAS)
 gpu:
 	python3 -m dagrl.bench.gpu.run_all $(if $(PARTS),--parts $(PARTS)) $(if $(LIMIT),--limit $(LIMIT))
 
-# $(call environment,directory,lock file): with the CPU build of torch, which PyPI does not have.
+# $(call environment,directory,lock file): with the CPU build of torch, which PyPI does not have. pip has one thread.
 define environment
 @echo "Installing $(2) into $(1), which takes a few minutes"
 $(PYTHON) -m venv $(1)
-$(1)/bin/python $(PIP_INSTALL) --no-compile $(shell grep '^torch==' $(2)) 2>/dev/null || \
-	$(1)/bin/python $(PIP_INSTALL) --no-compile --index-url https://download.pytorch.org/whl/cpu $(shell grep '^torch==' $(2))
-$(1)/bin/python $(PIP_INSTALL) --no-compile --requirement $(2)
+($(1)/bin/python $(PIP_INSTALL) --no-compile $(shell grep '^torch==' $(2)) 2>/dev/null || \
+	$(1)/bin/python $(PIP_INSTALL) --no-compile --index-url https://download.pytorch.org/whl/cpu $(shell grep '^torch==' $(2))) & \
+	torch=$$!; \
+	grep -v -e '^#' -e '^torch==' $(2) | xargs --max-procs=2 --max-args=60 $(1)/bin/python $(PIP_INSTALL) --no-compile && \
+	wait $$torch
 $(1)/bin/python $(PIP_INSTALL) --no-build-isolation --editable .
 @rm -f $(1)/.setup-*
 endef
