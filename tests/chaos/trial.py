@@ -128,7 +128,7 @@ class Trial:
         if step is None:
             return None
         row = Row(fault.name, self.scenario.name, moment, step, "")
-        restarts = self._restarts()
+        restarts, shown = self._restarts(), len(self.run.drawn)
         try:
             with fault.applied(self, self.random) as row.did:
                 self._sleep(self.random.uniform(*fault.lasts_s))
@@ -143,7 +143,7 @@ class Trial:
             self.end()
             self._resume(row)
         elif row.outcome == "stopped":
-            self._check_stop(row, fault)
+            self._check_stop(row, fault, shown)
             if row.exit_code != 0 and resume:
                 self._resume(row)
         elif fault.harmless and row.outcome != "went on":
@@ -226,8 +226,11 @@ class Trial:
     def _restarts(self) -> int:
         return b"".join(self.run._shown).count(RESTART)
 
-    def _check_stop(self, row: Row, fault: Fault | None) -> None:
-        """What a run that stopped must have left: one message, an exit code, nothing else."""
+    def _check_stop(self, row: Row, fault: Fault | None, since: int = 0) -> None:
+        """What a run that stopped must have left: one message, an exit code, nothing else.
+
+        A restart before the fault may have shown a worker's traceback, in what was drawn up to `since`.
+        """
         row.exit_code = self.run.finish(GONE_S)
         shown = self.run.drawn
         row.message = " ".join(shown.partition("dagrl: error:")[2].split())[:300]
@@ -238,8 +241,8 @@ class Trial:
             row.wrong.append(f"{shown.count('dagrl: error:')} messages: {self._tail()}")
         if row.exit_code == 0 and row.step and self._step() < self.scenario.steps:
             row.wrong.append("exit code 0 before the last step")
-        if "Traceback" in shown:
-            row.wrong.append(f"a traceback: {shown.partition('Traceback')[2][:1500]}")
+        if "Traceback" in shown[since:]:
+            row.wrong.append(f"a traceback: {shown[since:].partition('Traceback')[2][:1500]}")
         row.wrong += self._left()
         self.end()
 

@@ -32,6 +32,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import IO, Any, TypeVar
 
 from dagrl.errors import UserError, error_text
@@ -68,7 +69,8 @@ def main() -> None:
         _send(parent, None)
 
         def reply(number: int, answer: Any) -> None:
-            _send(parent, (number, _pickled(answer)))
+            with suppress(ConnectionError):  # the driver ends, as the next read finds
+                _send(parent, (number, _pickled(answer)))
 
         if arguments == "agents":
             _serve(requests, AgentHost(function, deadline, loop.spawn, reply))
@@ -93,7 +95,7 @@ def _serve(requests: IO[bytes], take: Callable[[int, Any], None]) -> None:
     while True:
         try:
             number, content = pickle.load(requests)  # noqa: S301  # from our parent
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         take(number, content)
 
