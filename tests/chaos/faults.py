@@ -96,12 +96,12 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def kill(target: str) -> Applied:
-    """SIGKILL, as of an operator or the kernel."""
+def strike(target: str, number: signal.Signals) -> Applied:
+    """SIGKILL, as of an operator or the kernel, or SIGSTOP without SIGCONT: the process hangs."""
 
     def apply(victim: Victim, random: Random) -> Iterator[str]:
         pid = chosen(victim, target, random)
-        send(pid, signal.SIGKILL)
+        send(pid, number)
         yield f"pid {pid}"
 
     return apply
@@ -117,17 +117,6 @@ def pause(target: str) -> Applied:
             yield f"pid {pid}"
         finally:
             send(pid, signal.SIGCONT)
-
-    return apply
-
-
-def freeze(target: str) -> Applied:
-    """SIGSTOP without SIGCONT: the process hangs."""
-
-    def apply(victim: Victim, random: Random) -> Iterator[str]:
-        pid = chosen(victim, target, random)
-        send(pid, signal.SIGSTOP)
-        yield f"pid {pid}"
 
     return apply
 
@@ -285,14 +274,14 @@ TWO_HOSTS = frozenset({"two hosts"})
 FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("SIGKILL train worker", kill("train worker")),
-        Fault("SIGKILL generation worker", kill("generation worker"), scenarios=GRPO),
-        Fault("SIGKILL reward", kill("reward"), scenarios=REWARDED, harmless=True),
-        Fault("SIGKILL environment", kill("environment"), scenarios=TURNS, harmless=True),
-        Fault("SIGKILL raylet", kill("raylet"), scenarios=ONE_HOST),
-        Fault("SIGKILL GCS", kill("GCS"), scenarios=ONE_HOST, noticed_s=90.0),
-        Fault("SIGKILL runtime-env agent", kill("runtime-env agent"), scenarios=ONE_HOST, noticed_s=30.0),
-        Fault("SIGKILL driver", kill("driver")),
+        Fault("SIGKILL train worker", strike("train worker", signal.SIGKILL)),
+        Fault("SIGKILL generation worker", strike("generation worker", signal.SIGKILL), scenarios=GRPO),
+        Fault("SIGKILL reward", strike("reward", signal.SIGKILL), scenarios=REWARDED, harmless=True),
+        Fault("SIGKILL environment", strike("environment", signal.SIGKILL), scenarios=TURNS, harmless=True),
+        Fault("SIGKILL raylet", strike("raylet", signal.SIGKILL), scenarios=ONE_HOST),
+        Fault("SIGKILL GCS", strike("GCS", signal.SIGKILL), scenarios=ONE_HOST, noticed_s=90.0),
+        Fault("SIGKILL runtime-env agent", strike("runtime-env agent", signal.SIGKILL), scenarios=ONE_HOST, noticed_s=30.0),
+        Fault("SIGKILL driver", strike("driver", signal.SIGKILL)),
         Fault("SIGSTOP train worker for a while", pause("train worker"), (0.5, 4.0), harmless=True),
         Fault(
             "SIGSTOP generation worker for a while", pause("generation worker"), (0.5, 4.0), harmless=True, scenarios=GRPO
@@ -303,12 +292,12 @@ FAULTS = {
         Fault("SIGSTOP GCS for a while", pause("GCS"), (0.5, 8.0), harmless=True, scenarios=ONE_HOST),
         Fault("SIGSTOP driver for a while", pause("driver"), (0.5, 4.0), harmless=True),
         Fault("SIGSTOP all for a while", suspend, (1.0, 8.0), harmless=True, scenarios=ONE_HOST),
-        Fault("SIGSTOP train worker", freeze("train worker")),
-        Fault("SIGSTOP generation worker", freeze("generation worker"), scenarios=GRPO),
-        Fault("SIGSTOP reward", freeze("reward"), harmless=True, noticed_s=30.0, scenarios=REWARDED),
-        Fault("SIGSTOP environment", freeze("environment"), harmless=True, noticed_s=30.0, scenarios=TURNS),
-        Fault("SIGSTOP raylet", freeze("raylet"), scenarios=ONE_HOST),
-        Fault("SIGSTOP GCS", freeze("GCS"), noticed_s=60.0, scenarios=ONE_HOST),
+        Fault("SIGSTOP train worker", strike("train worker", signal.SIGSTOP)),
+        Fault("SIGSTOP generation worker", strike("generation worker", signal.SIGSTOP), scenarios=GRPO),
+        Fault("SIGSTOP reward", strike("reward", signal.SIGSTOP), harmless=True, noticed_s=30.0, scenarios=REWARDED),
+        Fault("SIGSTOP environment", strike("environment", signal.SIGSTOP), harmless=True, noticed_s=30.0, scenarios=TURNS),
+        Fault("SIGSTOP raylet", strike("raylet", signal.SIGSTOP), scenarios=ONE_HOST),
+        Fault("SIGSTOP GCS", strike("GCS", signal.SIGSTOP), noticed_s=60.0, scenarios=ONE_HOST),
         Fault("reward raises", misbehaves("raise"), (0.5, 3.0), changes=True, scenarios=REWARDED),
         Fault("reward hangs", misbehaves("hang"), (5.0, 15.0), changes=True, scenarios=REWARDED),
         Fault("reward ends its process", misbehaves("end"), (0.5, 3.0), changes=True, scenarios=REWARDED),
