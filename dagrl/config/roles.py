@@ -27,6 +27,7 @@ def role_config(config: Config, role: str) -> Config:
 
 def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> PolicyConfig:
     """Returns the section `policy` with the model, layout and batches of `section`; open keys keep the policy's values."""
+    kernels = {name: getattr(policy.megatron_cfg, name) for name in ("transformer_engine", "recompute_granularity")}
     update: dict[str, object] = {
         "worker": section.worker,
         "reference_model_name": None,
@@ -34,7 +35,7 @@ def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> P
         "optimizer": OptimizerConfig(),
         "scheduler": SchedulerConfig(),
         "peft": PeftConfig(),
-        "megatron_cfg": _megatron_of(section, policy.megatron_cfg),
+        "megatron_cfg": MegatronConfig().with_keys({**kernels, **dict(section.megatron_cfg)}),
     }
     if section.model_name is not None:
         update |= {"model_name": section.model_name, "random_init": None}
@@ -43,9 +44,3 @@ def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> P
         if section.train_global_batch_size is not None:
             update["train_global_batch_size"] = section.train_global_batch_size
     return policy.model_copy(update=update)
-
-
-def _megatron_of(section: CriticConfig | TeacherConfig, policy: MegatronConfig) -> MegatronConfig:
-    own = {name: getattr(section.megatron_cfg, name) for name in type(section.megatron_cfg).model_fields}
-    engine = {name: getattr(policy, name) for name in ("transformer_engine", "recompute_granularity")}
-    return MegatronConfig().with_keys({**engine, **own})

@@ -11,8 +11,10 @@
     store = CheckpointStore(directory, keep_top_k=2, keep_last_k=3)
     store.recover(resume=True)                        # once, at the start
     latest = store.latest()                           # the verified newest checkpoint, or None
-    with store.saving(TrainState(step=10, ...)) as directory:
+    directory = store.begin(state)
+    with store.discarding(directory):
         ...                                           # write files into it
+    store.publish(state, directory)
 
 This module handles files only. Workers read and write their own parts.
 """
@@ -129,14 +131,6 @@ class CheckpointStore:
                 "new run expects none. Set checkpointing.resume=true, or checkpointing.checkpoint_dir to another directory"
             )
 
-    @contextmanager
-    def saving(self, state: TrainState) -> Iterator[Path]:
-        """Yields a directory for a checkpoint. Publishes it when the block ends; removes it if the block raises."""
-        directory = self.begin(state)
-        with self.discarding(directory):
-            yield directory
-        self.publish(state, directory)
-
     def begin(self, state: TrainState) -> Path:
         """Returns an empty directory for a checkpoint that `publish` completes."""
         directory = self._final(state).with_suffix(".tmp")
@@ -153,7 +147,10 @@ class CheckpointStore:
         with self.discarding(directory):
             write_whole(directory / STATE, json.dumps(asdict(state), indent=1))
             sync_tree(directory)
-            _write_manifest(directory, written or {})
+            paths = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+            known = written or {}
+            manifest = _Manifest(FORMAT, {name: known.get(name) or fingerprint(path) for name, path in paths.items()})
+            write_whole(directory / MANIFEST, json.dumps(asdict(manifest), indent=1))
         replace_directory(directory, self._final(state))
         self._prune()
 
@@ -268,12 +265,6 @@ def read_state(directory: Path) -> TrainState:
             f"{directory} holds the state of step {state.step}; it was renamed or copied. Rename it to its step"
         )
     return state
-
-
-def _write_manifest(directory: Path, written: Mapping[str, FileEntry]) -> None:
-    paths = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
-    manifest = _Manifest(FORMAT, {name: written.get(name) or fingerprint(path) for name, path in paths.items()})
-    write_whole(directory / MANIFEST, json.dumps(asdict(manifest), indent=1))
 
 
 def _read_manifest(directory: Path) -> dict[str, FileEntry]:

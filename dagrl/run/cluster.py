@@ -216,7 +216,8 @@ def _join(ending: threading.Thread, timeout_s: float) -> None:
 
 def remove_orphaned_semaphores(names: set[str]) -> None:
     """Removes those of the semaphores `names` whose creator, identified by its process id, has ended."""
-    orphans = {name for name in names if not _is_alive(name)}
+    creators = {name: match[1] for name in names if (match := _SEMAPHORE.match(name))}
+    orphans = [name for name, pid in creators.items() if not Path("/proc", pid).exists()]
     for name in orphans:
         (DEV_SHM / name).unlink(missing_ok=True)
     if orphans:
@@ -228,9 +229,3 @@ def semaphores() -> set[str]:
     if not DEV_SHM.is_dir():
         return set()
     return {entry.name for entry in DEV_SHM.iterdir() if _SEMAPHORE.match(entry.name)}
-
-
-def _is_alive(name: str) -> bool:
-    match = _SEMAPHORE.match(name)
-    assert match, name
-    return Path("/proc", match[1]).exists()

@@ -30,6 +30,7 @@ from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.megatron.identity import FORMAT, WORKER, identity_of
 from dagrl.workers.train.hf_load import read_hf_config
 from tests.integration.unigram_workers import UnigramTrainer
+from tests.unit.run.saving import saving
 
 MODEL = {
     "model_type": "qwen3",
@@ -934,7 +935,7 @@ def save_checkpoint(config: Config, model: Path) -> None:
     identity = identity_of(inputs.config.policy, read_hf_config(model))
     head = {"format": FORMAT, "identity": identity}
     position = open_sampler(inputs.prompts, inputs.config.data).state()
-    with CheckpointStore(paths.checkpoints).saving(TrainState(3, {"grpo_sampler": position, REFERENCE: False})) as part:
+    with saving(CheckpointStore(paths.checkpoints), TrainState(3, {"grpo_sampler": position, REFERENCE: False})) as part:
         (part / "train").mkdir()
         (part / "train" / WORKER).write_text(json.dumps(head))
     paths.config.write_text("name: bad\n")

@@ -17,11 +17,12 @@ from dagrl.files import replace_directory
 from dagrl.run import checkpoint_store
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState, large_files, load_checkpoint_directory
 from tests.unit.run.full_disk import full_disk
+from tests.unit.run.saving import saving
 
 
 def save(store: CheckpointStore, step: int, metric: float | None = None) -> Path:
     state = TrainState(step=step, counters={"tokens": 5}, metric=metric)
-    with store.saving(state) as directory:
+    with saving(store, state) as directory:
         (directory / "train").mkdir()
         (directory / "train" / "rank_0.pt").write_bytes(b"weights of step %d" % step)
     return store.root / f"step_{step:08d}"
@@ -81,7 +82,7 @@ def test_a_directory_is_synced_before_it_is_renamed(tmp_path: Path, on_disk: lis
 
 def test_a_failed_save_leaves_nothing(store: CheckpointStore) -> None:
     save(store, 1)
-    with pytest.raises(KeyboardInterrupt), store.saving(TrainState(step=2)) as directory:
+    with pytest.raises(KeyboardInterrupt), saving(store, TrainState(step=2)) as directory:
         (directory / "half").write_text("...")
         raise KeyboardInterrupt
     assert [path.name for path in store.root.iterdir()] == ["step_00000001"]
@@ -92,7 +93,7 @@ def test_a_full_disk_names_the_checkpoint_and_keeps_earlier_ones(store: Checkpoi
     """Full while a part is written, or while the state is."""
     save(store, 1)
     state = TrainState(2, counters={"words": "x" * 200})
-    with pytest.raises(OSError, match="File too large") as raised, full_disk(size), store.saving(state) as directory:
+    with pytest.raises(OSError, match="File too large") as raised, full_disk(size), saving(store, state) as directory:
         (directory / "part").write_bytes(b"x" * 50)
     assert raised.value.filename == str(directory if size == 0 else directory / "state.json")
     assert steps(store) == [1] and [path.name for path in store.root.iterdir()] == ["step_00000001"]
@@ -100,7 +101,7 @@ def test_a_full_disk_names_the_checkpoint_and_keeps_earlier_ones(store: Checkpoi
 
 def test_an_unfinished_save_is_not_listed(store: CheckpointStore) -> None:
     save(store, 1)
-    with store.saving(TrainState(step=2)):
+    with saving(store, TrainState(step=2)):
         assert steps(store) == [1]
     assert steps(store) == [1, 2]
 

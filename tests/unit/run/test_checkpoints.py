@@ -17,6 +17,7 @@ from dagrl.run.checkpoint_store import MANIFEST, SMALL_FILE_BYTES, CheckpointSto
 from dagrl.run.checkpoints import Checkpoints, DriverPart, load_role
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.worker_group import WorkerGroup
+from tests.unit.run.saving import saving
 
 
 class Writers:
@@ -140,7 +141,7 @@ class Readers:
 
 def test_each_large_file_is_verified_by_one_worker_before_loading(tmp_path: Path) -> None:
     store, readers = CheckpointStore(tmp_path), Readers()
-    with store.saving(TrainState(1)) as directory:
+    with saving(store, TrainState(1)) as directory:
         for name in ("train", "critic"):
             (directory / name).mkdir()
             for number in range(4):

@@ -19,6 +19,7 @@ from dagrl.data.examples import read_jsonl
 from dagrl.errors import CheckpointError, ConfigError, DataError
 from dagrl.run.checkpoint_store import FORMAT, MANIFEST, STATE, CheckpointStore, TrainState, load_checkpoint_directory
 from dagrl.telemetry.record import prepare_run_directory
+from tests.unit.run.saving import saving
 
 VALID = {"name": "fuzz", "algorithm": "sft", "policy": {}, "data": {}}
 FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
@@ -35,7 +36,7 @@ STATE_OF = TrainState(7, {"sampler": {"epoch": 1}}, 0.25)
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = CheckpointStore(tmp_path_factory.mktemp("fuzz"))
-    with store.saving(STATE_OF) as directory:
+    with saving(store, STATE_OF) as directory:
         (directory / "train").mkdir()
         (directory / "train" / "part.bin").write_bytes(bytes(range(256)))
     return store.root / "step_00000007"

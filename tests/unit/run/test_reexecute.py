@@ -19,6 +19,7 @@ from dagrl.run.reexecute import newest_checkpoint, replay_step
 from dagrl.run.session import LastStep
 from dagrl.telemetry.record import read_metrics
 from dagrl.telemetry.rollouts import RolloutFiles, read_rollouts, rollout_files
+from tests.unit.run.saving import saving
 from tests.unit.telemetry.made_run import make_run
 
 
@@ -83,7 +84,7 @@ def test_a_step_that_was_not_executed_is_an_error(tmp_path: Path) -> None:
 def test_it_starts_from_the_newest_checkpoint_before_the_step(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     for step in (2, 4, 6):
-        with store.saving(TrainState(step)):
+        with saving(store, TrainState(step)):
             pass
     found = [newest_checkpoint((tmp_path / "moved", tmp_path / "checkpoints"), range(step)) for step in (2, 3, 6, 9)]
     assert [path and path.name for path in found] == [None, "step_00000002", "step_00000004", "step_00000006"]

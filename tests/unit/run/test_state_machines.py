@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dagrl.machine import DEV_SHM  # memory: each save waits for the disk several times
 from dagrl.rl.rollout.trajectories import TrajectoryBuffer
 from dagrl.run.checkpoint_store import MANIFEST, CheckpointStore, TrainState
+from tests.unit.run.saving import saving
 
 HISTORIES = settings(deadline=None, max_examples=25, stateful_step_count=30)
 
@@ -130,14 +131,14 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(metric=st.floats(-9, 9))
     def save(self, metric: float) -> None:
         state = self.state(metric)
-        with self.store.saving(state) as directory:
+        with saving(self.store, state) as directory:
             (directory / "part").write_text(str(state.step))
         self.metrics[state.step] = metric
 
     @rule(metric=st.floats(-9, 9), error=st.sampled_from([OSError, KeyboardInterrupt]))
     def fail_to_save(self, metric: float, error: type[BaseException]) -> None:
         try:
-            with self.store.saving(self.state(metric)) as directory:
+            with saving(self.store, self.state(metric)) as directory:
                 (directory / "part").write_text("half")
                 raise error
         except error:
@@ -148,7 +149,7 @@ class Checkpoints(RuleBasedStateMachine):
         """Killed with all files written but not named, or before the manifest. The next process cleans up."""
         state = self.state(metric)
         other = CheckpointStore(self.root / "elsewhere")
-        with other.saving(state) as directory:
+        with saving(other, state) as directory:
             (directory / "part").write_text(str(state.step))
         written = other.root / f"step_{state.step:08d}"
         if not whole:
