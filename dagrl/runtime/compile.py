@@ -13,7 +13,6 @@ from ray.exceptions import RayError
 
 from dagrl.runtime.edges.memory import EdgeClosedError
 from dagrl.runtime.edges.packet import Packet
-from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.base import Actors, Executable, Executor, GraphLimits, Nodes, accelerated
 from dagrl.runtime.graph import PhaseGraph, WorkerRef
 from dagrl.runtime.passes.shards import fuse
@@ -51,11 +50,7 @@ class Compiled:
         """`Executable.fetch`. Raises the error of a replay that could not be sent."""
         if isinstance(submitted, RayError | EdgeClosedError):
             raise submitted
-        try:
-            packets = self.executable.fetch(submitted, timeout_s)
-        except UnreadableError:  # the replay has ended
-            self.under_way -= 1
-            raise
+        packets = self.executable.fetch(submitted, timeout_s)
         self.under_way -= 1
         return packets
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -158,9 +157,6 @@ def _wait_for_next(replay: PendingReplay, until: float) -> None:
             raise DeadlineError(
                 f"{replay.name}: no result yet; its deadline is in {replay.deadline - now:.1f} s. Ask again, or wait longer"
             ) from None
-    except UnreadableError as error:  # one result cannot be read; the graph is whole
-        replay.waiting.popleft()
-        replay.add([_unreadable_result(replay, error)])
     except Exception as error:  # whatever a graph fails with, the replay has failed and its workers must be released
         if isinstance(error.__cause__, KeyboardInterrupt):  # raised while Ray raised: Python turns both into a SystemError
             raise error.__cause__ from None
@@ -198,7 +194,7 @@ def _silent(replay: PendingReplay, reports: Mapping[RoleRank, Report]) -> list[R
 
 def _arrived_failures(graph: Compiled, submitted: object) -> Sequence[WorkerFailure]:
     """Returns the failures of workers whose outputs have arrived. Others may wait for these in a collective forever."""
-    with suppress(RayChannelError, EdgeClosedError):  # the next `fetch` raises it
+    with suppress(RayChannelError, EdgeClosedError, UnreadableError):  # the next `fetch` raises it
         return graph.executable.failures(submitted)
     return ()
 
@@ -216,15 +212,6 @@ def _deaths(replay: PendingReplay, error: Exception) -> list[WorkerFailure]:
         if ended:
             break
     return [replay.failure(role, rank, "died", "its process ended") for role, rank in ended]
-
-
-def _unreadable_result(replay: PendingReplay, error: UnreadableError) -> WorkerFailure:
-    """The failure of a worker whose result this process cannot read."""
-    actor_id, node = error.writer
-    found = {role: rank for role, group in replay.groups.items() if (rank := group.rank_of_actor(actor_id)) is not None}
-    role, rank = next((one for one in found.items() if node.startswith(f"{one[0]}[")), next(iter(found.items())))
-    text = f"its result cannot be read by the driver: {error}"
-    return replay.failure(role, rank, "raised", text, node, "".join(traceback.format_exception(error)))
 
 
 def _broken_error(replay: PendingReplay, error: Exception) -> PhaseError:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import WorkerContext, current_replay, in_warmup
-from tests.unit.runtime.unreadable import unreadable
+from tests.unit.runtime.unreadable import Unreadable
 
 ENGINES: dict[str, Any] = {
     "dagrl": {"executor": "compiled"},
@@ -75,7 +75,7 @@ class FakeWorker:
             if how["kind"] == "echo":
                 return how["value"]
             if how["kind"] == "unreadable":
-                return unreadable()
+                return Unreadable()
             if how["kind"] == "die":
                 os.kill(os.getpid(), 9)
             if how["kind"] == "hang":

@@ -27,7 +27,7 @@ from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker import WorkerContext
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import ENGINES, FakeWorker
-from tests.unit.runtime.unreadable import unreadable
+from tests.unit.runtime.unreadable import Unreadable
 
 TOKENS = {"tokens": Field("int64"), "lengths": Field("int64", "row")}
 
@@ -194,24 +194,15 @@ def test_an_exception_names_worker_phase_and_replay_and_the_graph_lives_on(sched
     assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
 
 
-def test_a_result_that_the_driver_cannot_read_names_its_worker_and_the_graph_lives_on(scheduler: Scheduler) -> None:
-    with pytest.raises(PhaseError, match="its result cannot be read by the driver") as caught:
-        scheduler.replay(misbehave, {"rank": 3, "kind": "unreadable"}).result()
-    (failure,) = caught.value.failures
-    assert (failure.role, failure.rank, failure.phase) == ("train", 3, "misbehave") and not caught.value.breaks
-    assert "ValueError: cannot be made again" in failure.traceback
-    assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
-
-
-def test_an_input_that_workers_cannot_read_is_the_failure_of_each_and_the_graph_lives_on(scheduler: Scheduler) -> None:
-    if scheduler.options.executor == "eager":
-        pytest.skip("Ray reads a call's arguments, and fails the call")
-    with pytest.raises(PhaseError, match="ValueError: cannot be made again") as caught:
-        scheduler.replay(misbehave, unreadable()).result()
-    assert {failure.rank for failure in caught.value.failures} == {0, 1, 2, 3} and not caught.value.breaks
-    train = scheduler.groups["train"]
-    assert train.call("was_aborted") == [True] * 4, "peers would wait for them"
-    train.call_function(lambda worker: setattr(worker, "aborted", False))
+@pytest.mark.parametrize("value", [{"rank": 3, "kind": "unreadable"}, Unreadable()], ids=["result", "input"])
+def test_a_value_that_cannot_be_unpickled_is_an_error_that_names_it_and_breaks_the_graph(
+    scheduler: Scheduler, value: object
+) -> None:
+    with pytest.raises(PhaseError, match="cannot be made again") as caught:
+        scheduler.replay(misbehave, value).result()
+    assert caught.value.breaks
+    scheduler.groups["train"].call_function(lambda worker: setattr(worker, "aborted", False))
+    scheduler.recover()
     assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
 
 

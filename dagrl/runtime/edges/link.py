@@ -210,8 +210,7 @@ class LinkReader:
     def read(self, timeout_s: float | None) -> object:
         """Returns the next message, unpickled. Its large arrays are in buffers that are reused once the arrays are gone.
 
-        Raises EdgeTimeoutError; EdgeClosedError, or EdgeLostError if the writer is gone; UnreadableError, after which the
-        message counts as read.
+        Raises EdgeTimeoutError; EdgeClosedError, or EdgeLostError if the writer is gone; UnreadableError.
         """
         until = None if timeout_s is None else time.perf_counter() + timeout_s
         try:

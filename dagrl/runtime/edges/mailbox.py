@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from dagrl.errors import RunError
 from dagrl.runtime.edges.futex import Watch, fence, pause_until
 from dagrl.runtime.edges.memory import LINE, MemoryAddress, aligned, anonymous_memory, open_memory
-from dagrl.runtime.edges.pickling import UnreadableError, load
+from dagrl.runtime.edges.pickling import load
 
 CELL_BYTES = 2048
 """Room for a small result, such as the metrics of a step. Larger results are sent over the writer's ring."""
@@ -101,7 +101,7 @@ class Mailbox:
     def collect(self, number: int, timeout_s: float) -> list[object]:
         """Returns message `number` of every writer, unpickled, in the order of the writers. Drops earlier ones.
 
-        A message that this process cannot unpickle is replaced by its UnreadableError.
+        Raises EdgeTimeoutError, EdgeClosedError, UnreadableError.
         """
         self._watch.check_open()
         cells, wanted = self._cells[number % self._slots], number & _MASK
@@ -163,11 +163,4 @@ class Mailbox:
 def _all_unpickled(cells: Sequence[memoryview]) -> list[object]:
     with suppress(Exception):  # one of them cannot be unpickled; `load` for each would take 0.1 us more per cell
         return list(map(pickle.loads, cells))  # written by processes of the same run
-    return list(map(_unpickled, cells))
-
-
-def _unpickled(cell: memoryview) -> object:
-    try:
-        return load(cell)
-    except UnreadableError as error:
-        return error
+    return list(map(load, cells))

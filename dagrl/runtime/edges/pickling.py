@@ -1,4 +1,4 @@
-"""Pickles values with their large buffers apart, and recovers the plain data of a message that cannot be unpickled.
+"""Pickles values with their large buffers apart.
 
 The driver pickles an input of any type once (`Encoded`), and each worker unpickles it where it uses it. So its size is known
 before it is sent, and a worker of a fused graph unpickles only its own shard's part (`Shares`).
@@ -13,26 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dagrl.errors import RunError, WorkerFailure, error_text
+from dagrl.errors import RunError, error_text
 from dagrl.runtime.edges.tensors import edge_reducers, make_torch_picklable
 
 Bytes = bytes | memoryview
 
 
 class UnreadableError(RunError):
-    """A whole message arrived, but this process cannot unpickle it.
-
-    `content` is the message with a stand-in for everything that is not plain data. `writer` is the id of the actor and the
-    label of the node that it comes from, once they are known.
-    """
-
-    def __init__(self, error: Exception, content: Any) -> None:
-        self.content = content
-        self.writer = ("", "")
-        super().__init__(
-            f"{error_text(error)}, when a value was unpickled; send only values that every process of the phase can import "
-            "and unpickle"
-        )
+    """A whole message arrived, but this process cannot unpickle it."""
 
 
 def dump(value: object, in_band: bool = False, plain: bool = False) -> list[Bytes]:
@@ -73,34 +61,10 @@ def load(pickled: Bytes, buffers: Sequence[Bytes | bytearray] = ()) -> Any:
     try:
         return pickle.loads(pickled, buffers=buffers)  # noqa: S301  # written by a process of the same run
     except Exception as error:  # raised by the value's own classes
-        try:
-            content = _PlainUnpickler(pickled, buffers).load()
-        except Exception:  # not the fault of the value
-            raise error from None
-        raise UnreadableError(error, content) from error
-
-
-class _StandIn:
-    """Replaces any class, function and object in a pickle."""
-
-    def __new__(cls, *args: object, **kwargs: object) -> _StandIn:
-        return super().__new__(cls)
-
-    def _ignore(self, *args: object, **kwargs: object) -> _StandIn:
-        return self
-
-    __call__ = __setstate__ = __setitem__ = append = extend = add = _ignore
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Unpickles only plain data and WorkerFailures."""
-
-    def __init__(self, pickled: Bytes, buffers: Sequence[Bytes | bytearray]) -> None:
-        super().__init__(io.BytesIO(pickled), buffers=buffers)
-
-    def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        known = (module, name) == (WorkerFailure.__module__, WorkerFailure.__name__)
-        return WorkerFailure if known else _StandIn
+        raise UnreadableError(
+            f"{error_text(error)}, when a value was unpickled; send only values that every process of the phase can import "
+            "and unpickle"
+        ) from error
 
 
 @dataclass(eq=False, slots=True)

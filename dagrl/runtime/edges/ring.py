@@ -134,8 +134,7 @@ class Ring:
         """Returns the next message, unpickled. Large arrays are copies, or views of the slot, read-only if there are more
         readers.
 
-        Raises EdgeTimeoutError, EdgeClosedError; EdgeLostError for a damaged header; UnreadableError, after which the
-        message counts as read.
+        Raises EdgeTimeoutError, EdgeClosedError, UnreadableError; EdgeLostError for a damaged header.
         """
         slot = self._next(timeout_s)
         start = self._first_slot + slot * self._slot_bytes

@@ -62,8 +62,8 @@ class Executable(Protocol):
     def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
         """Returns a packet for each output of the graph.
 
-        Raises TimeoutError if late, ActorDiedError if a worker died, UnreadableError for a result that this process cannot
-        unpickle; the graph stays whole after the last.
+        Raises TimeoutError if late, ActorDiedError if a worker died, UnreadableError for a value that a process cannot
+        unpickle.
         """
 
     @property

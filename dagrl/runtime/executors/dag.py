@@ -8,7 +8,7 @@ loops of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -18,7 +18,7 @@ from ray.dag import InputNode, MultiOutputNode
 from dagrl.runtime.edges.packet import Header, Packet, PacketBody
 from dagrl.runtime.edges.pickling import UnreadableError, dump, load
 from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes, accelerated, node_calls
-from dagrl.runtime.executors.node import NodeCall, failed_packet, run_node
+from dagrl.runtime.executors.node import NodeCall, abort, failed_packet, run_node
 from dagrl.runtime.graph import PhaseGraph, Source, WorkerRef
 from dagrl.runtime.passes.gather import Gathering
 from dagrl.runtime.passes.hosts import Hosts, with_relays
@@ -32,7 +32,7 @@ Ray's engine holds one. dagrl's loops have threads of their own."""
 class BoundGraph:
     """A Ray DAG, the actors of its nodes (each once), and how its outputs make up those of the phase.
 
-    `outputs`: the numbers of its output nodes. `writers`: the id of the actor and the label of the node of each.
+    `outputs`: the numbers of its output nodes.
     """
 
     phase: str
@@ -40,7 +40,6 @@ class BoundGraph:
     actors: tuple[ActorHandle, ...]
     hosts: Hosts
     outputs: tuple[int, ...]
-    writers: tuple[tuple[str, str], ...]
     _gathering: Gathering
     _places: tuple[int, ...] | None  # in the DAG's outputs, if the phase returns one value twice
 
@@ -80,7 +79,6 @@ def bind_graph(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLim
         tuple({actor._actor_id: actor for actor in (actors[call.role][call.position] for call in calls)}.values()),
         hosts,
         outputs,
-        tuple((actors[call.role][call.position]._actor_id.hex(), call.label) for call in (calls[one] for one in outputs)),
         gathering,
         None if outputs == graph.outputs else tuple(outputs.index(number) for number in graph.outputs),
     )
@@ -102,17 +100,15 @@ def nodes_of(dag: Any) -> list[BoundNode]:
 def run_pickled(worker: object, call: NodeCall, *items: Any) -> Any:
     """Runs one node in Ray's engine. Packets are bytes, except those that go over an accelerator.
 
-    So a value that cannot be pickled or unpickled is this worker's failure and the graph lives on, and arrays are copies: a
-    view of a Ray channel would block the next write to it for as long as it is kept.
+    So a value that cannot be pickled is this worker's failure and the graph lives on, and arrays are copies: a view of a Ray
+    channel would block the next write to it for as long as it is kept. One that cannot be unpickled breaks the graph.
     """
-    packets, mine = list[Packet](), call
-    for item in items:
-        try:
-            packets.append(Packet.from_wire(load(item)) if isinstance(item, bytes) else item)
-        except UnreadableError as error:
-            packets.append(failed_packet(worker, call, Packet.from_wire(error.content), error))
-            mine = replace(call, unread=True)
-    packet = run_node(worker, mine, *packets)
+    try:
+        packets = [Packet.from_wire(load(item)) if isinstance(item, bytes) else item for item in items]
+    except UnreadableError:
+        abort(worker)  # it will not join its peers' collectives
+        raise
+    packet = run_node(worker, call, *packets)
     if call.accelerated:
         return packet
     try:

@@ -23,7 +23,6 @@ from dagrl.errors import ConfigError, RunError, WorkerFailure
 from dagrl.runtime.edges.mailbox import Mailbox
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeTimeoutError
 from dagrl.runtime.edges.packet import Header, Packet, PacketBody, body_from_wire
-from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.edges.ring import KEPT
 from dagrl.runtime.executors.base import PATIENCE, Actors, GraphLimits, Nodes, kill_running
 from dagrl.runtime.executors.dag import LOOPS, BoundNode, bind_graph, nodes_of
@@ -145,7 +144,7 @@ class DagrlGraph:
         self._call_all(start_loop, starts, until)
         edges = [EdgeReader(addresses[number], DRIVER) for number in bound.outputs]
         self._closing += edges
-        self._outputs = Outputs(edges, plan.cells, mailbox, bound.writers)
+        self._outputs = Outputs(edges, plan.cells, mailbox)
 
     def _call_all(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], until: float) -> list[Any]:
         """Calls a function of `loop.py` on every actor, each with its own arguments."""
@@ -231,7 +230,7 @@ class DagrlGraph:
         if raised:
             first = min(raised, key=lambda error: getattr(getattr(error, "cause", None), "time_ns", 0))
             cause = getattr(first, "cause", None)
-            raise cause if isinstance(cause, EdgeClosedError) else first
+            raise cause if isinstance(cause, RunError) else first
 
     def teardown(self, timeout_s: float) -> None:
         """Ends the loops; kills actors of ours whose loops keep running for most of `timeout_s`."""
@@ -274,29 +273,22 @@ class DagrlGraph:
 class Outputs:
     """The outputs of one graph, read in the driver: those that workers post to its mailbox, and the edges of others.
 
-    `cells`: the place of each in the mailbox. `writers`: the actor's id and the node's label of each.
+    `cells`: the place of each in the mailbox.
     """
 
-    def __init__(
-        self,
-        edges: Sequence[EdgeReader],
-        cells: Sequence[int | None],
-        mailbox: Mailbox | None,
-        writers: Sequence[tuple[str, str]],
-    ) -> None:
-        self._edges, self._cells, self._writers = tuple(edges), tuple(cells), tuple(writers)
+    def __init__(self, edges: Sequence[EdgeReader], cells: Sequence[int | None], mailbox: Mailbox | None) -> None:
+        self._edges, self._cells = tuple(edges), tuple(cells)
         self._mailbox = mailbox
         self._posted = {cell: number for number, cell in enumerate(cells) if cell is not None}
         self._all_posted = list(self._posted) == list(range(len(edges)))
         self._number = 0
         self._arrived: dict[int | None, Any] = {}  # of replay `_number`, before a deadline; None: the mailbox
-        self._taken: dict[tuple[int, int], PacketBody | UnreadableError] = {}  # from rings, by replay and cell
+        self._taken: dict[tuple[int, int], PacketBody] = {}  # from rings, by replay and cell
 
     def read(self, replay: Submitted, timeout_s: float) -> list[PacketBody]:
         """Returns the body of each output of a replay.
 
-        A read that timed out can be tried again. Raises EdgeTimeoutError, EdgeClosedError; UnreadableError for a value that
-        this process cannot unpickle: the replay is over and the edges are whole.
+        A read that timed out can be tried again. Raises EdgeTimeoutError, EdgeClosedError, UnreadableError.
         """
         deadline = time.perf_counter() + timeout_s
         if self._all_posted and self._mailbox is not None:
@@ -319,43 +311,28 @@ class Outputs:
         if self._mailbox is not None and None not in arrived:  # announced results are still in the rings
             messages = self._mailbox.look(replay.number)
             bodies += [self._body(cell, message, replay.number, 0.0) for cell, message in messages.items()]
-        return [failure for body in bodies if not isinstance(body, Exception) for failure in body[2]]
+        return [failure for body in bodies for failure in body[2]]
 
     def _read_mailbox(self, mailbox: Mailbox, number: int, deadline: float) -> list[PacketBody]:
         messages: list[Any] = mailbox.collect(number, deadline - time.perf_counter())
         for cell, message in enumerate(messages):
             if type(message) is tuple and len(message) == 3:  # a body as it is
                 continue
-            messages[cell] = body = self._body(cell, message, number, max(0.0, deadline - time.perf_counter()))
-            if isinstance(body, UnreadableError):
-                body.writer = self._writers[self._posted[cell]]
-                raise body
+            messages[cell] = self._body(cell, message, number, max(0.0, deadline - time.perf_counter()))
         self._taken.clear()
         return messages
 
-    def _body(self, cell: int, message: Any, number: int, timeout_s: float) -> PacketBody | UnreadableError:
-        """Returns the body that a message of the mailbox holds, or announces in the writer's ring; or its error."""
+    def _body(self, cell: int, message: Any, number: int, timeout_s: float) -> PacketBody:
+        """Returns the body that a message of the mailbox holds, or announces in the writer's ring."""
         if type(message) is tuple:
             return body_from_wire(message)
-        if isinstance(message, UnreadableError):
-            return message
         key = (number, cell)
         if key not in self._taken:
-            try:
-                content = self._edges[self._posted[cell]].read_message(message, timeout_s)
-                self._taken[key] = body_from_wire(content)
-            except UnreadableError as error:  # the message counts as read
-                self._taken[key] = error
+            self._taken[key] = body_from_wire(self._edges[self._posted[cell]].read_message(message, timeout_s))
         return self._taken[key]
 
     def _read_edge(self, number: int, header: Header, deadline: float) -> PacketBody:
         while True:
-            try:
-                packet = self._edges[number].read(max(0.0, deadline - time.perf_counter()))
-            except UnreadableError as error:
-                if Packet.from_wire(error.content).header.replay < header.replay:
-                    continue
-                error.writer = self._writers[number]
-                raise
+            packet = self._edges[number].read(max(0.0, deadline - time.perf_counter()))
             if packet.header.replay >= header.replay:
                 return packet.body

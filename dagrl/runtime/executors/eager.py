@@ -12,7 +12,6 @@ from ray.exceptions import RayError
 
 from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.packet import Packet, payload_bytes
-from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes, node_calls
 from dagrl.runtime.executors.node import NodeCall, run_node
 from dagrl.runtime.graph import PhaseGraph
@@ -65,9 +64,6 @@ class EagerGraph:
             for actor in [actors[node.worker.role][node.worker.position]]
         ]
         self._outputs = graph.outputs
-        self._writers = [
-            (actor._actor_id.hex(), call.label) for actor, call, _ in (self._steps[number] for number in graph.outputs)
-        ]
 
     def submit(self, packet: Packet) -> list[ray.ObjectRef]:
         """Sends every node's call; results pass from actor to actor as object references."""
@@ -79,14 +75,10 @@ class EagerGraph:
         return [refs[number] for number in self._outputs]
 
     def fetch(self, submitted: list[ray.ObjectRef], timeout_s: float) -> list[Packet]:
-        """Returns the outputs' packets. Raises UnreadableError for a value that this process cannot unpickle."""
         try:
             packets: list[Packet] = ray.get(submitted, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as late:
             raise TimeoutError(str(late)) from late
-        except ray.exceptions.RaySystemError as error:
-            self._raise_unreadable(submitted)
-            raise error
         return self._gathering.put_together(packets[0].header, [packet.body for packet in packets])
 
     @property
@@ -102,18 +94,6 @@ class EagerGraph:
             with suppress(RayError):
                 found += ray.get(ref).failures
         return found
-
-    def _raise_unreadable(self, submitted: Sequence[ray.ObjectRef]) -> None:
-        """Raises UnreadableError with the writer of the output that Ray cannot unpickle, if there is one."""
-        for ref, writer in zip(submitted, self._writers, strict=True):
-            try:
-                ray.get(ref, timeout=0)
-            except ray.exceptions.GetTimeoutError:
-                continue
-            except ray.exceptions.RaySystemError as error:
-                unreadable = UnreadableError(error, None)
-                unreadable.writer = writer
-                raise unreadable from error
 
     def teardown(self, timeout_s: float) -> None:
         """Nothing runs between replays."""

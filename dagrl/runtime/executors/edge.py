@@ -113,8 +113,7 @@ class EdgeReader:
     def read(self, timeout_s: float | None = None) -> Packet:
         """Returns the next packet. Large arrays may be views of shared memory, read-only if there are more readers.
 
-        Raises EdgeTimeoutError; EdgeClosedError; UnreadableError if this process cannot unpickle the value: the next read
-        returns the next packet.
+        Raises EdgeTimeoutError; EdgeClosedError; UnreadableError if this process cannot unpickle the value.
         """
         if self._ring is not None:
             return Packet.from_wire(self._ring.read(self._place, timeout_s))

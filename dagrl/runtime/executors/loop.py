@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dagrl.errors import RunError
 from dagrl.runtime.edges.mailbox import Mailbox, MailboxAddress
@@ -24,7 +24,7 @@ from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, MessageTo
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.edge import EdgeAddress, EdgeReader, EdgeSpec, EdgeWriter, Reader
-from dagrl.runtime.executors.node import NodeCall, failed_packet, run_node, state_of
+from dagrl.runtime.executors.node import NodeCall, abort, failed_packet, run_node, state_of
 from dagrl.runtime.graph import Source
 
 
@@ -79,7 +79,10 @@ class Loop:
         self._readers, self.writers, self._kept = {}, {}, {}
 
     def _run_turns(self, steps: Sequence[Callable[[], None]]) -> None:
-        """Runs the nodes in order until an edge is closed. Raises EdgeLostError if a link was lost."""
+        """Runs the nodes in order until an edge is closed.
+
+        Raises EdgeLostError if a link was lost, UnreadableError for a packet that this process cannot unpickle.
+        """
         try:
             while True:
                 for step in steps:
@@ -88,10 +91,16 @@ class Loop:
             lost = next((end.lost for end in self._ends() if end.lost is not None), None)
             if lost is None and not isinstance(closed, EdgeLostError):
                 return
-            names = " and ".join(f"{one.role} worker {one.rank}" for one in state_of(self._worker).members.values())
-            error = EdgeLostError(f"{names} {lost or closed}")
+            error = EdgeLostError(f"{self._names} {lost or closed}")
             error.time_ns = time.time_ns()  # type: ignore[attr-defined]  # of several, the earliest is the cause
             raise error from closed
+        except UnreadableError as error:
+            abort(self._worker)  # it will not join its peers' collectives
+            raise UnreadableError(f"{self._names}: {error}") from error
+
+    @property
+    def _names(self) -> str:
+        return " and ".join(f"{one.role} worker {one.rank}" for one in state_of(self._worker).members.values())
 
     def _steps(self) -> list[Callable[[], None]]:
         left = Counter(source for node in self._nodes for source in set(node.sources))
@@ -108,14 +117,10 @@ class Loop:
         """Returns one turn of a node. `read_again`: sources that later nodes read; `keeps`: they read its result; `alone`:
         it has one source, an edge that no other node reads.
 
-        A packet that cannot be unpickled or pickled is a failure of this worker; the loop goes on.
+        A packet that cannot be pickled is a failure of this worker; the loop goes on.
         """
         worker, call, kept = self._worker, node.call, self._kept
-        unread = replace(call, unread=True)
         writer = self.writers.get(call.number)
-
-        def failed(error: UnreadableError) -> Packet:
-            return failed_packet(worker, call, Packet.from_wire(error.content), error)
 
         def write(packet: Packet) -> None:
             if writer is not None:
@@ -131,35 +136,22 @@ class Loop:
 
         def turn() -> None:
             packets: dict[Source, Packet] = {}
-            mine = call
             for source in node.sources:
                 if source in packets:  # the node takes it twice
                     continue
                 if source in kept:
                     packet = kept[source] if source in read_again else kept.pop(source)
                 else:
-                    try:
-                        packet = self._readers[source].read()
-                    except UnreadableError as error:
-                        packet, mine = failed(error), unread
+                    packet = self._readers[source].read()
                     if source in read_again:
                         kept[source] = packet
                 packets[source] = packet
-            write(run_node(worker, mine, *[packets[source] for source in node.sources]))
+            write(run_node(worker, call, *[packets[source] for source in node.sources]))
 
         if not alone:
             return turn
         read = self._readers[node.sources[0]].read
-
-        def turn_of_one() -> None:
-            try:
-                packet = read()
-            except UnreadableError as error:
-                write(run_node(worker, unread, failed(error)))
-            else:
-                write(run_node(worker, call, packet))
-
-        return turn_of_one
+        return lambda: write(run_node(worker, call, read()))
 
 
 _loops: dict[str, Loop] = {}

@@ -87,7 +87,6 @@ class NodeCall:
     in_order: bool = True  # its worker runs nodes in order: earlier ones have ended or will never come
     copied: tuple[str, ...] = ()  # constants that the method could change: it gets copies
     keywords: tuple[str, ...] = ()  # names of the last arguments
-    unread: bool = False  # this worker could not unpickle an input of this turn, as one of its packets says
     number: int = 0  # of the node in its graph
 
 
@@ -266,8 +265,6 @@ def run_node(worker: object, call: NodeCall, *packets: Packet) -> Packet:
         if not failures:
             value = _call(worker, state, call, packets)
             _check_size(call, value)
-        elif call.unread:  # this worker will not join its peers' collectives
-            _abort(worker)
     except ResultTooLargeError as error:  # the work is done and no peer waits: nothing to abort
         value, failures = None, (_failure(state, call, packets[0], error),)
     except BaseException as error:  # the driver must know of any error, and no peer may wait for this worker
@@ -397,7 +394,7 @@ def _failure(state: NodeState, call: NodeCall, packet: Packet, error: BaseExcept
 
 
 def failed_packet(worker: object, call: NodeCall, packet: Packet, error: Exception) -> Packet:
-    """Returns a packet that reports `error`, in place of one that cannot be read or written."""
+    """Returns a packet that reports `error`, in place of one that cannot be written."""
     failure = _failure(state_of(worker), call, packet, error)
     return packet._replace(value=None, failures=(*packet.failures, failure))
 

@@ -33,7 +33,7 @@ from ray.exceptions import GetTimeoutError, RayChannelTimeoutError, RayError
 from dagrl.errors import RunError, WorkerFailure
 from dagrl.runtime.deadline import in_background
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet
-from dagrl.runtime.edges.pickling import UnreadableError, load
+from dagrl.runtime.edges.pickling import load
 from dagrl.runtime.executors.base import PATIENCE, Actors, GraphLimits, Nodes, kill_running
 from dagrl.runtime.executors.dag import LOOPS, BoundGraph, bind_graph, nodes_of, pickled
 from dagrl.runtime.executors.node import report
@@ -112,7 +112,7 @@ class RayGraph:
             outputs = submitted.outputs.result(timeout_s)
         except RayChannelTimeoutError as late:
             raise TimeoutError(str(late)) from late
-        packets = [_unpickled(output, writer) for output, writer in zip(outputs, self._bound.writers, strict=True)]
+        packets = [Packet.from_wire(load(one)) if isinstance(one, bytes) else one for one in outputs]
         return self._bound.put_together(submitted.header, [packet.body for packet in packets])
 
     def failures(self, submitted: Executed) -> list[WorkerFailure]:
@@ -139,14 +139,6 @@ class RayGraph:
         reports = {actor.__ray_call__.remote(report): actor for actor in self._bound.actors}
         ready, _ = ray.wait(list(reports), num_returns=len(reports), timeout=timeout_s)
         return [reports[ref] for ref in ready if _runs(ref, self._phase)]
-
-
-def _unpickled(item: Any, writer: tuple[str, str]) -> Packet:
-    try:
-        return Packet.from_wire(load(item)) if isinstance(item, bytes) else item
-    except UnreadableError as error:
-        error.writer = writer
-        raise
 
 
 def _runs(ref: Any, phase: str) -> bool:

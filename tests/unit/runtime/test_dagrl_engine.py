@@ -24,7 +24,7 @@ from dagrl.runtime.executors.edge import DRIVER
 from dagrl.runtime.executors.node import NodeCall
 from dagrl.runtime.graph import Source, WorkerRef
 from dagrl.runtime.passes.hosts import Hosts
-from tests.unit.runtime.unreadable import unreadable
+from tests.unit.runtime.unreadable import Unreadable
 
 HEADER = Header("phase", 7, False, {"train": 0}, 10.0)
 LIMITS = GraphLimits(1 << 16, 1 << 12, max_in_flight=2, compile_s=5.0, replay_s=7.0, teardown_s=4.0)
@@ -56,8 +56,7 @@ class Other:
 
 def outputs_of(edges: list[Any], mailbox: Mailbox, cells: list[int | None] | None = None) -> Outputs:
     """Outputs that are posted in this order, or have these cells."""
-    writers = [(f"actor {number}", f"train[{number}].step") for number in range(len(edges))]
-    return Outputs(edges, list(range(len(edges))) if cells is None else cells, mailbox, writers)
+    return Outputs(edges, list(range(len(edges))) if cells is None else cells, mailbox)
 
 
 def test_a_read_that_timed_out_finds_everything_the_next_time() -> None:
@@ -123,35 +122,12 @@ def test_failures_are_seen_before_the_other_workers_have_answered() -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_result_that_cannot_be_unpickled_is_its_writers_and_the_next_replay_is_read(large: bool) -> None:
-    mailbox = Mailbox.create(2, 4)
-    edges = [Posted() for _ in range(2)]
-    outputs, content = outputs_of(edges, mailbox), pickle.dumps((unreadable(), 0.1, ()))
-    mailbox.post(1, 1, pickle.dumps(1) if large else content, 1.0)
-    if large:
-        edges[1].large.append(content)
-    assert outputs.failures(Submitted(1, HEADER)) == []
-    mailbox.post(0, 1, pickle.dumps(("fine", 0.1, ())), 1.0)
-    with pytest.raises(UnreadableError, match="ValueError: cannot be made again") as caught:
-        outputs.read(Submitted(1, HEADER), 1.0)
-    assert caught.value.writer == ("actor 1", "train[1].step")
-    for writer in range(2):
-        mailbox.post(writer, 2, pickle.dumps(("next", 0.1, ())), 1.0)
-    assert [part[0] for part in outputs.read(Submitted(2, HEADER), 1.0)] == ["next", "next"]
-
-
-def test_what_an_edge_brings_and_cannot_be_unpickled_is_its_writers_unless_it_is_of_an_earlier_replay() -> None:
-    class Unread:
-        def __init__(self) -> None:
-            self.packets = deque([Packet(HEADER._replace(replay=6), unreadable()), Packet(HEADER, unreadable())])
-
-        def read(self, timeout_s: float) -> Packet:
-            return Packet.from_wire(load(pickle.dumps(self.packets.popleft().wire())))
-
-    edge: Any = Unread()
-    with pytest.raises(UnreadableError) as caught:
-        Outputs([edge], [None], None, [("its actor", "train[0].step")]).read(Submitted(1, HEADER), 1.0)
-    assert caught.value.writer == ("its actor", "train[0].step") and not edge.packets
+def test_a_result_that_cannot_be_unpickled_is_an_error(large: bool) -> None:
+    mailbox, edges, content = Mailbox.create(1, 4), [Posted()], pickle.dumps((Unreadable(), 0.1, ()))
+    mailbox.post(0, 1, pickle.dumps(1) if large else content, 1.0)
+    edges[0].large.append(content)
+    with pytest.raises(UnreadableError, match="ValueError: cannot be made again"):
+        outputs_of(edges, mailbox).read(Submitted(1, HEADER), 1.0)
 
 
 def node(number: int, *sources: Source) -> BoundNode:

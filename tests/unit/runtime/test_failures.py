@@ -18,7 +18,6 @@ from dagrl.runtime import failures
 from dagrl.runtime.answers import gather
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Header, Packet
-from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.node import DIED, IDLE, NO_ANSWER, Report
 from dagrl.runtime.failures import PendingReplay, collect_outcome
 from dagrl.runtime.worker_group import WorkerGroup, call_together
@@ -226,18 +225,6 @@ def test_peers_of_a_worker_that_raised_are_released_but_not_killed() -> None:
     assert error.failures == (raised,)
     assert (group.aborted, group.killed) == ([1], [])
     assert error.breaks, "a worker is still inside"
-
-
-def test_a_result_that_cannot_be_read_is_its_workers_failure_and_breaks_nothing() -> None:
-    unreadable = UnreadableError(ValueError("cannot be made again"), None)
-    unreadable.writer = ("of rank 1", "train[1].step")
-    other = Group()
-    other.role, other.rank_of_actor = SimpleNamespace(name="generation"), lambda actor_id: None  # type: ignore[assignment]
-    error = failure_of(replay(Shard(unreadable)), other, Group())
-    (failure,) = error.failures
-    assert (failure.role, failure.rank, failure.kind, failure.node) == ("train", 1, "raised", "train[1].step")
-    assert "cannot be read by the driver: ValueError: cannot be made again" in failure.message
-    assert not error.breaks
 
 
 def test_any_error_of_a_graph_fails_the_replay() -> None:

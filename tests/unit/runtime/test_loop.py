@@ -23,13 +23,14 @@ from dagrl.runtime.edges.link import LinkReader, LinkWriter
 from dagrl.runtime.edges.mailbox import CELL_BYTES, Mailbox
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError
 from dagrl.runtime.edges.packet import Header, Packet
+from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.edges.ring import Ring
 from dagrl.runtime.executors import edge
 from dagrl.runtime.executors.edge import DRIVER, EdgeAddress, EdgeReader, EdgeSpec, EdgeWriter
 from dagrl.runtime.executors.loop import Loop, LoopNode, end_loop, loop_runs, prepare_loop, start_loop
 from dagrl.runtime.executors.node import NodeCall, Take, install
 from dagrl.runtime.graph import Source
-from tests.unit.runtime.unreadable import unreadable
+from tests.unit.runtime.unreadable import Unreadable
 
 PATIENCE_S = 30.0
 ROOM = 1 << 18
@@ -105,16 +106,19 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     loop.start.close()
 
 
-@pytest.mark.parametrize(
-    ("value", "message", "aborted"),
-    [
-        (unreadable(), "UnreadableError: ValueError: cannot be made again, when a value was unpickled", 1),
-        ("refused", "TypeError: cannot be sent", 0),
-    ],
-    ids=["read", "written"],
-)
-def test_what_cannot_be_read_or_written_is_a_failure_of_the_worker_whose_loop_goes_on(
-    monkeypatch: pytest.MonkeyPatch, running: Running, value: object, message: str, aborted: int
+def test_what_cannot_be_read_ends_the_loop_with_an_error_that_names_the_worker_and_frees_its_peers(
+    running: Running,
+) -> None:
+    running.send(Unreadable())
+    with pytest.raises(EdgeClosedError):
+        running.receive()
+    with pytest.raises(UnreadableError, match="train worker 3: ValueError: cannot be made again, when a value"):
+        running.end()
+    assert running.worker.aborted == 1
+
+
+def test_what_cannot_be_written_is_a_failure_of_the_worker_whose_loop_goes_on(
+    monkeypatch: pytest.MonkeyPatch, running: Running
 ) -> None:
     write = EdgeWriter.write
 
@@ -124,11 +128,11 @@ def test_what_cannot_be_read_or_written_is_a_failure_of_the_worker_whose_loop_go
         write(self, packet, timeout_s)
 
     monkeypatch.setattr(EdgeWriter, "write", refuse)
-    running.send(value)
+    running.send("refused")
     (failure,) = running.receive().failures
     assert (failure.role, failure.rank, failure.node, failure.phase) == ("train", 3, "train[3].step0", "phase")
-    assert failure.message.startswith(message)
-    assert running.worker.aborted == aborted, "peers would wait for a worker that cannot read its input"
+    assert failure.message.startswith("TypeError: cannot be sent")
+    assert not running.worker.aborted
     running.send(7)
     assert running.receive().value == 7
 
@@ -207,10 +211,6 @@ def test_values_that_several_nodes_of_a_worker_read_are_read_once_and_its_own_ar
     for turn in range(5):
         running.send([turn])
         assert running.receive(4).value == (([turn], [turn], [turn]), [turn], [turn])
-    running.send(unreadable())
-    assert len(running.receive(4).failures) == 1
-    running.send("next")
-    assert running.receive(4).value == (("next", "next", "next"), "next", "next")
     running.end()
 
 
@@ -236,7 +236,7 @@ def test_messages_before_the_announced_one_are_dropped() -> None:
     writer = EdgeWriter(EdgeSpec(ROOM, 4, near=(DRIVER,), cell=0), mailbox)
     reader = EdgeReader(writer.address, DRIVER)
     large = np.zeros(CELL_BYTES)
-    for value in ([large, unreadable()], [large, "second"], [large, "third"]):
+    for value in ([large, Unreadable()], [large, "second"], [large, "third"]):
         writer.write(Packet(header(0), value), 1.0)
     for number, word in ((2, "second"), (3, "third")):
         assert reader.read_message(number, 1.0)[0][1] == word

@@ -15,7 +15,7 @@ from ray.dag import DAGContext
 
 from dagrl.runtime.compile import executor_of
 from dagrl.runtime.edges.packet import Header, Packet
-from dagrl.runtime.edges.pickling import load
+from dagrl.runtime.edges.pickling import UnreadableError, load
 from dagrl.runtime.executors import base, ray_engine
 from dagrl.runtime.executors.base import GraphLimits
 from dagrl.runtime.executors.dag import pickled, run_pickled
@@ -24,7 +24,7 @@ from dagrl.runtime.executors.node import NodeCall, Take, install
 from dagrl.runtime.executors.ray_engine import RayGraph, compile_dag, driver_settings
 from dagrl.runtime.graph import InputRef, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.shapes import Batch
-from tests.unit.runtime.unreadable import unreadable
+from tests.unit.runtime.unreadable import Unreadable
 
 HEADER = Header("phase", 0, False, {"train": 0}, 10.0)
 CALL = NodeCall("train", "train[3].step", 0, "call", "step", (Take(0),), {}, 0, True, 1 << 20, "key")
@@ -55,10 +55,14 @@ class Worker:
     def __init__(self) -> None:
         self.seen: list[Any] = []
         self.returns: Any = "done"
+        self.aborted = 0
 
     def step(self, value: Any) -> Any:
         self.seen.append(value)
         return self.returns
+
+    def abort(self) -> None:
+        self.aborted += 1
 
 
 @pytest.fixture
@@ -78,21 +82,17 @@ def test_values_and_results_are_copies_that_may_be_kept(worker: Worker) -> None:
     np.testing.assert_array_equal(result.value["x"], np.arange(4.0))
 
 
-@pytest.mark.parametrize(
-    ("value", "returns", "message"),
-    [
-        (unreadable(), "done", "UnreadableError: ValueError: cannot be made again"),
-        (0, SimpleNamespace(lock=threading.Lock()), "cannot pickle '_thread.lock' object"),
-    ],
-    ids=["read", "written"],
-)
-def test_a_value_that_cannot_be_pickled_or_unpickled_is_a_failure_of_its_worker(
-    worker: Worker, value: object, returns: object, message: str
-) -> None:
-    worker.returns = returns
-    (failure,) = Packet.from_wire(load(run_pickled(worker, CALL, pickled(Packet(HEADER, value))))).failures
+def test_a_value_that_cannot_be_pickled_is_a_failure_of_its_worker(worker: Worker) -> None:
+    worker.returns = SimpleNamespace(lock=threading.Lock())
+    (failure,) = Packet.from_wire(load(run_pickled(worker, CALL, pickled(Packet(HEADER, 0))))).failures
     assert (failure.role, failure.rank, failure.node) == ("train", 3, "train[3].step")
-    assert message in failure.message
+    assert "cannot pickle '_thread.lock' object" in failure.message
+
+
+def test_a_value_that_cannot_be_unpickled_frees_the_workers_peers(worker: Worker) -> None:
+    with pytest.raises(UnreadableError, match="cannot be made again"):
+        run_pickled(worker, CALL, pickled(Packet(HEADER, Unreadable())))
+    assert worker.aborted == 1
 
 
 def test_a_result_for_an_accelerator_is_not_pickled(worker: Worker) -> None:
