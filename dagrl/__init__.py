@@ -40,14 +40,13 @@ if TYPE_CHECKING:
     from dagrl.rl.token_losses import TokenBatch
     from dagrl.run.worker_protocols import GenerationWorker, RolloutTrainWorker, TrainWorker
     from dagrl.runtime.actors import Resources
-    from dagrl.runtime.arguments import Arguments, Static
-    from dagrl.runtime.codec import Codec, register_codec
+    from dagrl.runtime.graph import Arguments, Static
     from dagrl.runtime.layout import ParallelLayout
-    from dagrl.runtime.options import SchedulerOptions
     from dagrl.runtime.phase import Input, Phase, Shard, Value, join, phase
     from dagrl.runtime.replay import Replay
-    from dagrl.runtime.schedule import Scheduler
+    from dagrl.runtime.schedule import Scheduler, SchedulerOptions
     from dagrl.runtime.shapes import Batch, Bucket, Field
+    from dagrl.runtime.split import Codec, register_codec
     from dagrl.runtime.worker import WorkerContext, in_warmup
     from dagrl.runtime.worker_group import WorkerGroup
 
@@ -110,14 +109,13 @@ _MODULES = {
     "dagrl.rl.preferences": ("Pairs", "PreferenceAlgorithm"),
     "dagrl.rl.token_losses": ("TokenBatch",),
     "dagrl.run.worker_protocols": ("GenerationWorker", "RolloutTrainWorker", "TrainWorker"),
-    "dagrl.runtime.codec": ("Codec", "register_codec"),
+    "dagrl.runtime.split": ("Codec", "register_codec"),
     "dagrl.runtime.layout": ("ParallelLayout",),
     "dagrl.runtime.phase": ("Input", "Phase", "Shard", "Value", "join", "phase"),
     "dagrl.runtime.replay": ("Replay",),
-    "dagrl.runtime.options": ("SchedulerOptions",),
-    "dagrl.runtime.schedule": ("Scheduler",),
+    "dagrl.runtime.schedule": ("Scheduler", "SchedulerOptions"),
     "dagrl.runtime.shapes": ("Batch", "Bucket", "Field"),
-    "dagrl.runtime.arguments": ("Arguments", "Static"),
+    "dagrl.runtime.graph": ("Arguments", "Static"),
     "dagrl.runtime.worker": ("WorkerContext", "in_warmup"),
     "dagrl.runtime.actors": ("Resources",),
     "dagrl.runtime.worker_group": ("WorkerGroup",),

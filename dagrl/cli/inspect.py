@@ -29,7 +29,7 @@ from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
+from dagrl.runtime.schedule import SchedulerOptions
 
 GPUS_PER_HOST = 8
 """GPUs of the hosts over which ranks are spread, if they do not fit on one."""

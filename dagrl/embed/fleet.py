@@ -18,13 +18,12 @@ from typing import Any, TypeVar
 import ray
 
 from dagrl.errors import DeadlineError, GraphError, PhaseError
-from dagrl.runtime.arguments import Arguments
-from dagrl.runtime.codec import Codec
+from dagrl.runtime.graph import Arguments
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase, Shard, Value
 from dagrl.runtime.replay import Replay
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.split import Codec
 from dagrl.runtime.worker_group import WorkerGroup
 
 Call = Arguments | None

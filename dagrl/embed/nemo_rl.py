@@ -23,7 +23,7 @@ from ray.experimental.compiled_dag_ref import CompiledDAGRef
 
 from dagrl.embed.fleet import Call, Fleet
 from dagrl.errors import DeadlineError, GraphError, LayoutError
-from dagrl.runtime.arguments import Arguments
+from dagrl.runtime.graph import Arguments
 from dagrl.runtime.replay import Replay
 
 DISPATCHERS = (

@@ -1,7 +1,7 @@
 """A model of plain torch modules, split into pipeline stages that the phase graph schedules (graphs/pipeline.py).
 
-    python examples/pipeline.py                   # on the CPU
-    python examples/pipeline.py --gpus --overlap  # on two GPUs, over NCCL, with transfers next to computation
+    python examples/pipeline.py         # on the CPU
+    python examples/pipeline.py --gpus  # on two GPUs, over NCCL
 
 Two workers hold half of the layers each and know nothing of other stages. Activations and gradients are arguments and
 results of their methods, the graph's edges carry them, and the calls come in 1F1B order.
@@ -142,7 +142,6 @@ def main() -> None:
     """Trains for twenty steps on two workers."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--gpus", action="store_true", help="run each stage on a GPU and send activations over NCCL")
-    parser.add_argument("--overlap", action="store_true", help="with --gpus: overlap transfers with computation")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config = ModelConfig(device="cuda" if given.gpus else "cpu")
@@ -150,7 +149,7 @@ def main() -> None:
     ray.init("local", num_cpus=2)
     resources = Resources(num_gpus=int(given.gpus))
     group = WorkerGroup.create("train", TorchStage, ParallelLayout(dp=1, pp=2), config, resources=resources)
-    with Scheduler([group], SchedulerOptions(fallback="error", overlap_communication=given.overlap)) as scheduler:
+    with Scheduler([group], SchedulerOptions(fallback="error")) as scheduler:
         scheduler.add(step, buckets=[Bucket(8, 16)], scalars={"global_valid_tokens": 120.0})
         scheduler.compile()
         scheduler.warmup()

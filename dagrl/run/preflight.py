@@ -55,9 +55,9 @@ from dagrl.run.open_keys import Derived
 from dagrl.run.plans import run_plans
 from dagrl.run.resume import check_model_of, check_state_of
 from dagrl.run.worker_protocols import OPTIONAL, required_protocols
-from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase, Role, group_transports, methods_of
+from dagrl.runtime.worker import check_worker_class
 from dagrl.telemetry.metrics import VALIDATION
 from dagrl.telemetry.record import RunPaths, check_run_directory, require_extras
 

@@ -41,9 +41,8 @@ from dagrl.run.resume import SAVED_ROLES
 from dagrl.run.rollout_log import RolloutLog
 from dagrl.run.session import LastStep, Session
 from dagrl.run.stop import StopSignal, no_restart_after_stop, stop_on_signals
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.progress import Progress
 from dagrl.telemetry.record import RunPaths, RunRecord, lock_run, prepare_run_directory, put_back_config
@@ -205,7 +204,7 @@ def _warm_up_early(
         scheduler.join(groups)
         ready = [plan for plan in run.phase_plans if scheduler.groups.keys() >= set(run.phases[plan.name].roles)]
         add_phases(scheduler, run.phases, ready, run.inputs.tokenizer)
-        scheduler.compile(complete=False)
+        scheduler.compile()
         if run.plan.reference == TRAIN and TRAIN in scheduler.groups:
             scheduler.groups[TRAIN].call("snapshot_reference")  # for the warm-up only
         seconds = scheduler.warmup(before=lambda phase: check())

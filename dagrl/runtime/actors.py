@@ -72,7 +72,6 @@ class ActorStarter:
     resources: Resources
     seed: int
     collective_timeout_s: float
-    start_timeout_s: float
 
     def __post_init__(self) -> None:
         cls, config = self.worker_class, self.config

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dagrl.errors import RunError
-from dagrl.runtime.codec import Codec, Join, share_out
 from dagrl.runtime.compile import Compiled
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, encoded, payload_bytes
 from dagrl.runtime.edges.pickling import Encoded, Shares
@@ -30,7 +29,7 @@ from dagrl.runtime.shapes import (
     longest_row,
     padding_share,
 )
-from dagrl.runtime.split import Split, check_rows, split_rows
+from dagrl.runtime.split import Codec, Join, Split, check_rows, share_out, split_rows
 from dagrl.runtime.worker_group import WorkerGroup
 
 

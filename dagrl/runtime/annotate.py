@@ -12,46 +12,33 @@ records are made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-Range = AbstractContextManager[object]
-
-_NOTHING: Range = nullcontext()
-_open: Callable[[str], Range] | None = None
+_NOTHING: AbstractContextManager[object] = nullcontext()
+_enabled = False
 
 
-def enable_ranges(*_: object, opens: Callable[[str], Range] | None = None) -> None:
-    """Enables ranges in this process; `opens` makes them, otherwise they are the profilers'."""
-    global _open
-    import torch
-
-    _open = opens or (_nvtx_range if torch.cuda.is_available() else torch.profiler.record_function)
-
-
-def disable_ranges() -> None:
-    """Disables ranges in this process."""
-    global _open
-    _open = None
+def enable_ranges(*_: object) -> None:
+    """Enables ranges in this process."""
+    global _enabled
+    _enabled = True
 
 
 def ranges_enabled() -> bool:
     """Whether ranges are enabled, so that making up their names is worth the time."""
-    return _open is not None
+    return _enabled
 
 
-def annotate(name: str) -> Range:
+def annotate(name: str) -> AbstractContextManager[object]:
     """Returns a context manager: a range called `name` on the calling thread."""
-    return _NOTHING if _open is None else _open(name)
+    return _range(name) if _enabled else _NOTHING
 
 
 @contextmanager
-def _nvtx_range(name: str) -> Iterator[None]:
+def _range(name: str) -> Iterator[None]:
     import torch
 
-    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-    try:
-        with torch.profiler.record_function(name):
-            yield
-    finally:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else _NOTHING
+    with nvtx, torch.profiler.record_function(name):
+        yield

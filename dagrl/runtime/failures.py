@@ -14,13 +14,12 @@ from typing import Any
 from ray.exceptions import RayActorError, RayChannelError
 
 from dagrl.errors import DeadlineError, PhaseError, WorkerFailure, cause_first, error_text
-from dagrl.runtime.answers import GRACE_S, first_line
 from dagrl.runtime.compile import Compiled
 from dagrl.runtime.edges.memory import EdgeClosedError
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.executors.node import DIED, IDLE, NO_ANSWER, Report
-from dagrl.runtime.worker_group import Groups
+from dagrl.runtime.worker_group import GRACE_S, Groups, first_line
 
 TURN_S = 0.1
 """How long to wait for one graph before looking at the next one."""

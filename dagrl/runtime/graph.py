@@ -7,15 +7,67 @@ are the phase's input, other nodes' results, or constants: JSON, or objects that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import pickle
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from dagrl.errors import GraphError
-from dagrl.runtime.arguments import Static
+from dagrl.errors import GraphError, error_text
+from dagrl.runtime.edges.pickling import dump
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
+
+
+class Static:
+    """A constant that is an object, such as a loss function: `train.map("train", data=batch, loss_fn=Static(loss_fn))`.
+
+    It is pickled here, once, when the phase is traced. Each worker unpickles it once and passes the same object to every
+    call, so methods must not change it. Raises GraphError if it cannot be pickled.
+    """
+
+    def __init__(self, value: object) -> None:
+        self.kind = type(value).__name__
+        try:
+            self.pickled = bytes(dump(value, in_band=True)[0])
+        except Exception as error:  # raised by the value's own classes
+            raise GraphError(
+                f"Static({reprlib.repr(value)}) cannot be pickled ({error_text(error)}); give an object that every worker "
+                "can unpickle, or make it in the worker"
+            ) from error
+
+    @property
+    def value(self) -> Any:
+        """The object, as this process unpickled it."""
+        return _unpickled(self.pickled)
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.pickled).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self.pickled == other.pickled
+
+    def __hash__(self) -> int:
+        return hash(self.pickled)
+
+    def __repr__(self) -> str:
+        return f"Static({self.kind})"
+
+
+@functools.lru_cache(maxsize=64)
+def _unpickled(pickled: bytes) -> Any:
+    return pickle.loads(pickled)  # noqa: S301  # written by the driver of the same run
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of one call, which `Shard.spread` passes to a method: `method(*args, **kwargs)`."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +156,7 @@ def _remapped(arg: ArgumentRef, source: Callable[[Source], Source]) -> ArgumentR
 class PhaseGraph:
     """A traced phase: `widths` are the workers of each role in one graph, `outputs` the nodes whose results are returned.
 
-    `shards`: how many shards it covers, the workers of one after those of the other (`passes/shards.py`).
+    `shards`: how many shards it covers, the workers of one after those of the other (`compile.fuse`).
     `aliases`: workers on the actor of an earlier one, and that one.
     """
 
@@ -128,28 +180,20 @@ class PhaseGraph:
         return dataclasses.replace(node, worker=WorkerRef(role, position)).label
 
     def validate(self) -> None:
-        """Raises GraphError for an unknown or later upstream node (a cycle), an unused result, or a worker out of range."""
-        if not self.outputs or not all(0 <= number < len(self.nodes) for number in self.outputs):
-            raise GraphError(
-                f"phase {self.phase!r}: outputs {list(self.outputs)} of {len(self.nodes)} nodes; return at least one value"
-            )
+        """Raises GraphError for a phase that returns nothing, or does not use a result. Asserts what tracing promises."""
+        assert all(node.number == position for position, node in enumerate(self.nodes))
+        assert all(0 <= number < node.number for node in self.nodes for number in node.upstream), "nodes read earlier ones"
+        assert all(node.worker.position < self.widths.get(node.worker.role, 0) for node in self.nodes)
+        assert any(None in node.sources for node in self.nodes), "some node reads the input"
+        assert all(0 <= number < len(self.nodes) for number in self.outputs)
+        if not self.outputs:
+            raise GraphError(f"phase {self.phase!r} returns nothing; return at least one value")
         read = {number for node in self.nodes for number in node.upstream} | set(self.outputs)
-        for position, node in enumerate(self.nodes):
-            if node.number != position:
-                raise GraphError(f"phase {self.phase!r}: node {node.label} has number {node.number} at position {position}")
-            if not all(0 <= number < position for number in node.upstream):
-                raise GraphError(
-                    f"phase {self.phase!r}: node {node.label} reads a later node (a cycle); "
-                    "order the nodes so that each reads only earlier ones"
-                )
-            if node.worker.position >= self.widths.get(node.worker.role, 0):
-                raise GraphError(f"phase {self.phase!r}: node {node.label} is on a worker that is not in the graph")
-            if position not in read:
+        for node in self.nodes:
+            if node.number not in read:
                 raise GraphError(
                     f"phase {self.phase!r}: the result of node {node.label} is not used; return it, or join() it"
                 )
-        if not any(None in node.sources for node in self.nodes):
-            raise GraphError(f"phase {self.phase!r}: no node reads the input; pass it to a map(...)")
 
     @property
     def fingerprint(self) -> str:

@@ -22,8 +22,18 @@ from dataclasses import dataclass, field, replace
 from typing import overload
 
 from dagrl.errors import GraphError
-from dagrl.runtime.arguments import Static
-from dagrl.runtime.graph import SHARED_MEMORY, ArgumentRef, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.runtime.graph import (
+    SHARED_MEMORY,
+    ArgumentRef,
+    Constant,
+    InputRef,
+    Json,
+    Node,
+    NodeRef,
+    PhaseGraph,
+    Static,
+    WorkerRef,
+)
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import InputSpec, field_types
 

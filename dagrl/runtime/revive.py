@@ -10,9 +10,8 @@ from typing import Any
 
 import ray
 
-from dagrl.runtime.answers import first_line
 from dagrl.runtime.executors.node import DIED, NO_ANSWER
-from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.runtime.worker_group import WorkerGroup, first_line
 
 logger = logging.getLogger(__name__)
 

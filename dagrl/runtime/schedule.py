@@ -21,8 +21,9 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,18 +31,17 @@ from ray.exceptions import RayError
 
 from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
 from dagrl.runtime.added_phase import AddedPhase, channel_bytes
-from dagrl.runtime.codec import Codec, codec_of
-from dagrl.runtime.compile import Compiled, compile_phase, executor_of
+from dagrl.runtime.compile import Compiled, Engine, compile_phase, executor_of
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Header, Packet
-from dagrl.runtime.executors.base import Executor, accelerated
+from dagrl.runtime.executors.base import Executor, GraphLimits
 from dagrl.runtime.executors.node import DIED
 from dagrl.runtime.failures import PendingReplay
 from dagrl.runtime.graph import PhaseGraph
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase, replicas_per_graph
 from dagrl.runtime.replay import Durations, Replay, ReplayQueue
 from dagrl.runtime.shapes import Bucket, Scalar
+from dagrl.runtime.split import Codec, codec_of
 from dagrl.runtime.tickets import Tickets, ticket_counters
 from dagrl.runtime.worker_group import WorkerGroup
 
@@ -62,6 +62,49 @@ SLOW_S = 1.0
 
 _schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 """The schedulers of this process. A worker follows the tickets of one, so no two may have graphs on it at once."""
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """How phases are compiled and how long anything may take; engine and deadlines are those of the configuration.
+
+    `engine`: compiled graphs run on dagrl's loop and channels, or on Ray's own. `fuse_shards`: data-parallel shards on the
+    same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once.
+    `hang_factor`, `hang_floor_s`: a worker hangs if it runs a replay for that multiple of the longest one of its phase so
+    far, and at least that long, or does not answer for as long. None: only the deadline `replay_s` counts.
+    """
+
+    executor: Literal["compiled", "eager"] = "compiled"
+    engine: Engine = "dagrl"
+    fallback: Literal["eager", "error"] = "eager"
+    fuse_shards: bool = False
+    max_in_flight: int = 2
+    arity: int = 8
+    result_bytes: int = 1 << 20
+    compile_s: float = 60.0
+    warmup_s: float = 180.0
+    replay_s: float = 120.0
+    hang_factor: float | None = None
+    hang_floor_s: float = 10.0
+    grace_s: float = 30.0
+    teardown_s: float = 8.0
+
+    def limits(
+        self, phase: str, input_bytes: int, result_bytes: int | None, max_in_flight: int | None, room_key: str
+    ) -> GraphLimits:
+        """Returns the limits of a phase's graphs; `room_key` says how the caller's own users set both sizes."""
+        own_key = f"result_bytes of Scheduler.add({phase})"
+        result_key = own_key if result_bytes else f"{GraphLimits.result_key}, or {own_key},"
+        return GraphLimits(
+            input_bytes=input_bytes,
+            result_bytes=result_bytes or self.result_bytes,
+            max_in_flight=max_in_flight or self.max_in_flight,
+            compile_s=self.compile_s,
+            replay_s=self.replay_s,
+            teardown_s=self.teardown_s,
+            input_key=room_key or f"input_bytes of Scheduler.add({phase}), or add a larger bucket",
+            result_key=room_key or result_key,
+        )
 
 
 class Scheduler:
@@ -140,15 +183,12 @@ class Scheduler:
             phase, graph, tuple(buckets), dict(scalars or {}), token_ids, warmup_value, codec, limits, queue, durations
         )
 
-    def compile(self, *, complete: bool = True) -> None:
+    def compile(self) -> None:
         """Compiles every phase that is not compiled yet: one graph per shard, or per host with `fuse_shards`.
 
         The first time, sets the workers' tickets to this scheduler's: another one may have used the workers. Raises
-        RunError while another one has graphs on them. If the phases are `complete`, raises GraphError for
-        `overlap_communication` without an accelerator edge.
+        RunError while another one has graphs on them.
         """
-        if complete:
-            self._check_overlap()
         self._check_free()
         if not self._compiled:
             self._joined = set(self.groups)
@@ -173,15 +213,6 @@ class Scheduler:
         for role in roles:
             deadline = Deadline(self.options.compile_s, "timeouts.compile_s")
             self.groups[role].reset_tickets(self._tickets.of(role), deadline)
-
-    def _check_overlap(self) -> None:
-        """Raises GraphError if transfers are to be overlapped but no phase has any between accelerators."""
-        entries = self._entries.values()
-        if self.options.overlap_communication and entries and not any(accelerated(entry.graph) for entry in entries):
-            raise GraphError(
-                "SchedulerOptions.overlap_communication is set, but no phase has an edge between accelerators. Send values "
-                'with .via("nccl"), or leave it out'
-            )
 
     @property
     def _compiled(self) -> list[str]:

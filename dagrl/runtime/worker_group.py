@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,18 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from dagrl.errors import DeadlineError, LayoutError, RunError, WorkerFailure
+from dagrl import errors
+from dagrl.errors import (
+    DeadlineError,
+    LayoutError,
+    RunError,
+    UserError,
+    WorkerError,
+    WorkerFailure,
+    cause_first,
+    error_text,
+)
 from dagrl.runtime.actors import HEALTH, ActorStarter, Resources, WorkerLocation
-from dagrl.runtime.answers import end_workers, gather
-from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.executors.node import (
     DIED,
@@ -34,8 +43,18 @@ from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Role
 from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.worker import check_worker_class
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+"""How often `while_waiting` is called while workers start."""
+
+GRACE_S = 3.0
+"""How long to wait for other workers' reports after one failed in a plain call, or broke a graph."""
+
+Failure = Callable[..., WorkerFailure]
+"""Makes a failure of the worker of a rank; `WorkerGroup.failure`."""
 
 
 class WorkerGroup:
@@ -82,55 +101,36 @@ class WorkerGroup:
     ) -> WorkerGroup:
         """Start one actor per rank, construct `worker_class(context, config)` in each, and set all of them up at once.
 
-        `before_setup` is called when the actors have begun to start and to prepare; it may wait for another group.
-
-        The class must fit `protocols` (see `contract.py`). `while_waiting` is called repeatedly until all are set up, and
-        may raise to give up. Raises ConfigError for a class that does not fit, before anything starts; what a worker's
+        The class must fit `protocols` (`check_worker_class`). `before_setup` is called when the actors have begun to start and
+        to prepare; it may wait for another group. `while_waiting` is called repeatedly until all are set up, and may raise to
+        give up. Raises ConfigError for a class that does not fit, before anything starts; what a worker's
         constructor or `setup` raised, with its rank; DeadlineError after the deadline. Leaves nothing running if it raises.
         """
         check_worker_class(worker_class, protocols)
-        starter = ActorStarter(
-            worker_class, role, layout, config, resources or Resources(), seed, collective_timeout_s, start_timeout_s
-        )
+        starter = ActorStarter(worker_class, role, layout, config, resources or Resources(), seed, collective_timeout_s)
         actors = [starter.start(rank) for rank in range(layout.world_size)]
-        return cls._set_up(starter.traced, actors, starter, while_waiting, before_setup)
-
-    @classmethod
-    def started(
-        cls,
-        role: Role,
-        actors: Sequence[ActorHandle],
-        starter: ActorStarter,
-        while_waiting: Callable[[], None] | None = None,
-    ) -> WorkerGroup:
-        """A group of actors that `starter` started; it does not set them up."""
-        deadline = Deadline(starter.start_timeout_s, "timeouts.start_s")
+        deadline = Deadline(start_timeout_s, "timeouts.start_s")
         try:
-            return cls(role, actors, deadline=deadline, starter=starter, health_group=HEALTH, while_waiting=while_waiting)
-        except DeadlineError as late:
-            raise DeadlineError(f"{late}{starter.shortage()}") from None
-
-    @classmethod
-    def _set_up(
-        cls,
-        role: Role,
-        actors: Sequence[ActorHandle],
-        starter: ActorStarter,
-        while_waiting: Callable[[], None] | None,
-        before_setup: Callable[[], object] | None = None,
-    ) -> WorkerGroup:
-        """Makes a group of actors that have just been started. Kills them if that fails."""
-        try:
-            group = cls.started(role, actors, starter, while_waiting)
+            try:
+                group = cls(
+                    starter.traced,
+                    actors,
+                    deadline=deadline,
+                    starter=starter,
+                    health_group=HEALTH,
+                    while_waiting=while_waiting,
+                )
+            except DeadlineError as late:
+                raise DeadlineError(f"{late}{starter.shortage()}") from None
             group.prepare()
             if before_setup is not None:
                 before_setup()
             group.setup()
-            group._while_waiting = None
         except BaseException:
             for actor in actors:
                 ray.kill(actor)
             raise
+        group._while_waiting = None
         return group
 
     @classmethod
@@ -249,10 +249,6 @@ class WorkerGroup:
         ]
         return self.wait(refs, deadline or self._deadline, method)
 
-    def call_each(self, method: str, args: Sequence[tuple[object, ...]], *, deadline: Deadline | None = None) -> list[Any]:
-        """Calls `method` on every worker, with its own arguments for each rank."""
-        return call_together([(self, method, args)], deadline=deadline or self._deadline)[0]
-
     def call_function(self, function: Callable[..., Any], *args: object, deadline: Deadline | None = None) -> list[Any]:
         """Calls `function(worker, *args)` in every worker's process and returns the results in rank order."""
         refs = [actor.__ray_call__.remote(function, *args) for actor in self.actors]
@@ -365,11 +361,98 @@ def call_together(
 
 
 def shutdown_groups(groups: Sequence[WorkerGroup], timeout_s: float) -> None:
-    """Calls `WorkerGroup.shutdown` on several groups at once."""
-    mine = [group for group in groups if group.owned]
-    end_workers([(group.role, group.actors) for group in mine], timeout_s)
+    """Calls `shutdown()` of the workers that these groups created, within the deadline, then kills their processes."""
+    owned = [group for group in groups if group.owned]
+    refs = [actor.shutdown.remote() for group in owned if "shutdown" in group.role.methods for actor in group.actors]
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
+    for group in owned:
+        for actor in group.actors:
+            ray.kill(actor)
 
 
 def free_address(worker: object) -> str:
     """Returns `host:port` on the worker's host, with a port reserved for a rendezvous. Runs in the worker."""
     return f"{ray.util.get_node_ip_address()}:{reserve_port()}"
+
+
+def gather(
+    calls: Sequence[tuple[Failure, str, Sequence[Any]]],
+    deadline: Deadline,
+    while_waiting: Callable[[], None] | None = None,
+) -> list[list[Any]]:
+    """Returns the results of calls, one reference for each rank, with their names; None for a rank that was not called.
+
+    `while_waiting` is called repeatedly and may raise to give up. Raises WorkerError with all that failed, as soon as one
+    has and the others had time to report; a UserError unchanged, unless a worker died; DeadlineError if late.
+    """
+    asked = [(ref, (failure, rank, doing)) for failure, doing, refs in calls for rank, ref in enumerate(refs)]
+    callers = {ref: caller for ref, caller in asked if ref is not None}
+    until = time.monotonic() + deadline.seconds
+    waiting = list(callers)
+    results: dict[Any, Any] = {}
+    failures: list[WorkerFailure] = []
+    refusals: list[UserError] = []
+    while waiting:
+        left = max(0.0, until - time.monotonic())
+        ready, waiting = ray.wait(waiting, timeout=min(left, POLL_S) if while_waiting else left)
+        if while_waiting:
+            while_waiting()
+        for ref in ready:
+            try:
+                result = _result(ref, *callers[ref])
+            except UserError as error:
+                refusals.append(error)
+                until = min(until, time.monotonic() + GRACE_S)
+                continue
+            if isinstance(result, WorkerFailure):
+                failures.append(result)
+                until = min(until, time.monotonic() + GRACE_S)
+            else:
+                results[ref] = result
+        if not ready and time.monotonic() >= until:
+            break
+    if refusals and not any(failure.kind == "died" for failure in failures):  # a death may be why others refused
+        raise refusals[0]
+    if failures:
+        raise WorkerError(cause_first(failures))
+    if waiting:
+        late = [callers[ref] for ref in waiting]
+        names = [failure(rank, "hung", doing, deadline.missed).describe() for failure, rank, doing in late]
+        raise DeadlineError("\n".join(names) + f"; raise {deadline.key} if it is slow")
+    return [[None if ref is None else results[ref] for ref in refs] for _, _, refs in calls]
+
+
+def _result(ref: Any, failure: Failure, rank: int, doing: str) -> Any:
+    """Returns the worker's result, or its failure. Raises UserErrors unchanged."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as failed:
+        if isinstance(failed.cause, UserError):
+            raise failed.cause from None
+        return failure(rank, "raised", doing, error_text(failed.cause), str(failed))
+    except ray.exceptions.RayActorError as died:
+        if died.actor_init_failed:
+            return failure(rank, "raised", doing, *_raised_in_constructor(died))
+        return failure(rank, "died", doing, first_line(died))
+    except ray.exceptions.RayError as unread:  # its result or error cannot be unpickled here
+        return failure(rank, "raised", doing, f"its result cannot be read: {first_line(unread)}", str(unread))
+
+
+def _raised_in_constructor(died: ray.exceptions.RayActorError) -> tuple[str, str]:
+    """Returns what a worker's constructor raised, and its traceback. Raises UserErrors unchanged.
+
+    For an error while an actor is created, Ray keeps only coloured text.
+    """
+    text = re.sub(r"\x1b\[[\d;]*m", "", str(died)).strip()
+    raised = re.split(r'^  File ".*\n(?:    .*\n)*', text, flags=re.MULTILINE)[-1]  # the text after the last frame
+    name, _, message = raised.partition(": ")
+    kind = getattr(errors, name.removeprefix(f"{errors.__name__}."), None)
+    if isinstance(kind, type) and issubclass(kind, UserError):
+        raise kind(message)
+    return raised, text
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error of Ray's, without Ray's advice."""
+    return str(error).strip().splitlines()[0]

@@ -16,9 +16,8 @@ import pytest
 
 from dagrl.errors import PhaseError
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, phase
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import FakeWorker
 

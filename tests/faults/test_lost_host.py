@@ -24,9 +24,8 @@ from dagrl.run.engine_replacement import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, join, phase
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.faults.test_revive import ByShard, Resettable
 

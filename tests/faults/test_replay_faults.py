@@ -19,14 +19,14 @@ from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.executors.base import Actors, Executable, GraphLimits, Nodes
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, phase
-from dagrl.runtime.schedule import Scheduler
-from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.worker_group import WorkerGroup, call_together, shutdown_groups
 from dagrl.workers.train.groups import abort_groups
 from tests.integration.fake_workers import ENGINES, FakeWorker
 
 SOON_S = 50.0
+DEADLINE = Deadline(60.0, "patience")
 """For what takes seconds, on a machine that does other things: long before anything that hangs would be given up."""
 
 TEARDOWN_S = 4.0
@@ -246,7 +246,7 @@ def test_a_worker_that_dies_in_a_plain_call_is_named_before_those_that_it_makes_
     with pytest.raises(
         WorkerError, match=rf"^train worker 1 .*pid {group.locations[1].pid}\) died in 'misbehave'"
     ) as caught:
-        group.call_each("misbehave", calls)
+        call_together([(group, "misbehave", calls)], deadline=DEADLINE)
     assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "died"), (0, "raised")]
     assert "told to raise" in caught.value.failures[1].message
 
@@ -254,7 +254,8 @@ def test_a_worker_that_dies_in_a_plain_call_is_named_before_those_that_it_makes_
 def test_a_failed_plain_call_does_not_wait_for_a_worker_that_hangs(group: WorkerGroup) -> None:
     started = time.monotonic()
     with pytest.raises(WorkerError, match="told to raise"):
-        group.call_each("misbehave", [({"rank": 0, "kind": "raise"},), ({"rank": 1, "kind": "hang"},)])
+        calls = [({"rank": 0, "kind": "raise"},), ({"rank": 1, "kind": "hang"},)]
+        call_together([(group, "misbehave", calls)], deadline=DEADLINE)
     assert time.monotonic() - started < SOON_S
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from dagrl.errors import DeadlineError, PhaseError
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, phase
 from dagrl.runtime.revive import Revival, revive
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker import WorkerContext
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import FakeWorker

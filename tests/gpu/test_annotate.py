@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dagrl.runtime.annotate import disable_ranges, enable_ranges
+from dagrl.runtime.annotate import enable_ranges
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.executors.node import NodeCall, Take, drain_runs, install, run_node
 from dagrl.telemetry.trace import TraceEvent, TraceWriter
@@ -28,10 +28,9 @@ class Worker:
 
 
 @pytest.fixture(autouse=True)
-def ranges() -> Iterator[None]:
+def ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dagrl.runtime.annotate._enabled", False)  # again, after the test
     enable_ranges()
-    yield
-    disable_ranges()
 
 
 def test_kernels_lie_inside_the_nodes_range(tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ from dagrl.run.loops.sft import train_sft
 from dagrl.run.plans import PhasePlan, run_plans
 from dagrl.run.session import Session
 from dagrl.run.start import open_session
-from dagrl.runtime.options import SchedulerOptions
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.telemetry.metrics import KL
 from dagrl.telemetry.record import read_metrics
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ray.dag import DAGContext
 
 from dagrl.errors import PhaseError
 from dagrl.graphs.pipeline import one_forward_one_backward, pipeline_phase
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.fake_workers import ENGINES
@@ -67,16 +67,13 @@ def warmed_up(group: WorkerGroup, **options: Any) -> Scheduler:
     return scheduler
 
 
-RUNS: dict[str, Any] = ENGINES | {
-    "dagrl, overlapped": {"overlap_communication": True},
-    "ray, overlapped": {"engine": "ray", "overlap_communication": True},
-}
-
-
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=[*((engine, False) for engine in ENGINES), ("dagrl", True), ("ray", True)])
 def scheduler(request: pytest.FixtureRequest, group: WorkerGroup) -> Iterator[Scheduler]:
-    with warmed_up(group, **RUNS[request.param]) as scheduler:
-        yield scheduler
+    engine, overlaps = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DAGContext.get_current(), "overlap_gpu_communication", overlaps)
+        with warmed_up(group, **ENGINES[engine]) as scheduler:
+            yield scheduler
 
 
 def check_steps(scheduler: Scheduler, group: WorkerGroup, batches: list[Batch]) -> None:
@@ -118,5 +115,5 @@ def test_a_pipeline_can_be_torn_down_and_compiled_again(
     """The last test of each scheduler."""
     scheduler.close()
     for seed in (5, 6):
-        with warmed_up(group, **RUNS[request.node.callspec.params["scheduler"]]) as again:
+        with warmed_up(group, **ENGINES[request.node.callspec.params["scheduler"][0]]) as again:
             check_steps(again, group, [ragged_batch(8, LENGTH, seed)])

@@ -21,8 +21,7 @@ from dagrl.graphs.generate import generate
 from dagrl.rl.generation import FinishedRequest, Generated
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration import vllm_calls

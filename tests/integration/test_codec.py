@@ -13,12 +13,11 @@ import torch
 
 from dagrl.errors import DataError, PhaseError, RunError
 from dagrl.runtime import codec as codecs
-from dagrl.runtime.arguments import Arguments
-from dagrl.runtime.codec import Codec, register_codec
+from dagrl.runtime.graph import Arguments
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, phase
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
+from dagrl.runtime.split import Codec, register_codec
 from dagrl.runtime.worker_group import WorkerGroup
 
 Array = npt.NDArray[Any]

@@ -10,11 +10,10 @@ import pytest
 import ray
 
 from dagrl.errors import PhaseError
-from dagrl.runtime.arguments import Arguments, Static
+from dagrl.runtime.graph import Arguments, Static
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, join, phase
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker_group import WorkerGroup
 
 

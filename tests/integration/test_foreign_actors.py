@@ -15,9 +15,8 @@ from dagrl.errors import PhaseError
 from dagrl.runtime import compile as compile_module
 from dagrl.runtime.executors.eager import takes_in_order
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, join, phase
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker import in_warmup
 from dagrl.runtime.worker_group import WorkerGroup
 

@@ -10,8 +10,7 @@ import pytest
 from dagrl.errors import PhaseError
 from dagrl.graphs.pipeline import one_forward_one_backward, pipeline_phase
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Bucket
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.integration.pipeline_stage import MODEL, RecordedStage, ragged_batch, train_in_one_process

@@ -26,9 +26,8 @@ from dagrl.graphs.train import demonstration_step
 from dagrl.refit import Refit
 from dagrl.rl.generation import Generated
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, phase
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket
 from dagrl.runtime.worker import WorkerContext
 from dagrl.runtime.worker_group import WorkerGroup

@@ -17,15 +17,13 @@ import torch
 from dagrl.errors import ConfigError, DeadlineError, PhaseError, RunError, WorkerError
 from dagrl.run.local_cluster import cluster_processes
 from dagrl.runtime.actors import Resources
-from dagrl.runtime.answers import GRACE_S
 from dagrl.runtime.executors.node import drain_runs
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, join, phase
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker import WorkerContext
-from dagrl.runtime.worker_group import WorkerGroup
+from dagrl.runtime.worker_group import GRACE_S, WorkerGroup
 from tests.integration.fake_workers import ENGINES, FakeWorker
 from tests.unit.runtime.unreadable import Unreadable
 

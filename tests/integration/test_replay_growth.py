@@ -14,9 +14,8 @@ import ray
 from dagrl.bench.worker import BenchWorker
 from dagrl.runtime.executors.node import TRACE_CAPACITY, drain_runs, state_of
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Input, Phase, Shard, Value, phase
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker_group import WorkerGroup
 

@@ -15,10 +15,9 @@ import ray
 from ray.actor import ActorHandle
 
 from dagrl.errors import WorkerFailure
-from dagrl.runtime.arguments import Static
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Packet
 from dagrl.runtime.executors.node import NodeCall, Take
-from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
+from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, Static, WorkerRef
 from dagrl.runtime.passes.hosts import RELAY, relays_input
 
 logger = logging.getLogger(__name__)
@@ -48,7 +47,6 @@ class GraphLimits:
     replay_s: float
     teardown_s: float
     may_kill: bool = True
-    overlap_communication: bool = False
     input_key: str = "input_bytes of Scheduler.add"
     result_key: str = "SchedulerOptions.result_bytes"
 

@@ -27,11 +27,10 @@ import ray
 from dagrl.errors import DeadlineError, RunError, WorkerFailure, error_text, printable
 from dagrl.machine import starved_s
 from dagrl.runtime.annotate import annotate, ranges_enabled
-from dagrl.runtime.arguments import Arguments, Static
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.runtime.edges.pickling import Encoded, Shares
 from dagrl.runtime.edges.tensors import accelerator_tensors
-from dagrl.runtime.graph import Json
+from dagrl.runtime.graph import Arguments, Json, Static
 from dagrl.runtime.passes.hosts import RELAY
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import ReplayContext, replay_context

@@ -65,14 +65,12 @@ class RayGraph:
     def __init__(self, graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> None:
         self._phase, self._limits = graph.phase, limits
         self._bound = bind_graph(graph, actors, nodes, limits)
-        accelerates = False
         sizes = dict.fromkeys(self._bound.actors, ENVELOPE_BYTES)  # Ray sizes all channels that a process writes alike
         for node in nodes_of(self._bound.dag):
             actor = actors[node.call.role][node.call.position]
             sizes[actor] = max(sizes[actor], node.call.result_limit + ENVELOPE_BYTES)
-            accelerates |= node.call.accelerated
         prepare_workers(sizes, limits)
-        with driver_settings(limits, accelerates):
+        with driver_settings(limits):
             self._dag = compile_dag(self._bound, limits)
         self._unread: queue.SimpleQueue[tuple[list[Any], Executed] | None] = queue.SimpleQueue()
         self._broken = False
@@ -174,13 +172,12 @@ def _prepare_worker(worker: object, channel_bytes: int) -> None:
 
 
 @contextmanager
-def driver_settings(limits: GraphLimits, accelerates: bool) -> Iterator[None]:
+def driver_settings(limits: GraphLimits) -> Iterator[None]:
     """Sets Ray's input size, replays in flight and deadlines for graphs compiled inside."""
     context = DAGContext.get_current()
     before = dataclasses.asdict(context)
     context.buffer_size_bytes = limits.input_bytes + ENVELOPE_BYTES
     context.max_inflight_executions = context.max_buffered_results = limits.max_in_flight
-    context.overlap_gpu_communication = limits.overlap_communication and accelerates
     context.submit_timeout = context.get_timeout = max(1, round(limits.replay_s))
     context.teardown_timeout = max(1, round(limits.teardown_s))
     try:

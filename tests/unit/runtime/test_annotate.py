@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dagrl.runtime.annotate import annotate, disable_ranges, enable_ranges
+from dagrl.runtime.annotate import annotate, enable_ranges
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.executors.node import NodeCall, Take, drain_runs, install, run_node
 from dagrl.runtime.shapes import Batch
@@ -31,10 +30,9 @@ class Worker:
 
 
 @pytest.fixture
-def ranges() -> Iterator[None]:
+def ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dagrl.runtime.annotate._enabled", False)  # again, after the test
     enable_ranges()
-    yield
-    disable_ranges()
 
 
 def profiled(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -66,15 +64,13 @@ def test_both_traces_name_the_same_interval(ranges: None, tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def nvtx(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def nvtx(ranges: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a machine with CUDA would tell NVTX."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(f"push {name}"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
-    enable_ranges()
-    yield calls
-    disable_ranges()
+    return calls
 
 
 def test_nvtx_ranges_are_named_by_phase_replay_and_bucket_and_end(nvtx: list[str]) -> None:
@@ -84,9 +80,6 @@ def test_nvtx_ranges_are_named_by_phase_replay_and_bucket_and_end(nvtx: list[str
     with pytest.raises(RuntimeError), annotate("outer"), annotate("inner"):
         raise RuntimeError
     assert nvtx == ["push train_step #7 train[0].step [4 x 16]", "pop", "push outer", "push inner", "pop", "pop"]
-    disable_ranges()
-    with annotate("another"):
-        assert len(nvtx) == 6
 
 
 def test_nothing_is_recorded_unless_enabled(tmp_path: Path) -> None:

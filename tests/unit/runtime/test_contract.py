@@ -10,8 +10,8 @@ from dagrl.config import Config
 from dagrl.config.plan import RunPlan
 from dagrl.errors import ConfigError
 from dagrl.run.preflight import worker_classes
-from dagrl.runtime.contract import check_worker_class
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.runtime.worker import check_worker_class
 from dagrl.runtime.worker_group import WorkerGroup
 
 

@@ -15,12 +15,11 @@ from ray.exceptions import RayActorError, RayChannelError, RayTaskError, Unseria
 
 from dagrl.errors import CheckpointError, DeadlineError, PhaseError, WorkerError, WorkerFailure, error_text
 from dagrl.runtime import failures
-from dagrl.runtime.answers import gather
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.executors.node import DIED, IDLE, NO_ANSWER, Report
 from dagrl.runtime.failures import PendingReplay, collect_outcome
-from dagrl.runtime.worker_group import WorkerGroup, call_together
+from dagrl.runtime.worker_group import WorkerGroup, call_together, gather
 
 HEADER = Header("train_step", 0, False, {"train": 0}, 10.0)
 
@@ -436,8 +435,8 @@ def test_a_death_comes_before_what_its_peers_raised(monkeypatch: pytest.MonkeyPa
             raise answers[ref]
         return answers[ref]
 
-    monkeypatch.setattr("dagrl.runtime.answers.ray.get", get)
-    monkeypatch.setattr("dagrl.runtime.answers.ray.wait", lambda refs, timeout: (refs[:1], refs[1:]))
+    monkeypatch.setattr("dagrl.runtime.worker_group.ray.get", get)
+    monkeypatch.setattr("dagrl.runtime.worker_group.ray.wait", lambda refs, timeout: (refs[:1], refs[1:]))
     failure = WorkerGroup.failure.__get__(Group())
     with pytest.raises(WorkerError if dies else CheckpointError) as caught:
         gather([(failure, "save", ["first", "second"])], Deadline(1.0, "timeouts.checkpoint_s"))

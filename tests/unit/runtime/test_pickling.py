@@ -27,9 +27,7 @@ class Holding:
 def test_a_class_that_the_reader_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pickled = pickle.dumps(Packet(HEADER, Holding(torch.zeros(2))).wire())
     monkeypatch.delattr("tests.unit.runtime.test_pickling.Holding")
-    with pytest.raises(
-        UnreadableError, match="AttributeError: Can't get attribute 'Holding'.* when a value was unpickled; send only"
-    ):
+    with pytest.raises(UnreadableError, match=r"Can't get attribute 'Holding'.* when a value was unpickled; send"):
         load(pickled)
 
 

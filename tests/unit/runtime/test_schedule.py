@@ -18,17 +18,16 @@ from ray import ObjectRef
 from ray.exceptions import RayChannelError
 
 from dagrl.errors import DataError, DeadlineError, GraphError, LayoutError, PhaseError, RunError
-from dagrl.runtime.codec import Codec
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Phase, Role, Shard, join, methods_of, phase
 from dagrl.runtime.replay import Replay
-from dagrl.runtime.schedule import SETTLING_REPLAYS, Scheduler
+from dagrl.runtime.schedule import SETTLING_REPLAYS, Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket, Field
+from dagrl.runtime.split import Codec
 from dagrl.runtime.worker_group import WorkerGroup
 from tests.unit.runtime.phase_worker import Both
 
@@ -833,14 +832,6 @@ def test_a_group_on_the_actors_of_another_cannot_join_later(scheduler: Scheduler
     assert list(scheduler.groups) == ["train"]
 
 
-def test_accelerator_edges_may_be_in_phases_that_are_added_later(group: Group, made: list[Graph]) -> None:
-    with Scheduler([group], SchedulerOptions(overlap_communication=True)) as scheduler:  # type: ignore[list-item]
-        scheduler.add(other, warmup_value=0)
-        scheduler.compile(complete=False)
-        with pytest.raises(GraphError, match="no phase has an edge between accelerators"):
-            scheduler.compile()
-
-
 class Executors:
     """Stands for `executor_of`; `compiled` and `eager` are those that were made, of which the first cannot compile."""
 
@@ -1016,13 +1007,6 @@ def test_a_failure_on_one_role_leaves_others_alone_and_its_other_shards_go_on(ma
         working.results = ["learned"]
         assert learning.result() == ("learned",)
         assert not first.gone.is_set() and not working.gone.is_set()
-
-
-def test_communication_to_overlap_must_exist(made: list[Graph]) -> None:
-    with Scheduler([Group(1)], SchedulerOptions(overlap_communication=True)) as scheduler:  # type: ignore[list-item]
-        scheduler.add(other, warmup_value=0)
-        with pytest.raises(GraphError, match=r"no phase has an edge between accelerators.*\.via"):
-            scheduler.compile()
 
 
 def test_a_phase_may_have_its_own_replays_in_flight(made: list[Graph]) -> None:

@@ -13,10 +13,9 @@ from ray.exceptions import RayChannelError
 from dagrl.errors import DeadlineError, PhaseError
 from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes
 from dagrl.runtime.graph import PhaseGraph
-from dagrl.runtime.options import SchedulerOptions
 from dagrl.runtime.phase import Shard, phase
 from dagrl.runtime.replay import Replay
-from dagrl.runtime.schedule import Scheduler
+from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from tests.unit.runtime.test_schedule import Graph, Group
 
 SHARDS, IN_FLIGHT = 2, 2

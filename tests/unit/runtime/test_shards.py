@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dagrl.runtime.compile import fuse
 from dagrl.runtime.edges.pickling import Encoded, Shares
 from dagrl.runtime.executors.base import GraphLimits, node_calls
 from dagrl.runtime.executors.node import Take
 from dagrl.runtime.graph import InputRef, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.passes.hosts import RELAY, Hosts, with_relays
-from dagrl.runtime.passes.shards import fuse
 from dagrl.runtime.shapes import Batch
 
 LIMITS = GraphLimits(1 << 16, 1 << 16, 2, 1.0, 1.0, 1.0)
