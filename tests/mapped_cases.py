@@ -9,7 +9,7 @@ import torch
 from dagrl.channels import lent
 from dagrl.channels.ipc import IpcChannel
 from dagrl.channels.ipc_memory import HostSegment
-from dagrl.channels.lent import BORROWED
+from dagrl.channels.loans import BORROWED
 from dagrl.refit import RefitReceiver, RefitSender
 from tests import channel_cases as cases
 from tests.unit.refit.weight_reference import Weights, equal, hf_weights, megatron_tensors, vllm_tensors, zeros_like

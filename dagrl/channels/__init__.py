@@ -2,7 +2,6 @@
 
 from dagrl.channels.base import Channel
 from dagrl.channels.spec import ChannelSpec
-from dagrl.errors import ChannelError
 
 __all__ = ["Channel", "ChannelSpec", "open_channel"]
 
@@ -21,8 +20,6 @@ def open_channel(spec: ChannelSpec) -> Channel:
         from dagrl.channels.nccl import NcclChannel
 
         return NcclChannel(spec)
-    if spec.kind == "ipc":
-        from dagrl.channels.ipc import IpcChannel
+    from dagrl.channels.ipc import IpcChannel
 
-        return IpcChannel(spec)
-    raise ChannelError(f"channel kind {spec.kind!r} is unknown; choose 'gloo', 'nccl' or 'ipc'")
+    return IpcChannel(spec)

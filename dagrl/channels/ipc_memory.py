@@ -11,6 +11,7 @@ import base64
 import mmap
 import os
 from dataclasses import astuple
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dagrl.errors import ChannelError, MissingDependencyError
@@ -90,10 +91,10 @@ class DeviceSegment:
 
         self._runtime, self._device, self._owned = cuda_runtime(), device, True
         with torch.cuda.device(device):
-            self._pointer: int | None = self._runtime.malloc(nbytes)
-            handle = base64.b64encode(self._runtime.ipcGetMemHandle(self._pointer)).decode()
-        self.handle = f"cuda:{torch.cuda.get_device_properties(device).uuid}:{nbytes}:{handle}"
-        self.bytes = _as_tensor(self._pointer, nbytes, device)
+            pointer = self._runtime.malloc(nbytes)
+        self._pointer: int | None = pointer
+        self.handle = device_handle(pointer, nbytes, device)
+        self.bytes = _as_tensor(pointer, nbytes, device)
 
     @classmethod
     def attach(cls, rest: str) -> DeviceSegment:
@@ -121,23 +122,21 @@ class DeviceSegment:
         self._pointer = None
 
 
-class _CudaArray:
-    """Passes device memory to torch; see numba's `__cuda_array_interface__`."""
+def device_handle(pointer: int, nbytes: int, device: torch.device) -> str:
+    """Returns the handle of memory that CUDA allocated at `pointer`. Raises CUDARuntimeError if it cannot be mapped."""
+    import torch
 
-    def __init__(self, pointer: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-            "strides": None,
-        }
+    with torch.cuda.device(device):
+        handle = base64.b64encode(cuda_runtime().ipcGetMemHandle(pointer)).decode()
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}:{nbytes}:{handle}"
 
 
 def _as_tensor(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Returns device memory as a tensor of bytes, through numba's `__cuda_array_interface__`."""
     import torch
 
-    return torch.as_tensor(_CudaArray(pointer, nbytes), device=device)
+    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
 
 
 def _device_of(uuid: str) -> torch.device:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.embed.fleet import Call, Fleet
 from dagrl.errors import GraphError, MissingDependencyError
-from dagrl.runtime.edges.tensors import register_reducer
+from dagrl.runtime.edges.pickling import register_reducer
 from dagrl.runtime.graph import Arguments
 from dagrl.runtime.replay import Replay
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +15,6 @@ from dagrl.errors import DeadlineError, PhaseError
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.failures import PendingReplay, collect_outcome
 from dagrl.runtime.shapes import Bucket
-
-AWAIT_TURN_S = 0.5
-"""How long a thread waits for an `await` before it checks whether the result is still wanted."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ def computing_s(timings: Iterable[ReplayTiming]) -> float:
 
 
 class Replay:
-    """The future of a replay's result: call `result()`, or `await` it."""
+    """The future of a replay's result."""
 
     def __init__(
         self,
@@ -127,16 +123,6 @@ class Replay:
             with suppress(DeadlineError):
                 self._queue.finish(self, time.monotonic())
         return self.done
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self._awaited().__await__()
-
-    async def _awaited(self) -> Any:
-        """Waits in turns, so that the waiting thread ends soon after this coroutine is cancelled."""
-        while not self.done:
-            with suppress(DeadlineError):
-                return await asyncio.to_thread(self.result, AWAIT_TURN_S)
-        return self.result()
 
     def succeed(self, packets: Sequence[Sequence[Packet]]) -> None:
         """Sets the result from the packets of every graph. Raises PhaseError if the shards' results do not fit together."""

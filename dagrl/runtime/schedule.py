@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from ray.exceptions import RayError
 
-from dagrl.errors import DeadlineError, GraphError, LayoutError, PhaseError, RunError
+from dagrl.errors import DeadlineError, GraphError, PhaseError, RunError
 from dagrl.runtime.added_phase import AddedPhase, channel_bytes
 from dagrl.runtime.compile import Compiled, Engine, compile_phase, executor_of
 from dagrl.runtime.deadline import Deadline
@@ -42,7 +42,7 @@ from dagrl.runtime.phase import Phase, replicas_per_graph
 from dagrl.runtime.replay import Durations, Replay, ReplayQueue
 from dagrl.runtime.shapes import Bucket, Scalar
 from dagrl.runtime.split import Codec, codec_of
-from dagrl.runtime.tickets import Tickets, ticket_counters
+from dagrl.runtime.tickets import Tickets
 from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -332,7 +332,6 @@ class Scheduler:
                 self._teardown(lambda one: not (one.reusable and one.runs_on(self.groups)), roles)
                 if len(roles) == len(self.groups):
                     self._executors.pop("eager", None)
-                self._check_shared_actors()
                 self._reset_tickets(roles)
                 made = self._compile_missing()
             except BaseException as error:  # some shards may have no graph
@@ -343,29 +342,6 @@ class Scheduler:
                 self._broken.pop(role, None)
         logger.info("compiled again, by phase and shard: %s", made or "nothing")
         return made
-
-    def replace_group(self, group: WorkerGroup) -> None:
-        """Replaces a group that lost workers; call `recover` next to compile on the new one.
-
-        Raises LayoutError for an unknown role, or a layout other than the one that phases were traced for.
-        """
-        known = self.groups.get(group.role.name)
-        if known is None:
-            raise LayoutError(f"there is no group {group.role.name!r} to replace; there are {', '.join(self.groups)}")
-        if known.layout != group.layout:
-            raise LayoutError(
-                f"the group {group.role.name!r} has the layout {group.layout.describe()}, but phases were traced for "
-                f"{known.layout.describe()}; make one of that layout, or another scheduler"
-            )
-        self.groups[group.role.name] = group
-
-    def _check_shared_actors(self) -> None:
-        """Raises LayoutError unless the same ranks share actors as before groups or workers were replaced."""
-        if ticket_counters(self.groups.values()) != self._tickets.counters:
-            raise LayoutError(
-                f"the groups {', '.join(self.groups)} do not share their actors as they did when the scheduler was made; "
-                "call replace_group for every role of an actor that was replaced, and then recover"
-            )
 
     def close(self) -> None:
         """Tears every graph down within the teardown deadline."""

@@ -26,22 +26,6 @@ Counters = Mapping[str, Sequence[int]]
 """The ticket counter of each rank, by role. An actor has one, also if it is in several groups."""
 
 
-def ticket_counters(groups: Iterable[WorkerGroup]) -> Counters:
-    """Returns the ticket counters of these groups' workers, from 0 on. Raises LayoutError for two groups of one role."""
-    groups = list(groups)
-    roles = [group.role.name for group in groups]
-    for role in roles:
-        if roles.count(role) > 1:
-            raise LayoutError(
-                f"{roles.count(role)} groups have the role {role!r}, by which phases find theirs; give each a name of its "
-                "own: WorkerGroup.from_actors(..., role=...)"
-            )
-    known: dict[object, int] = {}
-    return {
-        group.role.name: tuple(known.setdefault(actor._actor_id, len(known)) for actor in group.actors) for group in groups
-    }
-
-
 class Tickets:
     """The next ticket of every worker of some groups. An actor has one counter, also if it is in several groups."""
 
@@ -54,7 +38,18 @@ class Tickets:
 
         Raises LayoutError for two groups of one role, and for a new one on the actors of those so far.
         """
-        counters = ticket_counters(groups)
+        roles = [group.role.name for group in groups]
+        for role in roles:
+            if roles.count(role) > 1:
+                raise LayoutError(
+                    f"{roles.count(role)} groups have the role {role!r}, by which phases find theirs; give each a name of "
+                    "its own: WorkerGroup.from_actors(..., role=...)"
+                )
+        numbers: dict[object, int] = {}  # by actor
+        counters = {
+            group.role.name: tuple(numbers.setdefault(actor._actor_id, len(numbers)) for actor in group.actors)
+            for group in groups
+        }
         joining = {role: mine for role, mine in counters.items() if role not in self.counters}
         for role, mine in joining.items():
             if min(mine) < len(self._next):

@@ -101,9 +101,9 @@ class WorkerGroup:
     ) -> WorkerGroup:
         """Start one actor per rank, construct `worker_class(context, config)` in each, and set all of them up at once.
 
-        The class must fit `protocols` (`check_worker_class`). `before_setup` is called when the actors have begun to start and
-        to prepare; it may wait for another group. `while_waiting` is called repeatedly until all are set up, and may raise to
-        give up. Raises ConfigError for a class that does not fit, before anything starts; what a worker's
+        The class must fit `protocols` (`check_worker_class`). `before_setup` is called when the actors have begun to start
+        and to prepare; it may wait for another group. `while_waiting` is called repeatedly until all are set up, and may
+        raise to give up. Raises ConfigError for a class that does not fit, before anything starts; what a worker's
         constructor or `setup` raised, with its rank; DeadlineError after the deadline. Leaves nothing running if it raises.
         """
         check_worker_class(worker_class, protocols)
@@ -174,7 +174,7 @@ class WorkerGroup:
         """Kills the workers of `ranks`, starts new ones, and sets all workers up again.
 
         Call `Scheduler.recover` next: it compiles the graphs of these workers and leaves the others. Raises RunError for a
-        group around existing actors: make new actors, and give `Scheduler.replace_group` a group of them and the others.
+        group around existing actors: make a group of new actors and the others, and a new Scheduler.
         """
         self.start_again(ranks)
         self.join_again(ranks)
@@ -184,7 +184,7 @@ class WorkerGroup:
         if self._starter is None:
             raise RunError(
                 f"the {self.role.name} group did not create its workers and cannot start them again; make a group of new "
-                "actors and the remaining ones, WorkerGroup.from_actors(...), and call Scheduler.replace_group with it"
+                "actors and the remaining ones, WorkerGroup.from_actors(...), and a new Scheduler"
             )
         self.kill(ranks)
         actors = list(self.actors)

@@ -62,7 +62,7 @@ def scheduler(request: pytest.FixtureRequest, cluster: None) -> Iterator[Schedul
 
 
 def test_a_lost_worker_is_named_and_the_others_live_on(scheduler: Scheduler) -> None:
-    """A killed one, whose group is replaced and replays after a recompile; then a hung one, with its stack."""
+    """A killed one, which is replaced; then a hung one, with its stack."""
     with pytest.raises(PhaseError) as caught:
         scheduler.replay(misbehave, {"rank": 1, "kind": "die"}).result()
     lost, failure = scheduler.groups["train"], caught.value.failures[0]
@@ -70,8 +70,7 @@ def test_a_lost_worker_is_named_and_the_others_live_on(scheduler: Scheduler) -> 
     assert failure.pid == lost.locations[1].pid
     with pytest.raises(RunError, match="recover"):
         scheduler.replay(misbehave, {"rank": -1})
-    scheduler.replace_group(WorkerGroup.create("train", FakeWorker, lost.layout, None))
-    lost.shutdown(2.0)
+    lost.replace_workers([1])
     scheduler.recover()
     scheduler.warmup()
     assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Iterator
@@ -257,13 +256,6 @@ def test_rows_can_be_dealt_out_by_the_caller(scheduler: Scheduler) -> None:
     batch = Batch({"tokens": np.ones((3, 3), np.int64), "lengths": lengths})
     dealt = [np.array([1], np.intp), np.array([0, 2], np.intp)]
     assert scheduler.replay(count_tokens, batch, rows=dealt).result() == (1 * 3, 5 * 3)
-
-
-def test_replays_can_be_awaited(scheduler: Scheduler) -> None:
-    async def go() -> object:
-        return await scheduler.replay(ranks, "async")
-
-    assert asyncio.run(go()) == ([0, 2], [1, 3])
 
 
 def test_more_replays_than_fit_in_flight_wait_for_the_oldest(scheduler: Scheduler) -> None:

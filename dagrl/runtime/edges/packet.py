@@ -15,8 +15,7 @@ import numpy as np
 from ray import ObjectRef
 
 from dagrl.errors import WorkerFailure
-from dagrl.runtime.edges.pickling import Encoded, Shares
-from dagrl.runtime.edges.tensors import is_tensor, make_torch_picklable, refuse_reference, tensor_bytes
+from dagrl.runtime.edges.pickling import Encoded, Shares, is_tensor, make_torch_picklable, refuse_reference, tensor_bytes
 from dagrl.runtime.shapes import Batch
 
 

@@ -1,20 +1,30 @@
-"""Pickles values with their large buffers apart.
+"""Pickles values with their large buffers apart, among them the elements of torch tensors on the CPU.
 
 The driver pickles an input of any type once (`Encoded`), and each worker unpickles it where it uses it. So its size is known
 before it is sent, and a worker of a fused graph unpickles only its own shard's part (`Shares`).
+
+Torch is looked up in `sys.modules` and never imported: a process that has not imported it has no tensors.
 """
 
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
+import operator
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
 
 from dagrl.errors import RunError, error_text
-from dagrl.runtime.edges.tensors import edge_reducers, make_torch_picklable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Bytes = bytes | memoryview
 
@@ -110,3 +120,144 @@ class Shares:
     def payload_bytes(self) -> int:
         """An upper bound for its bytes in a channel."""
         return 256 + sum(part.payload_bytes for part in {id(part): part for part in self.parts}.values())
+
+
+PLAIN = (type(None), bool, int, float, str, bytes, np.ndarray)
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Whether `value` is a dense torch tensor."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or type(value) is not torch.Tensor:
+        return False
+    tensor: Any = value
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def make_torch_picklable() -> None:
+    """Makes tensors of torch's newer dtypes (FP8, uint16, ...) picklable in this process, if torch is imported.
+
+    They pickle as an `UntypedStorage`, which torch unpickles only in `torch.load`. Here it is sent as whole bytes.
+    """
+    torch: Any = sys.modules.get("torch")
+    storage = getattr(torch, "UntypedStorage", None)  # another thread may be importing torch
+    if storage is not None and storage not in copyreg.dispatch_table:
+        copyreg.pickle(storage, _reduce_storage)
+
+
+def _reduce_storage(storage: Any) -> tuple[Any, ...]:
+    import torch
+
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return operator.methodcaller("_typed_storage"), (whole,)
+
+
+_registered: dict[type, Callable[[Any], Any]] = {}
+
+
+def register_reducer(kind: type, reduce: Callable[[Any], Any]) -> None:
+    """Makes values of exactly this type pickle on this process's edges as `reduce(value)`, a tuple like `__reduce__`'s."""
+    _registered[kind] = reduce
+
+
+def edge_reducers() -> Mapping[type, Callable[[Any], Any]]:
+    """How values on edges are pickled, by their exact type, if their modules are imported.
+
+    The elements of a tensor on the CPU go into a buffer of their own. Torch would write them into the pickle, at a twentieth
+    of the speed. An ObjectRef is refused.
+    """
+    torch: Any = sys.modules.get("torch")
+    ray: Any = sys.modules.get("ray")
+    found = dict(_registered)
+    if (tensor := getattr(torch, "Tensor", None)) is not None:  # another thread may be importing torch
+        found[tensor] = _reduce_tensor
+    if (reference := getattr(ray, "ObjectRef", None)) is not None:
+        found[reference] = refuse_reference
+    return found
+
+
+def refuse_reference(reference: object) -> Any:
+    raise RunError(
+        "an ObjectRef cannot be sent through a phase: the receiver holds no reference and would block forever; "
+        "send the value itself, ray.get(ref)"
+    )
+
+
+def _reduce_tensor(tensor: Tensor) -> Any:
+    """Sends a dense tensor on the CPU as its elements, contiguous; any other one as torch does."""
+    if not is_tensor(tensor) or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or tensor.__dict__:
+        return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
+    import torch
+
+    _check_pickled(tensor.dtype)
+    whole = tensor.detach().contiguous()
+    elements: Any = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()  # one element may have any stride
+    return _tensor_of, (pickle.PickleBuffer(elements), whole.dtype, tuple(whole.shape), tensor.requires_grad)
+
+
+def _tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
+    """Returns a tensor in the memory of `buffer`, or in a copy if others read it too: torch has no read-only tensors."""
+    import torch
+
+    with memoryview(buffer) as view:
+        if view.nbytes == 0:
+            return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+        own = bytearray(view) if view.readonly else buffer
+    tensor = torch.frombuffer(own, dtype=torch.uint8).view(dtype).view(shape)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """An upper bound for the bytes of a pickled tensor. Torch writes the whole storage, even if the tensor views a part of
+    it; edges write the elements, even if several share their memory.
+
+    Raises RunError for a dtype that torch does not pickle.
+    """
+    _check_pickled(tensor.dtype)
+    return max(int(tensor.untyped_storage().nbytes()), tensor.nbytes) + 1024 + 32 * tensor.dim()
+
+
+@functools.cache
+def _check_pickled(dtype: torch.dtype) -> None:
+    """Raises RunError for a dtype without a storage type, such as those smaller than a byte."""
+    import torch
+
+    try:
+        pickle.dumps(torch.empty(0, dtype=dtype))
+    except Exception as error:
+        raise RunError(
+            f"tensors of {dtype} cannot be pickled ({error_text(error)}); send tensor.view(torch.uint8), and view what "
+            f"comes as {dtype}"
+        ) from error
+
+
+def accelerator_tensors(value: object) -> list[Tensor]:
+    """Returns the tensors of `value` that are sent from GPU to GPU, if its node's result uses an accelerator transport.
+
+    Ray sends memory from a tensor's first element on, whatever its strides, so a tensor must be contiguous. Raises RunError
+    for one that is not, and for values in which tensors would not be found.
+    """
+    tensors = [tensor for tensor in _tensors(value) if tensor.device.type != "cpu"]
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise RunError(
+                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be sent from GPU to GPU; "
+                "return tensor.contiguous()"
+            )
+    return tensors
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if is_tensor(value):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif not isinstance(value, PLAIN):
+        raise RunError(
+            f"a {type(value).__name__} cannot be sent from GPU to GPU; return tensors, or lists, tuples and dictionaries of "
+            "tensors, arrays and numbers"
+        )

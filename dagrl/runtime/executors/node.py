@@ -28,8 +28,7 @@ from dagrl.errors import DeadlineError, RunError, WorkerFailure, error_text, pri
 from dagrl.machine import starved_s
 from dagrl.runtime.annotate import annotate, ranges_enabled
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
-from dagrl.runtime.edges.pickling import Encoded, Shares
-from dagrl.runtime.edges.tensors import accelerator_tensors
+from dagrl.runtime.edges.pickling import Encoded, Shares, accelerator_tensors
 from dagrl.runtime.graph import Arguments, Json, Static
 from dagrl.runtime.passes.hosts import RELAY
 from dagrl.runtime.shapes import Batch
@@ -234,8 +233,8 @@ def state_of(worker: object) -> NodeState:
         state = getattr(worker, _STATE)
     except AttributeError:
         raise RunError(
-            "Ray restarted this worker after its actor joined a group (max_restarts); make a new WorkerGroup of the actors "
-            "and give it to Scheduler.replace_group"
+            "Ray restarted this worker after its actor joined a group (max_restarts); make a new WorkerGroup of the actors, "
+            "and a new Scheduler"
         ) from None
     assert isinstance(state, NodeState)
     return state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
@@ -356,32 +355,6 @@ def test_groups_over_the_same_actors_share_one_order_of_turns(colocated: Schedul
     }
 
 
-def test_groups_over_the_same_actors_are_replaced_together(colocated: Scheduler) -> None:
-    train, reference = Group(), Group(1, name="reference")
-    reference.layout, reference.locations = ParallelLayout(tp=2), train.locations
-    reference.actors = train.actors[::-1]
-    colocated.replace_group(train)  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match=r"groups train, reference do not share their actors.*replace_group for every"):
-        colocated.recover()
-    colocated.replace_group(reference)  # type: ignore[arg-type]
-    colocated.recover()
-    assert train.gates == reference.gates == [[0, 0]]
-
-
-def test_a_group_in_place_of_another_has_its_role_and_layout(scheduler: Scheduler, made: list[Graph]) -> None:
-    with pytest.raises(LayoutError, match="there is no group 'critic' to replace; there are train"):
-        scheduler.replace_group(Group(name="critic"))  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match="has the layout dp3, but phases were traced for dp2"):
-        scheduler.replace_group(Group(3))  # type: ignore[arg-type]
-    foreign = Group()
-    foreign.owned = False
-    scheduler.replace_group(foreign)  # type: ignore[arg-type]
-    made.clear()
-    scheduler.recover()
-    assert made and not any(graph.limits.may_kill for graph in made), "its workers are somebody else's"
-    assert foreign.gates == [[0, 0]]
-
-
 def test_a_replay_that_is_sent_while_graphs_are_torn_down_says_so(scheduler: Scheduler, made: list[Graph]) -> None:
     """Another thread has seen that the phase is compiled, and waits for the lock meanwhile."""
     said: list[BaseException] = []
@@ -424,18 +397,6 @@ def test_an_interrupt_while_tickets_are_taken_breaks_the_graphs(
 def test_a_deadline_is_a_number_of_seconds(scheduler: Scheduler, deadline_s: float) -> None:
     with pytest.raises(RunError, match=r"deadline_s is .*; expected a finite number of seconds above 0"):
         scheduler.replay(step, batch(8), deadline_s=deadline_s)
-
-
-def test_an_await_that_is_cancelled_leaves_no_thread_for_long(scheduler: Scheduler) -> None:
-    """`asyncio.run` waits for its threads at its end."""
-
-    async def ask() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(scheduler.replay(step, batch(8)), 0.2)
-
-    start = time.monotonic()
-    asyncio.run(ask())
-    assert time.monotonic() - start < 30, "the replay's own deadline is two minutes"
 
 
 def test_two_groups_of_one_role_are_refused() -> None:

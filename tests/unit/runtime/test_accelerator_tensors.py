@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from dagrl.errors import RunError
 from dagrl.runtime.edges.packet import payload_bytes
-from dagrl.runtime.edges.pickling import dump
-from dagrl.runtime.edges.tensors import accelerator_tensors
+from dagrl.runtime.edges.pickling import accelerator_tensors, dump
 from dagrl.telemetry.metrics import StepMetrics
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

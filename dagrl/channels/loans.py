@@ -6,7 +6,6 @@ not that of torch's expandable segments, and nothing on the host.
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import json
 import threading
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from dagrl.channels.ipc_memory import Segment, attach_segment, cuda_runtime
+from dagrl.channels.ipc_memory import Segment, attach_segment, cuda_runtime, device_handle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -142,15 +141,10 @@ class Allocation:
 
     def handle(self) -> str:
         """Returns what `attach_segment` takes; empty if other processes cannot map the memory."""
-        import torch
-
-        runtime = cuda_runtime()
-        with torch.cuda.device(self.device):
-            try:
-                handle = base64.b64encode(runtime.ipcGetMemHandle(self.start)).decode()
-            except runtime.CUDARuntimeError:
-                return ""
-        return f"cuda:{torch.cuda.get_device_properties(self.device).uuid}:{self.nbytes}:{handle}"
+        try:
+            return device_handle(self.start, self.nbytes, self.device)
+        except cuda_runtime().CUDARuntimeError:
+            return ""
 
 
 def allocation_of(tensor: torch.Tensor) -> Allocation | None:
