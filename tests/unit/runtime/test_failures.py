@@ -106,12 +106,34 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "RELEASE_S", 0.3)
 
 
-def test_a_hang_releases_workers_that_wait_and_kills_those_that_stay() -> None:
-    group = Group(reports=(BUSY, BUSY, IDLE), stay=[1])
+@pytest.mark.parametrize(
+    ("reports", "stay", "failed", "aborted", "killed"),
+    [
+        ((BUSY, BUSY, IDLE), [1], {(1, "hung")}, [0, 1], [1]),
+        ((BUSY, IDLE, BUSY), [], {(0, "hung"), (2, "hung")}, [0, 2], []),
+        ((ELSEWHERE, BUSY, IDLE), [1], {(1, "hung")}, [1], [1]),
+        ((NO_ANSWER, DIED, BUSY._replace(replay=7)), [0, 1], {(0, "hung"), (1, "died")}, [0, 1], [0, 1]),
+    ],
+    ids=["one stays", "all leave", "one is in another phase", "one does not answer, one died, one is in another replay"],
+)
+def test_a_hang_releases_the_workers_of_the_replay_and_kills_those_that_stay(
+    reports: Sequence[Report], stay: Sequence[int], failed: set[tuple[int, str]], aborted: list[int], killed: list[int]
+) -> None:
+    group = Group(reports=reports, stay=stay)
     error = failure_of(replay(Shard(), deadline_s=0.05), group)
-    assert [(failure.rank, failure.kind, failure.traceback) for failure in error.failures] == [(1, "hung", "a stack")]
+    assert {(failure.rank, failure.kind) for failure in error.failures} == failed and error.breaks
+    assert all(
+        failure.traceback == "a stack" for failure in error.failures if BUSY in reports[failure.rank : failure.rank + 1]
+    )
+    assert (sorted(group.aborted), sorted(group.killed)) == (aborted, killed)
+
+
+def test_workers_are_checked_before_they_are_killed_even_if_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that waits may itself be descheduled for longer than the workers have."""
+    monkeypatch.setattr(failures, "RELEASE_S", 1e-9)
+    group = Group(reports=(BUSY, BUSY, IDLE), stay=[1])
+    failure_of(replay(Shard(), deadline_s=0.05), group)
     assert (group.aborted, group.killed) == ([0, 1], [1])
-    assert error.breaks
 
 
 class Stopped(Group):
@@ -185,45 +207,12 @@ def test_time_in_which_a_worker_of_the_replay_had_no_processor_does_not_count() 
     assert watch.hung({starved: BUSY._replace(starved_s=17.5), waiting: BUSY}) == {starved, waiting}
 
 
-def test_workers_are_checked_before_they_are_killed_even_if_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that waits may itself be descheduled for longer than the workers have."""
-    monkeypatch.setattr(failures, "RELEASE_S", 1e-9)
-    group = Group(reports=(BUSY, BUSY, IDLE), stay=[1])
-    failure_of(replay(Shard(), deadline_s=0.05), group)
-    assert (group.aborted, group.killed) == ([0, 1], [1])
-
-
-def test_workers_that_all_leave_are_named_and_not_killed() -> None:
-    group = Group(reports=(BUSY, IDLE, BUSY))
-    error = failure_of(replay(Shard(), deadline_s=0.05), group)
-    assert [failure.rank for failure in error.failures] == [0, 2]
-    assert (group.aborted, group.killed) == ([0, 2], [])
-
-
-def test_workers_of_another_phase_are_left_alone() -> None:
-    """The replay waited for its turn, or for a hung worker, while they worked."""
-    group = Group(reports=(ELSEWHERE, BUSY, IDLE), stay=[1])
-    error = failure_of(replay(Shard(), deadline_s=0.05), group)
-    assert [failure.rank for failure in error.failures] == [1]
-    assert (group.aborted, group.killed) == ([1], [1])
-
-
 def test_a_replay_that_only_waited_for_its_turn_names_the_phase_before_it() -> None:
     group = Group(reports=(ELSEWHERE, ELSEWHERE, IDLE))
     error = failure_of(replay(Shard(), deadline_s=0.05), group)
     assert error.failures == () and error.breaks
     assert "no worker runs it (they run 'generate', which comes before it)" in str(error)
     assert (group.aborted, group.killed) == ([], [])
-
-
-def test_peers_of_a_worker_that_raised_are_released_but_not_killed() -> None:
-    """Over NCCL, an abort in the worker itself does not reach them."""
-    group = Group(reports=(IDLE, BUSY, IDLE), stay=[1])
-    raised = dataclasses.replace(group.failure(2, "raised", "train[2].step", "ValueError: bad"), replay=0)
-    error = failure_of(replay(Shard(arrived=[raised])), group)
-    assert error.failures == (raised,)
-    assert (group.aborted, group.killed) == ([1], [])
-    assert error.breaks, "a worker is still inside"
 
 
 def test_any_error_of_a_graph_fails_the_replay() -> None:
@@ -296,13 +285,6 @@ def test_workers_of_another_role_are_told_apart() -> None:
     assert (train.aborted, train.killed, generation.aborted, generation.killed) == ([0], [0], [2], [])
 
 
-def test_a_worker_that_does_not_answer_counts_as_in_the_replay_and_one_that_died_as_dead() -> None:
-    group = Group(reports=(NO_ANSWER, DIED, BUSY._replace(replay=7)), stay=[0, 1])
-    error = failure_of(replay(Shard(), deadline_s=0.05), group)
-    assert {(failure.rank, failure.kind) for failure in error.failures} == {(0, "hung"), (1, "died")}
-    assert sorted(group.aborted) == sorted(group.killed) == [0, 1], "not the worker in another replay of the phase"
-
-
 def test_a_hung_worker_of_another_owner_is_reported_as_left_running() -> None:
     group = Group(reports=(BUSY, IDLE, IDLE), stay=[0])
     group.owned = False
@@ -327,25 +309,20 @@ def test_a_full_gpu_has_advice(role: str, key: str) -> None:
     assert key not in str(WorkerError((dataclasses.replace(failed, message="ValueError: bad"),)))
 
 
-def test_a_failure_is_reported_while_another_worker_of_its_graph_hangs() -> None:
-    """The peer waits for it in a collective. It has the grace time to leave, not the replay's deadline."""
-    raised = dataclasses.replace(Group().failure(2, "raised", "train[2].step", "ValueError: bad"), replay=0)
-    started = time.monotonic()
-    with pytest.raises(PhaseError) as caught:
-        outcome_of(replay(Shard(arrived=[raised])))
-    assert time.monotonic() - started < 60.0
-    assert caught.value.failures == (raised,)
-
-
-def test_the_failed_worker_is_the_cause_even_if_asked_after_the_deadline() -> None:
-    """The other worker hangs because it waits for the failed one in a collective."""
-    group = Group(reports=(IDLE, BUSY, IDLE), stay=(1,))
-    error = failure_of(replay(Shard(None, arrived=[raised_in(group)]), deadline_s=0.0), group)
-    assert error.failures[0].kind == "raised" and error.failures[0].message == raised_in(group).message
-
-
 def raised_in(group: Group) -> WorkerFailure:
     return dataclasses.replace(group.failure(2, "raised", "train[2].step", "ValueError: bad"), replay=0)
+
+
+@pytest.mark.parametrize("deadline_s", [600.0, 0.0])
+def test_peers_of_a_worker_that_raised_are_released_but_not_killed(deadline_s: float) -> None:
+    """Over NCCL, an abort in the worker itself does not reach them. They have the grace time, not the deadline."""
+    group = Group(reports=(IDLE, BUSY, IDLE), stay=[1])
+    started = time.monotonic()
+    error = failure_of(replay(Shard(arrived=[raised_in(group)]), deadline_s=deadline_s), group)
+    assert time.monotonic() - started < 60.0
+    assert [(failure.kind, failure.message) for failure in error.failures] == [("raised", "ValueError: bad")]
+    assert (group.aborted, group.killed) == ([1], [])
+    assert error.breaks, "a worker is still inside"
 
 
 def test_other_shards_get_the_grace_time_after_a_failure() -> None:

@@ -205,20 +205,19 @@ def test_a_tree_of_failing_workers_never_outgrows_its_channels(limit: int) -> No
     assert "ValueError: x" in packets[0].failures[0].message
 
 
-def test_a_result_too_large_for_its_channel_names_what_sets_the_limit() -> None:
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (bytes(10_000), "needs 14160 bytes, but its channel has room for 8192; raise the_key to at least 14160"),
+        (threading.Lock(), "cannot pickle"),
+    ],
+    ids=["too large", "no pickle"],
+)
+def test_a_result_that_cannot_be_sent_is_a_failure_without_it(value: object, words: str) -> None:
     worker = Worker()
     install(worker, "train", 0, "dp 0")
-    packet = Packet(Header("step", 0, False, {"train": 0}, 10.0), bytes(10_000))
-    (failure,) = run_node(worker, call("gives", 8192), packet).failures
-    assert "needs 14160 bytes, but its channel has room for 8192; raise the_key to at least 14160" in failure.message
-
-
-def test_a_result_that_cannot_be_sent_is_a_failure_without_it() -> None:
-    worker = Worker()
-    install(worker, "train", 0, "dp 0")
-    found = run_node(worker, call("gives", 8192), Packet(Header("step", 0, False, {"train": 0}, 10.0), threading.Lock()))
-    assert found.value is None
-    assert "cannot pickle" in found.failures[0].message
+    found = run_node(worker, call("gives", 8192), Packet(Header("step", 0, False, {"train": 0}, 10.0), value))
+    assert found.value is None and words in found.failures[0].message
 
 
 # Tickets.
@@ -252,18 +251,15 @@ def test_nodes_run_one_at_a_time_in_the_order_of_tickets_and_places_whichever_th
     assert served == nodes
 
 
-def test_a_ticket_that_does_not_come_up_is_an_error_by_its_deadline() -> None:
-    gate = TicketGate()
+@pytest.mark.parametrize(
+    ("ticket", "place", "words"),
+    [(2, 0, "for ticket 2, while ticket 0 is running"), (0, 2, "for ticket 0, while node 0 of it had not ended")],
+)
+def test_a_turn_that_does_not_come_up_is_an_error_by_its_deadline(ticket: int, place: int, words: str) -> None:
     started = time.monotonic()
-    with pytest.raises(DeadlineError, match="for ticket 2, while ticket 0 is running"):
-        gate.enter(2, 0, 0.05)
+    with pytest.raises(DeadlineError, match=words):
+        TicketGate().enter(ticket, place, 0.05)
     assert time.monotonic() - started < 5.0
-
-
-def test_a_place_that_does_not_come_up_is_an_error_by_its_deadline() -> None:
-    gate = TicketGate()
-    with pytest.raises(DeadlineError, match="for ticket 0, while node 0 of it had not ended"):
-        gate.enter(0, 2, 0.05)
 
 
 def test_a_ticket_that_has_passed_is_an_error() -> None:

@@ -718,24 +718,6 @@ def test_a_phase_that_compiles_on_some_shards_alone_leaves_no_graph_behind(monke
     assert [graph.gone.is_set() for graph in graphs] == [True]
 
 
-def test_what_sets_the_room_for_results_is_named(scheduler: Scheduler, made: list[Graph]) -> None:
-    namesake = Phase("own", other.function, None, other.roles)
-    scheduler.add(namesake, warmup_value=0, result_bytes=1 << 20)
-    scheduler.compile()
-    keys = {graph.phase: graph.limits.result_key for graph in made}
-    assert keys["own"] == "result_bytes of Scheduler.add(own)"
-    assert keys["other"] == "SchedulerOptions.result_bytes, or result_bytes of Scheduler.add(other),"
-
-
-def test_workers_of_somebody_else_are_not_killed_by_a_teardown(made: list[Graph]) -> None:
-    group = Group()
-    group.owned = False
-    scheduler = Scheduler([group])  # type: ignore[list-item]
-    scheduler.add(other, warmup_value=0)
-    scheduler.compile()
-    assert not any(graph.limits.may_kill for graph in made)
-
-
 def test_what_was_set_reaches_the_graphs_and_their_replays(made: list[Graph]) -> None:
     options = SchedulerOptions(
         max_in_flight=3, result_bytes=5 << 20, compile_s=11.0, replay_s=12.0, grace_s=13.0, teardown_s=14.0
@@ -743,11 +725,13 @@ def test_what_was_set_reaches_the_graphs_and_their_replays(made: list[Graph]) ->
     own = Phase("own", other.function, None, other.roles)
     with Scheduler([Group(1)], options) as scheduler:  # type: ignore[list-item]
         scheduler.add(other, warmup_value=0)
-        scheduler.add(own, warmup_value=0, input_bytes=7 << 20, result_bytes=6 << 20)
+        scheduler.add(own, warmup_value=0, input_bytes=7 << 20, result_bytes=6 << 20, max_in_flight=1)
         scheduler.compile()
         limits, mine = (graph.limits for graph in made)
         assert (limits.max_in_flight, limits.compile_s, limits.replay_s, limits.teardown_s) == (3, 11.0, 12.0, 14.0)
         assert (limits.result_bytes, mine.result_bytes, mine.input_bytes) == (5 << 20, 6 << 20, 7 << 20)
+        assert mine.max_in_flight == 1 and mine.result_key == "result_bytes of Scheduler.add(own)"
+        assert limits.result_key == "SchedulerOptions.result_bytes, or result_bytes of Scheduler.add(other),"
         replay = scheduler.replay(other, 1)
         assert made[0].taken[0].header.deadline_s == 12.0 and replay.pending.grace_s == 13.0
         torn: list[float] = []
@@ -968,14 +952,6 @@ def test_a_failure_on_one_role_leaves_others_alone_and_its_other_shards_go_on(ma
         working.results = ["learned"]
         assert learning.result() == ("learned",)
         assert not first.gone.is_set() and not working.gone.is_set()
-
-
-def test_a_phase_may_have_its_own_replays_in_flight(made: list[Graph]) -> None:
-    with Scheduler([Group(1)]) as scheduler:  # type: ignore[list-item]
-        scheduler.add(step, buckets=[Bucket(1, 8)], max_in_flight=1)
-        scheduler.add(other, warmup_value=0)
-        scheduler.compile()
-        assert [graph.limits.max_in_flight for graph in made] == [1, 2]
 
 
 def test_results_of_shards_in_one_graph_are_told_apart_by_output(made: list[Graph]) -> None:
