@@ -138,7 +138,7 @@ def _report(config: Config, run: RunPlan, plan: PhasePlan, graph: PhaseGraph) ->
     workers = ", ".join(f"{width} {role}" for role, width in graph.widths.items())
     lines = [
         f"phase {drawing.title} ({phase_path(config, plan.name)})",
-        f"  workers of a graph: {workers}; nodes: {len(graph.nodes)}; fingerprint {graph.fingerprint[:16]}",
+        f"  workers of a graph: {workers}; nodes: {len(graph.nodes)}",
     ]
     if plan.buckets:
         lines.append(f"  buckets of a shard (sequences x tokens): {', '.join(map(str, plan.buckets))}")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import pickle
 import reprlib
 from collections.abc import Callable, Mapping
@@ -43,9 +41,6 @@ class Static:
     def value(self) -> Any:
         """The object, as this process unpickled it."""
         return _unpickled(self.pickled)
-
-    def digest(self) -> str:
-        return hashlib.sha256(self.pickled).hexdigest()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self.pickled == other.pickled
@@ -194,9 +189,3 @@ class PhaseGraph:
                 raise GraphError(
                     f"phase {self.phase!r}: the result of node {node.label} is not used; return it, or join() it"
                 )
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the graph's content, the same in every process."""
-        content = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), default=Static.digest)
-        return hashlib.sha256(content.encode()).hexdigest()

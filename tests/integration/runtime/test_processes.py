@@ -1,9 +1,8 @@
-"""What holds between processes: rings are read in others, and traced graphs are the same in each."""
+"""Rings that other processes read, and what tracing imports."""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import subprocess
 import sys
 
@@ -50,7 +49,7 @@ def test_messages_of_any_size_reach_every_reader_of_other_processes_in_order() -
         assert process.exitcode == 0
 
 
-DEFINE = """
+TRACE = """
 import sys
 from dagrl.runtime.draw import Drawing, mermaid
 from dagrl.runtime.layout import ParallelLayout
@@ -62,24 +61,13 @@ layout = ParallelLayout(dp=2, tp=2)
 roles = {name: Role(name, layout, methods_of(Both)) for name in ("train", "generation")}
 for item in (train.demonstration_step, train.train_step, logprobs.logprobs, generate.generate, refit.refit):
     graph = item.trace(roles, 2)
-    graph.validate()
     buffers = dict.fromkeys((None, *range(len(graph.nodes))), 1)
     assert mermaid([Drawing(graph, dict.fromkeys(graph.widths, layout), buffers)])
-    sys.stdout.write(graph.fingerprint + "\\n")
-heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"ray", "torch", "megatron", "vllm", "transformers"})
-sys.stdout.write(f"imported: {heavy}\\n")
+heavy = {"ray", "torch", "megatron", "vllm", "transformers"}
+sys.stdout.write(str(sorted(heavy & {name.partition(".")[0] for name in sys.modules})))
 """
 
 
-def test_tracing_and_drawing_import_no_ray_and_fingerprints_are_equal_in_every_process() -> None:
-    environments = [{**os.environ, "PYTHONHASHSEED": seed} for seed in ("0", "1", "12345")]
-    processes = [
-        subprocess.Popen([sys.executable, "-c", DEFINE], env=environment, stdout=subprocess.PIPE, text=True)
-        for environment in environments
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes)
-    assert len(set(outputs)) == 1
-    *fingerprints, imported = outputs[0].splitlines()
-    assert len(set(fingerprints)) == 5
-    assert imported == "imported: []"
+def test_tracing_and_drawing_import_no_ray() -> None:
+    done = subprocess.run([sys.executable, "-c", TRACE], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]"

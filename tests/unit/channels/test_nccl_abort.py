@@ -131,7 +131,7 @@ def test_an_abort_frees_a_thread_that_waits_for_a_peer_inside_nccl(
 def test_a_channel_closes_before_its_peers(
     open_with: Callable[[Communicator], NcclChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL destroys a communicator together with those of the same host. After an attach only the engines close theirs."""
+    """NCCL destroys a communicator together with those of the same host."""
     monkeypatch.setattr(module, "_DESTROY_S", 0.05)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, query=lambda: True))
     communicator = Communicator(ends_by_abort=False)
