@@ -103,13 +103,6 @@ class Batch:
         """Returns this batch with scalars added or replaced."""
         return Batch(self.fields, {**self.scalars, **scalars})
 
-    def pad(self, bucket: Bucket) -> Batch:
-        """Returns the batch padded with zeros to the bucket's shape. Raises DataError if it does not fit."""
-        longest = int(self["lengths"].max(initial=0))
-        if self.rows > bucket.sequences or longest > bucket.tokens:
-            raise DataError(f"a batch of {self.rows} rows, the longest of {longest} tokens, does not fit bucket {bucket}")
-        return Batch({name: pad_rows(array, [self.rows], bucket) for name, array in self.fields.items()}, self.scalars)
-
 
 def pad_rows(array: Array, counts: Sequence[int], bucket: Bucket) -> Array:
     """Returns a copy of the rows of several shards, each shard's padded to `bucket`.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dagrl.config import Config
-from dagrl.runtime.shapes import Batch
+from dagrl.runtime.shapes import Batch, Bucket, pad_rows
 
 VOCABULARY = 200  # not a multiple of Megatron's padding: at tp 2 the second worker holds 72 tokens and 56 rows of padding
 WIDTH, ROWS, STEPS = 22, 8, 3  # the width is not a multiple of 4: context parallelism has to pad sequences
@@ -91,6 +91,11 @@ def make_config(model: Path, **policy: Any) -> Config:
     section["optimizer"] = optimizer
     section["megatron_cfg"] = {**section.get("megatron_cfg", {}), "use_distributed_optimizer": sharded}
     return Config.model_validate({"name": "test", "algorithm": "grpo", "seed": 3, "data": {}, "policy": section})
+
+
+def padded(batch: Batch, bucket: Bucket) -> Batch:
+    """A batch with zeros up to the bucket's shape."""
+    return Batch({name: pad_rows(array, [batch.rows], bucket) for name, array in batch.fields.items()}, batch.scalars)
 
 
 def make_batch(vocabulary: int = VOCABULARY, grpo: bool = False) -> Batch:

@@ -33,8 +33,8 @@ def test_padding_adds_nothing_and_is_spread_over_the_experts(
     alone = [batch.select([row]) for row in range(reference.ROWS)]
     config = reference.make_config(tiny_models[model], optimizer={"clip_grad": 1e3})
     with megatron_pool.group(ParallelLayout(), config) as group:
-        found, gradients, logprobs, counts = run(group, batch.pad(Bucket(reference.ROWS, WIDE)))
-        tight = [run(group, row.pad(Bucket(1, int(row["lengths"][0])))) for row in alone]
+        found, gradients, logprobs, counts = run(group, reference.padded(batch, Bucket(reference.ROWS, WIDE)))
+        tight = [run(group, reference.padded(row, Bucket(1, int(row["lengths"][0])))) for row in alone]
     assert found["microbatch_padding_share"] > 0.8
     assert {metrics["microbatch_padding_share"] for metrics, *_ in tight} == {0.0}
     assert found["loss"] == pytest.approx(sum(metrics["loss"] for metrics, *_ in tight), abs=1e-5)

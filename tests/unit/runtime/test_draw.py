@@ -6,8 +6,6 @@ import re
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dagrl.graphs.refit import refit
 from dagrl.graphs.train import train_step
@@ -110,14 +108,6 @@ def test_mermaid_text_cannot_break_out_of_its_quotes() -> None:
     inside = label.replace("<br/>", "")
     assert not set('"<>`') & set(inside)
     assert inside.endswith("…")
-
-
-@given(dp=st.integers(1, 3), pp=st.integers(1, 4), tp=st.integers(1, 4), generation=st.integers(1, 4))
-def test_any_layout_is_drawn(dp: int, pp: int, tp: int, generation: int) -> None:
-    item = drawing(refit, train=ParallelLayout(dp=dp, pp=pp, tp=tp), generation=ParallelLayout(dp=generation, tp=2))
-    text = mermaid([item])
-    assert text.count("]:::") == len(item.graph.nodes)
-    assert text.count(" -->|") == len(item.edges) == sum(expected_edges(item).values())
 
 
 def test_labels() -> None:

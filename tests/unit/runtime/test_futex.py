@@ -7,8 +7,7 @@ import math
 import pytest
 
 from dagrl.runtime.edges import futex
-from dagrl.runtime.edges.futex import Patience, Watch
-from dagrl.runtime.edges.memory import EdgeTimeoutError
+from dagrl.runtime.edges.futex import Patience
 
 LEAST, MOST = 0.02, 2.0
 
@@ -67,11 +66,3 @@ def test_a_core_lost_repeatedly_is_given_up_for_longer(clock: Clock) -> None:
     clock.now += 2 * MOST  # undisturbed for as long as it gave way
     look(patience, clock, 0.003)
     assert Patience._give_way_until - clock.now == pytest.approx(LEAST)
-
-
-def test_a_wait_does_not_spin_past_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futex, "let_others_run", lambda: pytest.fail("it spins"))
-    watch = Watch(memoryview(bytearray(64)).cast("I"), closed=0)
-    watch._patience.seconds = math.inf
-    with pytest.raises(EdgeTimeoutError):
-        watch.wait(1, known=0, timeout_s=0.0)

@@ -120,16 +120,6 @@ def test_a_read_that_timed_out_resumes(link: Link) -> None:
     np.testing.assert_array_equal(array, np.arange(1_000_000))  # type: ignore[arg-type]
 
 
-def test_a_read_does_not_spin_past_its_deadline(
-    link: tuple[LinkWriter, LinkReader], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dagrl.runtime.edges.link.let_others_run", lambda: pytest.fail("it spins"))
-    _, reader = link
-    reader._patience.seconds = float("inf")
-    with pytest.raises(EdgeTimeoutError):
-        reader.read(0.0)
-
-
 def test_two_links_written_before_they_are_read_do_not_deadlock() -> None:
     """All in one thread, so every write comes before every read, as between pipeline stages with two replays in flight."""
     writers = [LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT) for _ in range(2)]
@@ -358,39 +348,6 @@ def test_a_reader_unpickles_nothing_from_a_writer_without_the_secret(link: Link)
         with pytest.raises(EdgeClosedError, match="does not know its secret"):
             reader.read(PATIENCE_S)
         done.result()
-
-
-@pytest.mark.parametrize("side", ["writer", "reader"])
-def test_closing_either_side_wakes_a_waiting_reader(link: Link, side: str) -> None:
-    writer, reader = link
-    writing = threading.Thread(target=writer.write, args=(parts(1), PATIENCE_S))
-    writing.start()
-    assert reader.read(PATIENCE_S) == 1
-    writing.join()
-    errors: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            reader.read(600.0)
-        except EdgeClosedError as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    time.sleep(0.1)
-    (writer if side == "writer" else reader).close()
-    waiting.join(PATIENCE_S)
-    assert errors and not waiting.is_alive()
-    with pytest.raises(EdgeClosedError):
-        for _ in range(3):  # what the other side's system has in its buffers may still be taken
-            writer.write(parts(np.zeros(100_000)), 1.0)
-
-
-def test_waiting_takes_no_processor_time(link: Link) -> None:
-    before = time.thread_time()
-    with pytest.raises(EdgeTimeoutError):
-        link[1].read(1.0)
-    assert time.thread_time() - before < 0.05
 
 
 def read_from_a_writer(raw: bytes) -> object:

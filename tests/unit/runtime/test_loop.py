@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import socket
 import time
@@ -269,19 +268,3 @@ def addresses_of(running: Running) -> Mapping[Source, EdgeAddress]:
 
     loop: Loop = _loops[running.name]
     return {number: writer.address for number, writer in loop.writers.items()}
-
-
-def test_opening_an_edge_leaves_alone_a_file_that_reuses_its_descriptor(tmp_path: Path) -> None:
-    content = bytes(1 << 18)
-    other = tmp_path / "other"
-    other.write_bytes(content)
-    writer = EdgeWriter(NEAR)
-    assert writer.address.ring is not None
-    descriptor = os.open(other, os.O_RDWR)
-    try:
-        memory = replace(writer.address.ring.memory, descriptor=descriptor)
-        with pytest.raises(EdgeClosedError, match="is gone, or has closed it"):
-            EdgeReader(EdgeAddress(replace(writer.address.ring, memory=memory), (DRIVER,), {}), DRIVER)
-    finally:
-        os.close(descriptor)
-    assert other.read_bytes() == content

@@ -97,32 +97,6 @@ def test_the_reader_waits_for_a_missing_writer_until_the_deadline(mailbox: Mailb
     assert mailbox.collect(1, 1.0) == list(range(WRITERS))
 
 
-def test_closing_wakes_the_reader_and_ends_the_writers(mailbox: Mailbox) -> None:
-    errors: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            mailbox.collect(1, 600.0)
-        except EdgeClosedError as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    time.sleep(0.1)
-    Mailbox.open(mailbox.address).close()
-    waiting.join(PATIENCE_S)
-    assert errors and not waiting.is_alive()
-    with pytest.raises(EdgeClosedError):
-        post(mailbox, 0, 1, 1)
-
-
-def test_waiting_takes_no_processor_time(mailbox: Mailbox) -> None:
-    before = time.thread_time()
-    with pytest.raises(EdgeTimeoutError):
-        mailbox.collect(1, 1.0)
-    assert time.thread_time() - before < 0.05
-
-
 def test_a_wait_in_turns_spins_only_in_the_first(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver waits for a long replay in turns of 0.1 s. After a short replay it spins for 20 ms before it sleeps."""
     monkeypatch.setattr(futex, "LONG_SPIN_S", 0.2)

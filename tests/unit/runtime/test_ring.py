@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import pickle
-import threading
-import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
@@ -150,39 +148,6 @@ def test_message_numbers_wrap_around() -> None:
     for number in range(12):
         writer.write(parts(number), 0.5)
         assert reader.read(0, 0.5) == number
-
-
-def test_a_read_without_a_message_ends_by_its_timeout(ring: Ring) -> None:
-    started = time.monotonic()
-    with pytest.raises(EdgeTimeoutError):
-        ring.read(0, 0.1)
-    assert 0.1 <= time.monotonic() - started < PATIENCE_S
-
-
-def test_closing_wakes_waiting_calls(ring: Ring) -> None:
-    errors: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            ring.read(0, 600.0)
-        except EdgeClosedError as error:
-            errors.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    time.sleep(0.1)
-    ring.close()
-    waiting.join(PATIENCE_S)
-    assert errors and not waiting.is_alive()
-    with pytest.raises(EdgeClosedError):
-        ring.write(parts(1), 1.0)
-
-
-def test_waiting_takes_no_processor_time(ring: Ring) -> None:
-    before = time.thread_time()
-    with pytest.raises(EdgeTimeoutError):
-        ring.read(0, 1.0)
-    assert time.thread_time() - before < 0.05
 
 
 def test_a_skipped_message_makes_room(ring: Ring) -> None:
