@@ -54,7 +54,7 @@ class IpcPending(PendingMessage):
 
 
 def _nothing() -> None:
-    """What is left to do once a message has arrived."""
+    """Does nothing: a message has arrived."""
 
 
 class IpcChannel(Channel):

@@ -97,7 +97,7 @@ class ActorStarter:
         return actor
 
     def shortage(self) -> str:
-        """What to add to the error of a late start: that Ray has no GPU for another worker. Empty if it has one."""
+        """Returns what to add to the error of a late start if Ray has no GPU for another worker; empty if it has one."""
         if self.resources.bundles is not None or not self.resources.num_gpus:
             return ""
         try:

@@ -26,7 +26,7 @@ def enable_ranges(*_: object) -> None:
 
 
 def ranges_enabled() -> bool:
-    """Whether ranges are enabled, so that making up their names is worth the time."""
+    """Returns whether ranges are enabled, so that making up their names is worth the time."""
     return _enabled
 
 

@@ -46,7 +46,7 @@ class Compiled:
             return error
 
     def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
-        """`Executable.fetch`. Raises the error of a replay that could not be sent."""
+        """Calls `Executable.fetch`. Raises the error of a replay that could not be sent."""
         if isinstance(submitted, RayError | EdgeClosedError):
             raise submitted
         packets = self.executable.fetch(submitted, timeout_s)
@@ -59,7 +59,7 @@ class Compiled:
         return self.under_way == 0 and self.executable.reusable
 
     def runs_on(self, groups: Groups) -> bool:
-        """Whether its workers are still those of `groups`, and in service."""
+        """Returns whether its workers are still those of `groups`, and in service."""
         if not _in_service({one.role: one.ranks for one in self.workers}, groups):
             return False
         actors = [groups[one.role].actors[rank] for one in self.workers for rank in one.ranks]

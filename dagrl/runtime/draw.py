@@ -43,16 +43,16 @@ class Drawing:
         return f"{transport}, {size_text(self.buffers[source])}"
 
     def workers(self, role: str) -> Iterator[WorkerRef]:
-        """The workers of a role, in the order of the graph."""
+        """Yields the workers of a role, in the order of the graph."""
         return (WorkerRef(role, position) for position in range(self.graph.widths[role]))
 
     def role_label(self, role: str) -> str:
-        """The role and its layout."""
+        """Returns the role and its layout."""
         layout = self.layouts[role]
         return f"{role} ({layout.describe()})" if layout.world_size > 1 else role
 
     def worker_label(self, worker: WorkerRef) -> str:
-        """E.g. `train[3] pp 1, tp 1`: its position in the graph, and its coordinates on axes larger than one."""
+        """Returns its position in the graph, and its coordinates on axes larger than one, e.g. `train[3] pp 1, tp 1`."""
         layout = self.layouts[worker.role]
         at = layout.coordinates(layout.shard(0)[worker.position % layout.shard_size])
         sizes = {"pp": (layout.pp, at.pp), "tp": (layout.tp, at.tp), "cp": (layout.cp, at.cp)}
@@ -61,13 +61,13 @@ class Drawing:
 
 
 def _constants_text(node: Node) -> str:
-    """The constants of a node, e.g. `loss="policy"`, cut if they are long."""
+    """Returns the constants of a node, e.g. `loss="policy"`, cut if they are long."""
     text = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in node.constants)
     return text if len(text) <= CONSTANT_CHARACTERS else f"{text[: CONSTANT_CHARACTERS - 1]}…"
 
 
 def size_text(nbytes: int) -> str:
-    """E.g. `512 B`, `64 KiB`, `1.5 MiB`."""
+    """Formats a size, e.g. `512 B`, `64 KiB`, `1.5 MiB`."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
@@ -77,7 +77,7 @@ def size_text(nbytes: int) -> str:
 
 
 def mermaid(drawings: Sequence[Drawing]) -> str:
-    """One Mermaid flowchart, a subgraph for each phase, role and worker. See https://mermaid.js.org/syntax/flowchart.html."""
+    """Draws one flowchart, a subgraph for each phase, role and worker. See https://mermaid.js.org/syntax/flowchart.html."""
     lines = ["flowchart LR"]
     for index, drawing in enumerate(drawings):
         lines += [f"  {line}" for line in _phase_lines(f"p{index}", drawing)]

@@ -187,7 +187,7 @@ def _workers_that_hang(replay: PendingReplay) -> dict[RoleRank, Report]:
 
 
 def _silent(replay: PendingReplay, reports: Mapping[RoleRank, Report]) -> list[RoleRank]:
-    """The workers that do not answer although nothing that they do keeps them from it."""
+    """Returns the workers that do not answer although nothing that they run keeps them from it."""
     return [one for one, found in reports.items() if found is NO_ANSWER and replay.groups[one[0]].answers_while_busy]
 
 
@@ -221,7 +221,7 @@ def _broken_error(replay: PendingReplay, error: Exception) -> PhaseError:
 
 
 def _late_error(replay: PendingReplay) -> PhaseError:
-    """The error of a replay that passed its deadline, or the grace time after its first failure. It names the cause.
+    """Returns the error of a replay that passed its deadline, or the grace time after its first failure. It names the cause.
 
     Workers that run the replay are released from their collectives. Those that stay in it are hung and are killed, unless
     another worker failed or a graph broke, because then they missed no deadline of their own. Workers that run another phase
@@ -273,7 +273,7 @@ def _kill_stuck(replay: PendingReplay, running: Mapping[RoleRank, Report]) -> li
 
 
 def _reports(groups: Groups, timeout_s: float) -> dict[RoleRank, Report]:
-    """What each worker runs. An actor in several of the groups is listed once, in the role that it runs."""
+    """Returns what each worker runs. An actor in several of the groups is listed once, in the role that it runs."""
     until = time.monotonic() + timeout_s
     listed: dict[RoleRank, Report] = {}
     silent: set[object] = set()  # actors that cannot tell their role
@@ -289,7 +289,7 @@ def _reports(groups: Groups, timeout_s: float) -> dict[RoleRank, Report]:
 
 
 def _runs(found: Report, replay: PendingReplay) -> bool:
-    """Whether a worker runs this replay. One that does not answer may: it holds the interpreter, or died."""
+    """Returns whether a worker runs this replay. One that does not answer may: it holds the interpreter, or died."""
     return found in (NO_ANSWER, DIED) or _is_in(found, replay)
 
 
@@ -306,6 +306,6 @@ def _hung(replay: PendingReplay, worker: RoleRank, found: Report) -> WorkerFailu
 
 
 def _others(groups: Groups) -> str:
-    """What the workers run instead."""
+    """Returns what the workers run instead."""
     busy = sorted({f"{found.phase!r}" for found in _reports(groups, REPORT_S).values() if found.phase})
     return f" (they run {', '.join(busy)}, which comes before it)" if busy else ""

@@ -136,7 +136,7 @@ class Node:
         return tuple(source for source in self.sources if source is not None)
 
     def remapped(self, number: int, source: Callable[[Source], Source]) -> Node:
-        """The node with another number. `source` maps each source that it reads to a new one."""
+        """Returns the node with another number. `source` maps each source that it reads to a new one."""
         return dataclasses.replace(self, number=number, args=tuple(_remapped(arg, source) for arg in self.args))
 
 
@@ -163,14 +163,14 @@ class PhaseGraph:
     aliases: Mapping[WorkerRef, WorkerRef] = field(default_factory=dict)
 
     def actor(self, worker: WorkerRef) -> WorkerRef:
-        """The first worker of the graph on the same actor."""
+        """Returns the first worker of the graph on the same actor."""
         return self.aliases.get(worker, worker)
 
     def shard(self, worker: WorkerRef) -> int:
         return worker.position // (self.widths[worker.role] // self.shards)
 
     def label(self, node: Node) -> str:
-        """A node's label in the graph of its shard alone."""
+        """Returns a node's label in the graph of its shard alone."""
         role, position = node.worker.role, node.worker.position % (self.widths[node.worker.role] // self.shards)
         return dataclasses.replace(node, worker=WorkerRef(role, position)).label
 

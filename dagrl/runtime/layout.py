@@ -65,7 +65,7 @@ class ParallelLayout:
             raise LayoutError("first_stage_layers or last_stage_layers is set, but pp is 1; leave it out")
 
     def stage_layers(self, layers: int, pp: int, stage: int = 0) -> range:
-        """The layers of virtual stage `stage` of pipeline rank `pp`, out of `layers`.
+        """Returns the layers of virtual stage `stage` of pipeline rank `pp`, out of `layers`.
 
         Follows Megatron-Core's `get_transformer_layer_offset` and `get_num_layers_to_build`: the layers of each rank are cut
         into `vpp` parts, and a round takes one part of every rank. Raises LayoutError if they do not divide.
@@ -136,7 +136,7 @@ class ParallelLayout:
         )
 
     def describe(self) -> str:
-        """Sizes above one, e.g. `dp2 tp2`, plus `etp` if it differs from tp; `single` for one worker."""
+        """Names the sizes above one, e.g. `dp2 tp2`, and `etp` if it differs from tp; `single` for one worker."""
         sizes = {"dp": self.dp, "pp": self.pp, "tp": self.tp, "cp": self.cp, "ep": self.ep, "vpp": self.vpp}
         words = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         words += [f"etp{self.expert_tp}"] if self.expert_tp != self.tp else []

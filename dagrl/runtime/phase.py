@@ -39,7 +39,7 @@ from dagrl.runtime.shapes import InputSpec, field_types
 
 
 def group_transports(gpus_per_worker: float) -> frozenset[str]:
-    """The transports that workers with this many GPUs each can use."""
+    """Returns the transports that workers with this many GPUs each can use."""
     return frozenset({SHARED_MEMORY, "nccl"} if gpus_per_worker else {SHARED_MEMORY})
 
 
@@ -54,7 +54,7 @@ class Role:
 
 
 def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
-    """Signatures, without `self`, of the methods of a worker class."""
+    """Returns the signatures, without `self`, of the methods of a worker class."""
     found = {}
     for name, member in inspect.getmembers(worker_class, inspect.isfunction):
         if not name.startswith("__") and not isinstance(inspect.getattr_static(worker_class, name), staticmethod):
@@ -63,7 +63,7 @@ def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
 
 
 def without_self(signature: inspect.Signature) -> inspect.Signature:
-    """The signature of a method as its callers see it."""
+    """Returns the signature of a method as its callers see it."""
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
@@ -75,7 +75,7 @@ class Value:
     nodes: tuple[int, ...]
 
     def via(self, transport: str) -> Value:
-        """The same value, sent to its readers over `transport` (`nccl`, `shm`)."""
+        """Sends the value to its readers over `transport` (`nccl`, `shm`). Returns the same value."""
         self.tracer.set_transport(self.nodes, transport)
         return self
 
@@ -105,7 +105,7 @@ class Shard:
         return (Shard(self.tracer, self.role, (worker,)) for worker in self.workers)
 
     def __getitem__(self, position: int | slice) -> Shard:
-        """One worker, or several, as a shard. Raises GraphError if there are none."""
+        """Returns one worker, or several, as a shard. Raises GraphError if there are none."""
         try:
             chosen = self.workers[position]
         except IndexError:
@@ -150,7 +150,7 @@ class Shard:
         return self.tracer.tree(self.role, method, parts, kind="reduce")
 
     def stages(self) -> tuple[Shard, ...]:
-        """The workers of each pipeline stage, first stage first."""
+        """Returns the workers of each pipeline stage, first stage first."""
         stage_size = self.role.layout.tp * self.role.layout.cp
         by_stage: dict[int, list[int]] = {}
         for worker in self.workers:
@@ -365,7 +365,7 @@ class Phase:
 
 
 def replicas_per_graph(shards: Mapping[str, int]) -> dict[str, int]:
-    """Data-parallel replicas of each role in one graph: the fewest that divide every role's shards evenly among the graphs.
+    """Returns how many replicas of each role are in one graph: the fewest that divide every role's shards among the graphs.
 
     One role: one replica per graph. Train dp 4 with generation dp 2: two graphs, each of two and one replicas.
     """
@@ -412,7 +412,7 @@ def _check_lengths(name: str, inputs: InputSpec) -> None:
 
 
 def _slice_text(position: slice) -> str:
-    """A slice as it is written between brackets."""
+    """Returns a slice as it is written between brackets."""
     bounds = [position.start, position.stop, *([] if position.step is None else [position.step])]
     return ":".join("" if bound is None else str(bound) for bound in bounds)
 

@@ -42,12 +42,12 @@ class ReplayTiming:
         return self.finished - self.started
 
     def overhead_s(self, free: float = 0.0) -> float:
-        """Seconds after `free` in which no worker of the longest path computed. `free`: when the work before it ended."""
+        """Returns the seconds after `free`, the end of earlier work, in which no worker of the longest path computed."""
         return max(0.0, self.finished - max(self.started, free) - self.busy_s)
 
 
 def computing_s(timings: Iterable[ReplayTiming]) -> float:
-    """Seconds in which a worker on the longest path of any of these replays computed.
+    """Returns the seconds in which a worker on the longest path of any of these replays computed.
 
     Assumes that a replay's compute ends when its result is read. Exact for replays that follow each other: the sum of their
     `busy_s`. Seconds in which replays overlap (phases of different groups, several in flight) count once.
@@ -118,7 +118,7 @@ class Replay:
         return {shard: mine[0] if len(mine) == 1 else mine for shard, mine in values.items()}
 
     def ready(self) -> bool:
-        """Whether `result` would return or raise at once. Does not wait."""
+        """Returns whether `result` would return or raise at once. Does not wait."""
         if not self.done:
             with suppress(DeadlineError):
                 self._queue.finish(self, time.monotonic())

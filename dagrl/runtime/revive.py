@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 REPORT_S = 1.0
-"""How long a worker may take to answer before it is looked at with the others, and not among the dead."""
+"""How long a worker may take to answer before it is asked again with the others."""
 
 
 @dataclass(frozen=True)

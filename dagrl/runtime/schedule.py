@@ -299,7 +299,7 @@ class Scheduler:
 
     @contextmanager
     def at_rest(self, timeout_s: float) -> Iterator[None]:
-        """Inside, no thread starts a replay, and the workers of whole roles run nothing.
+        """Waits until the workers of whole roles run nothing; inside, no thread starts a replay.
 
         Raises DeadlineError if they have not ended their replays within `timeout_s`.
         """
@@ -312,7 +312,7 @@ class Scheduler:
             yield
 
     def _running(self, timeout_s: float) -> list[str]:
-        """The whole roles of which a worker runs something, or does not say."""
+        """Returns the whole roles of which a worker runs something, or does not say."""
         whole = [group for role, group in self.groups.items() if role not in self.broken]
         idle = ("", DIED.what)  # what waits for a dead worker raises by itself
         return [group.role.name for group in whole if any(one.what not in idle for one in group.reports(timeout_s).values())]

@@ -108,7 +108,7 @@ def current_replay() -> ReplayContext:
 
 
 def in_warmup() -> bool:
-    """Whether this thread runs a warm-up replay. False outside a replay."""
+    """Returns whether this thread runs a warm-up replay. False outside a replay."""
     replay = _current.get()
     return replay is not None and replay.warmup
 
@@ -157,13 +157,13 @@ def _mistakes(worker_class: type, protocol: type, *, optional: bool) -> Iterator
 
 
 def _signature(function: Callable[..., object], is_static: bool) -> inspect.Signature:
-    """The signature of a class's function as the protocol calls it: on the class, or without `self` on an instance."""
+    """Returns the signature of a function as the protocol calls it: on the class, or without `self` on an instance."""
     signature = inspect.signature(function)
     return signature if is_static else without_self(signature)
 
 
 def _accepts_calls_of(found: inspect.Signature, expected: inspect.Signature) -> bool:
-    """Whether `found` takes the positional arguments of `expected`, with and without those that have defaults."""
+    """Returns whether `found` takes the positional arguments of `expected`, with and without those that have defaults."""
     parameters = [one for one in expected.parameters.values() if one.kind in _POSITIONAL]
     required = [one for one in parameters if one.default is inspect.Parameter.empty]
     return _accepts(found, len(required)) and _accepts(found, len(parameters))
@@ -178,5 +178,5 @@ def _accepts(signature: inspect.Signature, arguments: int) -> bool:
 
 
 def _plain(signature: inspect.Signature) -> str:
-    """The signature without quotes around annotations that are strings, and without the mark of positional arguments."""
+    """Formats a signature without quotes around annotations and without the mark of positional arguments."""
     return re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(signature)).replace(", /", "")

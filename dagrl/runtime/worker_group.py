@@ -144,7 +144,7 @@ class WorkerGroup:
         call_timeout_s: float = 60.0,
         health_group: str | None = None,
     ) -> WorkerGroup:
-        """A group around existing actors, in the layout's rank order. It never sets them up or kills them.
+        """Makes a group around existing actors, in the layout's rank order. It never sets them up or kills them.
 
         The actors may be of any class and made with any options. Nodes of one actor run one at a time, on threads of
         their own however many threads (`max_concurrency`) it has; `async` methods run on its event loop. Plain calls
@@ -212,7 +212,7 @@ class WorkerGroup:
 
     @contextmanager
     def waiting(self, while_waiting: Callable[[], None]) -> Iterator[None]:
-        """Inside, waits of plain calls call `while_waiting` repeatedly, which may raise to give up."""
+        """Makes waits of plain calls inside the block call `while_waiting` repeatedly, which may raise to give up."""
         self._while_waiting = while_waiting
         try:
             yield
@@ -308,7 +308,7 @@ class WorkerGroup:
         return next((rank for rank, actor in enumerate(self.actors) if actor._actor_id.hex() == actor_id), None)
 
     def failure(self, rank: int, kind: str, node: str, message: str, traceback: str = "") -> WorkerFailure:
-        """A failure of the worker of `rank`, outside any phase."""
+        """Returns a failure of the worker of `rank`, outside any phase."""
         place = self.locations[rank] if self.locations else WorkerLocation("", 0, "")
         coordinates = str(self.layout.coordinates(rank))
         return WorkerFailure(
@@ -454,5 +454,5 @@ def _raised_in_constructor(died: ray.exceptions.RayActorError) -> tuple[str, str
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error of Ray's, without Ray's advice."""
+    """Returns the first line of an error of Ray's, without Ray's advice."""
     return str(error).strip().splitlines()[0]

@@ -306,7 +306,7 @@ class LinkReader:
 
 
 def _blocks(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """A message as it is sent: its size, the number and sizes of its parts, and the parts, each starting on a cache line."""
+    """Returns a message as it is sent: its size, the number and sizes of its parts, and the parts, each on a cache line."""
     table = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
     blocks: list[bytes | memoryview] = []
     for block in (table, *parts):

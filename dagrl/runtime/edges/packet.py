@@ -46,7 +46,7 @@ class Packet(NamedTuple):
     failures: tuple[WorkerFailure, ...] = ()
 
     def wire(self) -> tuple[object, ...]:
-        """The packet as plain tuples, which pickle in a fifth of the time of named tuples; see `wire_body`."""
+        """Returns the packet as plain tuples, which pickle in a fifth of the time of named tuples; see `wire_body`."""
         return (tuple(self.header), *wire_body(self))
 
     @property
@@ -62,7 +62,7 @@ class Packet(NamedTuple):
 
 
 def wire_body(packet: Packet) -> tuple[object, ...]:
-    """A packet without its header, as plain tuples.
+    """Returns a packet without its header, as plain tuples.
 
     A batch is taken apart, which a fourth item says. Its arrays are sent as their bytes, in a quarter of the time that
     numpy's and dataclasses' own pickling takes.
@@ -122,7 +122,7 @@ SIZED = PLAIN_TYPES | {list, tuple, dict}
 
 
 def payload_bytes(value: object) -> int:
-    """An upper bound for the bytes of a value in a channel; copies no arrays. Raises RunError if it cannot be sent."""
+    """Returns an upper bound of the bytes of a value in a channel; copies nothing. Raises RunError if it cannot be sent."""
     match value:
         case None | bool() | float():
             return 32

@@ -126,7 +126,7 @@ PLAIN = (type(None), bool, int, float, str, bytes, np.ndarray)
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Whether `value` is a dense torch tensor."""
+    """Returns whether `value` is a dense torch tensor."""
     torch: Any = sys.modules.get("torch")
     if torch is None or type(value) is not torch.Tensor:
         return False
@@ -161,7 +161,7 @@ def register_reducer(kind: type, reduce: Callable[[Any], Any]) -> None:
 
 
 def edge_reducers() -> Mapping[type, Callable[[Any], Any]]:
-    """How values on edges are pickled, by their exact type, if their modules are imported.
+    """Returns how values on edges are pickled, by their exact type, if their modules are imported.
 
     The elements of a tensor on the CPU go into a buffer of their own. Torch would write them into the pickle, at a twentieth
     of the speed. An ObjectRef is refused.
@@ -208,8 +208,8 @@ def _tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """An upper bound for the bytes of a pickled tensor. Torch writes the whole storage, even if the tensor views a part of
-    it; edges write the elements, even if several share their memory.
+    """Returns an upper bound of the bytes of a pickled tensor. Torch writes the whole storage, even if the tensor views a
+    part of it; edges write the elements, even if several share their memory.
 
     Raises RunError for a dtype that torch does not pickle.
     """

@@ -42,7 +42,7 @@ class Sender:
 
 
 def takes_in_order(actor: ActorHandle) -> bool:
-    """Whether an actor runs calls one at a time, in the order in which they were sent. False where Ray does not say."""
+    """Returns whether an actor runs calls one at a time, in the order they were sent. False where Ray does not say."""
     return not getattr(actor, "_ray_allow_out_of_order_execution", True)
 
 
@@ -96,4 +96,4 @@ class EagerGraph:
         return found
 
     def teardown(self, timeout_s: float) -> None:
-        """Nothing runs between replays."""
+        """Does nothing: nothing runs between replays."""

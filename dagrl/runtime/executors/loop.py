@@ -188,6 +188,6 @@ def end_loop(worker: object, name: str) -> bool:
 
 
 def loop_runs(worker: object, name: str) -> bool:
-    """Whether a loop is running. Runs in the worker."""
+    """Returns whether a loop is running. Runs in the worker."""
     loop = _loops.get(name)
     return loop is not None and loop.started and not loop.ended.done()

@@ -148,7 +148,7 @@ class TicketGate:
             self._moved.notify_all()
 
     def _is_lost(self, ticket: int) -> bool:
-        """Whether the turn of `ticket` will never come. A turn that has begun goes on to the next node that gave up."""
+        """Returns whether the turn of `ticket` will never come. One that has begun goes on to the next node that gave up."""
         return ticket in self._given_up and self._next[0] < ticket
 
     def _error(self, ticket: int, place: int, waited_s: float | None) -> DeadlineError | RunError:

@@ -69,7 +69,7 @@ class Gathering:
 
 
 def _list_items(nodes: list[Node], leaves: Sequence[int], hosts: Hosts | None) -> dict[int, ListItems | None]:
-    """The nodes that the driver reads for a list, after appending nodes that collect the items of other hosts."""
+    """Returns the nodes that the driver reads for a list, after appending nodes that collect the items of other hosts."""
     if hosts is None or not hosts.several:
         return {leaf: ListItems((place,), listed=False) for place, leaf in enumerate(leaves)}
     made: dict[int, ListItems | None] = {}
@@ -92,7 +92,7 @@ def _collect(nodes: list[Node], parts: Sequence[int]) -> int:
 
 
 def _leaves(graph: PhaseGraph, number: int) -> list[int]:
-    """The nodes whose values are the items of a list that the graph makes; empty for any other node."""
+    """Returns the nodes whose values are the items of a list that the graph makes; none for any other node."""
     node = graph.nodes[number]
     if node.kind != "collect":
         return []
@@ -100,7 +100,7 @@ def _leaves(graph: PhaseGraph, number: int) -> list[int]:
 
 
 def _pruned(graph: PhaseGraph, outputs: Sequence[int]) -> PhaseGraph:
-    """The graph with these outputs and only the nodes that lead to them."""
+    """Returns the graph with these outputs and only the nodes that lead to them."""
     needed: set[int] = set()
     waiting = list(outputs)
     while waiting:
@@ -117,7 +117,7 @@ def _pruned(graph: PhaseGraph, outputs: Sequence[int]) -> PhaseGraph:
 
 
 def _listed(header: Header, parts: Sequence[PacketBody], items: Sequence[ListItems] | None) -> Packet:
-    """The packet of a list. `parts` are its items, or hold what `items` say."""
+    """Returns the packet of a list. `parts` are its items, or hold what `items` say."""
     values, busy_s, failed = zip(*parts, strict=True)  # three times as fast as three loops; the driver waits for this
     if any(failed):
         return Packet(header, None, max(busy_s), tuple(dict.fromkeys(itertools.chain.from_iterable(failed))))

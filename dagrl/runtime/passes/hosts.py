@@ -53,14 +53,14 @@ def with_relays(graph: PhaseGraph, hosts: Hosts, direct: Collection[int] = ()) -
 
 
 def relays_input(graph: PhaseGraph, node: Node) -> bool:
-    """Whether a node is a relay of the phase's input."""
+    """Returns whether a node is a relay of the phase's input."""
     while node.kind == RELAY and node.upstream:
         node = graph.nodes[node.upstream[0]]
     return node.kind == RELAY
 
 
 def by_host(workers: Sequence[WorkerRef], hosts: Hosts) -> dict[str, list[int]]:
-    """The positions of the workers on each host, hosts in the order of their first workers."""
+    """Returns the positions of the workers on each host, hosts in the order of their first workers."""
     found: dict[str, list[int]] = {}
     for position, worker in enumerate(workers):
         found.setdefault(hosts.of[worker], []).append(position)
@@ -68,7 +68,7 @@ def by_host(workers: Sequence[WorkerRef], hosts: Hosts) -> dict[str, list[int]]:
 
 
 def _readers(graph: PhaseGraph) -> dict[Source, list[WorkerRef]]:
-    """The workers that read each value, each once."""
+    """Returns the workers that read each value, each once."""
     found: dict[Source, dict[WorkerRef, None]] = {}
     for node in graph.nodes:
         for source in node.sources:
@@ -93,6 +93,6 @@ def _add_relays(nodes: list[Node], place: Source, readers: Sequence[WorkerRef], 
 
 
 def _through(source: Source, host: str, places: Mapping[int, int], relays: Mapping[Source, Mapping[str, int]]) -> Source:
-    """Where a node on `host` reads a value: from the host's relay if there is one."""
+    """Returns where a node on `host` reads a value: from the host's relay if there is one."""
     relay = relays.get(source, {}).get(host)
     return relay if relay is not None or source is None else places[source]
