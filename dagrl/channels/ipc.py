@@ -315,9 +315,9 @@ class IpcChannel(Channel):
         if self._table[self._flag, 0]:
             raise ChannelError(f"{self.spec}: rank {self._table[self._flag, 0] - 1} broke it; open a new channel")
 
-    def _broken(self, found: str) -> ChannelError:
-        self.abort(found)
-        return ChannelError(f"{self.spec}: {found}; open a new channel")
+    def _broken(self, reason: str) -> ChannelError:
+        self.abort(reason)
+        return ChannelError(f"{self.spec}: {reason}; open a new channel")
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,10 +350,10 @@ def _is_kept(segment: Segment) -> bool:
 
 
 def _by_peer(messages: Sequence[tuple[torch.Tensor, int]]) -> dict[int, list[torch.Tensor]]:
-    found: dict[int, list[torch.Tensor]] = {}
+    by_peer: dict[int, list[torch.Tensor]] = {}
     for tensor, peer in messages:
-        found.setdefault(peer, []).append(tensor)
-    return found
+        by_peer.setdefault(peer, []).append(tensor)
+    return by_peer
 
 
 def _slot_parts(segment: Segment, number: int, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -118,13 +118,13 @@ class Borrowed:
     def tensors(self) -> dict[str, torch.Tensor]:
         import torch
 
-        found = {}
+        tensors = {}
         for name, (number, offset, dtype, shape, stride) in self._lent.items():
             kind = getattr(torch, dtype)
             last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
             memory = self._segments[number].bytes[offset : offset + (last + 1) * kind.itemsize]
-            found[name] = memory.view(kind).as_strided(shape, stride)
-        return found
+            tensors[name] = memory.view(kind).as_strided(shape, stride)
+        return tensors
 
     def close(self) -> None:
         for segment in self._segments:
@@ -156,8 +156,8 @@ def allocation_of(tensor: torch.Tensor) -> Allocation | None:
     start, size = ctypes.c_uint64(), ctypes.c_size_t()
     with torch.cuda.device(tensor.device):
         address = ctypes.c_uint64(tensor.data_ptr())
-        found = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), address)
-    return None if found else Allocation(start.value, size.value, tensor.device)
+        error = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), address)
+    return None if error else Allocation(start.value, size.value, tensor.device)
 
 
 def _describe(tensors: Mapping[str, torch.Tensor]) -> str:

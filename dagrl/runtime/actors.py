@@ -101,10 +101,10 @@ class ActorStarter:
         if self.resources.bundles is not None or not self.resources.num_gpus:
             return ""
         try:
-            found = within(ANSWER_S, lambda: (ray.available_resources(), ray.cluster_resources()), "ray-resources")
+            both = within(ANSWER_S, lambda: (ray.available_resources(), ray.cluster_resources()), "ray-resources")
         except TimeoutError:
             return ""
-        free, total = (resources.get("GPU", 0.0) for resources in found)
+        free, total = (resources.get("GPU", 0.0) for resources in both)
         if free >= self.resources.num_gpus:
             return ""
         return (

@@ -59,7 +59,7 @@ class AddedPhase:
     @property
     def shards(self) -> int:
         """How many data-parallel shards (graphs as they were traced) the phase is compiled on."""
-        return sum(len(one.shards) for one in self.compiled)
+        return sum(len(graph.shards) for graph in self.compiled)
 
     def warmup_inputs(self) -> list[object]:
         """Returns the inputs at which the phase is warmed up, the largest first."""
@@ -72,9 +72,9 @@ class AddedPhase:
 
     def check_sizes(self, values: Sequence[object]) -> None:
         """Raises RunError if an input does not fit. Only those that a codec split have different sizes."""
-        for one, value in zip(self.compiled, values, strict=True):
+        for graph, value in zip(self.compiled, values, strict=True):
             splits = self.fields is not None or type(value) is Shares
-            needed = -(-payload_bytes(value) // (len(one.shards) if splits else 1)) + ENVELOPE_BYTES
+            needed = -(-payload_bytes(value) // (len(graph.shards) if splits else 1)) + ENVELOPE_BYTES
             if needed > self.limits.input_bytes:
                 raise RunError(
                     f"the input of phase {self.phase.name!r} needs {needed} bytes per shard, but its channel has room for "
@@ -106,7 +106,7 @@ class AddedPhase:
 
     def _places(self) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
         """Returns the shards that have workers, and for each graph where its own are among them."""
-        graphs: list[Sequence[int]] = [one.shards for one in self.compiled]
+        graphs: list[Sequence[int]] = [graph.shards for graph in self.compiled]
         here: Sequence[int] = range(sum(map(len, graphs)))
         if max(chain.from_iterable(graphs)) in here:  # none is missing
             return here, graphs

@@ -60,9 +60,9 @@ class Compiled:
 
     def runs_on(self, groups: Groups) -> bool:
         """Returns whether its workers are still those of `groups`, and in service."""
-        if not _in_service({one.role: one.ranks for one in self.workers}, groups):
+        if not _in_service({workers.role: workers.ranks for workers in self.workers}, groups):
             return False
-        actors = [groups[one.role].actors[rank] for one in self.workers for rank in one.ranks]
+        actors = [groups[workers.role].actors[rank] for workers in self.workers for rank in workers.ranks]
         return [actor._actor_id for actor in self.actors] == [actor._actor_id for actor in actors]
 
 
@@ -82,7 +82,7 @@ def compile_phase(
     ranks_of = _ranks_of_shards(graph, groups)
     shards = [shard for shard, ranks in enumerate(ranks_of) if shard not in without and _in_service(ranks, groups)]
     fuses = fuse_shards and not accelerated(graph)  # the workers of a graph with accelerator edges form a communicator
-    made: list[Compiled] = []
+    graphs: list[Compiled] = []
     with ExitStack() as undo:
         for mine in _by_hosts(shards, ranks_of, groups) if fuses else [[shard] for shard in shards]:
             ranks = {role: [rank for shard in mine for rank in ranks_of[shard][role]] for role in graph.widths}
@@ -92,9 +92,9 @@ def compile_phase(
             executable = executor(whole, actors, nodes, replace(limits, input_bytes=limits.input_bytes * len(mine)))
             undo.callback(executable.teardown, limits.teardown_s)
             all_actors = tuple(actor for some in actors.values() for actor in some)
-            made.append(Compiled(executable, tuple(mine), _graph_workers(whole, ranks, counters), all_actors))
+            graphs.append(Compiled(executable, tuple(mine), _graph_workers(whole, ranks, counters), all_actors))
         undo.pop_all()
-    return made
+    return graphs
 
 
 def executor_of(name: str, engine: Engine = "dagrl") -> Executor:
@@ -126,12 +126,12 @@ def _in_service(ranks: Ranks, groups: Groups) -> bool:
 
 def _graph_workers(graph: PhaseGraph, ranks: Ranks, counters: Counters) -> tuple[GraphWorkers, ...]:
     on_nodes = {node.worker for node in graph.nodes}
-    taken: set[int] = set()
+    earlier: set[int] = set()
     workers = []
     for role, mine in ranks.items():
         here = [counters[role][rank] for rank in mine]
-        used = [counter for at, counter in enumerate(here) if WorkerRef(role, at) in on_nodes and counter not in taken]
-        taken.update(used)
+        used = [counter for at, counter in enumerate(here) if WorkerRef(role, at) in on_nodes and counter not in earlier]
+        earlier.update(used)
         workers.append(GraphWorkers(role, tuple(mine), tuple(here), tuple(used)))
     return tuple(workers)
 
@@ -140,8 +140,8 @@ def _aliases(actors: Mapping[str, Sequence[ActorHandle]]) -> dict[WorkerRef, Wor
     """Returns the workers on the actor of an earlier one, and that one."""
     first: dict[object, WorkerRef] = {}
     workers = {WorkerRef(role, at): actor for role, mine in actors.items() for at, actor in enumerate(mine)}
-    found = {worker: first.setdefault(actor._actor_id, worker) for worker, actor in workers.items()}
-    return {worker: known for worker, known in found.items() if known != worker}
+    first_on_actor = {worker: first.setdefault(actor._actor_id, worker) for worker, actor in workers.items()}
+    return {worker: known for worker, known in first_on_actor.items() if known != worker}
 
 
 def _by_hosts(shards: Sequence[int], ranks_of: Sequence[Ranks], groups: Groups) -> list[list[int]]:

@@ -34,9 +34,9 @@ class Drawing:
     @property
     def edges(self) -> tuple[tuple[Source, Source, str], ...]:
         """Source, target and label of every edge, in the order of the nodes that read. None is the driver, which is last."""
-        found: list[tuple[Source, Source]] = [(source, node.number) for node in self.graph.nodes for source in node.sources]
-        found += [(number, None) for number in self.graph.outputs]
-        return tuple((source, target, self._edge_label(source)) for source, target in dict.fromkeys(found))
+        edges: list[tuple[Source, Source]] = [(source, node.number) for node in self.graph.nodes for source in node.sources]
+        edges += [(number, None) for number in self.graph.outputs]
+        return tuple((source, target, self._edge_label(source)) for source, target in dict.fromkeys(edges))
 
     def _edge_label(self, source: Source) -> str:
         transport = SHARED_MEMORY if source is None else self.graph.nodes[source].transport

@@ -64,7 +64,7 @@ class HangWatch:
 
     def hung(self, running: Mapping[RoleRank, Report]) -> set[RoleRank]:
         """Returns those of the workers that run the replay which have run it for too long."""
-        starved = {worker: found.starved_s for worker, found in running.items()}
+        starved = {worker: report.starved_s for worker, report in running.items()}
         starved_s = max((starved[worker] - self.starved_s.get(worker, starved[worker]) for worker in starved), default=0.0)
         self.waited_s = max(self.asked_s, self.waited_s - starved_s)
         self.asked_s, self.starved_s = self.waited_s, starved
@@ -84,7 +84,7 @@ class PendingReplay:
     grace_s: float  # time that other workers get to finish after one raised
     hang_s: float = math.inf
     waiting: deque[int] = field(init=False)  # graphs without an outcome
-    found: dict[int, list[Packet]] = field(default_factory=dict)
+    packets: dict[int, list[Packet]] = field(default_factory=dict)  # by graph
     failures: list[WorkerFailure] = field(default_factory=list)
     broken: Exception | None = None
     late: bool = False
@@ -131,7 +131,7 @@ def collect_outcome(replay: PendingReplay, until: float = math.inf) -> list[list
         raise _broken_error(replay, replay.broken) from replay.broken
     if replay.failures:
         raise PhaseError(cause_first(replay.failures))
-    return [replay.found[graph] for graph in range(len(replay.found))]
+    return [replay.packets[graph] for graph in range(len(replay.packets))]
 
 
 def _wait_for_next(replay: PendingReplay, until: float) -> None:
@@ -140,7 +140,7 @@ def _wait_for_next(replay: PendingReplay, until: float) -> None:
     graph, submitted = replay.submitted[number]
     try:
         left = min(replay.deadline, until) - time.monotonic()
-        packets = replay.found[number] = graph.fetch(submitted, max(0.0, min(left, TURN_S)))
+        packets = replay.packets[number] = graph.fetch(submitted, max(0.0, min(left, TURN_S)))
     except TimeoutError:
         if replay.watch.due() and not replay.failures and replay.broken is None:
             replay.hung = _workers_that_hang(replay)
@@ -181,14 +181,15 @@ def _workers_that_hang(replay: PendingReplay) -> dict[RoleRank, Report]:
         answers = _reports(replay.groups, QUESTION_S)
         reports |= {worker: answers.get(worker, IDLE) for worker in silent}
         asked_s += QUESTION_S
-    running = {worker: found for worker, found in reports.items() if _is_in(found, replay)}
+    running = {worker: report for worker, report in reports.items() if _is_in(report, replay)}
     hung = replay.watch.hung(running)
     return {**running, **{worker: NO_ANSWER for worker in silent}} if hung or silent else {}
 
 
 def _silent(replay: PendingReplay, reports: Mapping[RoleRank, Report]) -> list[RoleRank]:
     """Returns the workers that do not answer although nothing that they run keeps them from it."""
-    return [one for one, found in reports.items() if found is NO_ANSWER and replay.groups[one[0]].answers_while_busy]
+    silent = [worker for worker, report in reports.items() if report is NO_ANSWER]
+    return [(role, rank) for role, rank in silent if replay.groups[role].answers_while_busy]
 
 
 def _arrived_failures(graph: Compiled, submitted: object) -> Sequence[WorkerFailure]:
@@ -207,7 +208,7 @@ def _deaths(replay: PendingReplay, error: Exception) -> list[WorkerFailure]:
         if rank is not None:
             return [replay.failure(role, rank, "died", first_line(error))]
     for timeout_s in (REPORT_S, DEATH_S):
-        ended = [worker for worker, found in _reports(replay.groups, timeout_s).items() if found is DIED]
+        ended = [worker for worker, report in _reports(replay.groups, timeout_s).items() if report is DIED]
         if ended:
             break
     return [replay.failure(role, rank, "died", "its process ended") for role, rank in ended]
@@ -233,7 +234,7 @@ def _late_error(replay: PendingReplay) -> PhaseError:
             f", which is timeouts.grace_s = {replay.grace_s:g} s after a worker raised, or its deadline if that is sooner"
         )
     running = replay.hung or {
-        worker: found for worker, found in _reports(replay.groups, REPORT_S).items() if _runs(found, replay)
+        worker: report for worker, report in _reports(replay.groups, REPORT_S).items() if _runs(report, replay)
     }
     for role, group in replay.groups.items():
         group.abort([rank for of, rank in running if of == role])
@@ -260,7 +261,7 @@ def _late_error(replay: PendingReplay) -> PhaseError:
 def _kill_stuck(replay: PendingReplay, running: Mapping[RoleRank, Report]) -> list[RoleRank]:
     """Kills and returns the workers that do not leave a replay although their collectives were aborted."""
     stuck = list(running)
-    left = 0.0 if all(found is NO_ANSWER for found in running.values()) and replay.hung else RELEASE_S
+    left = 0.0 if all(report is NO_ANSWER for report in running.values()) and replay.hung else RELEASE_S
     until = time.monotonic() + left
     while stuck and left > 0:  # look at least once: this process may be descheduled for longer than that
         time.sleep(min(left, TURN_S))
@@ -278,34 +279,34 @@ def _reports(groups: Groups, timeout_s: float) -> dict[RoleRank, Report]:
     listed: dict[RoleRank, Report] = {}
     silent: set[object] = set()  # actors that cannot tell their role
     for role, group in groups.items():
-        for rank, found in group.reports(max(0.0, until - time.monotonic())).items():
+        for rank, report in group.reports(max(0.0, until - time.monotonic())).items():
             actor = group.actors[rank]._actor_id
-            if actor in silent or (found.role != role and found.role in groups):
+            if actor in silent or (report.role != role and report.role in groups):
                 continue
-            listed[role, rank] = found
-            if found in (NO_ANSWER, DIED):
+            listed[role, rank] = report
+            if report in (NO_ANSWER, DIED):
                 silent.add(actor)
     return listed
 
 
-def _runs(found: Report, replay: PendingReplay) -> bool:
+def _runs(report: Report, replay: PendingReplay) -> bool:
     """Returns whether a worker runs this replay. One that does not answer may: it holds the interpreter, or died."""
-    return found in (NO_ANSWER, DIED) or _is_in(found, replay)
+    return report in (NO_ANSWER, DIED) or _is_in(report, replay)
 
 
-def _is_in(found: Report, replay: PendingReplay) -> bool:
-    return (found.phase, found.replay) == (replay.phase, replay.number)
+def _is_in(report: Report, replay: PendingReplay) -> bool:
+    return (report.phase, report.replay) == (replay.phase, replay.number)
 
 
-def _hung(replay: PendingReplay, worker: RoleRank, found: Report) -> WorkerFailure:
+def _hung(replay: PendingReplay, worker: RoleRank, report: Report) -> WorkerFailure:
     role, rank = worker
-    if found is DIED:
+    if report is DIED:
         return replay.failure(role, rank, "died", "its process ended")
     left = "" if replay.groups[role].owned else "; dagrl did not create it and leaves it running"
-    return replay.failure(role, rank, "hung", f"running {found.what}{left}", found.what, found.stack)
+    return replay.failure(role, rank, "hung", f"running {report.what}{left}", report.what, report.stack)
 
 
 def _others(groups: Groups) -> str:
     """Returns what the workers run instead."""
-    busy = sorted({f"{found.phase!r}" for found in _reports(groups, REPORT_S).values() if found.phase})
+    busy = sorted({f"{report.phase!r}" for report in _reports(groups, REPORT_S).values() if report.phase})
     return f" (they run {', '.join(busy)}, which comes before it)" if busy else ""

@@ -143,8 +143,8 @@ class Node:
 def _remapped(arg: ArgumentRef, source: Callable[[Source], Source]) -> ArgumentRef:
     if isinstance(arg, Constant):
         return arg
-    found = source(arg.node if isinstance(arg, NodeRef) else None)
-    return InputRef() if found is None else NodeRef(found)
+    new = source(arg.node if isinstance(arg, NodeRef) else None)
+    return InputRef() if new is None else NodeRef(new)
 
 
 @dataclass(frozen=True)

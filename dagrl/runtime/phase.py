@@ -55,11 +55,11 @@ class Role:
 
 def methods_of(worker_class: type) -> dict[str, inspect.Signature]:
     """Returns the signatures, without `self`, of the methods of a worker class."""
-    found = {}
+    methods = {}
     for name, member in inspect.getmembers(worker_class, inspect.isfunction):
         if not name.startswith("__") and not isinstance(inspect.getattr_static(worker_class, name), staticmethod):
-            found[name] = without_self(inspect.signature(member))
-    return found
+            methods[name] = without_self(inspect.signature(member))
+    return methods
 
 
 def without_self(signature: inspect.Signature) -> inspect.Signature:

@@ -17,8 +17,8 @@ _reserved: deque[socket.socket] = deque(maxlen=8)
 
 def reserve_port() -> int:
     """Returns a free TCP port of this host. Only a process that sets SO_REUSEADDR can listen on it."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
-    _reserved.append(held)
-    return int(held.getsockname()[1])
+    reservation = socket.socket()
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind(("", 0))
+    _reserved.append(reservation)
+    return int(reservation.getsockname()[1])

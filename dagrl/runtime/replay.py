@@ -113,7 +113,7 @@ class Replay:
 
     def partial(self) -> dict[int, Any]:
         """Returns the results of a failed replay by shard, of the graphs that had ended without a failure."""
-        whole = {graph: mine for graph, mine in self.pending.found.items() if not any(packet.failures for packet in mine)}
+        whole = {graph: mine for graph, mine in self.pending.packets.items() if not any(packet.failures for packet in mine)}
         values = {shard: tuple(packet.value for packet in mine) for shard, mine in self._by_shard(whole).items()}
         return {shard: mine[0] if len(mine) == 1 else mine for shard, mine in values.items()}
 
@@ -141,12 +141,12 @@ class Replay:
 
     def _by_shard(self, packets: Mapping[int, Sequence[Packet]]) -> dict[int, Sequence[Packet]]:
         """Returns the packets of each shard, from those of each graph."""
-        found: dict[int, Sequence[Packet]] = {}
+        by_shard: dict[int, Sequence[Packet]] = {}
         for graph, mine in packets.items():
             outputs = len(mine) // len(self._shards[graph])
             for position, shard in enumerate(self._shards[graph]):
-                found[shard] = mine[position * outputs : (position + 1) * outputs]
-        return found
+                by_shard[shard] = mine[position * outputs : (position + 1) * outputs]
+        return by_shard
 
 
 @dataclass

@@ -42,7 +42,7 @@ def revive(group: WorkerGroup, lost: Collection[int] | None = None, *, rest_s: f
     ranks = [rank for shard in shards for rank in group.layout.shard(shard)]
     if lost is None:
         group.out_of_service.clear()
-    dead = [rank for rank, found in group.reports(REPORT_S, ranks).items() if found is DIED or rank in (lost or ())]
+    dead = [rank for rank, report in group.reports(REPORT_S, ranks).items() if report is DIED or rank in (lost or ())]
     group.start_again(dead)  # at once: their imports take the longest
     others = [rank for rank in ranks if rank not in dead]
     kept = _reset(group, idle_ranks(group, rest_s, others), rest_s)
@@ -56,9 +56,9 @@ def idle_ranks(group: WorkerGroup, rest_s: float, ranks: Collection[int] | None 
     """Returns those of `ranks` (None: all) whose workers live and run nothing, as soon as none runs, or after `rest_s`."""
     until = time.monotonic() + rest_s
     while True:
-        found = group.reports(max(0.0, until - time.monotonic()), ranks)
-        alive = [rank for rank in found if found[rank].what not in (DIED.what, NO_ANSWER.what)]
-        idle = [rank for rank in alive if not found[rank].what]
+        reports = group.reports(max(0.0, until - time.monotonic()), ranks)
+        alive = [rank for rank in reports if reports[rank].what not in (DIED.what, NO_ANSWER.what)]
+        idle = [rank for rank in alive if not reports[rank].what]
         if idle == alive or time.monotonic() >= until:
             return idle
         time.sleep(POLL_S)

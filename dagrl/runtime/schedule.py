@@ -199,15 +199,15 @@ class Scheduler:
 
     def _compile_missing(self) -> dict[str, list[int]]:
         """Compiles the shards in service that have no graph; returns them by phase."""
-        made: dict[str, list[int]] = {}
+        compiled: dict[str, list[int]] = {}
         for name, entry in self._entries.items():
             entry.groups = {role: self.groups[role] for role in entry.phase.roles}
             new = self._compile(entry)
-            entry.compiled = sorted([*entry.compiled, *new], key=lambda one: one.shards)
+            entry.compiled = sorted([*entry.compiled, *new], key=lambda graph: graph.shards)
             if new:
                 entry.durations.buckets.clear()
-                made[name] = [shard for one in new for shard in one.shards]
-        return made
+                compiled[name] = [shard for graph in new for shard in graph.shards]
+        return compiled
 
     def _reset_tickets(self, roles: Iterable[str]) -> None:
         for role in roles:
@@ -315,7 +315,9 @@ class Scheduler:
         """Returns the whole roles of which a worker runs something, or does not say."""
         whole = [group for role, group in self.groups.items() if role not in self.broken]
         idle = ("", DIED.what)  # what waits for a dead worker raises by itself
-        return [group.role.name for group in whole if any(one.what not in idle for one in group.reports(timeout_s).values())]
+        return [
+            group.role.name for group in whole if any(found.what not in idle for found in group.reports(timeout_s).values())
+        ]
 
     def recover(self, roles: Iterable[str] | None = None) -> dict[str, list[int]]:
         """Recovers from a failure: compiles the broken graphs again, on the groups' actors, which must all be alive.
@@ -333,15 +335,15 @@ class Scheduler:
                 if len(roles) == len(self.groups):
                     self._executors.pop("eager", None)
                 self._reset_tickets(roles)
-                made = self._compile_missing()
+                compiled = self._compile_missing()
             except BaseException as error:  # some shards may have no graph
                 failed = PhaseError((), breaks=f"the graphs could not be recovered: {error}")
                 self._broken |= {role: failed for role in roles if role not in self._broken}
                 raise
             for role in roles:
                 self._broken.pop(role, None)
-        logger.info("compiled again, by phase and shard: %s", made or "nothing")
-        return made
+        logger.info("compiled again, by phase and shard: %s", compiled or "nothing")
+        return compiled
 
     def close(self) -> None:
         """Tears every graph down within the teardown deadline."""
@@ -370,7 +372,7 @@ class Scheduler:
             self._tickets.counters,
             limits,
             self.options.fuse_shards,
-            [shard for one in entry.compiled for shard in one.shards],
+            [shard for graph in entry.compiled for shard in graph.shards],
         )
 
     def _submit(
@@ -404,16 +406,16 @@ class Scheduler:
         entry.check_sizes(values)
         number, submitted = entry.replays, []
         try:
-            tickets = [self._tickets.take(one.workers) for one in entry.compiled]
-            for one, mine, item in zip(entry.compiled, tickets, values, strict=True):
+            tickets = [self._tickets.take(graph.workers) for graph in entry.compiled]
+            for graph, mine, item in zip(entry.compiled, tickets, values, strict=True):
                 packet = Packet(Header(entry.phase.name, number, warmup, mine, deadline_s), item)
-                submitted.append((one, one.submit(packet)))
+                submitted.append((graph, graph.submit(packet)))
             deadline = time.monotonic() + deadline_s
             hang_s = math.inf if warmup else entry.durations.hang_s(bucket)
             pending = PendingReplay(
                 entry.phase.name, number, submitted, entry.groups, deadline, self.options.grace_s, hang_s
             )
-            shards = [one.shards for one in entry.compiled]
+            shards = [graph.shards for graph in entry.compiled]
             measured = partial(entry.durations.add, bucket) if not warmup else lambda busy_s: None
             replay = Replay(pending, entry.in_flight, shards, join, padding, measured)
             entry.replays += 1
@@ -431,7 +433,7 @@ class Scheduler:
             return [value]
         return codec.parts(phase.name, value, math.gcd(*[self.groups[role].layout.dp for role in phase.roles]))
 
-    def _teardown(self, ends: Callable[[Compiled], bool] = lambda one: True, roles: Collection[str] | None = None) -> None:
+    def _teardown(self, ends: Callable[[Compiled], bool] = lambda graph: True, roles: Collection[str] | None = None) -> None:
         """Tears down the graphs on these roles (None: all) that `ends` selects, and fails their phases' replays under way.
 
         `ends` must select every graph that has not ended a replay: no later replay could read past its results.
@@ -445,11 +447,11 @@ class Scheduler:
             for replay in [replay for entry in entries for replay in entry.in_flight.replays]:
                 text = f"phase {replay.phase!r}, replay {replay.number} was under way when its graphs were torn down"
                 replay.fail(PhaseError((), f"{text}; replay it again"))
-            ended = [one for entry in entries for one in entry.compiled if ends(one)]
+            ended = [graph for entry in entries for graph in entry.compiled if ends(graph)]
             with ThreadPoolExecutor(max(1, len(ended)), thread_name_prefix="teardown") as threads:
-                list(threads.map(lambda one: one.executable.teardown(self.options.teardown_s), ended))
+                list(threads.map(lambda graph: graph.executable.teardown(self.options.teardown_s), ended))
             for entry in entries:
-                entry.compiled = [one for one in entry.compiled if one not in ended]
+                entry.compiled = [graph for graph in entry.compiled if graph not in ended]
                 entry.in_flight.replays.clear()
 
 

@@ -57,8 +57,8 @@ class Batch:
             raise DataError(f"a batch needs the field 'lengths' [rows]; found {sorted(self.fields)}")
         for name, array in self.fields.items():
             if not isinstance(array, np.ndarray) or not 1 <= array.ndim <= 2:
-                found = f"{array.ndim} dimensions" if isinstance(array, np.ndarray) else f"the type {type(array).__name__}"
-                raise DataError(f"field {name!r} has {found}; fields are numpy arrays [rows] or [rows, tokens]")
+                shape = f"{array.ndim} dimensions" if isinstance(array, np.ndarray) else f"the type {type(array).__name__}"
+                raise DataError(f"field {name!r} has {shape}; fields are numpy arrays [rows] or [rows, tokens]")
         rows = self.rows
         for name, array in self.fields.items():
             if len(array) != rows:
@@ -148,10 +148,10 @@ def check_batch(phase: str, value: object, expected: FieldTypes) -> Batch:
             f"phase {phase!r} takes a batch of {_types_text(expected)}; it was given a {type(value).__name__}. Make a "
             "dagrl.Batch of the arrays"
         )
-    found = {name: (array.dtype, array.ndim) for name, array in value.fields.items()}
-    if found != expected:
-        missing = {name: item for name, item in expected.items() if found.get(name) != item}
-        others = {name: item for name, item in found.items() if expected.get(name) != item}
+    types = {name: (array.dtype, array.ndim) for name, array in value.fields.items()}
+    if types != expected:
+        missing = {name: item for name, item in expected.items() if types.get(name) != item}
+        others = {name: item for name, item in types.items() if expected.get(name) != item}
         lacks, has = f"lacks {_types_text(missing)}", f"has {_types_text(others)}, not among its `inputs`"
         raise DataError(
             f"the batch of phase {phase!r} {' and '.join([lacks] * bool(missing) + [has] * bool(others))}. Convert, add or "

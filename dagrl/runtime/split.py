@@ -39,16 +39,16 @@ def split_rows(lengths: npt.NDArray[np.int64], shards: int, together: int = 1) -
     if len(lengths) == shards:  # one row each; takes a tenth of the time of the loop below
         return list(np.argsort(-lengths, kind="stable").reshape(shards, 1))
     room = [len(lengths) // shards + (shard < len(lengths) % shards) for shard in range(shards)]
-    taken: list[list[int]] = [[] for _ in range(shards)]
+    rows: list[list[int]] = [[] for _ in range(shards)]
     open_shards = [(0, shard) for shard in range(shards) if room[shard]]  # a heap of (tokens, shard)
     for row in np.argsort(-lengths, kind="stable").tolist():
         tokens, shard = open_shards[0]
-        taken[shard].append(row)
-        if len(taken[shard]) < room[shard]:
+        rows[shard].append(row)
+        if len(rows[shard]) < room[shard]:
             heapq.heapreplace(open_shards, (tokens + int(lengths[row]), shard))
         else:
             heapq.heappop(open_shards)
-    return [np.array(sorted(rows), dtype=np.intp) for rows in taken]
+    return [np.array(sorted(mine), dtype=np.intp) for mine in rows]
 
 
 def check_rows(phase: str, rows: Sequence[npt.NDArray[np.intp]], shards: int, count: int) -> None:
@@ -164,8 +164,8 @@ def share_out(phase: str, codec: Codec | None, value: object, graphs: Sequence[S
         whole = Encoded.of(value) if isinstance(value, Batch) else encoded(value)  # a batch would be taken apart
         return [whole] * len(graphs), tuple
     parts = splits.parts(phase, value, sum(map(len, graphs)))
-    made = {key: Encoded.of(part) for key, part in {id(part): part for part in parts}.items()}
-    shares = [tuple(made[id(parts[shard])] for shard in mine) for mine in graphs]
+    encoded_parts = {key: Encoded.of(part) for key, part in {id(part): part for part in parts}.items()}
+    shares = [tuple(encoded_parts[id(parts[shard])] for shard in mine) for mine in graphs]
     return [mine[0] if len(mine) == 1 else Shares(mine) for mine in shares], codec.join if codec else _join_registered
 
 

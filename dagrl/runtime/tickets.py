@@ -63,14 +63,14 @@ class Tickets:
 
     def together(self, roles: Iterable[str]) -> tuple[str, ...]:
         """Returns these roles and all that share actors with them, directly or through others."""
-        found = set(roles)
+        joined = set(roles)
         while more := {
             other
             for other, counters in self.counters.items()
-            if other not in found and any(set(counters) & set(self.counters[role]) for role in found)
+            if other not in joined and any(set(counters) & set(self.counters[role]) for role in joined)
         }:
-            found |= more
-        return tuple(role for role in self.counters if role in found)
+            joined |= more
+        return tuple(role for role in self.counters if role in joined)
 
     def take(self, graph_workers: Sequence[GraphWorkers]) -> dict[str, int | tuple[int, ...]]:
         """Returns the tickets of a graph's workers; advances those of the workers that the phase uses."""

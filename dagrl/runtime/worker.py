@@ -124,10 +124,14 @@ def check_worker_class(
     It must have every method of `protocols`, with a signature that accepts the protocol's arguments. Methods of `hooks`
     and of `WorkerHooks` are optional, but checked if they are there. `where` is the configuration's key, for the error.
     """
-    found = inspect.signature(worker_class)
+    constructor = inspect.signature(worker_class)
     expected = f"{worker_class.__name__}(context, config)"
     mistakes = [
-        *([] if _accepts(found, 2) else [f"its constructor is {worker_class.__name__}{_plain(found)}; expected {expected}"]),
+        *(
+            []
+            if _accepts(constructor, 2)
+            else [f"its constructor is {worker_class.__name__}{_plain(constructor)}; expected {expected}"]
+        ),
         *(line for protocol in protocols for line in _mistakes(worker_class, protocol, optional=False)),
         *(line for protocol in (WorkerHooks, *hooks) for line in _mistakes(worker_class, protocol, optional=True)),
     ]
@@ -144,15 +148,15 @@ def _mistakes(worker_class: type, protocol: type, *, optional: bool) -> Iterator
         is_static = isinstance(inspect.getattr_static(protocol, name), staticmethod)
         expected = _signature(member, is_static)
         wanted = f"expected {'static ' if is_static else ''}{name}{_plain(expected)} ({protocol.__name__})"
-        found = getattr(worker_class, name, None)
-        if found is None:
+        method = getattr(worker_class, name, None)
+        if method is None:
             if not optional:
                 yield f"it has no method {name}; {wanted}"
-        elif not inspect.isroutine(found):
-            yield f"{name} is of type {type(found).__name__}; {wanted}"
-        elif inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+        elif not inspect.isroutine(method):
+            yield f"{name} is of type {type(method).__name__}; {wanted}"
+        elif inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
             yield f"{name} is an `async def`; {wanted}, a plain `def`"
-        elif not _accepts_calls_of(signature := _signature(found, is_static), expected):
+        elif not _accepts_calls_of(signature := _signature(method, is_static), expected):
             yield f"{name} is {name}{_plain(signature)}; {wanted}"
 
 
@@ -162,11 +166,11 @@ def _signature(function: Callable[..., object], is_static: bool) -> inspect.Sign
     return signature if is_static else without_self(signature)
 
 
-def _accepts_calls_of(found: inspect.Signature, expected: inspect.Signature) -> bool:
-    """Returns whether `found` takes the positional arguments of `expected`, with and without those that have defaults."""
+def _accepts_calls_of(signature: inspect.Signature, expected: inspect.Signature) -> bool:
+    """Returns whether `signature` takes the positional arguments of `expected`, with and without those that have defaults."""
     parameters = [one for one in expected.parameters.values() if one.kind in _POSITIONAL]
     required = [one for one in parameters if one.default is inspect.Parameter.empty]
-    return _accepts(found, len(required)) and _accepts(found, len(parameters))
+    return _accepts(signature, len(required)) and _accepts(signature, len(parameters))
 
 
 def _accepts(signature: inspect.Signature, arguments: int) -> bool:

@@ -146,12 +146,12 @@ def pause_until(look: Callable[[], T | None], timeout_s: float | None, late: str
     """
     until = math.inf if timeout_s is None else time.perf_counter() + timeout_s
     pause_s = 50e-6
-    while (found := look()) is None:
+    while (result := look()) is None:
         if time.perf_counter() >= until:
             raise EdgeTimeoutError(late)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 2e-3)
-    return found
+    return result
 
 
 _ORDERED = platform.machine() == "x86_64"

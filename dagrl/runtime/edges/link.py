@@ -177,16 +177,16 @@ class LinkWriter:
             accepted.close()
         raise EdgeClosedError("this edge was closed")
 
-    def _use(self, found: socket.socket, reader: str) -> socket.socket:
+    def _use(self, connection: socket.socket, reader: str) -> socket.socket:
         with self._turn:
             if self._closed:
-                _shut(found)
+                _shut(connection)
                 raise EdgeClosedError("this edge was closed")
             assert self._listening is not None
             self._listening.close()
-            self._listening, self._socket, self._reader = None, found, reader
+            self._listening, self._socket, self._reader = None, connection, reader
             self._turn.notify_all()
-        return found
+        return connection
 
 
 class LinkReader:
@@ -238,14 +238,14 @@ class LinkReader:
     def _connect(self) -> socket.socket:
         if self._closed:
             raise EdgeClosedError("this edge was closed")
-        found = socket.create_connection((self._address.host, self._address.port), timeout=_LOOK_S * 10)
-        self._name = "{}:{}".format(*found.getsockname())
-        _keep_alive(found)
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_SILENCE_S + _PROBE_S * _PROBES))
-        found.sendall(self._address.reader_secret)
-        found.setblocking(False)
-        self._poll.register(found, select.POLLIN)
-        return found
+        connection = socket.create_connection((self._address.host, self._address.port), timeout=_LOOK_S * 10)
+        self._name = "{}:{}".format(*connection.getsockname())
+        _keep_alive(connection)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_SILENCE_S + _PROBE_S * _PROBES))
+        connection.sendall(self._address.reader_secret)
+        connection.setblocking(False)
+        self._poll.register(connection, select.POLLIN)
+        return connection
 
     def _receive(self, source: socket.socket, until: float | None) -> Memory:
         if not self._trusted:

@@ -67,7 +67,7 @@ class Mailbox:
         self._watch = Watch(self._words, _CLOSED)
         self._cells: list[list[memoryview]] = []
         if descriptor is not None:  # the reader keeps it open for the writers
-            self._cells = [[self._cell(slot, one) for one in range(address.writers)] for slot in range(address.slots)]
+            self._cells = [[self._cell(slot, writer) for writer in range(address.writers)] for slot in range(address.slots)]
             weakref.finalize(self, os.close, descriptor)
 
     @staticmethod
@@ -117,9 +117,9 @@ class Mailbox:
     def look(self, number: int) -> dict[int, object]:
         """Returns message `number` of the writers that have posted it, unpickled."""
         wanted, cells = number & _MASK, self._cells[number % self._slots]
-        come = [writer for writer, last in enumerate(self._written.tolist()) if (last - wanted) & _MASK < _HALF]
+        ready = [writer for writer, last in enumerate(self._written.tolist()) if (last - wanted) & _MASK < _HALF]
         fence()
-        return dict(zip(come, _all_unpickled([cells[writer] for writer in come]), strict=True))
+        return dict(zip(ready, _all_unpickled([cells[writer] for writer in ready]), strict=True))
 
     def close(self) -> None:
         """Closes the mailbox for every process. Calls that wait, and later ones, raise EdgeClosedError."""

@@ -47,23 +47,23 @@ class MemoryAddress:
 def anonymous_memory() -> MemoryAddress:
     """Creates an empty memory of this process; `os.ftruncate` sizes it. Pages exist once they are touched."""
     descriptor = os.memfd_create("dagrl")
-    made = os.fstat(descriptor)
-    return MemoryAddress(os.getpid(), descriptor, made.st_dev, made.st_ino)
+    status = os.fstat(descriptor)
+    return MemoryAddress(os.getpid(), descriptor, status.st_dev, status.st_ino)
 
 
 def open_memory(address: MemoryAddress) -> mmap.mmap:
     """Maps the memory of another process. Raises EdgeClosedError if that process is gone or has closed it."""
     try:
-        opened = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR)
+        descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR)
     except OSError as error:
         raise EdgeClosedError(f"the process {address.pid} that made this memory cannot be reached: {error}") from error
     try:
-        found = os.fstat(opened)
-        if (found.st_dev, found.st_ino) != (address.device, address.inode):
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != (address.device, address.inode):
             raise EdgeClosedError(f"the process {address.pid} that made this memory is gone, or has closed it")
-        return mmap.mmap(opened, 0)
+        return mmap.mmap(descriptor, 0)
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def aligned(size: int) -> int:

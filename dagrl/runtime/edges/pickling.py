@@ -168,12 +168,12 @@ def edge_reducers() -> Mapping[type, Callable[[Any], Any]]:
     """
     torch: Any = sys.modules.get("torch")
     ray: Any = sys.modules.get("ray")
-    found = dict(_registered)
+    reducers = dict(_registered)
     if (tensor := getattr(torch, "Tensor", None)) is not None:  # another thread may be importing torch
-        found[tensor] = _reduce_tensor
+        reducers[tensor] = _reduce_tensor
     if (reference := getattr(ray, "ObjectRef", None)) is not None:
-        found[reference] = refuse_reference
-    return found
+        reducers[reference] = refuse_reference
+    return reducers
 
 
 def refuse_reference(reference: object) -> Any:

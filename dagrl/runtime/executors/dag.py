@@ -70,8 +70,8 @@ def bind_graph(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLim
     with InputNode() as start:
         for node, call in zip(graph.nodes, calls, strict=True):
             packets = [start if source is None else bound[source] for source in node.sources]
-            made = actors[call.role][call.position].__ray_call__.bind(run_pickled, call, *packets)
-            bound.append(made.with_tensor_transport(node.transport) if call.accelerated else made)
+            call_node = actors[call.role][call.position].__ray_call__.bind(run_pickled, call, *packets)
+            bound.append(call_node.with_tensor_transport(node.transport) if call.accelerated else call_node)
         dag = MultiOutputNode([bound[number] for number in outputs])
     return BoundGraph(
         graph.phase,
@@ -86,15 +86,15 @@ def bind_graph(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLim
 
 def nodes_of(dag: Any) -> list[BoundNode]:
     """Returns the nodes of a bound DAG in the order of their numbers."""
-    found: dict[int, BoundNode] = {}
+    nodes_by_number: dict[int, BoundNode] = {}
     waiting = list(dag.get_args())
     while waiting:
         _, call, *upstream = waiting.pop().get_args()
-        if call.number not in found:
-            nodes = [None if isinstance(one, InputNode) else one for one in upstream]
-            found[call.number] = BoundNode(call, tuple(None if one is None else one.get_args()[1].number for one in nodes))
-            waiting += [one for one in nodes if one is not None]
-    return [found[number] for number in sorted(found)]
+        if call.number not in nodes_by_number:
+            sources = [None if isinstance(node, InputNode) else node.get_args()[1].number for node in upstream]
+            nodes_by_number[call.number] = BoundNode(call, tuple(sources))
+            waiting += [node for node in upstream if not isinstance(node, InputNode)]
+    return [nodes_by_number[number] for number in sorted(nodes_by_number)]
 
 
 def run_pickled(worker: object, call: NodeCall, *items: Any) -> Any:

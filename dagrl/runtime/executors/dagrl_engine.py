@@ -75,13 +75,13 @@ def plan_loops(
     for number in outputs:
         readers[number][DRIVER] = None
     worker_of = {node.call.number: worker for node, worker in zip(nodes, workers, strict=True)}
-    posted = [one for one in outputs if list(readers[one]) == [DRIVER] and hosts[worker_of[one]] == hosts[DRIVER]]
-    cells = {number: cell for cell, number in enumerate(posted)}
+    near = [number for number in outputs if hosts[worker_of[number]] == hosts[DRIVER]]
+    cells = {number: cell for cell, number in enumerate(number for number in near if list(readers[number]) == [DRIVER])}
 
     def edge(source: Source, writer: Reader, slot_bytes: int) -> EdgeSpec:
-        others = [one for one in readers[source] if one != writer]
-        near = tuple(one for one in others if hosts[one] == hosts[writer])
-        far = tuple(one for one in others if hosts[one] != hosts[writer])
+        others = [number for number in readers[source] if number != writer]
+        near = tuple(number for number in others if hosts[number] == hosts[writer])
+        far = tuple(number for number in others if hosts[number] != hosts[writer])
         cell = None if source is None else cells.get(source)
         return EdgeSpec(slot_bytes, limits.max_in_flight, near, far, cell)
 
@@ -137,8 +137,8 @@ class DagrlGraph:
         self._closing += [self._start, *([] if mailbox is None else [mailbox])]
         address = None if mailbox is None else mailbox.address
         addresses: dict[Source, EdgeAddress] = {None: self._start.address}
-        for made in self._call_all(prepare_loop, [(mine, address) for mine in plan.loops], until):
-            addresses |= made
+        for written in self._call_all(prepare_loop, [(mine, address) for mine in plan.loops], until):
+            addresses |= written
         read = [{source for node in mine for source in node.sources if source in addresses} for mine in plan.loops]
         starts = [(me, {source: addresses[source] for source in mine}) for me, mine in enumerate(read)]
         self._call_all(start_loop, starts, until)

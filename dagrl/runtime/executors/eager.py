@@ -88,12 +88,12 @@ class EagerGraph:
 
     def failures(self, submitted: list[ray.ObjectRef]) -> list[WorkerFailure]:
         """Returns the failures in the outputs that have arrived; `fetch` raises what Ray raises for one."""
-        found: list[WorkerFailure] = []
+        failures: list[WorkerFailure] = []
         refs = list(dict.fromkeys(submitted))  # a phase may return one value twice
         for ref in ray.wait(refs, num_returns=len(refs), timeout=0)[0]:
             with suppress(RayError):
-                found += ray.get(ref).failures
-        return found
+                failures += ray.get(ref).failures
+        return failures
 
     def teardown(self, timeout_s: float) -> None:
         """Does nothing: nothing runs between replays."""

@@ -59,7 +59,7 @@ class EdgeWriter:
     def __init__(self, spec: EdgeSpec, mailbox: Mailbox | None = None) -> None:
         self._ring = Ring.create(spec.in_flight, spec.slot_bytes, len(spec.near)) if spec.near else None
         host = ray.util.get_node_ip_address() if spec.far else ""
-        self._links = {one: LinkWriter(host, spec.slot_bytes, spec.in_flight) for one in spec.far}
+        self._links = {reader: LinkWriter(host, spec.slot_bytes, spec.in_flight) for reader in spec.far}
         self._senders: list[Ring | LinkWriter] = [*([] if self._ring is None else [self._ring]), *self._links.values()]
         self._mailbox, self._cell = None if spec.cell is None else mailbox, spec.cell
         self._posted = 0

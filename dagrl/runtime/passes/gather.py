@@ -46,9 +46,9 @@ class Gathering:
         nodes, outputs, items = list(graph.nodes), [], []
         for output in graph.outputs:
             leaves = _leaves(graph, output)
-            made = _list_items(nodes, leaves, hosts) if 0 < len(leaves) <= longest else {output: None}
-            outputs += list(made)
-            items.append(tuple(one for one in made.values() if one is not None))
+            read = _list_items(nodes, leaves, hosts) if 0 < len(leaves) <= longest else {output: None}
+            outputs += list(read)
+            items.append(tuple(part for part in read.values() if part is not None))
         if len(set(outputs)) < len(outputs):  # a value in two outputs is rare: leave the graph as it was
             return Gathering(graph, ((),) * len(graph.outputs))
         return Gathering(_pruned(dataclasses.replace(graph, nodes=tuple(nodes)), outputs), tuple(items))
@@ -72,17 +72,17 @@ def _list_items(nodes: list[Node], leaves: Sequence[int], hosts: Hosts | None) -
     """Returns the nodes that the driver reads for a list, after appending nodes that collect the items of other hosts."""
     if hosts is None or not hosts.several:
         return {leaf: ListItems((place,), listed=False) for place, leaf in enumerate(leaves)}
-    made: dict[int, ListItems | None] = {}
+    read: dict[int, ListItems | None] = {}
     far: list[tuple[int, tuple[int, ...]]] = []
     for host, places in by_host([nodes[leaf].worker for leaf in leaves], hosts).items():
         if host == hosts.driver:
-            made |= {leaves[place]: ListItems((place,), listed=False) for place in places}
+            read |= {leaves[place]: ListItems((place,), listed=False) for place in places}
         else:
             far.append((_collect(nodes, [leaves[place] for place in places]), tuple(places)))
     while len(far) > FAN_OUT:
         groups = [far[start : start + FAN_OUT] for start in range(0, len(far), FAN_OUT)]
         far = [(_collect(nodes, [one[0] for one in group]), sum((one[1] for one in group), ())) for group in groups]
-    return made | {node: ListItems(places, listed=True) for node, places in far}
+    return read | {node: ListItems(places, listed=True) for node, places in far}
 
 
 def _collect(nodes: list[Node], parts: Sequence[int]) -> int:
@@ -125,8 +125,8 @@ def _listed(header: Header, parts: Sequence[PacketBody], items: Sequence[ListIte
 
 
 def _in_order(values: Sequence[object], items: Sequence[ListItems]) -> list[object]:
-    found: dict[int, object] = {}
-    for value, held in zip(values, items, strict=True):
-        listed = value if held.listed and isinstance(value, list) else [value]
-        found.update(zip(held.positions, listed, strict=True))
-    return [found[place] for place in range(len(found))]
+    item_at: dict[int, object] = {}
+    for value, part in zip(values, items, strict=True):
+        listed = value if part.listed and isinstance(value, list) else [value]
+        item_at.update(zip(part.positions, listed, strict=True))
+    return [item_at[place] for place in range(len(item_at))]

@@ -61,19 +61,19 @@ def relays_input(graph: PhaseGraph, node: Node) -> bool:
 
 def by_host(workers: Sequence[WorkerRef], hosts: Hosts) -> dict[str, list[int]]:
     """Returns the positions of the workers on each host, hosts in the order of their first workers."""
-    found: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for position, worker in enumerate(workers):
-        found.setdefault(hosts.of[worker], []).append(position)
-    return found
+        positions.setdefault(hosts.of[worker], []).append(position)
+    return positions
 
 
 def _readers(graph: PhaseGraph) -> dict[Source, list[WorkerRef]]:
     """Returns the workers that read each value, each once."""
-    found: dict[Source, dict[WorkerRef, None]] = {}
+    readers: dict[Source, dict[WorkerRef, None]] = {}
     for node in graph.nodes:
         for source in node.sources:
-            found.setdefault(source, {})[node.worker] = None
-    return {source: list(workers) for source, workers in found.items()}
+            readers.setdefault(source, {})[node.worker] = None
+    return {source: list(workers) for source, workers in readers.items()}
 
 
 def _add_relays(nodes: list[Node], place: Source, readers: Sequence[WorkerRef], home: str, hosts: Hosts) -> dict[str, int]:
@@ -81,15 +81,15 @@ def _add_relays(nodes: list[Node], place: Source, readers: Sequence[WorkerRef], 
     abroad = {host: [readers[at] for at in mine] for host, mine in by_host(readers, hosts).items() if host != home}
     if len(abroad) <= FAN_OUT:
         abroad = {host: mine for host, mine in abroad.items() if len(mine) > 1}
-    made: dict[str, int] = {}
+    relays: dict[str, int] = {}
     order: list[int] = []
     for host, mine in abroad.items():
         above = len(order) // FAN_OUT - 1  # the relay that this one reads; the first ones read the value itself
         source: Source = place if above < 0 else order[above]
-        made[host] = len(nodes)
+        relays[host] = len(nodes)
         order.append(len(nodes))
         nodes.append(Node(len(nodes), mine[0], "", RELAY, (InputRef() if source is None else NodeRef(source),)))
-    return made
+    return relays
 
 
 def _through(source: Source, host: str, places: Mapping[int, int], relays: Mapping[Source, Mapping[str, int]]) -> Source:
