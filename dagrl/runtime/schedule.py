@@ -313,11 +313,9 @@ class Scheduler:
 
     def _running(self, timeout_s: float) -> list[str]:
         """Returns the whole roles of which a worker runs something, or does not say."""
-        whole = [group for role, group in self.groups.items() if role not in self.broken]
+        reports = {role: group.reports(timeout_s) for role, group in self.groups.items() if role not in self.broken}
         idle = ("", DIED.what)  # what waits for a dead worker raises by itself
-        return [
-            group.role.name for group in whole if any(found.what not in idle for found in group.reports(timeout_s).values())
-        ]
+        return [role for role, by_rank in reports.items() if any(report.what not in idle for report in by_rank.values())]
 
     def recover(self, roles: Iterable[str] | None = None) -> dict[str, list[int]]:
         """Recovers from a failure: compiles the broken graphs again, on the groups' actors, which must all be alive.

@@ -124,21 +124,15 @@ def check_worker_class(
     It must have every method of `protocols`, with a signature that accepts the protocol's arguments. Methods of `hooks`
     and of `WorkerHooks` are optional, but checked if they are there. `where` is the configuration's key, for the error.
     """
-    constructor = inspect.signature(worker_class)
-    expected = f"{worker_class.__name__}(context, config)"
-    mistakes = [
-        *(
-            []
-            if _accepts(constructor, 2)
-            else [f"its constructor is {worker_class.__name__}{_plain(constructor)}; expected {expected}"]
-        ),
-        *(line for protocol in protocols for line in _mistakes(worker_class, protocol, optional=False)),
-        *(line for protocol in (WorkerHooks, *hooks) for line in _mistakes(worker_class, protocol, optional=True)),
-    ]
+    constructor, name, mistakes = inspect.signature(worker_class), worker_class.__name__, list[str]()
+    if not _accepts(constructor, 2):
+        mistakes.append(f"its constructor is {name}{_plain(constructor)}; expected {name}(context, config)")
+    mistakes += [line for protocol in protocols for line in _mistakes(worker_class, protocol, optional=False)]
+    mistakes += [line for hook in (WorkerHooks, *hooks) for line in _mistakes(worker_class, hook, optional=True)]
     if mistakes:
-        name = f"{worker_class.__module__}:{worker_class.__qualname__}"
+        path = f"{worker_class.__module__}:{worker_class.__qualname__}"
         lines = "".join(f"\n  {line}" for line in dict.fromkeys(mistakes))
-        raise ConfigError(f"{f'{where}: ' if where else ''}the worker class {name} does not fit; change it:{lines}")
+        raise ConfigError(f"{f'{where}: ' if where else ''}the worker class {path} does not fit; change it:{lines}")
 
 
 def _mistakes(worker_class: type, protocol: type, *, optional: bool) -> Iterator[str]:
@@ -167,9 +161,9 @@ def _signature(function: Callable[..., object], is_static: bool) -> inspect.Sign
 
 
 def _accepts_calls_of(signature: inspect.Signature, expected: inspect.Signature) -> bool:
-    """Returns whether `signature` takes the positional arguments of `expected`, with and without those that have defaults."""
-    parameters = [one for one in expected.parameters.values() if one.kind in _POSITIONAL]
-    required = [one for one in parameters if one.default is inspect.Parameter.empty]
+    """Returns whether `signature` takes the positional arguments of `expected`, with and without those with defaults."""
+    parameters = [parameter for parameter in expected.parameters.values() if parameter.kind in _POSITIONAL]
+    required = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]
     return _accepts(signature, len(required)) and _accepts(signature, len(parameters))
 
 
