@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from dagrl.runtime.replay import Replay
     from dagrl.runtime.schedule import Scheduler, SchedulerOptions
     from dagrl.runtime.shapes import Batch, Bucket, Field
-    from dagrl.runtime.split import Codec, register_codec
+    from dagrl.runtime.split import Codec
     from dagrl.runtime.worker import WorkerContext, in_warmup
     from dagrl.runtime.worker_group import WorkerGroup
 
@@ -98,7 +98,6 @@ __all__ = [
     "in_warmup",
     "join",
     "phase",
-    "register_codec",
 ]
 
 _MODULES = {
@@ -109,7 +108,7 @@ _MODULES = {
     "dagrl.rl.preferences": ("Pairs", "PreferenceAlgorithm"),
     "dagrl.rl.token_losses": ("TokenBatch",),
     "dagrl.run.worker_protocols": ("GenerationWorker", "RolloutTrainWorker", "TrainWorker"),
-    "dagrl.runtime.split": ("Codec", "register_codec"),
+    "dagrl.runtime.split": ("Codec",),
     "dagrl.runtime.layout": ("ParallelLayout",),
     "dagrl.runtime.phase": ("Input", "Phase", "Shard", "Value", "join", "phase"),
     "dagrl.runtime.replay": ("Replay",),

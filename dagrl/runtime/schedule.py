@@ -41,7 +41,7 @@ from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase, replicas_per_graph
 from dagrl.runtime.replay import Durations, Replay, ReplayQueue
 from dagrl.runtime.shapes import Bucket, Scalar
-from dagrl.runtime.split import Codec, codec_of
+from dagrl.runtime.split import Codec
 from dagrl.runtime.tickets import Tickets
 from dagrl.runtime.worker_group import WorkerGroup
 
@@ -426,7 +426,6 @@ class Scheduler:
 
     def _parts_of(self, phase: Phase, codec: Codec | None, value: object) -> Sequence[object]:
         """Returns what each shard gets of an input that is no batch."""
-        codec = codec or codec_of(type(value))
         if codec is None or value is None:
             return [value]
         return codec.parts(phase.name, value, math.gcd(*[self.groups[role].layout.dp for role in phase.roles]))

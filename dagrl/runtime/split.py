@@ -1,7 +1,6 @@
 """Splits inputs over the data-parallel shards, and joins the shards' results: batches by rows, other types by a codec.
 
-register_codec(TensorDict, Codec(lambda value, n: value.chunk(n), torch.cat))        # for all phases
-scheduler.add(train, codec=Codec(split_by_tokens, merge), input_bytes=256 << 20)     # for one phase
+scheduler.add(train, codec=Codec(lambda value, n: value.chunk(n), torch.cat), input_bytes=256 << 20)
 """
 
 from __future__ import annotations
@@ -141,36 +140,15 @@ class Codec:
         return parts
 
 
-_codecs: dict[type, Codec] = {}
-
-
-def register_codec(kind: type, codec: Codec) -> None:
-    """Makes every phase without `inputs` split values of a type, or of its subclasses, and join results of that type."""
-    _codecs[kind] = codec
-
-
-def codec_of(kind: type) -> Codec | None:
-    """Returns the codec of a type: its own, or that of its closest base class."""
-    return next((_codecs[base] for base in kind.__mro__ if base in _codecs), None) if _codecs else None
-
-
 def share_out(phase: str, codec: Codec | None, value: object, graphs: Sequence[Sequence[int]]) -> tuple[list[object], Join]:
     """Returns the input of each graph, given the shards in each, and how the results of all shards are joined.
 
-    `codec`: the phase's own. Without one, and with none for the value's type, every shard takes the whole value.
+    Without a codec, every shard takes the whole value.
     """
-    splits = codec or codec_of(type(value))
-    if splits is None:
+    if codec is None:
         whole = Encoded.of(value) if isinstance(value, Batch) else encoded(value)  # a batch would be taken apart
         return [whole] * len(graphs), tuple
-    parts = splits.parts(phase, value, sum(map(len, graphs)))
+    parts = codec.parts(phase, value, sum(map(len, graphs)))
     encoded_parts = {key: Encoded.of(part) for key, part in {id(part): part for part in parts}.items()}
     shares = [tuple(encoded_parts[id(parts[shard])] for shard in mine) for mine in graphs]
-    return [mine[0] if len(mine) == 1 else Shares(mine) for mine in shares], codec.join if codec else _join_registered
-
-
-def _join_registered(values: Sequence[Any]) -> Any:
-    """Joins results of one registered type; returns a tuple of any others."""
-    codecs = {codec_of(type(value)) for value in values}
-    codec = codecs.pop() if len(codecs) == 1 else None
-    return tuple(values) if codec is None else codec.join(list(values))
+    return [mine[0] if len(mine) == 1 else Shares(mine) for mine in shares], codec.join
