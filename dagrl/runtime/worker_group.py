@@ -170,17 +170,11 @@ class WorkerGroup:
         deadline = Deadline(call_timeout_s, "call_timeout_s")
         return cls(Role(role, layout, methods, transports), handles, deadline=deadline, health_group=health_group)
 
-    def replace_workers(self, ranks: Sequence[int]) -> None:
-        """Kills the workers of `ranks`, starts new ones, and sets all workers up again.
-
-        Call `Scheduler.recover` next: it compiles the graphs of these workers and leaves the others. Raises RunError for a
-        group around existing actors: make a group of new actors and the others, and a new Scheduler.
-        """
-        self.start_again(ranks)
-        self.join_again(ranks)
-
     def start_again(self, ranks: Sequence[int]) -> None:
-        """Kills the workers of `ranks` and starts new ones. Does not wait for them; `join_again` does."""
+        """Kills the workers of `ranks` and starts new ones. Does not wait for them; `join_again` does.
+
+        Raises RunError for a group around existing actors: make a group of new actors and the others, and a new Scheduler.
+        """
         if self._starter is None:
             raise RunError(
                 f"the {self.role.name} group did not create its workers and cannot start them again; make a group of new "
@@ -195,7 +189,10 @@ class WorkerGroup:
         self.prepare(ranks)
 
     def join_again(self, ranks: Sequence[int], setup: Sequence[int] | None = None) -> None:
-        """Makes workers that `start_again` started ready for graphs, and sets those of `setup` up again (None: all)."""
+        """Makes workers that `start_again` started ready for graphs, and sets those of `setup` up again (None: all).
+
+        Call `Scheduler.recover` next: it compiles the graphs of these workers and leaves the others.
+        """
         self._install(ranks)
         self.setup(setup)
 

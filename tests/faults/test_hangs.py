@@ -105,6 +105,7 @@ def test_thirty_busy_processes_make_no_hang(cluster: None) -> None:
 @pytest.mark.slow
 def test_the_first_replay_of_new_graphs_may_take_its_time(cluster: None) -> None:
     with running(floor_s=1.0) as scheduler:
-        scheduler.groups["train"].replace_workers([1])
+        scheduler.groups["train"].start_again([1])
+        scheduler.groups["train"].join_again([1])
         scheduler.recover()
         assert scheduler.replay(spend, (SLEEP, 12.0)).result() == ([0, 1],)

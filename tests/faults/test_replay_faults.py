@@ -70,7 +70,8 @@ def test_a_lost_worker_is_named_and_the_others_live_on(scheduler: Scheduler) -> 
     assert failure.pid == lost.locations[1].pid
     with pytest.raises(RunError, match="recover"):
         scheduler.replay(misbehave, {"rank": -1})
-    lost.replace_workers([1])
+    lost.start_again([1])
+    lost.join_again([1])
     scheduler.recover()
     scheduler.warmup()
     assert scheduler.replay(misbehave, {"rank": -1}).result() == ([0, 1],)
@@ -123,7 +124,8 @@ def test_only_the_shard_of_a_replaced_worker_is_compiled_again(
         pids = [location.pid for location in group.locations]
         with pytest.raises(PhaseError, match=r"train worker 3 .* died"):
             scheduler.replay(misbehave, {"rank": 3, "kind": "die"}).result()
-        group.replace_workers([3])
+        group.start_again([3])
+        group.join_again([3])
         assert scheduler.recover() == {"misbehave": [1], "train_ranks": [1]}
         assert compiled == [(name, list(group.actors[2:])) for name in ("misbehave", "train_ranks")]
         assert [now.pid == before for now, before in zip(group.locations, pids, strict=True)] == [True, True, True, False]

@@ -30,7 +30,7 @@ from ray.actor import ActorHandle
 from ray.dag import DAGContext
 from ray.exceptions import GetTimeoutError, RayChannelTimeoutError, RayError
 
-from dagrl.errors import RunError, WorkerFailure
+from dagrl.errors import WorkerFailure
 from dagrl.runtime.deadline import in_background
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet
 from dagrl.runtime.edges.pickling import load
@@ -84,11 +84,7 @@ class RayGraph:
     def submit(self, packet: Packet) -> Executed:
         """Executes the graph; the scheduler has checked the input's size and the replays in flight."""
         submitted = Executed(packet.header, Future())
-        try:
-            outputs = self._dag.execute(pickled(packet))
-        except RayChannelTimeoutError as late:
-            limit = f"{self._limits.replay_s:.0f} s"
-            raise RunError(f"no room for the input of phase {self._phase!r} in {limit}: {late}") from late
+        outputs = self._dag.execute(pickled(packet))
         self._unread.put((outputs, submitted))
         return submitted
 
