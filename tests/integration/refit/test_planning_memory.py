@@ -10,12 +10,12 @@ import pytest
 
 from dagrl.bench.refit_mappings import LARGEST, RefitMapping
 from dagrl.refit.plan.planner import BUCKET_BYTES
-from tests.unit.refit.test_table import parameters, slow_if_largest
+from tests.integration.refit.test_table import parameters, slow_if_largest
 
 PROGRAM = """
 import json, resource, sys
 from dagrl.bench.refit_mappings import LARGEST
-from tests.unit.refit.test_table import hosts_of, plan_of
+from tests.integration.refit.test_table import hosts_of, plan_of
 (row,) = (row for row in LARGEST if str(row) == sys.argv[1])
 size = row.train.world_size + row.tp * row.dp
 plan = plan_of(row, row.model, hosts=hosts_of(row))

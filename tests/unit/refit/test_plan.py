@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import pickle
 from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import pytest
 import torch
@@ -31,18 +30,12 @@ from tests.unit.refit.weight_reference import (
     Weights,
     equal,
     hf_weights,
-    megatron_layouts,
     megatron_tensors,
     model_config,
-    model_configs,
-    vllm_sizes,
     vllm_tensors,
     vllm_weight_slices,
     zeros_like,
 )
-
-DIRECT = [1, 300, 1500, DIRECT_BYTES]
-"""Thresholds of direct messages at which all, many, few or no parts of these small models are direct."""
 
 TiedHead = Literal["one tensor", "two names", "own memory"]
 """An engine's tied head: not described, described as a second name of the same memory, or in its own memory."""
@@ -126,49 +119,6 @@ def check_rounds(plan: RefitPlan) -> None:
     assert set(senders.values()) | set(receivers.values()) <= {1}
     rounds = [bucket.round for bucket in plan.buckets]
     assert rounds == sorted(rounds)
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_any_megatron_layout_into_any_vllm_layout(data: st.DataObject) -> None:
-    config = data.draw(model_configs())
-    layout = data.draw(megatron_layouts(config))
-    plan = check_megatron_to_vllm(
-        config,
-        layout,
-        data.draw(st.sampled_from(vllm_sizes(config))),
-        data.draw(st.integers(1, 2)),
-        data.draw(st.sampled_from([1000, 4000, 1 << 20])),
-        modules=MegatronModules(data.draw(st.booleans()), data.draw(st.booleans())),
-        ep=data.draw(st.booleans()),
-        ranks_a_host=data.draw(st.sampled_from([0, 0, 2, 3])),
-        verify=data.draw(st.sampled_from(["off", "checksum"])),
-        dtype=data.draw(st.sampled_from([torch.float32, torch.float64])),  # casts that keep all values distinct
-        tied_head=data.draw(st.sampled_from(get_args(TiedHead))),
-        direct_bytes=data.draw(st.sampled_from(DIRECT)),
-        mapped=data.draw(st.booleans()),
-    )
-    assert pickle.loads(pickle.dumps(plan.for_rank(0))) == plan.for_rank(0)  # noqa: S301
-
-
-@settings(max_examples=80, deadline=None)
-@given(data=st.data())
-def test_any_megatron_layout_into_any_other(data: st.DataObject) -> None:
-    config = data.draw(model_configs())
-    first, second = (data.draw(megatron_layouts(config)) for _ in range(2))
-    plan = plan_refit(
-        megatron_slices(config, first),
-        megatron_slices(config, second),
-        dtype="float32",
-        bucket_bytes=2000,
-        direct_bytes=data.draw(st.sampled_from(DIRECT)),
-    )
-    weights = hf_weights(config)
-    sources = [megatron_tensors(weights, config, first, rank) for rank in range(first.world_size)]
-    expected = [megatron_tensors(weights, config, second, rank) for rank in range(second.world_size)]
-    built = [zeros_like(tensors) for tensors in expected]
-    run_refit(plan, [*sources, *built])
-    assert all(equal(ours, theirs) for ours, theirs in zip(built, expected, strict=True))
 
 
 @pytest.mark.parametrize(

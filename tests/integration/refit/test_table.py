@@ -53,7 +53,20 @@ def hosts_of(row: RefitMapping) -> list[int]:
     return [rank // 8 for rank in range(train)] + [-(-train // 8) + rank // 8 for rank in range(generation)]
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row not in LARGEST], ids=str)
+FULL_IN_CI = {
+    "4b-dp2pp2tp2-to-tp4dp2",
+    "30b-dp2pp2tp2ep4etp1-to-tp8dp2",
+    "nano-dp4tp2ep8etp1-to-tp4dp2",
+    "4b-dp4tp2-to-tp4dp2-fp8",
+}
+"""One of each kind of model; `test_planning_memory.py` plans the largest, and all run at reduced width."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * (str(row) not in FULL_IN_CI)) for row in TABLE if row not in LARGEST],
+    ids=str,
+)
 def test_planned_at_full_size(row: RefitMapping) -> None:
     """Every generation rank receives what it holds; a replica receives the model plus what its ranks repeat.
 
