@@ -38,11 +38,11 @@ class Answers:
 
 
 def ask(model: str | None, data: str | None, reward: str | None) -> Answers:
-    """Asks for what no flag gave. Raises ConfigError if there is nobody to ask, or for an answer that cannot be."""
+    """Asks for answers that no flag gave. Raises ConfigError without a terminal, or for an invalid answer."""
     given = {"model": model, "data": data, "reward": reward}
     missing = [f"--{name}" for name, value in given.items() if value is None]
     if missing and not sys.stdin.isatty():
-        raise ConfigError(f"nobody answers at this terminal; pass {', '.join(missing)} (--reward '' for SFT)")
+        raise ConfigError(f"standard input is not a terminal; pass {', '.join(missing)} (--reward '' for SFT)")
     answers = {name: input(QUESTIONS[name]).strip() if value is None else value for name, value in given.items()}
     if not answers["data"]:
         raise ConfigError("a run needs data: a JSONL file, a dataset on disk, or one on the Hub")

@@ -354,7 +354,7 @@ def _log(options: argparse.Namespace, level: str = "WARNING") -> None:
 
 
 def _print(text: str) -> None:
-    """Writes to standard output. Drops what nobody reads any more, as after `| head`."""
+    """Writes to standard output. Ignores a closed pipe, as after `| head`."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

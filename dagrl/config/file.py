@@ -24,7 +24,7 @@ from dagrl.imports import did_you_mean
 
 KeyPath = tuple[str | int, ...]
 Locations = dict[KeyPath, str]
-"""Where each key was written."""
+"""The file and line, or the command line, of each key."""
 
 CONFIG_DIR = "${config_dir}"
 """In a string of the file: the directory that the file is in."""

@@ -1,4 +1,4 @@
-"""What kind of run a configuration describes: its roles and layouts, who shares GPUs, what is held, and who starts when.
+"""The plan of a run: its roles and layouts, the roles that share GPUs, the reference policy, and the order of the start.
 
 `RunPlan.of` is asked when every key has its value. Everything after that reads the plan, not the configuration's switches.
 """
@@ -25,7 +25,7 @@ LearnsFrom = Literal["samples", "demonstrations", "preferences"]
 
 
 class AlgorithmTraits(Protocol):
-    """What the layout of a run depends on in its algorithm; `dagrl.rl.algorithm` has the whole class."""
+    """The part of an algorithm that decides a run's layout; `dagrl.rl.algorithm` has the whole class."""
 
     @property
     def learns_from(self) -> LearnsFrom: ...
@@ -48,7 +48,7 @@ def load_algorithm(config: Config) -> AlgorithmTraits:
 
 @dataclass(frozen=True)
 class GroupStart:
-    """How a group starts. All groups import at once; on shared GPUs they may have to take memory one after the other.
+    """The start of a group. All groups import at once; on shared GPUs they may have to take memory one after the other.
 
     `after`: the role whose train state must have left the GPU before this one takes memory. `leaves`: its own train state
     moves to the host once it has started.
@@ -61,7 +61,7 @@ class GroupStart:
 
 @dataclass(frozen=True)
 class StartPlan:
-    """Who starts when, generation last.
+    """The order in which groups start, generation last.
 
     `resident`: train states on generation's GPUs are there at the end of the start; those that left come back. `early`:
     whether training is warmed up while generation starts: where nothing has to leave its GPU.
@@ -157,7 +157,7 @@ def _layout(key: str, section: MegatronConfig | VllmConfig) -> ParallelLayout:
 
 
 def _start_plan(config: Config, roles: tuple[str, ...], shared: tuple[str, ...], takes_turns: bool) -> StartPlan:
-    """Returns who starts when. `shared`: the roles on generation's GPUs, generation included; empty if it has its own."""
+    """Returns the order of the start. `shared`: all roles on generation's GPUs, itself included; empty if it has its own."""
     order = sorted(roles, key=GENERATION.__eq__)
     if not shared:
         return StartPlan(tuple(map(GroupStart, order)), early=GENERATION in roles)

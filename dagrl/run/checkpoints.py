@@ -132,7 +132,7 @@ class Checkpoints:
             load_role(group, role, directory, self.config.timeouts.checkpoint)
 
     def _hold(self, role: str) -> None:
-        """Gives the role its memory, where groups share GPUs."""
+        """Moves the role's memory to the GPU, where groups share GPUs."""
         self.replays.hold(role, keep_generation_weights=True)
 
     def _call(self, group: WorkerGroup, method: str, *arguments: object) -> list[Any]:

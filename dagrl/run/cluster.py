@@ -43,7 +43,7 @@ PRIORITY = {"RAY_worker_niceness": "0"}
 """Ray runs workers at niceness 15. With GPUs they launch kernels, which other processes of the host would delay."""
 
 SLOW_NODE = "timed out during startup"
-"""What Ray says of a node that does not answer within 30 s, as on a busy machine. No setting changes this time."""
+"""Ray's message for a node that does not answer within 30 s, as on a busy machine. No setting changes this time."""
 
 LOGS = "session_latest/logs of Ray's directory ($RAY_TMPDIR, else /tmp/ray)"
 
@@ -51,12 +51,12 @@ LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Names of this host, for which Ray takes its address in the network."""
 
 CONNECT_S = 10.0
-"""How long a cluster may take to accept a connection. Ray itself would try for minutes."""
+"""Seconds that a cluster may take to accept a connection. Ray itself would try for minutes."""
 
 LARGEST_PORT = 65535
 
 POLL_S = 0.01
-"""How often the handlers of signals are set again while Ray ends."""
+"""Seconds between two restorations of the signal handlers while Ray ends."""
 
 AUTH_MODE = "RAY_AUTH_MODE"
 """Whether Ray sends `~/.ray/auth_token`. If unset, Ray sends it only to clusters that it starts or discovers."""
@@ -183,7 +183,7 @@ def _could_not(config: ClusterConfig) -> str:
 def _shutdown(processes: Sequence[Popen[Any]], teardown_s: float) -> None:
     """Runs `ray.shutdown` in a thread with a deadline, because it waits for the raylet without one.
 
-    An interrupt meanwhile kills the cluster at once; later ones are ignored.
+    An interrupt during it kills the cluster at once; later ones are ignored.
     """
     import ray
 

@@ -50,7 +50,7 @@ Held = Mapping[str, Parts]
 
 @dataclass(frozen=True)
 class Residency:
-    """What stays on the GPUs while other roles work. `roles` are those with a train state: all but generation.
+    """The parts that stay on the GPUs while other roles work. `roles` are those with a train state: all but generation.
 
     `generating` has the parts of each role that stay while generation works, `training` those that stay while another role
     works and generation sleeps. With `everything` nothing moves.
@@ -163,7 +163,7 @@ class SharedDevices:
         self._freed_by_sleep: list[int] = []
 
     def give_to(self, roles: Sequence[str], *, keep_generation_weights: bool = False) -> None:
-        """Gives `roles` the parts that a phase of theirs needs. Roles on other GPUs are ignored.
+        """Moves the parts that a phase of `roles` needs to the GPU. Roles on other GPUs are ignored.
 
         Pass `keep_generation_weights` if no refit follows: generation then continues with the weights it has.
         """

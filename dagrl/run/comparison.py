@@ -25,7 +25,7 @@ Line = Mapping[str, Any]
 WALL_TIME = TIMING + "total"  # of trained steps; a validation before the first step has none
 
 OF_REPLAYS = frozenset({"replays", "padding_share", "microbatch_padding_share", "shared_prefix_share"})
-"""How a step was executed, not what it computed: a run that resumes refits once more, and quanta depend on the clock."""
+"""Metrics of the execution of a step, not of its results: a resumed run refits once more, and quanta depend on the clock."""
 
 COLUMNS = (
     *("source", "prompt_tokens", "tokens", "sampled", "versions", "logprobs", "finish_reason"),
@@ -87,7 +87,7 @@ class WeightDifference:
 
 @dataclass
 class Comparison:
-    """What was compared, over all steps executed, what differs beyond the bounds, and the largest differences by name."""
+    """Counts of compared values over all executed steps, differences beyond the bounds, and the largest ones by name."""
 
     first_step: int
     last_step: int

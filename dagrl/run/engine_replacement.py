@@ -44,9 +44,9 @@ class EngineReplacement:
         return self._starting is None or self._starting.done()
 
     def replace(self, error: WorkerError) -> set[int] | None:
-        """Begins to replace the engines that failed; returns their shards. None if the run has to restart.
+        """Starts replacing the engines that failed; returns their shards. None if the run has to restart.
 
-        New engines start in the background, if the nodes of the dead ones live. Meanwhile the others run quanta.
+        New engines start in the background, if the nodes of the dead ones live, while the others run quanta.
         """
         if not self.fleet.restarts or not self._replaceable(error.failures):
             return None

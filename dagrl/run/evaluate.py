@@ -47,7 +47,7 @@ LOGGED = 10  # lines of progress
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to measure: one greedy completion of each prompt if `greedy`, and `samples` sampled ones.
+    """The completions to measure: one greedy completion of each prompt if `greedy`, and `samples` sampled ones.
 
     A completion is right if its reward is at least `right_from`.
     """

@@ -3,7 +3,7 @@
     with Fleet(restarts) as fleet:
         for each attempt:
             fleet.join(config)                     # starts Ray, the first time
-            groups = fleet.groups(config, plan, stop, meanwhile)     # starts the workers, or makes the groups whole again
+            groups = fleet.groups(config, plan, stop, warm_up)     # starts the workers, or revives the dead ones
             ...
             fleet.settle()                         # the attempt has reached its first step
             fleet.leave(error)                     # ends everything, unless a restart may follow
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from subprocess import Popen
 from threading import Event
@@ -42,8 +42,8 @@ from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
 
 logger = logging.getLogger(__name__)
 
-Meanwhile = Callable[[Sequence[WorkerGroup], Callable[[], None]], None]
-"""What is done with groups that have started, while others start. Its second argument raises if these have failed."""
+WarmUp = Callable[[Sequence[WorkerGroup], Callable[[], None]], None]
+"""Warms up groups that have started, while others start. Its second argument raises if these have failed."""
 
 
 class Fleet:
@@ -95,10 +95,10 @@ class Fleet:
                 "stopped, or out of memory? To go on: checkpointing.resume=true"
             )
 
-    def groups(self, config: Config, plan: RunPlan, stop: StopSignal, meanwhile: Meanwhile) -> list[WorkerGroup]:
-        """Returns the groups of the run, set up: new ones, or those of the last attempt made whole.
+    def groups(self, config: Config, plan: RunPlan, stop: StopSignal, warm_up: WarmUp) -> list[WorkerGroup]:
+        """Returns the groups of the run, set up: new ones, or those of the last attempt with dead workers replaced.
 
-        `meanwhile` may be called with those that are ready first. Gives up if a stop is requested or Ray has ended.
+        `warm_up` may be called with those that are ready first. Raises if a stop is requested or Ray has ended.
         """
 
         def check() -> None:
@@ -107,10 +107,10 @@ class Fleet:
 
         whole, self._settled = self._settled and not plan.colocated, False
         if self._groups and whole:
-            self._revive(config, check, meanwhile)
+            self._revive(config, check, warm_up)
         else:
             self._workers.close()
-            self._groups = start_groups(config, plan, self._workers, check, meanwhile)
+            self._groups = start_groups(config, plan, self._workers, check, warm_up)
         return self._groups
 
     def settle(self) -> None:
@@ -137,36 +137,42 @@ class Fleet:
             return False
         return True
 
-    def _revive(self, config: Config, check: Callable[[], None], meanwhile: Meanwhile) -> None:
-        """Makes the groups whole, side by side. `meanwhile` is called with the first that are, unless all are."""
-        begin, given_up = time.monotonic(), Event()
+    def _revive(self, config: Config, check: Callable[[], None], warm_up: WarmUp) -> None:
+        """Replaces dead workers, in all groups at once. `warm_up` is called with the groups that are ready first."""
+        begin = time.monotonic()
+        with _side_by_side(check) as (pool, check_all):
 
-        def check_all() -> None:
-            check()
-            if given_up.is_set():
-                raise CancelledError
+            def revived(group: WorkerGroup) -> Revival:
+                with group.waiting(check_all):
+                    return revive(group, rest_s=config.timeouts.teardown_s)
 
-        def whole(group: WorkerGroup) -> Revival:
-            with group.waiting(check_all):
-                return revive(group, rest_s=config.timeouts.teardown_s)
-
-        with ThreadPoolExecutor() as pool:
-            revivals = [pool.submit(whole, group) for group in self._groups]
-            try:
-                wait(revivals, return_when=FIRST_COMPLETED)
-                ready = [
-                    group
-                    for group, revival in zip(self._groups, revivals, strict=True)
-                    if revival.done() and revival.result()
-                ]
-                if len(ready) < len(self._groups):
-                    meanwhile(ready, check)
-            except BaseException:
-                given_up.set()
-                raise
+            revivals = [pool.submit(revived, group) for group in self._groups]
+            wait(revivals, return_when=FIRST_COMPLETED)
+            pairs = zip(self._groups, revivals, strict=True)
+            ready = [group for group, revival in pairs if revival.done() and revival.result()]
+            if len(ready) < len(self._groups):
+                warm_up(ready, check)
         for group, revival in zip(self._groups, revivals, strict=True):
             logger.info("%s: %s", group.role.name, revival.result())
-        logger.info("all workers are whole again after %.1f s", time.monotonic() - begin)
+        logger.info("all workers are ready again after %.1f s", time.monotonic() - begin)
+
+
+@contextmanager
+def _side_by_side(check: Callable[[], None]) -> Iterator[tuple[Executor, Callable[[], None]]]:
+    """Opens threads for groups that start, and yields what they call instead of `check`: it also raises if the block did."""
+    failed = Event()
+
+    def check_all() -> None:
+        check()
+        if failed.is_set():
+            raise CancelledError
+
+    with ThreadPoolExecutor() as pool:
+        try:
+            yield pool, check_all
+        except BaseException:
+            failed.set()
+            raise
 
 
 def _create_group(config: Config, plan: RunPlan, role: str, resources: Resources, **options: Any) -> WorkerGroup:
@@ -201,23 +207,17 @@ def start_groups(
     plan: RunPlan,
     stack: ExitStack,
     check: Callable[[], None],
-    meanwhile: Meanwhile = lambda groups, check: None,
+    warm_up: WarmUp = lambda groups, check: None,
 ) -> list[WorkerGroup]:
     """Starts the groups of the run as `plan.start` says. `check` is called again and again, and may raise to give up.
 
-    They spend long on imports, so they start in parallel, in threads of their own. While generation starts, `meanwhile` is
+    They spend long on imports, so they start in parallel, in threads of their own. While generation starts, `warm_up` is
     called with the other groups, unless these may have to make room on its GPUs.
     """
     resources = shared_resources(config, plan, stack)
     started: list[WorkerGroup] = []
     stack.callback(shutdown_groups, started, config.timeouts.teardown_s / 2)
     starting = dict[str, Future[WorkerGroup]]()
-    given_up = Event()
-
-    def check_all() -> None:
-        check()
-        if given_up.is_set():
-            raise CancelledError
 
     def check_started() -> None:
         check()
@@ -225,17 +225,13 @@ def start_groups(
             if future.done():
                 future.result()
 
-    with ThreadPoolExecutor(len(plan.start.groups)) as pool:
+    with _side_by_side(check) as (pool, check_all):
         for start in plan.start.groups:
             before = starting[start.after].result if start.after is not None else None
             own = resources.get(start.role, Resources(num_gpus=gpus_per_worker(config.cluster)))
             starting[start.role] = pool.submit(_start_group, config, plan, start, own, started, before, check_all)
         if plan.start.early:
-            try:
-                meanwhile([future.result() for role, future in starting.items() if role != GENERATION], check_started)
-            except BaseException:
-                given_up.set()
-                raise
+            warm_up([future.result() for role, future in starting.items() if role != GENERATION], check_started)
     groups = {role: future.result() for role, future in starting.items()}  # raises the error of one that did not start
     for start in plan.start.groups:
         if start.leaves and plan.start.resident:

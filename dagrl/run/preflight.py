@@ -72,7 +72,7 @@ WORKERS_PER_CORE = 8
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run starts from: its configuration without open keys, the tokenizer, the model's `config.json`, and tokenized
+    """The inputs of a run: its configuration without open keys, the tokenizer, the model's `config.json`, and tokenized
     examples. `derived` has the reason of each key that was derived.
 
     What no stage of the run learns from is empty.

@@ -47,7 +47,7 @@ class Replays:
         return self.shared is not None and role in self.shared.roles
 
     def hold(self, *roles: str, keep_generation_weights: bool = False) -> None:
-        """Gives `roles` the memory they compute with. Call it before plain worker calls; replays do it themselves."""
+        """Moves memory so that `roles` can compute. Call it before plain worker calls; replays do it themselves."""
         if self.shared is not None:
             self.shared.give_to(roles, keep_generation_weights=keep_generation_weights)
 

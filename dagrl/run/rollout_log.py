@@ -64,8 +64,9 @@ class RolloutLog:
         self._check(0)
 
     def keep(self, groups: Sequence[ScoredGroup], batch: Batch, step: int) -> KeptSamples:
-        """Begins to keep the samples of `step`: a thread reads their log-probabilities from the train workers, and prepares
-        what `KeptSamples.write` writes. Call that once the step has succeeded, before the next one begins.
+        """Prepares the samples of `step` for `rollouts/` in a thread, with log-probabilities from the train workers.
+
+        Call `KeptSamples.write` once the step has succeeded, before the next one begins.
 
         Raises the OSError of an earlier file.
         """

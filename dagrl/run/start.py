@@ -5,7 +5,7 @@
     workers     the worker groups, side by side; training may warm up while generation starts
     compiled    phases, refit and warm-up, the state of a checkpoint: the session
 
-Each undoes at its end what it has done, also after a failure.
+Each tears down on exit what it set up, also after a failure.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def open_session(config: Config, last_step: LastStep | None = None, fleet: Fleet
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """What a run has before any process starts. `put_back` restores the earlier configuration unless the start succeeds;
-    what is added to `at_end` runs once Ray has ended."""
+    """The parts of a run before any process starts. `put_back` restores the earlier configuration unless the start succeeds;
+    callbacks of `at_end` run once Ray has ended."""
 
     config: Config
     plan: RunPlan
@@ -182,13 +182,13 @@ class Workers:
 
 @contextmanager
 def workers(run: PreparedRun) -> Iterator[Workers]:
-    """Starts the worker groups as `plan.start` says, or makes those of a failed attempt whole again."""
+    """Starts the worker groups as `plan.start` says, or revives those of a failed attempt."""
     sizes = (f"{layout.world_size} {role} workers ({layout.describe()})" for role, layout in run.plan.layouts.items())
     run.progress.stage(f"Starting {' and '.join(sizes)}")
     with Scheduler([], scheduler_options(run.config)) as scheduler:
         warm = set[str]()
-        meanwhile = partial(_warm_up_early, run, scheduler, warm)
-        groups = {group.role.name: group for group in run.fleet.groups(run.config, run.plan, run.stop, meanwhile)}
+        warm_up = partial(_warm_up_early, run, scheduler, warm)
+        groups = {group.role.name: group for group in run.fleet.groups(run.config, run.plan, run.stop, warm_up)}
         scheduler.join([group for role, group in groups.items() if role not in scheduler.groups])
         yield Workers(groups, scheduler, warm)
 

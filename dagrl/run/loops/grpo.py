@@ -126,8 +126,8 @@ def open_experience(session: Session, reward: RewardRunner) -> Iterator[Experien
 
 
 def refit(replays: Replays, experience: Experience, version: int) -> dict[str, float]:
-    """Sends generation the train workers' weights as `version`, between two quanta. Returns how long generation stood still,
-    and the bytes.
+    """Sends generation the train workers' weights as `version`, between two quanta. Returns generation's
+    pause and the bytes received.
 
     Engines that run go on with the next quanta behind it, unless they exchange memory. Idle ones begin after it: their
     tokens must not be of an older version. Engines that fail in it are replaced, and it is replayed again.

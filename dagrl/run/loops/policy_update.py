@@ -105,7 +105,7 @@ class PolicyTrainer:
         splits = split_minibatches(self.config, batch)
         critic = None
         if self.plan.critic and not self.replays.takes_turns(CRITIC):
-            critic = self._critic_step(batch)  # computes values meanwhile
+            critic = self._critic_step(batch)  # computes values during the next lines
         self.compute_logprobs(batch, splits, step)
         if self.plan.critic and critic is None:
             critic = self._critic_step(batch)  # its steps follow its values, without a turn in between
@@ -121,7 +121,7 @@ class PolicyTrainer:
     def compute_logprobs(self, batch: Batch, splits: Sequence[ShardRows], step: int) -> None:
         """Computes the log-probabilities that step `step` needs of the rows of `batch`. `splits`: see `split_minibatches`.
 
-        With `policy.offload_optimizer_for_logprob` the optimizer's state is on the host meanwhile.
+        With `policy.offload_optimizer_for_logprob` the optimizer's state is on the host during it.
         """
         replays, rows, phases, teacher = self.replays, logprob_batch(batch, step), logprob_phases(self.plan), None
         size = self.config.policy.train_global_batch_size * rows_per_sample(self.config)

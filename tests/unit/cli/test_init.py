@@ -41,7 +41,7 @@ def test_every_key_in_a_comment_exists(reward: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--model", "m", "--data", "d"], "nobody answers at this terminal; pass --reward"),
+        (["--model", "m", "--data", "d"], "standard input is not a terminal; pass --reward"),
         (["--model", "m", "--data", "", "--reward", ""], "a run needs data"),
         (["--model", "m", "--data", "d", "--reward", "maths"], "reward 'maths': expected math, exact, an import path"),
         (["--model", "m", "--data", "d", "--reward", "", "-o", "there.yaml"], "there.yaml exists already"),
