@@ -96,10 +96,9 @@ class MegatronConfig(LayoutConfig):
     recompute_num_layers: PositiveInt = 1
     """`uniform`: layers per saved input. `block`: layers per pipeline stage that are recomputed."""
 
-    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "global_aux_loss"] = "none"
     """The load-balancing loss of a mixture of experts. It compares each expert's probability with its share of the tokens
-    of the microbatch (`aux_loss`), of the sequence (`seq_aux_loss`), or of the step so far on all shards
-    (`global_aux_loss`)."""
+    of the microbatch (`aux_loss`), or of the step so far on all shards (`global_aux_loss`)."""
 
     moe_aux_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of each layer."""
@@ -116,7 +115,7 @@ class MegatronConfig(LayoutConfig):
     all experts."""
 
     transformer_engine: Literal["auto", "always", "never"] = "auto"
-    """Whether Transformer Engine computes attention of packed rows, grouped experts and FP8 products. `auto`: where it is
+    """Whether Transformer Engine computes attention of packed rows and FP8 products. `auto`: where it is
     installed, on Hopper. `always`: an error where it cannot be used at all. `never`: for `fp8_recipe=blockwise` alone."""
 
     fp8_cfg: Fp8Config = Fp8Config()
@@ -128,7 +127,7 @@ class MegatronConfig(LayoutConfig):
         if (kind == "none") != (weight == 0):
             raise ValueError(
                 f"moe_router_load_balancing_type is {kind!r}, and moe_aux_loss_coeff {weight:g}; for a load-balancing loss "
-                "set both, such as seq_aux_loss and 0.001, or else none and 0"
+                "set both, such as global_aux_loss and 0.001, or else none and 0"
             )
         return self
 

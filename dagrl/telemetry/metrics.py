@@ -51,7 +51,6 @@ Z_LOSS = "moe/z_loss"  # likewise
 ROUTER_ENTROPY = "moe/router_entropy"  # nats, of the router's probabilities, per token
 BUSIEST_EXPERT = "moe/max_load"  # tokens of the busiest expert in the step over the mean of all experts
 BUSIEST_EXPERT_OF_WORST_LAYER = "moe/max_load_of_worst_layer"  # the largest of the layers
-BUSIEST_EXPERT_OF_SEQUENCES = "moe/sequence_max_load"  # the same within each sequence, as a mean over sequences
 UNUSED_EXPERTS = "moe/unused_experts"  # share of the experts without a token in the step
 REPLAYED_TOKENS = "moe/replayed_tokens"  # share of the tokens whose experts were those of generation
 REPLAYED_AGREEMENT = "moe/replayed_agreement"  # share of the replayed experts that the router chose too

@@ -14,7 +14,7 @@ pytestmark = kernel_tests
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tokens", "chosen", "width"), [(1, 1, 40), (33, 8, 2048), (0, 2, 64), (5, 3, 1)])
 def test_rows_of_a_token_are_summed(tokens: int, chosen: int, width: int, dtype: torch.dtype) -> None:
-    from dagrl.workers.megatron.expert_kernels import sum_rows_on_gpu
+    from dagrl.workers.megatron.triton_kernels import sum_rows_on_gpu
 
     states = torch.randn(max(tokens * chosen, 1), width, device=DEVICE).to(dtype)
     rows = torch.randperm(tokens * chosen, device=DEVICE).view(tokens, chosen)
@@ -25,7 +25,7 @@ def test_rows_of_a_token_are_summed(tokens: int, chosen: int, width: int, dtype:
 
 @pytest.mark.parametrize("counts", [[0, 3, 0, 0, 2, 0], [0, 0], [4]], ids=str)
 def test_only_matrices_of_experts_without_rows_are_cleared(counts: list[int]) -> None:
-    from dagrl.workers.megatron.expert_kernels import clear_empty
+    from dagrl.workers.megatron.triton_kernels import clear_empty
 
     matrices = torch.randn(len(counts), 70, 90, device=DEVICE)
     expected = matrices.clone()

@@ -16,7 +16,7 @@ pytestmark = kernel_tests
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("shape", [(1, 16), (37, 48), (256, 192), large((1000, 2560))], ids=str)
 def test_rows_and_columns_are_those_of_torch(shape: tuple[int, int], form: torch.dtype, exact: bool) -> None:
-    from dagrl.workers.megatron.float8_kernel import quantize_to
+    from dagrl.workers.megatron.triton_kernels import quantize_to
 
     torch.manual_seed(1)
     drawn = exact_in_fp8(shape, form, 1) if exact else torch.randn(shape) * torch.logspace(-6, 3, shape[1])

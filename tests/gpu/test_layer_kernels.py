@@ -24,7 +24,7 @@ def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(7, 3, 16, 128), (130, 1, 5, 64), (3, 2, 1, 48)], ids=str)
 @pytest.mark.parametrize("share", [1.0, 0.5], ids=["whole", "partial"])
 def test_rotary_embedding(shape: tuple[int, ...], share: float, dtype: torch.dtype) -> None:
-    from dagrl.workers.megatron.layer_kernels import rotate
+    from dagrl.workers.megatron.triton_kernels import rotate
 
     length, batch, heads, width = shape
     fused = torch.randn(length, batch, heads + 4, width, device=DEVICE, dtype=dtype)
@@ -45,7 +45,7 @@ def test_rotary_embedding(shape: tuple[int, ...], share: float, dtype: torch.dty
 @dtypes
 @pytest.mark.parametrize("shape", [large((16384, 16, 128)), (33, 2, 1024), (5, 2560), (1, 100)], ids=str)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from dagrl.workers.megatron.layer_kernels import rms_norm
+    from dagrl.workers.megatron.triton_kernels import rms_norm
 
     states = torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True)
     weight = torch.randn(shape[-1], device=DEVICE, dtype=dtype, requires_grad=True)
@@ -63,7 +63,7 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("shape", [large((4096, 2, 6144)), (33, 2, 100), (0, 64), (1, 2), (700, 1536)], ids=str)
 def test_swiglu(shape: tuple[int, ...], weighted: bool, dtype: torch.dtype) -> None:
-    from dagrl.workers.megatron.layer_kernels import swiglu
+    from dagrl.workers.megatron.triton_kernels import swiglu
 
     inputs = [torch.randn(shape, device=DEVICE, dtype=dtype).mul(3).requires_grad_()]
     if weighted:  # as a router gives them
@@ -85,7 +85,7 @@ def test_megatron_calls_the_kernels() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from dagrl.workers.megatron.experts import _MlpModule
-    from dagrl.workers.megatron.layer_kernels import use_layer_kernels
+    from dagrl.workers.megatron.triton_kernels import use_layer_kernels
 
     sizes = {"num_layers": 1, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "gated_linear_unit": True}
     config = TransformerConfig(**sizes, activation_func=torch.nn.functional.silu, add_bias_linear=False)

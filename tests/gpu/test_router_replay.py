@@ -41,10 +41,10 @@ def test_losses_and_gradients_of_routers_are_those_of_the_papers(tmp_path: Path)
     model = load_model(directory)
     routers = Routers(model, batch)
     likelihood = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
-    balance, z_loss = losses_of(routers, "seq_aux_loss", batch, 1)
+    balance, z_loss = losses_of(routers, "aux_loss", batch, 1)
     torch.autograd.backward(likelihood + BALANCE * balance + Z * z_loss)
-    losses = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
-    keys = {**PACKED, "megatron_cfg": {"activation_checkpointing": True, **losses}}
+    losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": BALANCE, "moe_z_loss_coeff": Z}
+    keys = {"megatron_cfg": {"activation_checkpointing": True, **losses}}
     config = reference.make_config(directory, precision="float32", optimizer=UNCLIPPED, **keys)
     with single_worker(config, TestedWorker) as worker:
         with gradients_alone():

@@ -172,7 +172,7 @@ class RecordedOps(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("model", "kind", "dense"),
-    [("qwen3_moe_mixed", "seq_aux_loss", 1), ("glm4_moe", "global_aux_loss", 0)],
+    [("qwen3_moe_mixed", "aux_loss", 1), ("glm4_moe", "global_aux_loss", 0)],
 )
 def test_steps_of_recorded_experts_are_those_of_plain_ones(
     model: str, kind: str, dense: int, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch

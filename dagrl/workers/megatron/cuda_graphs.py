@@ -59,7 +59,7 @@ class _Capacity:
 
     def allocate(self, segments: Segments) -> Segments:
         """Copies segments to static memory of this capacity."""
-        queries, keys = (_pad_starts(one, self.number + 1) for one in (segments.query_starts, segments.key_starts))
+        queries, keys = (_padded(one, self.number + 1) for one in (segments.query_starts, segments.key_starts))
         order = None if segments.key_order is None else segments.key_order.clone()
         prefixes = self.prefixes.allocate(segments.prefixes) if self.prefixes and segments.prefixes else None
         return Segments((self.longest_query,), (self.longest_key,), queries, keys, order, (), prefixes)
@@ -89,13 +89,8 @@ class _PassShape:
         segments = self.segments.allocate(microbatch.segments) if self.segments and microbatch.segments else None
         tokens, positions, routed = microbatch.tokens.clone(), microbatch.positions.clone(), microbatch.routed
         if routed is not None:
-            routed = RoutedTokens(routed.rows.clone(), None if routed.experts is None else routed.experts.clone())
+            routed = RoutedTokens(routed.valid.clone(), None if routed.experts is None else routed.experts.clone())
         return replace(microbatch, tokens=tokens, positions=positions, data={}, segments=segments, routed=routed)
-
-
-def _pad_starts(starts: Tensor, number: int) -> Tensor:
-    """Appends empty segments up to `number` offsets."""
-    return torch.cat([starts, starts[-1:].expand(number - len(starts))])
 
 
 class RecordedPasses:
@@ -174,10 +169,8 @@ class _Recording:
 
     def replay(self, microbatch: Microbatch) -> Tensor:
         """Runs the pass over a microbatch of this shape. The next replay overwrites the output."""
-        self._input.tokens.copy_(microbatch.tokens)
-        self._input.positions.copy_(microbatch.positions)
-        _fill_routed(self._input.routed, microbatch.routed)
-        _fill_segments(self._input.segments, microbatch.segments)
+        for here, there in zip(_tensors(self._input), _tensors(microbatch), strict=True):
+            here.copy_(there if len(there) == len(here) else _padded(there, len(here)))
         if not self._backward_too:
             return self.forward()
         output: Tensor = _ReplayedPass.apply(self._anchor, self)  # type: ignore[no-untyped-call]
@@ -200,22 +193,24 @@ class _Recording:
         return graphs[number]
 
 
-def _fill_routed(here: RoutedTokens | None, there: RoutedTokens | None) -> None:
-    if here is None or there is None:
-        return
-    here.rows.copy_(there.rows)
-    if here.experts is not None and there.experts is not None:
-        here.experts.copy_(there.experts)
+def _tensors(microbatch: Microbatch) -> Iterator[Tensor]:
+    """Yields the tensors that a pass reads, in an order that microbatches of one shape share."""
+    yield from (microbatch.tokens, microbatch.positions)
+    if microbatch.routed is not None:
+        yield microbatch.routed.valid
+        if microbatch.routed.experts is not None:
+            yield microbatch.routed.experts
+    segments = microbatch.segments
+    while segments is not None:
+        yield from (segments.query_starts, segments.key_starts)
+        if segments.key_order is not None:
+            yield segments.key_order
+        segments = segments.prefixes
 
 
-def _fill_segments(here: Segments | None, there: Segments | None) -> None:
-    if here is None or there is None:
-        return
-    here.query_starts.copy_(_pad_starts(there.query_starts, len(here.query_starts)))
-    here.key_starts.copy_(_pad_starts(there.key_starts, len(here.key_starts)))
-    if here.key_order is not None and there.key_order is not None:
-        here.key_order.copy_(there.key_order)
-    _fill_segments(here.prefixes, there.prefixes)
+def _padded(values: Tensor, length: int) -> Tensor:
+    """Repeats the last entry up to `length`: further offsets are those of empty segments."""
+    return torch.cat([values, values[-1:].expand(length - len(values), *values.shape[1:])])
 
 
 class _ReplayedPass(torch.autograd.Function):

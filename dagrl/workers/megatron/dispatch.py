@@ -95,7 +95,7 @@ class _Sum(torch.autograd.Function):
 def sum_rows(states: Tensor, rows: Tensor) -> Tensor:
     """Sums the `rows` [tokens, k] of `states` [n, width] for each token -> [tokens, width]."""
     if states.is_cuda:
-        from dagrl.workers.megatron.expert_kernels import sum_rows_on_gpu
+        from dagrl.workers.megatron.triton_kernels import sum_rows_on_gpu
 
         return sum_rows_on_gpu(states, rows)
     return states.index_select(0, rows.flatten()).view(*rows.shape, states.shape[1]).sum(1)

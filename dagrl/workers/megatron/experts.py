@@ -6,8 +6,7 @@ those of a layer's experts lie at equal distances in one memory (`join_weights`,
 buffers). Nothing waits for the device: it knows where the rows of each expert end.
 
 In bfloat16 on Hopper and Blackwell a product is one kernel; elsewhere torch loops over the experts. Rows must be a multiple
-of 16 bytes (`architecture.EXPERT_MULTIPLE`). `EngineGroups` are the same products by Transformer Engine. Imported only where
-Megatron is.
+of 16 bytes (`architecture.EXPERT_MULTIPLE`). Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.transformer.mlp import MLP
@@ -40,7 +39,6 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.groups: GroupsOf = TorchGroups
         assert not self.config.add_bias_linear, "grouped products support no bias"
 
     def join_weights(self) -> None:
@@ -58,9 +56,13 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         """
         if self.config.moe_apply_probs_on_input:
             hidden, probs = (probs.unsqueeze(-1) * hidden).to(hidden.dtype), torch.ones_like(probs)
-        groups = self.groups(tokens_per_expert, hidden)
+        offsets = row_offsets(tokens_per_expert, hidden)
+
+        def linear(weights: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, None]:
+            return _ExpertProducts.apply(rows, offsets, *weights), None  # type: ignore[no-untyped-call]
+
         layers = [(expert.linear_fc1.weight, expert.linear_fc2.weight) for expert in self.local_experts]
-        first, second = (partial(_linear, groups, weights) for weights in zip(*layers, strict=True))
+        first, second = (partial(linear, weights) for weights in zip(*layers, strict=True))
         output, _ = MLP.forward(_MlpModule(self.config, self.local_experts[0].activation_func, first, second), hidden, probs)
         return output, None
 
@@ -131,85 +133,47 @@ def experts_last_first(named: Iterable[tuple[str, Held]]) -> Iterator[tuple[str,
         yield from sorted(items, key=place)
 
 
-class Groups(Protocol):
-    """Rows [tokens, ...] sorted by expert, at least one, and their products."""
-
-    def output(self, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Multiplies each row [inputs] by its expert's weight [outputs, inputs] -> [tokens, outputs]."""
-
-    def of_rows(self, upper: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Returns the gradient of the rows for that of the output [tokens, outputs]."""
-
-    def of_weights(self, upper: Tensor, rows: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns a gradient for each weight, zeros for experts without rows. It may have been added to Megatron's buffers,
-        which then drops the weight's own gradient (`mark_added`)."""
-
-
-GroupsOf = Callable[[Tensor, Tensor], Groups]
-"""Takes the number of tokens of each expert [experts], on the device or the host, and the rows."""
-
-
-class TorchGroups:
-    """Torch's grouped products."""
-
-    def __init__(self, tokens_per_expert: Tensor, rows: Tensor) -> None:
-        self._offsets = row_offsets(tokens_per_expert, rows)
-
-    def output(self, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """See `Groups`."""
-        return grouped_mm(rows, stacked(weights).transpose(1, 2), offs=self._offsets)
-
-    def of_rows(self, upper: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """See `Groups`."""
-        return grouped_mm(upper, stacked(weights), offs=self._offsets)
-
-    def of_weights(self, upper: Tensor, rows: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """See `Groups`."""
-        # Left column-major, right row-major: no other layout supports any number of rows per expert.
-        gradients = grouped_mm(upper.t(), rows, offs=self._offsets)
-        if gradients.is_cuda:  # some GPUs write none for experts without rows (pytorch/pytorch#172439)
-            from dagrl.workers.megatron.expert_kernels import clear_empty
-
-            clear_empty(gradients, self._offsets)
-        total = joined_buffers(weights)
-        if total is not None:  # one kernel
-            total.add_(gradients)
-            mark_added(weights)
-        return gradients.unbind()
-
-
-def joined_buffers(weights: Sequence[Any]) -> Tensor | None:
-    """Returns Megatron's gradient buffers of the weights as one view [experts, outputs, inputs]; None if they are apart."""
-    buffers = [getattr(weight, "main_grad", None) for weight in weights]
-    return None if any(buffer is None for buffer in buffers) else joined(buffers)  # type: ignore[arg-type]
-
-
-def mark_added(weights: Sequence[Any]) -> None:
-    """Tells Megatron that the gradients are in its buffers, as with `gradient_accumulation_fusion`."""
-    for weight in weights:
-        weight.grad_added_to_main_grad = True
-
-
-def _linear(groups: Groups, weights: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, None]:
-    return _ExpertProducts.apply(rows, groups, *weights), None  # type: ignore[no-untyped-call]
-
-
 class _ExpertProducts(torch.autograd.Function):
-    """Saves the original weights, so that a layer keeps no second copy until its backward pass."""
+    """Multiplies each row [inputs] by its expert's weight [outputs, inputs] -> [tokens, outputs].
+
+    Saves the original weights, so that a layer keeps no second copy until its backward pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, groups: Groups, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, offsets: Tensor, *weights: Tensor) -> Tensor:
         rows = rows.contiguous()
-        ctx.save_for_backward(rows, *weights)
-        ctx.groups = groups
-        return groups.output(rows, weights) if len(rows) else rows.new_empty(0, len(weights[0]))
+        ctx.save_for_backward(rows, offsets, *weights)
+        if not len(rows):
+            return rows.new_empty(0, len(weights[0]))
+        return grouped_mm(rows, stacked(weights).transpose(1, 2), offs=offsets)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *weights = ctx.saved_tensors
+        rows, offsets, *weights = ctx.saved_tensors
         upper, trained = gradients[0].contiguous(), any(ctx.needs_input_grad[2:])
         if not len(rows):
             return torch.zeros_like(rows), None, *(torch.zeros_like(weight) if trained else None for weight in weights)
-        of_rows = ctx.groups.of_rows(upper, weights) if ctx.needs_input_grad[0] else None
-        of_weights = ctx.groups.of_weights(upper, rows, weights) if trained else [None] * len(weights)
+        of_rows = grouped_mm(upper, stacked(weights), offs=offsets) if ctx.needs_input_grad[0] else None
+        of_weights = _weight_gradients(upper, rows, offsets, weights) if trained else [None] * len(weights)
         return of_rows, None, *of_weights
+
+
+def _weight_gradients(upper: Tensor, rows: Tensor, offsets: Tensor, weights: Sequence[Any]) -> Sequence[Tensor]:
+    """Returns a gradient for each weight, zeros for experts without rows.
+
+    Where Megatron's gradient buffers are joined, one kernel adds all of them, and Megatron then drops the weights' own, as
+    with `gradient_accumulation_fusion`.
+    """
+    # Left column-major, right row-major: no other layout supports any number of rows per expert.
+    gradients = grouped_mm(upper.t(), rows, offs=offsets)
+    if gradients.is_cuda:  # some GPUs write none for experts without rows (pytorch/pytorch#172439)
+        from dagrl.workers.megatron.triton_kernels import clear_empty
+
+        clear_empty(gradients, offsets)
+    buffers = [getattr(weight, "main_grad", None) for weight in weights]
+    total = None if any(buffer is None for buffer in buffers) else joined(buffers)  # type: ignore[arg-type]
+    if total is not None:
+        total.add_(gradients)
+        for weight in weights:
+            weight.grad_added_to_main_grad = True
+    return gradients.unbind()

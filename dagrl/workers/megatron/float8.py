@@ -212,7 +212,7 @@ def quantize(
         scale = (peak / largest).clamp_(min=SMALLEST_SCALE)
     length = -(-len(matrix) // MULTIPLE) * MULTIPLE
     if matrix.is_cuda and matrix.dtype != torch.float32:  # as Triton 3.6 compiles it, columns of float32 are wrong
-        from dagrl.workers.megatron.float8_kernel import quantize_to
+        from dagrl.workers.megatron.triton_kernels import quantize_to
 
         found = matrix.new_empty(matrix.shape if rows else (0,), dtype=dtype)
         turned = matrix.new_empty((matrix.shape[1], length) if columns else (0,), dtype=dtype)

@@ -220,7 +220,9 @@ def build_model(
     for chunk in chunks:
         join_experts(chunk)
         use_local_dispatch(chunk)
-        kernels.give_to(chunk)
+        for part in chunk.modules():
+            if isinstance(part, CausalAttention):
+                part.attend = kernels.attend
         if policy.megatron_cfg.fp8_cfg.enabled:
             use_float8(chunk, policy.megatron_cfg.fp8_cfg, kernels.float8)
     return ModelChunks(architecture, config, chunks)
@@ -258,7 +260,7 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
     if not policy.peft.enabled:  # a merged weight has no buffer
         use_added_gradients(config)
     if torch.cuda.is_available():
-        from dagrl.workers.megatron.layer_kernels import use_layer_kernels
+        from dagrl.workers.megatron.triton_kernels import use_layer_kernels
 
         use_layer_kernels(config)
     return config

@@ -8,64 +8,82 @@ f_i the share of the chosen experts that are i, and N the tokens of the global b
   load balancing   coefficient * E / N * sum_t sum_i p_ti * f_i      Switch Transformer, arXiv:2101.03961, equations 4 to 6
   z loss           coefficient / N * sum_t logsumexp(logits_t)^2     ST-MoE, arXiv:2202.08906, equation 5
 
-f_i is taken over the microbatch of t (`aux_loss`), over the sequence of t (`seq_aux_loss`, DeepSeek-V2, arXiv:2405.04434,
-equation 23), or over the step's microbatches so far on all shards (`global_aux_loss`, arXiv:2501.11873). A hook passes each
-layer's router the microbatch, also when activations are recomputed. Imported only where Megatron is.
+f_i is taken over the microbatch of t (`aux_loss`), or over the step's microbatches so far on all shards (`global_aux_loss`,
+arXiv:2501.11873). A hook passes each layer's router the microbatch, also when activations are recomputed.
+
+Routers count on the device. One all-reduce and one read per step turn the counts into metrics (`ExpertLoad`). With
+`moe_router_bias_update_rate` they also move the expert biases. Imported only where Megatron is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_updated_expert_bias,
+    topk_routing_with_score_function,
+)
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from dagrl.telemetry.metrics import (
+    BUSIEST_EXPERT,
+    BUSIEST_EXPERT_OF_WORST_LAYER,
+    LOAD_BALANCING_LOSS,
+    REPLAYED_AGREEMENT,
+    REPLAYED_TOKENS,
+    ROUTER_ENTROPY,
+    UNUSED_EXPERTS,
+    Z_LOSS,
+    StepMetrics,
+)
+from dagrl.workers.train.microbatches import Microbatches
 from dagrl.workers.train.segments import RoutedTokens
 
 
 @dataclass
 class StepCounts:
-    """What routers count in a step: tokens of each expert by row [layers, rows + 1, experts], padding in row 0, and sums.
+    """What the routers of all layers, or of one, count in a step.
 
-    `tokens` are those of the global batch. `sums` [layers, 5]: load-balancing loss, z loss, entropy of the probabilities in
-    nats, pairs of token and expert that were replayed, and those among them that the router chose too. `seen` [layers,
-    experts]: tokens of each expert in the step's microbatches so far, over all shards.
+    `tokens` are those of the global batch. `by_expert` [layers, experts]: tokens of each expert, without padding. `sums`
+    [layers, 5]: load-balancing loss, z loss, entropy of the probabilities in nats, pairs of token and expert that were
+    replayed, and those among them that the router chose too. `seen` [layers, experts]: tokens of each expert in the step's
+    microbatches so far, over all shards.
     """
 
     tokens: Tensor
-    by_row: Tensor
+    by_expert: Tensor
     sums: Tensor
     seen: Tensor
 
     @staticmethod
-    def empty(layers: int, rows: int, experts: int, device: torch.device) -> StepCounts:
-        """Returns counts of nothing, for a batch of `rows` rows."""
+    def empty(layers: int, experts: int, device: torch.device) -> StepCounts:
+        """Allocates the counts."""
         return StepCounts(
             torch.zeros((), device=device),
-            torch.zeros(layers, rows + 1, experts, dtype=torch.int64, device=device),
+            torch.zeros(layers, experts, dtype=torch.int64, device=device),
             torch.zeros(layers, 5, dtype=torch.float64, device=device),
             torch.zeros(layers, experts, device=device),
         )
 
     def start(self, tokens: float) -> None:
         """Sets all to zero, and the tokens of this shard's batch."""
-        for counts in (self.by_row, self.sums, self.seen):
+        for counts in (self.by_expert, self.sums, self.seen):
             counts.zero_()
         self.tokens.fill_(tokens)
 
     def of_layer(self, number: int) -> StepCounts:
         """Returns the counts of one layer: views without the first dimension."""
-        return StepCounts(self.tokens, self.by_row[number], self.sums[number], self.seen[number])
-
-    def copy(self, rows: int) -> StepCounts:
-        """Returns a copy for `rows` rows."""
-        return StepCounts(self.tokens.clone(), self.by_row[:, : rows + 1].clone(), self.sums.clone(), self.seen.clone())
+        return StepCounts(self.tokens, self.by_expert[number], self.sums[number], self.seen[number])
 
 
 class _Choice:
@@ -121,7 +139,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         if self.counts is not None and self.tokens is not None and torch.is_grad_enabled():
             has_loss = bool(config.moe_aux_loss_coeff or config.moe_z_loss_coeff)
             with torch.set_grad_enabled(has_loss):
-                loss = self._loss(logits, choice, self.counts, self.tokens.rows)
+                loss = self._loss(logits, choice, self.counts, self.tokens.valid)
             if has_loss:
                 probabilities = MoEAuxLossAutoScaler.apply(probabilities, loss)
         return probabilities, chosen
@@ -132,9 +150,8 @@ class Router(TopKRouter):  # type: ignore[misc]
             return None
         return self.tokens.experts[:, self.layer_number - 1].long()
 
-    def _loss(self, logits: Tensor, choice: _Choice, counts: StepCounts, rows: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, choice: _Choice, counts: StepCounts, valid: Tensor) -> Tensor:
         """Returns this worker's share of the layer's losses, and counts the microbatch."""
-        valid = rows > 0
         scores, normalizer = self._probabilities(logits), logits.float().logsumexp(-1)
         balance, z_loss = scores.new_zeros(()), scores.new_zeros(())
         if self.config.moe_z_loss_coeff:
@@ -142,10 +159,10 @@ class Router(TopKRouter):  # type: ignore[misc]
         if self.config.moe_aux_loss_coeff:
             # An expert bias corrects the choice; the loss is of what the router would choose without it.
             own = choice.own if self.expert_bias is None else scores.topk(self.topk, -1).indices
-            balance = self._imbalance(scores, own, counts, rows, valid)
+            balance = self._imbalance(scores, own, counts, valid)
         with torch.no_grad():
             entropy = (torch.special.entr(scores).sum(-1) * valid).sum() / counts.tokens
-            _count(counts.by_row, rows, choice.chosen)
+            counts.by_expert += _tokens_by_expert(choice.chosen, valid, scores.shape[1]).to(torch.int64)
             counts.sums += torch.stack([balance, z_loss, entropy, *_replayed(choice, valid, scores.shape[1])])
         loss: Tensor = self.config.moe_aux_loss_coeff * balance + (self.config.moe_z_loss_coeff or 0.0) * z_loss
         return loss
@@ -157,24 +174,21 @@ class Router(TopKRouter):  # type: ignore[misc]
         scores = logits.float().sigmoid()
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
-    def _imbalance(self, scores: Tensor, own: Tensor, counts: StepCounts, rows: Tensor, valid: Tensor) -> Tensor:
+    def _imbalance(self, scores: Tensor, own: Tensor, counts: StepCounts, valid: Tensor) -> Tensor:
         """Returns E / N * sum_t sum_i p_ti f_i over this worker's tokens."""
-        experts, kind = scores.shape[1], self.routing_type
-        by_row = torch.zeros_like(counts.by_row, dtype=torch.float32)
-        _count(by_row, rows, own)
-        held = by_row if kind == "seq_aux_loss" else by_row[1:].sum(0)
-        dist.all_reduce(held, group=self.tp_dp_cp_group if kind == "global_aux_loss" else self.tp_cp_group)
-        if kind == "global_aux_loss":
-            held = counts.seen.add_(held).clone()
-        shares = held / held.sum(-1, keepdim=True).clamp(min=1)
-        weights = shares[rows] if kind == "seq_aux_loss" else shares
-        return ((scores * weights).sum(-1) * valid).sum() * experts / counts.tokens
+        experts, over_step = scores.shape[1], self.routing_type == "global_aux_loss"
+        load = _tokens_by_expert(own, valid, experts)
+        dist.all_reduce(load, group=self.tp_dp_cp_group if over_step else self.tp_cp_group)
+        if over_step:
+            load = counts.seen.add_(load).clone()
+        shares = load / load.sum().clamp(min=1)
+        return ((scores * shares).sum(-1) * valid).sum() * experts / counts.tokens
 
 
-def _count(by_row: Tensor, rows: Tensor, chosen: Tensor) -> None:
-    """Adds the experts `chosen` [tokens, top k] for the tokens of `rows` [tokens] to `by_row` [rows + 1, experts]."""
-    index = (rows[:, None] * by_row.shape[1] + chosen).flatten()
-    by_row.view(-1).index_add_(0, index, torch.ones_like(index, dtype=by_row.dtype))
+def _tokens_by_expert(chosen: Tensor, valid: Tensor, experts: int) -> Tensor:
+    """Counts the `valid` tokens [tokens] among those that have `chosen` [tokens, top k] each expert -> float32 [experts]."""
+    weights = valid.float()[:, None].expand_as(chosen).flatten()
+    return weights.new_zeros(experts).index_add_(0, chosen.flatten(), weights)
 
 
 def _replayed(choice: _Choice, valid: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -205,3 +219,75 @@ def routers(chunks: Any) -> Iterator[Router]:
         for module in chunk.modules():
             if isinstance(module, Router):
                 yield module
+
+
+class ExpertLoad:
+    """What the routers of this worker counted in the last training pass; nothing on a stage without experts."""
+
+    def __init__(self, chunks: Sequence[Any], config: TransformerConfig) -> None:
+        self._chunks, self._config = chunks, config
+        self._counts: StepCounts | None = None  # one memory for all steps, as recorded passes write to it
+        self._complete = False  # whether the last pass has counted
+        self._replays = False  # whether its batch has a record of experts
+
+    @contextmanager
+    def counting(self, batch: Microbatches) -> Iterator[None]:
+        """Context in which the routers count the microbatches of `batch`, and have losses. A collective over the shards."""
+        found = list(routers(self._chunks))
+        if not found:
+            yield
+            return
+        if self._counts is None:
+            self._counts = StepCounts.empty(len(found), self._config.num_moe_experts, batch.items[0].tokens.device)
+        self._complete = False
+        self._counts.start(batch.filled * batch.rank.layout.cp)
+        dist.all_reduce(self._counts.tokens, group=batch.rank.data_group)
+        for number, router in enumerate(found):
+            router.counts = self._counts.of_layer(number)
+        try:
+            yield
+            self._replays = any(item.routed is not None and item.routed.experts is not None for item in batch.items)
+            self._complete = True
+        finally:
+            for router in found:
+                router.counts = None
+
+    def update_expert_biases(self) -> None:
+        """Moves each expert's bias by the update rate: up if it had fewer tokens than the mean, down if more.
+
+        As Megatron after a step (arXiv:2408.15664, algorithm 1), but padding does not count. A collective over the workers
+        of a pipeline stage.
+        """
+        rate = self._config.moe_router_bias_update_rate
+        found = [router for router in routers(self._chunks) if router.expert_bias is not None]
+        if not rate or not found or self._counts is None:
+            return
+        biases = torch.stack([router.expert_bias for router in found])
+        updated = get_updated_expert_bias(self._counts.by_expert.float(), biases, rate)
+        for router, bias in zip(found, updated, strict=True):
+            router.expert_bias.copy_(bias)
+
+    def read(self) -> StepMetrics:
+        """Returns the metrics, given by one worker of each pipeline stage. All workers call it; it waits for the device."""
+        if self._counts is None or not self._complete:
+            return StepMetrics()
+        here, experts = self._counts.by_expert.shape
+        totals = torch.cat([self._counts.sums.sum(0), self._counts.by_expert.flatten().double()])
+        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(totals, group=stage)
+        if dist.get_rank(stage):
+            return StepMetrics()
+        load = totals[5:].view(here, experts)
+        busiest = load.amax(-1) / load.mean(-1).clamp(min=1e-9)
+        figures = torch.stack([busiest.sum(), busiest.max(), (load == 0).double().mean(-1).sum(), load[0].sum()])
+        balance, z_loss, entropy, replayed, equal, busy, worst, unused, pairs = torch.cat([totals[:5], figures]).tolist()
+        sums = {ROUTER_ENTROPY: entropy, BUSIEST_EXPERT: busy, UNUSED_EXPERTS: unused}
+        if self._config.moe_aux_loss_coeff:
+            sums[LOAD_BALANCING_LOSS] = balance
+        if self._config.moe_z_loss_coeff:
+            sums[Z_LOSS] = z_loss
+        if self._replays:
+            sums[REPLAYED_TOKENS] = replayed / max(pairs, 1.0)
+            sums[REPLAYED_AGREEMENT] = equal / max(replayed, 1.0) * here
+        layers = sum(self._config.moe_layer_freq)  # of all stages
+        return StepMetrics({name: value / layers for name, value in sums.items()}, {BUSIEST_EXPERT_OF_WORST_LAYER: worst})

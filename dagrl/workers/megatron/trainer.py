@@ -26,9 +26,9 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.megatron.cpu import cuda_type_names
 from dagrl.workers.megatron.cuda_graphs import ModelPass, RecordedPasses, plain_pass
-from dagrl.workers.megatron.expert_load import ExpertLoad
 from dagrl.workers.megatron.lora import sum_adapter_gradients
 from dagrl.workers.megatron.model import ModelChunks
+from dagrl.workers.megatron.router import ExpertLoad
 from dagrl.workers.train.backend import Score
 from dagrl.workers.train.logprobs import TokenHead, token_logprobs
 from dagrl.workers.train.microbatches import Microbatch, Microbatches
@@ -53,7 +53,7 @@ class Trainer:
     load: ExpertLoad = field(init=False)
 
     def __post_init__(self) -> None:
-        self.load = ExpertLoad(self.model)
+        self.load = ExpertLoad(self.model.chunks, self.model.config)
         self.model_pass = plain_pass
         if self.settings.policy.megatron_cfg.cuda_graphs:
             self.model_pass = RecordedPasses(list(self.model.weights().values()), self.gradient_tensors())
@@ -70,7 +70,7 @@ class Trainer:
     def run(self, microbatches: Microbatches, score: Score, *, backward: bool) -> list[Any]:
         """Runs Megatron's schedule over all microbatches. Returns the reports of `score` on the last stage."""
         if backward:
-            with self.load.counting(microbatches, self.forget_recordings):
+            with self.load.counting(microbatches):
                 return self._run(microbatches, score, forward_only=False)
         reports = self._run(microbatches, score, forward_only=True)
         if self.optimizer is None:

@@ -1,4 +1,4 @@
-"""Attention of segments, products of FP8 matrices and products of experts by Transformer Engine.
+"""Attention of segments and products of FP8 matrices by Transformer Engine.
 
 Parameters stay those of Megatron's local layers, so checkpoints, refits and adapters do not depend on it.
 `dagrl.workers.megatron.kernels` decides what is used. Imported only where Transformer Engine is.
@@ -6,7 +6,6 @@ Parameters stay those of Megatron's local layers, so checkpoints, refits and ada
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -19,26 +18,17 @@ from transformer_engine.pytorch import (
     Float8CurrentScalingQuantizer,
 )
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm_for_grouped_tensor
-from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported
-from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
+from transformer_engine.pytorch.cpp_extensions import general_gemm
 
 from dagrl.config import Fp8Config
 from dagrl.workers.megatron import attention
-from dagrl.workers.megatron.experts import Groups, TorchGroups, mark_added
 from dagrl.workers.megatron.float8 import MULTIPLE, Kept
 from dagrl.workers.train.segments import Segments
 
 LEAST_WORK = 1 << 29
 """Products of a query and a key, over all heads, from which on its attention is faster than FlashAttention 2 on an H200."""
 LARGEST_HEAD = 128  # values of a head, for the backward pass
-MOST_EXPERTS = 64  # of a worker, whose weights one of its launches takes
 BLOCK = 128  # values with one scale in the recipe `blockwise`, along each dimension of a weight
-
-
-def has_grouped_products(dtype: torch.dtype) -> bool:
-    """Whether cuBLAS multiplies groups of rows whose sizes only the device knows."""
-    return bool(is_module_grouped_tensor_path_supported(None, dtype))
 
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
@@ -127,53 +117,3 @@ class EngineProducts:
             quantizer = Float8CurrentScalingQuantizer(dtype, matrix.device, rowwise=rows, columnwise=columns)
         quantizer.internal = True
         return quantizer(matrix)
-
-
-def engine_groups(tokens_per_expert: Tensor, rows: Tensor) -> Groups:
-    """Returns the products of such rows: torch's for more experts than Transformer Engine takes."""
-    kind = EngineGroups if len(tokens_per_expert) <= MOST_EXPERTS else TorchGroups
-    return kind(tokens_per_expert, rows)
-
-
-class EngineGroups:
-    """`experts.Groups`. Weight gradients are added to Megatron's buffers within the product."""
-
-    def __init__(self, tokens_per_expert: Tensor, rows: Tensor) -> None:
-        self._counts = tokens_per_expert.to(rows.device, torch.int64, non_blocking=True)
-        self._starts = pad(self._counts.cumsum(0), (1, 0))
-
-    def output(self, rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """See `Groups`."""
-        output = rows.new_empty(len(rows), len(weights[0]))
-        general_grouped_gemm_for_grouped_tensor(list(weights), self._sorted(rows), self._sorted(output))
-        return output
-
-    def of_rows(self, upper: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """See `Groups`."""
-        found = upper.new_empty(len(upper), weights[0].shape[1])
-        tensors = list(weights), self._sorted(upper), self._sorted(found)
-        general_grouped_gemm_for_grouped_tensor(*tensors, layout="NN", use_split_accumulator=True)
-        return found
-
-    def of_weights(self, upper: Tensor, rows: Tensor, weights: Sequence[Any]) -> Sequence[Tensor]:
-        """See `Groups`."""
-        buffers = [getattr(weight, "main_grad", None) for weight in weights]
-        buffered = all(buffer is not None for buffer in buffers)
-        shape = len(weights), *weights[0].shape
-        totals: Any = buffers if buffered else list(weights[0].new_zeros(shape).unbind())
-        options = {"layout": "NT", "accumulate": True, "use_split_accumulator": True}
-        general_grouped_gemm_for_grouped_tensor(self._sorted(rows), self._sorted(upper), totals, **options)
-        if buffered:
-            mark_added(weights)
-            totals = weights[0].new_empty(shape).unbind()  # Megatron drops them
-        return tuple(totals)
-
-    def _sorted(self, rows: Tensor) -> Any:
-        return GroupedTensorStorage(
-            shape=tuple(rows.shape),
-            dtype=rows.dtype,
-            num_tensors=len(self._counts),
-            data=rows.view(-1),
-            first_dims=self._counts,
-            tensor_offsets=self._starts * rows.shape[1],
-        )

@@ -62,7 +62,7 @@ class Microbatches:
 
     `filled` of the `processed` tokens are not padding. Both are this worker's share of the sums over all workers. `prefixes`
     [2, rows] has the row in which each row's first tokens are computed, and their number; None: no tokens are shared.
-    `saved` are the lengths of the prefixes that are not computed again. `room`: the rows of the largest batch of the phase.
+    `saved` are the lengths of the prefixes that are not computed again.
     """
 
     items: tuple[Microbatch, ...]
@@ -74,13 +74,12 @@ class Microbatches:
     rank: ParallelRank
     prefixes: Tensor | None
     saved: Indices
-    room: int
 
-    def for_warmup(self, room: int) -> Microbatches:
+    def for_warmup(self) -> Microbatches:
         """Returns the few microbatches that a warm-up runs: the first ones and the last (`warmup_count`)."""
         count = warmup_count(self.rank.layout)
         items = self.items if len(self.items) <= count else (*self.items[: count - 1], self.items[-1])
-        return replace(self, items=items, room=room)
+        return replace(self, items=items)
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
         """Assembles one [b, s] per microbatch to token-aligned [rows, width]. Entry 0 of each row and padding are 0."""
@@ -130,7 +129,7 @@ def split_batch(
     rows, width = plans[0].shape
     shape = (rows, width * rank.layout.cp)
     shared = sources if len(saved) else None
-    return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), rank, shared, saved, batch.rows)
+    return Microbatches(items, batch.rows, batch.tokens, shape, filled, float(size), rank, shared, saved)
 
 
 def warmup_batches(batch: Batch, rule: SplitRule, rank: ParallelRank, seen: set[int]) -> Iterator[Batch]:
@@ -271,9 +270,8 @@ def _with_routed_tokens(
 ) -> tuple[Microbatch, ...]:
     """Adds each microbatch's tokens as this worker's routers see them. `recorded` [rows, width, bytes]: ids of experts."""
     inside = table.sources != table.nowhere
-    rows = torch.where(inside, table.rows + 1, 0)
     sizes = [item.tokens.numel() for item in items]
-    columns: list[Sequence[Tensor | None]] = [torch.split(rows, sizes)]
+    columns: list[Sequence[Tensor | None]] = [torch.split(inside, sizes)]
     if recorded is None:
         columns.append([None] * len(items))
     else:

@@ -81,11 +81,11 @@ def rounded(number: int, least: int) -> int:
 class RoutedTokens:
     """The tokens of a microbatch that this worker's routers see, in their order.
 
-    `rows` [tokens] is each token's row in the batch, counted from 1; padding has 0. `experts` [tokens, layers, top k] are
-    recorded expert ids of all layers of the model, None without a record. An id that no expert has means: no record.
+    `valid` [tokens] is false for padding. `experts` [tokens, layers, top k] are recorded expert ids of all layers of the
+    model, None without a record. An id that no expert has means: no record.
     """
 
-    rows: Tensor
+    valid: Tensor
     experts: Tensor | None
 
 

@@ -321,7 +321,7 @@ class TrainWorker:
         for item in warmup_batches(batch, rule, backend.place, seen):
             for _ in range(2 if backend.captures else 1):
                 whole = split_batch(item, rule, backend.place, backend.routed, masked=False)  # the most memory, all held
-                yield whole.for_warmup(batch.rows)
+                yield whole.for_warmup()
 
     # ---- log-probabilities
 

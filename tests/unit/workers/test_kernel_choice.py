@@ -34,9 +34,8 @@ def policy(wanted: str = "auto", recipe: str = "tensorwise", **keys: Any) -> Pol
 def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A double of the module around Transformer Engine, which is installed as far as its version says."""
     module: Any = ModuleType(ENGINE)
-    module.segment_attention, module.faster_attention, module.engine_groups = object(), object(), object()
+    module.segment_attention, module.faster_attention = object(), object()
     module.EngineProducts = lambda settings: SimpleNamespace(recipe=settings.fp8_recipe)
-    module.has_grouped_products = lambda dtype: dtype is torch.bfloat16
     monkeypatch.setitem(sys.modules, ENGINE, module)
     monkeypatch.setattr(import_module("dagrl.workers.megatron"), "transformer_engine", module, raising=False)
     set_version(monkeypatch, "2.20.2")
@@ -49,43 +48,36 @@ def set_version(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
         monkeypatch.setattr(f"{module}.engine_version", lambda: version)
 
 
-def chosen(settings: PolicyConfig, device: torch.device = GPU) -> tuple[Any, Any, str]:
+def chosen(settings: PolicyConfig, device: torch.device = GPU) -> tuple[Any, str]:
     from dagrl.workers.megatron.kernels import choose_kernels
 
     found = choose_kernels(settings, device)
-    return found.attend, found.groups, getattr(found.float8, "recipe", "own")
+    return found.attend, getattr(found.float8, "recipe", "own")
 
 
-def own() -> tuple[Any, Any, str]:
+def own() -> tuple[Any, str]:
     from dagrl.workers.megatron.attention import segment_attention
-    from dagrl.workers.megatron.experts import TorchGroups
 
-    return segment_attention, TorchGroups, "own"
+    return segment_attention, "own"
 
 
 def test_auto_takes_what_is_faster(engine: Any) -> None:
-    assert chosen(policy()) == (engine.faster_attention, engine.engine_groups, "tensorwise")
+    assert chosen(policy()) == (engine.faster_attention, "tensorwise")
 
 
 def test_always_takes_everything(engine: Any) -> None:
-    assert chosen(policy("always")) == (engine.segment_attention, engine.engine_groups, "tensorwise")
+    assert chosen(policy("always")) == (engine.segment_attention, "tensorwise")
 
 
 def test_never_takes_nothing_but_the_recipe_that_is_its_own(engine: Any) -> None:
     assert chosen(policy("never")) == own()
-    assert chosen(policy("never", "blockwise")) == (*own()[:2], "blockwise")
+    assert chosen(policy("never", "blockwise")) == (own()[0], "blockwise")
 
 
 def test_auto_takes_nothing_on_gpus_where_nothing_was_measured(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert chosen(policy()) == own()
-    assert chosen(policy("always")) == (engine.segment_attention, engine.engine_groups, "tensorwise")
-
-
-def test_experts_stay_ours_where_cublas_cannot(engine: Any) -> None:
-    engine.has_grouped_products = lambda dtype: False
-    for wanted in ("auto", "always"):
-        assert chosen(policy(wanted))[1] is own()[1]
+    assert chosen(policy("always")) == (engine.segment_attention, "tensorwise")
 
 
 @pytest.mark.parametrize(
@@ -109,28 +101,11 @@ def test_where_it_cannot_be_used(
         chosen(policy("never", "blockwise", **keys), device)
 
 
-def test_layers_get_what_was_chosen(engine: Any) -> None:
-    from dagrl.workers.megatron.attention import CausalAttention
-    from dagrl.workers.megatron.experts import GroupedExperts
-    from dagrl.workers.megatron.kernels import choose_kernels
-
-    attention, experts = CausalAttention.__new__(CausalAttention), GroupedExperts.__new__(GroupedExperts)
-    for module in (attention, experts):
-        torch.nn.Module.__init__(module)
-    choose_kernels(policy(), GPU).give_to(torch.nn.ModuleList([attention, experts]))
-    assert attention.attend is engine.faster_attention and experts.groups is engine.engine_groups
-
-
 DOUBLE = {
     "": (),
     ".pytorch": ("DotProductAttention", "Float8BlockQuantizer", "Float8CurrentScalingQuantizer"),
     ".pytorch.constants": ("DType",),
-    ".pytorch.cpp_extensions": ("general_gemm", "general_grouped_gemm_for_grouped_tensor"),
-    ".pytorch.module": (),
-    ".pytorch.module.grouped_linear": ("is_module_grouped_tensor_path_supported",),
-    ".pytorch.tensor": (),
-    ".pytorch.tensor.storage": (),
-    ".pytorch.tensor.storage.grouped_tensor_storage": ("GroupedTensorStorage",),
+    ".pytorch.cpp_extensions": ("general_gemm",),
 }
 """A test double of Transformer Engine: its modules and the names in use, which compute nothing."""
 
@@ -167,14 +142,6 @@ def test_what_cudnn_does_not_take_takes_flash_attention(over_double: Any, monkey
         query = torch.empty(sum(rows[0]), 8, size, dtype=torch.bfloat16)
         over_double.faster_attention(query, query, query, make_segments(rows, 1, 0, CPU, heads), 1.0)
     assert taken == ["flash", "engine", "flash", "flash", "flash"]
-
-
-def test_more_experts_than_it_takes_stay_torchs(over_double: Any) -> None:
-    from dagrl.workers.megatron.experts import TorchGroups
-
-    for experts, kind in ((64, over_double.EngineGroups), (65, TorchGroups)):
-        rows = torch.empty(experts, 8)
-        assert type(over_double.engine_groups(torch.ones(experts, dtype=torch.int64), rows)) is kind
 
 
 def test_an_installation_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,13 +257,13 @@ def test_packed_microbatches_have_few_widths_and_a_warm_up_covers_all() -> None:
 def test_a_warm_up_runs_the_microbatches_that_fill_a_pipeline(kind: str, pp: int, vpp: int) -> None:
     """The first stage runs `filling` passes over a chunk before the first backward pass, as Megatron's schedules do."""
     whole = split_batch(make_batch([WIDTH] * 64), RULES[kind], place(pp=pp, vpp=vpp))
-    few = whole.for_warmup(64)
+    few = whole.for_warmup()
     filling = 2 * (pp - 1) + (vpp - 1) * pp if vpp > 1 else pp - 1
     assert filling + 2 <= vpp * len(few.items) <= 2 * vpp * (pp + 1) < vpp * len(whole.items)
     assert vpp == 1 or len(few.items) % pp == 0
     assert few.items == (*whole.items[: len(few.items) - 1], whole.items[-1])
     assert few.assemble([item.labels for item in few.items]).shape == (64, WIDTH)
-    assert few.for_warmup(64) == few
+    assert few.for_warmup() == few
 
 
 def test_a_warm_up_has_rows_with_and_without_a_shared_prefix() -> None:

@@ -1,4 +1,4 @@
-"""Triton kernels for rotary embedding, RMSNorm and SwiGLU, forward and backward.
+"""Triton kernels of Megatron's layers: rotary embedding, RMSNorm and SwiGLU, forward and backward; sums over experts; FP8.
 
 In plain torch each takes up to a dozen passes over memory; here, as in Transformer Engine, one. All compute in float32 and
 round once. `use_layer_kernels` installs the rotary embedding and SwiGLU in place of Megatron's fused ones, which need
@@ -17,6 +17,10 @@ from torch import Tensor
 BLOCK_ELEMENTS = 4096  # elements of a tile: rows times padded row length
 SWIGLU_BLOCK = 1024  # columns that a program of SwiGLU reads at once
 NORM_PROGRAMS = 1024  # programs that each sum the weight gradient over their rows
+SUM_BLOCK = 1024  # columns that a program sums over experts
+ZERO_BLOCK = 4096  # elements that a program fills with zeros
+FP8_ROWS, FP8_COLUMNS = 128, 64  # of a tile that is quantized
+JOINED_ROWS = 32  # pairs of a token and a head that a program joins
 
 
 def use_layer_kernels(config: Any) -> None:
@@ -255,3 +259,119 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         target = grad_states + row[:, None] * width + column[None, :]
         tl.store(target, result.to(grad_states.dtype.element_ty), mask=inside)
     tl.store(parts + program * width + column, total, mask=column < width)
+
+
+def sum_rows_on_gpu(states: Tensor, rows: Tensor) -> Tensor:
+    """Sums the `rows` [tokens, k] of `states` [n, width] in float32 for each token -> [tokens, width]."""
+    (tokens, chosen), width = rows.shape, states.shape[1]
+    total = states.new_empty(tokens, width)
+    block = min(SUM_BLOCK, triton.next_power_of_2(width))
+    if tokens:
+        _sum_kernel[(tokens, triton.cdiv(width, block))](states, rows, total, width, chosen, block)
+    return total
+
+
+def clear_empty(matrices: Tensor, offsets: Tensor) -> None:
+    """Fills the matrices [experts, n, m] of experts without rows with zeros. Rows of experts end at `offsets` [experts]."""
+    elements = matrices[0].numel()
+    _clear_kernel[(len(matrices), triton.cdiv(elements, ZERO_BLOCK))](matrices, offsets, elements, ZERO_BLOCK)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _sum_kernel(states, rows, total, width, chosen: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    found = tl.zeros((block,), dtype=tl.float32)
+    for number in tl.static_range(chosen):
+        row = tl.load(rows + token * chosen + number)
+        found += tl.load(states + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + token * width + column, found.to(total.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _clear_kernel(matrices, offsets, elements, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    expert = tl.program_id(0)
+    start = tl.load(offsets + expert - 1, mask=expert > 0, other=0)
+    if start == tl.load(offsets + expert):
+        at = tl.program_id(1).to(tl.int64) * block + tl.arange(0, block)
+        zeros = tl.zeros((block,), dtype=matrices.dtype.element_ty)
+        tl.store(matrices + expert.to(tl.int64) * elements + at, zeros, mask=at < elements)
+
+
+def quantize_to(rows: Tensor, columns: Tensor, matrix: Tensor, scale: Tensor) -> None:
+    """Writes `matrix` [n, m] over `scale` to `rows` [n, m] and `columns` [m, at least n], and zeros after it.
+
+    An empty `rows` or `columns` is left out.
+    """
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    length, width = matrix.shape
+    longest = columns.shape[1] if columns.numel() else length
+    grid = triton.cdiv(longest, FP8_ROWS), triton.cdiv(width, FP8_COLUMNS)
+    written = rows.numel() > 0, columns.numel() > 0
+    sizes = length, longest, width, matrix.stride(0)
+    _quantize_kernel[grid](rows, columns, matrix, scale, *sizes, *written, FP8_ROWS, FP8_COLUMNS)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _quantize_kernel(  # type: ignore[no-untyped-def]
+    rows,
+    columns,
+    matrix,
+    scale,
+    length,
+    longest,
+    width,
+    stride,
+    to_rows: tl.constexpr,
+    to_columns: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+):
+    row = (tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows))[:, None]
+    column = (tl.program_id(1).to(tl.int64) * tile_columns + tl.arange(0, tile_columns))[None, :]
+    inside = (row < length) & (column < width)
+    value = tl.load(matrix + row * stride + column, mask=inside, other=0.0).to(tl.float32) * tl.math.div_rn(
+        1.0, tl.load(scale)
+    )
+    if to_rows:
+        tl.store(rows + row * width + column, value.to(rows.dtype.element_ty), mask=inside)
+    if to_columns:
+        target = columns + column * longest + row
+        tl.store(target, value.to(columns.dtype.element_ty), mask=(row < longest) & (column < width))
+
+
+def join_attention(own: Tensor, own_lse: Tensor, seen: Tensor, seen_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins the attention [tokens, heads, d] to two sets of keys, given the log-sum-exp [heads, tokens] of each.
+
+    Where `seen_lse` is infinite, nothing was seen.
+    """
+    tokens, heads, size = own.shape
+    own, seen = own.contiguous(), seen.contiguous()
+    out, lse = torch.empty_like(own), torch.empty_like(own_lse)
+    grid = (triton.cdiv(tokens * heads, JOINED_ROWS),)
+    padded = triton.next_power_of_2(size)
+    _join_kernel[grid](own, own_lse, seen, seen_lse, out, lse, tokens, heads, size, padded, JOINED_ROWS)
+    return out, lse
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _join_kernel(  # type: ignore[no-untyped-def]
+    own, own_lse, seen, seen_lse, out, lse, tokens, heads, size: tl.constexpr, padded: tl.constexpr, rows: tl.constexpr
+):
+    row = (tl.program_id(0) * rows + tl.arange(0, rows)).to(tl.int64)
+    inside = row < tokens * heads
+    place = row % heads * tokens + row // heads
+    first = tl.load(own_lse + place, mask=inside, other=0.0)
+    second = tl.load(seen_lse + place, mask=inside, other=0.0)
+    sees = (second < float("inf")) & (second > float("-inf"))
+    second = tl.where(sees, second, float("-inf"))
+    highest = tl.maximum(first, second)
+    total = highest + tl.log(tl.exp(first - highest) + tl.exp(second - highest))
+    tl.store(lse + place, total, mask=inside)
+    column = tl.arange(0, padded)[None, :]
+    entry = row[:, None] * size + column
+    mask = inside[:, None] & (column < size)
+    mine = tl.load(own + entry, mask=mask, other=0.0).to(tl.float32) * tl.exp(first - total)[:, None]
+    others = tl.load(seen + entry, mask=mask & sees[:, None], other=0.0).to(tl.float32) * tl.exp(second - total)[:, None]
+    tl.store(out + entry, (mine + others).to(out.dtype.element_ty), mask=mask)
