@@ -38,8 +38,7 @@ from dagrl.bench.report import Row, count
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus
 from dagrl.runtime.ports import reserve_port
-from dagrl.workers.megatron.architecture import read_architecture
-from dagrl.workers.megatron.flops import step_tflop
+from dagrl.workers.megatron.architecture import read_architecture, step_tflop
 from dagrl.workers.train.throughput import peak_tflops
 
 MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b", "8b": "qwen3-8b", "30b": "qwen3-30b-a3b"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dagrl.workers.megatron.engine_import import import_engine
+from dagrl.workers.megatron.cpu import import_engine
 
 if torch.cuda.is_available():
     import_engine()

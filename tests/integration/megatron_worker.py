@@ -114,7 +114,7 @@ class TestedWorker(MegatronWorker):
 
     def state(self) -> dict[str, Any]:
         """Returns a copy of everything that a step may change."""
-        from dagrl.workers.megatron.checkpoint import random_state
+        from dagrl.workers.train.train_state import random_states
 
         trainer = self.trainer
         values = {f"model.{name}": tensor for name, tensor in trainer.model.tensors().items()}
@@ -122,9 +122,7 @@ class TestedWorker(MegatronWorker):
             for index, (parameter, state) in enumerate(inner.state.items()):
                 values[f"master.{number}.{index}"] = parameter.data
                 values |= {f"{key}.{number}.{index}": value for key, value in state.items()}
-        random = random_state()
-        values |= {f"random.{name}": value for name, value in random["megatron"].items()}
-        values["random.cpu"] = random["cpu"]
+        values["random.cpu"] = random_states()["cpu"]
         numbers = {"steps": trainer.steps.taken, "skipped": trainer.steps.skipped}
         return {**numbers, **{name: value.float().cpu().clone().numpy() for name, value in values.items()}}
 
@@ -220,11 +218,8 @@ class TestedWorker(MegatronWorker):
     def reseed(self, seed: int) -> None:
         """Sets random states that differ from every checkpoint's."""
         import torch
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         torch.manual_seed(seed)
-        tracker = get_cuda_rng_tracker()
-        tracker.set_states({name: torch.Generator().manual_seed(seed).get_state() for name in tracker.get_states()})
 
     def shorten_collectives(self, seconds: float) -> None:
         """Sets the deadline of the default group. Megatron's own groups keep theirs."""

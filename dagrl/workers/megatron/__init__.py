@@ -3,10 +3,10 @@
 `worker.py` has the worker classes, `backend.py` their model; `dagrl.workers.train` has what needs no Megatron.
 Where to find what:
 
-    model      `architecture.py` reads `config.json`, `model.py` builds the layers: `attention.py`, `router.py`,
-               `dispatch.py` and `experts.py`, and `lora.py` for adapters; `kernels.py` chooses what computes them
+    model      `architecture.py` reads `config.json`, `model.py` builds the layers: `attention.py`, `router.py`
+               and `experts.py`, and `lora.py` for adapters; `kernels.py` chooses what computes them
     training   `trainer.py` runs microbatches through Megatron's schedules and makes the optimizer step
-    weights    `weights.py` says what each rank holds, `sharding.py` how a checkpoint (`checkpoint.py`, `identity.py`) has it
+    weights    `weights.py` says what each rank holds, `sharding.py` how a checkpoint has it
 """
 
 from dagrl.workers.megatron.architecture import check_layout

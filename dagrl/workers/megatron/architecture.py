@@ -1,19 +1,19 @@
 """Reads a decoder's architecture from `config.json` and checks a parallel layout against it. Pure; needs no torch.
 
-The driver calls `check_layout` before any worker starts.
+The driver calls `check_layout` before any worker starts. FLOPs are by Megatron's formula (`step_tflop`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 
 from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import moe
-from dagrl.workers.families.hf_config import SCALAR_HEAD, ModelConfig
+from dagrl.workers.families.hf_config import ModelConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -22,32 +22,9 @@ ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """Parameters of each `rope_type` in addition to `rope_theta`."""
+PASSES = 3  # the backward pass has two products for each forward product
+OPERATIONS = 2  # a multiplication and an addition
 EXPERT_MULTIPLE = 8  # grouped products of experts (`experts.py`) need rows of a multiple of 16 bytes: 8 bfloat16 numbers
-
-
-_COMPUTED = {
-    "model_type": "model_type",
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn": "intermediate_size",
-    "vocabulary": "vocab_size",
-    "tied": "tie_word_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "experts": "num_experts",
-    "experts_per_token": "num_experts_per_tok",
-    "expert_ffn": "moe_intermediate_size",
-    "normalize_expert_weights": "norm_topk_prob",
-    "shared_ffn": "size of the shared experts",
-    "expert_bias": "expert bias",
-    "expert_scale": "routed_scaling_factor",
-    "qk_norm": "norm of queries and keys",
-    "qkv_bias": "bias of queries, keys and values",
-    "scalar": SCALAR_HEAD,
-}
-"""Keys of `config.json` for the fields of `Architecture`, except the positions, which do not affect the computation."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +63,14 @@ class Architecture:
 
     @property
     def computed(self) -> dict[str, Json]:
-        """Everything that determines the weights and the computation, by the keys of `config.json`.
+        """Everything that determines the weights and the computation: all fields except `max_positions`.
 
         Equal for equal models, however their `config.json` files express them.
         """
+        fields = {**asdict(self), "moe_layers": list(self.moe_layers)}
         rope = ("rope_theta", *ROPE_PARAMETERS[str(self.rope["rope_type"])])
-        return {
-            **{key: getattr(self, name) for name, key in _COMPUTED.items()},
-            "rope_type": self.rope["rope_type"],
-            **{key: _number(self.rope, key) for key in rope},
-            "partial_rotary_factor": _number(self.rope, "partial_rotary_factor", 1.0),
-            "layers with experts": [layer for layer, experts in enumerate(self.moe_layers) if experts],
-        }
+        del fields["rope"], fields["max_positions"]
+        return {**fields, "rope_type": self.rope["rope_type"], **{key: _number(self.rope, key) for key in rope}}
 
     @property
     def record(self) -> RoutedLayers | None:
@@ -251,3 +224,30 @@ def _number(hf_config: Mapping[str, Json], key: str, default: float | None = Non
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"the model's config.json has {key} = {value!r}; expected a number")
     return float(value)
+
+
+def token_flops(model: Architecture) -> float:
+    """Returns the forward FLOPs of a token, without attention to earlier tokens."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = model.hidden * (queries + 2 * keys) + queries * model.hidden
+    experts = sum(model.moe_layers) if model.experts else 0
+    dense = 3 * model.hidden * model.ffn  # gate, up and down
+    routed = 3 * model.hidden * (model.expert_ffn * model.experts_per_token + model.shared_ffn)
+    layers = model.layers * attention + (model.layers - experts) * dense + experts * routed
+    return OPERATIONS * float(layers + model.hidden * (1 if model.scalar else model.vocabulary))
+
+
+def sequence_flops(model: Architecture, length: int) -> float:
+    """Returns the forward FLOPs of a sequence: its tokens, and causal attention, which is half of the square."""
+    attention = OPERATIONS * 2 * model.layers * model.heads * model.head_dim * length * length / 2
+    return length * token_flops(model) + attention
+
+
+def step_tflop(model: Architecture, lengths: Iterable[int]) -> float:
+    """Returns the TFLOPs of a training step on sequences of these lengths.
+
+    As `num_floating_point_operations` of Megatron-LM (megatron/training/training.py): three times the forward matrix
+    products of projections, MLPs (those of a token's experts), causal attention and the output layer. Norms and
+    recomputation do not count. Attention uses each sequence's own length, so padding and packing change nothing.
+    """
+    return PASSES * sum(sequence_flops(model, int(length)) for length in lengths) / 1e12

@@ -18,13 +18,11 @@ from dagrl.errors import ConfigError, RunError, UserError
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.hf_config import model_keys, with_scalar_head
+from dagrl.workers.families.hf_config import with_scalar_head
 from dagrl.workers.families.kv_scales import megatron_kv_scales
 from dagrl.workers.megatron import cpu
-from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture
-from dagrl.workers.megatron.flops import step_tflop
+from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture, step_tflop
 from dagrl.workers.megatron.groups import end_groups, start_groups
-from dagrl.workers.megatron.identity import identity_of, read_worker_file
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
 from dagrl.workers.train.adapters import check_adapters, read_adapters, targets, trained_adapters, write_adapters
 from dagrl.workers.train.backend import ModelSpec
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from dagrl.workers.megatron.lora import Adapters
     from dagrl.workers.megatron.model import ModelChunks
     from dagrl.workers.megatron.trainer import Trainer
-    from dagrl.workers.train.checkpoint import Saving
+    from dagrl.workers.train.checkpoint import Piece
     from dagrl.workers.train.microbatches import RoutedModel
     from dagrl.workers.train.row_plans import ParallelRank
 
@@ -48,10 +46,12 @@ if TYPE_CHECKING:
 class MegatronBackend:
     """A `Backend`. `config.policy.model_name` is a Hugging Face directory."""
 
+    checkpoint_format = "dagrl-megatron-4"
+
     def __init__(self, spec: ModelSpec) -> None:
         self.context, self.config, self._spec = spec.context, spec.config, spec
         self.captures = spec.config.policy.megatron_cfg.cuda_graphs
-        self._hf_config: Mapping[str, Json] = {}
+        self.hf_config: Mapping[str, Json] = {}
         self._trainer: Trainer | None = None
         self.adapters: Adapters | None = None
         self.kv_scales: KvScales | None = None
@@ -75,9 +75,9 @@ class MegatronBackend:
             check_hf(config.policy.model_name, shapes)
 
     @staticmethod
-    def check_checkpoint(config: Config, hf_config: Mapping[str, Json], directory: str) -> None:
-        """Raises CheckpointError if the model, its precision or its adapters differ from those of a checkpoint."""
-        read_worker_file(Path(directory), identity_of(config.policy, hf_config))
+    def computed(hf_config: Mapping[str, Json]) -> dict[str, Json]:
+        """Returns the architecture that a `config.json` describes."""
+        return read_architecture(hf_config).computed
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
@@ -110,22 +110,22 @@ class MegatronBackend:
 
         spec, config, layout = self._spec, self.config, self.context.layout
         hf_config = read_hf_config(self._source)
-        self._hf_config = with_scalar_head(hf_config) if spec.scalar else hf_config
-        check_layout(self._hf_config, layout)
+        self.hf_config = with_scalar_head(hf_config) if spec.scalar else hf_config
+        check_layout(self.hf_config, layout)
         if self.captures and spec.device.type == "cpu":
             raise ConfigError("policy.megatron_cfg.cuda_graphs is true, and this worker has no GPU; set it to false")
         with spec.start_parts.part("process groups"):
             start_groups(self.context, address, config.seed)
             self._checkpoint_group = start_checkpoint_group(config.timeouts.checkpoint_s)
-        architecture = read_architecture(self._hf_config)
+        architecture = read_architecture(self.hf_config)
         if self.captures and architecture.experts:
             check_grouped_kernel()
         with spec.start_parts.part("model and weights"):
             model = build_model(architecture, config.policy, layout, spec.device)
-            shapes = parameter_shapes(self._hf_config)
+            shapes = parameter_shapes(self.hf_config)
             load_hf(self._source, self.slices_of(self.context.rank), shapes, model.tensors())
         if architecture.scalar and not has_scalar_head(self._source):
-            deviation = self._hf_config.get("initializer_range", 0.02)
+            deviation = self.hf_config.get("initializer_range", 0.02)
             model.init_scalar_head(float(cast(float, deviation)), config.seed)
         self.adapters = self._make_adapters(model, shapes)
         self.kv_scales = self._make_kv_scales(model)
@@ -216,11 +216,7 @@ class MegatronBackend:
 
     def weight_slices(self) -> list[WeightSlice]:
         """Returns which boxes of the HF parameters, or of their adapters, a refit sends, and any FP8 KV-cache scales."""
-        return self.describe(self.config, self._hf_config, self.context.layout, self.context.rank)
-
-    def weight_config(self) -> dict[str, Json]:
-        """Returns the model configuration that generation workers must agree with."""
-        return model_keys(self._hf_config)
+        return self.describe(self.config, self.hf_config, self.context.layout, self.context.rank)
 
     def sent_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that `weight_slices` names: parameters, not their data, as refits follow changes."""
@@ -238,24 +234,24 @@ class MegatronBackend:
 
     # ---- files
 
-    def start_save(self, directory: str, reference: Mapping[str, Tensor] | None, *, background: bool) -> Saving:
-        """Starts writing a checkpoint."""
-        from dagrl.workers.megatron.checkpoint import start_saving
+    def pieces_to_save(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
+        """Yields this rank's part of the train state."""
+        from dagrl.workers.megatron.sharding import pieces_to_save
 
-        return start_saving(directory, self.trainer, reference, self._identity, self._files_group, background=background)
+        return pieces_to_save(self.trainer, reference)
 
-    def load(self, directory: str) -> Mapping[str, Tensor] | None:
-        """Loads a checkpoint of the same model from any layout. Returns the reference policy's weights, if it has any."""
-        from dagrl.workers.megatron.checkpoint import load_checkpoint
+    def pieces_to_load(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
+        """Yields the train state that this rank holds."""
+        from dagrl.workers.megatron.sharding import pieces_to_load
 
-        return load_checkpoint(directory, self.trainer, self._identity, self._files_group)
+        return pieces_to_load(self.trainer, reference)
 
     def export_hf(self, directory: str) -> None:
         """Writes the model with merged weights, and any adapters in PEFT's format."""
         slices = [self.slices_of(rank) for rank in range(self.context.layout.world_size)]
         with self._merged():
             tensors = self.trainer.model.tensors()
-            export_hf(self._source, directory, slices, tensors, self.context.rank, self._files_group)
+            export_hf(self._source, directory, slices, tensors, self.context.rank, self.files_group)
             self._export_adapters(Path(directory) / "adapter", slices)
 
     def _export_adapters(self, directory: Path, slices: list[list[WeightSlice]]) -> None:
@@ -268,10 +264,10 @@ class MegatronBackend:
             for name, adapter in self.adapters.held.items()
             if owners[name] == self.context.rank
         }
-        adapters = {name: one for part in gather_objects(self._files_group, mine) for name, one in part.items()}
+        adapters = {name: one for part in gather_objects(self.files_group, mine) for name, one in part.items()}
         settings, base = self.config.policy.peft, str(self._source.absolute())
         write = self.context.rank == 0
-        run_on_all_ranks(self._files_group, lambda: write_adapters(directory, base, settings, adapters) if write else None)
+        run_on_all_ranks(self.files_group, lambda: write_adapters(directory, base, settings, adapters) if write else None)
 
     @contextmanager
     def _merged(self) -> Iterator[None]:
@@ -280,11 +276,7 @@ class MegatronBackend:
             yield
 
     @property
-    def _identity(self) -> dict[str, Json]:
-        return identity_of(self.config.policy, self._hf_config)
-
-    @property
-    def _files_group(self) -> ProcessGroup:
+    def files_group(self) -> ProcessGroup:
         """The group in which workers wait for each other's files."""
         assert self._checkpoint_group is not None, "`setup` creates it"
         return self._checkpoint_group
@@ -297,7 +289,7 @@ class MegatronBackend:
 
     def slices_of(self, rank: int) -> list[WeightSlice]:
         """Returns the parts of a checkpoint that a rank holds."""
-        return megatron_weight_slices(self._hf_config, self.context.layout, rank)
+        return megatron_weight_slices(self.hf_config, self.context.layout, rank)
 
     def _make_adapters(self, model: ModelChunks, shapes: ParameterShapes) -> Adapters | None:
         import torch

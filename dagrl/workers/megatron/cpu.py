@@ -4,7 +4,7 @@ Megatron-Core (0.16.1) requires CUDA in six ways:
 
 1. Its modules call `torch.cuda.current_device()`, `synchronize()` and streams, and pass `device="cuda"`. They get a view of
    `torch` that maps "cuda" to "cpu"; `torch` itself is unchanged.
-2. Its random-number tracker forks the CUDA generator. A replacement forks the CPU generator.
+2. Recomputation restores the state of the CUDA generator. It gets the CPU generator.
 3. It calls `tensor.cuda()` for tied embeddings across pipeline stages and for optimizer state. It becomes a no-op.
 4. Experts sharded over etp gather parts of unequal size, which Gloo does not support. The parts are padded.
 5. Its optimizers compare `tensor.type()` with "torch.cuda.FloatTensor". `cuda_type_names()` makes that true.
@@ -14,13 +14,17 @@ Megatron-Core (0.16.1) requires CUDA in six ways:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dagrl.workers.megatron.engine_import import import_engine
+from dagrl.config.worker_checks import engine_version
+from dagrl.errors import ConfigError
 
 _MODULES = (
     "models.gpt.gpt_model",
@@ -53,7 +57,7 @@ def adapt() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = view  # type: ignore[attr-defined]
-    _replace_rng_tracker()
+    _use_cpu_generator()
     _pass_split_sizes_as_numbers()
     _gather_unequal_parts()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
@@ -142,28 +146,10 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _replace_rng_tracker() -> None:
+def _use_cpu_generator() -> None:
     import torch
     from megatron.core.tensor_parallel import random as megatron_random
 
-    class CpuRngStatesTracker(megatron_random.CudaRNGStatesTracker):  # type: ignore[misc]
-        def add(self, name: str, seed: int) -> None:
-            self._is_initialized = True
-            self.seeds_.add(seed)
-            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
-
-        @contextlib.contextmanager
-        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-            kept = torch.get_rng_state()
-            torch.set_rng_state(self.states_[name])
-            try:
-                yield
-            finally:
-                self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(kept)
-
-    megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngStatesTracker()
-    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
@@ -215,3 +201,27 @@ def _gather_unequal_parts() -> None:
 
     gather_parts.adapted = True  # type: ignore[attr-defined]
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_parts, reduce_scatter_parts
+
+
+def import_engine() -> None:
+    """Imports Transformer Engine if it is installed. Raises ConfigError if it cannot be imported."""
+    import torch
+
+    if engine_version() is None:
+        return
+    try:
+        _keep_cudnn(Path(torch.__file__).parents[1] / "nvidia" / "cudnn")
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:  # it checks its installation
+        raise ConfigError(
+            f"Transformer Engine {engine_version()} is installed, but its import fails: {error}. Build it for this torch, "
+            f"{torch.__version__}, or uninstall it"
+        ) from error
+
+
+def _keep_cudnn(folder: Path) -> None:
+    """Loads the cuDNN of torch's wheels. Transformer Engine would load the system's first, beside which torch's fails."""
+    for library in sorted((folder / "lib").glob("libcudnn*.so*")):
+        ctypes.CDLL(str(library))
+    if folder.is_dir():
+        os.environ.setdefault("CUDNN_HOME", str(folder))

@@ -13,13 +13,11 @@ model whose memory moved is recorded again. See PyTorch's notes on CUDA graphs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor
 
 from dagrl.errors import RunError
@@ -153,14 +151,13 @@ class _Recording:
         self._gathered = list(get_global_memory_buffer().buffer.values())
 
     def _record(self, chunk: Any, pool: Any) -> Tensor:
-        with _without_forks():
-            with _recorded(self._graphs[0], pool):
-                output = plain_pass(chunk, self._input)
-            if self._backward_too:
-                self._gradient = torch.empty_like(output)
-                self._anchor = torch.zeros((), device=output.device, requires_grad=True)
-                with _recorded(self._graphs[1], pool):
-                    torch.autograd.backward(output, self._gradient)
+        with _recorded(self._graphs[0], pool):
+            output = plain_pass(chunk, self._input)
+        if self._backward_too:
+            self._gradient = torch.empty_like(output)
+            self._anchor = torch.zeros((), device=output.device, requires_grad=True)
+            with _recorded(self._graphs[1], pool):
+                torch.autograd.backward(output, self._gradient)
         return output.detach()
 
     def drop(self) -> None:
@@ -231,14 +228,3 @@ def _recorded(graph: torch.cuda.CUDAGraph, pool: Any) -> Any:
     """Captures the block as `graph`. Other threads, such as NCCL's watchdog, may call CUDA meanwhile."""
     stream = torch.cuda.current_stream()
     return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-
-
-@contextmanager
-def _without_forks() -> Iterator[None]:
-    """Skips the fork of the random generator around dropout. No model here has dropout, and capture forbids it."""
-    tracker = get_cuda_rng_tracker()
-    tracker.fork = nullcontext
-    try:
-        yield
-    finally:
-        del tracker.fork

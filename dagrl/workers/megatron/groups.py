@@ -19,7 +19,7 @@ def start_groups(context: WorkerContext, address: str, seed: int) -> None:
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     layout, timeout = context.layout, timedelta(seconds=context.collective_timeout_s)
     host, _, port = address.rpartition(":")
@@ -37,7 +37,8 @@ def start_groups(context: WorkerContext, address: str, seed: int) -> None:
         create_gloo_process_groups=False,
     )
     torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=torch.cuda.is_available())
+    # Layers have no dropout, so they need no random generators of their own, and do not fork any.
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
 
 def parallel_sizes(layout: ParallelLayout) -> dict[str, Any]:

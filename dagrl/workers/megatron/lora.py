@@ -4,8 +4,11 @@ An adapted weight is computed before its layer runs: `W + scale * B @ A` (Hu et 
 the scale is alpha / sqrt(dim), arXiv:2312.03732). The weight layout says which box of which Hugging Face parameter is where
 in a local tensor, so one rule covers column, row, QKV, gate-up and expert layers. Adapters are those of Hugging Face's
 parameters, as in PEFT. Each rank holds the whole adapter of the parameters that it has a part of, and gradients are summed
-over the tensor-parallel ranks. The whole weight gets no gradient (`adapter_gradients.py`), except in experts. A merged refit
-sends the weights that training computes with, bit by bit. Imported only where Megatron is.
+over the tensor-parallel ranks. A merged refit sends the weights that training computes with, bit by bit.
+
+The gradient of the whole weight, which only experts compute, would be a product as large as the forward pass, for nothing:
+with the layer's input x and the gradient g of its output, those of the adapters are `scale * g^T (x A^T)` and
+`scale * (g B)^T x` (`leave_weight_out`). Imported only where Megatron is.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,12 +27,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    linear_with_frozen_weight,
+    set_tensor_model_parallel_attributes,
+)
 from torch import Tensor
 
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import Box, WeightSlice, expand
-from dagrl.workers.megatron.adapter_gradients import Adapter, AdapterStack, Factors, is_linear, leave_weight_out
 from dagrl.workers.megatron.model import ADAPTERS, ModelChunks
 from dagrl.workers.train.adapters import AdapterShapes, adapter_names, is_target
 
@@ -37,6 +44,51 @@ PARTS = "AB"
 """Names of the parts of an adapter in modules and checkpoints."""
 
 _LAYER = re.compile(r"((?:vp\d+\.)?decoder\.layers\.\d+)\.(.+)\.weight")
+
+
+Adapter = tuple[torch.nn.Parameter, torch.nn.Parameter]
+"""A [dim, inputs] and B [outputs, dim] of one Hugging Face parameter."""
+
+Factors = tuple[Tensor, Tensor]
+"""All B and all A as one product: [rows, adapters * dim] and [adapters * dim, columns]."""
+
+
+@dataclass(frozen=True)
+class AdapterStack:
+    """The adapters of one local weight, computed together.
+
+    A fused query, key and value weight has a part per head group, and a product for each would take longer to launch than to
+    compute. With the rows of all B under each other: row `sources[i]` of them belongs at `places[i]`, which is
+    `row * adapters + adapter`. `whole`: one adapter has all rows, in order. `columns`: those of A that the weight has.
+    """
+
+    adapters: Sequence[Adapter]
+    rows: int
+    sources: Tensor
+    places: Tensor
+    whole: bool
+    columns: slice
+
+    def factors(self) -> Factors:
+        """Returns the factors, differentiable in the adapters."""
+        wide = torch.cat([adapter[1] for adapter in self.adapters])
+        if not self.whole:
+            empty = wide.new_zeros(self.rows * len(self.adapters), wide.shape[1])
+            wide = empty.index_copy(0, self.places, wide[self.sources]).view(self.rows, -1)
+        return wide, torch.cat([adapter[0][:, self.columns] for adapter in self.adapters])
+
+    def gradients(self, of_wide: Tensor, of_narrow: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of A and B of each adapter from those of the factors."""
+        if not self.whole:
+            taken = of_wide.reshape(self.rows * len(self.adapters), -1)[self.places]
+            length = sum(len(adapter[1]) for adapter in self.adapters)
+            of_wide = taken.new_zeros(length, taken.shape[1]).index_copy_(0, self.sources, taken)
+        inputs = self.adapters[0][0].shape[1]
+        if of_narrow.shape[1] < inputs:  # the other columns are those of other ranks
+            of_narrow = torch.nn.functional.pad(of_narrow, (self.columns.start, inputs - self.columns.stop))
+        of_a = torch.split(of_narrow, [len(adapter[0]) for adapter in self.adapters])
+        of_b = torch.split(of_wide, [len(adapter[1]) for adapter in self.adapters])
+        return tuple(part for pair in zip(of_a, of_b, strict=True) for part in pair)
 
 
 class LayerAdapters(torch.nn.Module):
@@ -225,12 +277,69 @@ def add_adapters(
         for name, adapter in held.items():
             layer.get_submodule(ADAPTERS).add(name, adapter)  # type: ignore[operator]
         parts = tuple(WeightPart(slice(*piece.local[-2]), piece.box, held.get(piece.name)) for piece in pieces)
-        whole = "local_experts" in match[2] or not is_linear(module)
+        whole = "local_experts" in match[2] or not isinstance(module, ColumnParallelLinear | RowParallelLinear)
         weight = AdaptedWeight(module, base, parts, tuple(held.values()), scale, whole)
         if not whole:
             leave_weight_out(module, weight.running, scale)
         layers.setdefault(layer, []).append(weight)
     return Adapters(layers, scale)
+
+
+Running = Callable[[], tuple[AdapterStack, Factors] | None]
+"""Returns what the running pass merged, without gradients; None if the layer runs without adapters."""
+
+
+def leave_weight_out(module: torch.nn.Module, running: Running, scale: float) -> None:
+    """Makes a linear layer, whose weight is frozen or merged without a gradient, give its adapters their gradients."""
+
+    frozen = module.__dict__.get("_forward_impl", linear_with_frozen_weight)  # the former in FP8
+
+    def forward(input: Tensor, weight: Tensor, **options: Any) -> Tensor:  # Megatron's names
+        output: Tensor = frozen(input, weight, **options)
+        found = running() if torch.is_grad_enabled() else None
+        if found is None:
+            return output
+        stack, factors = found
+        group = options["tp_group"] if options["sequence_parallel"] else None
+        trained = [part for adapter in stack.adapters for part in adapter]
+        result: Tensor = _AdapterGradients.apply(output, input, stack, *factors, scale, group, *trained)  # type: ignore[no-untyped-call]
+        return result
+
+    module.__dict__["_forward_impl"] = forward
+
+
+class _AdapterGradients(torch.autograd.Function):
+    """Passes the output on. With a `group` the input is this rank's part of the sequence, and the output has all of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        inputs: Tensor,
+        stack: AdapterStack,
+        wide: Tensor,
+        narrow: Tensor,
+        scale: float,
+        group: Any,
+        *trained: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, wide, narrow)
+        ctx.stack, ctx.scale, ctx.group = stack, scale, group
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, wide, narrow = ctx.saved_tensors
+        gradient, rows = gradients[0].flatten(0, -2), inputs.flatten(0, -2)
+        hidden = rows @ narrow.t()  # [tokens, dim]
+        of_hidden = gradient @ wide
+        if ctx.group is not None:
+            whole, part = torch.empty_like(of_hidden), torch.empty_like(hidden)
+            dist.all_gather_into_tensor(whole, hidden, group=ctx.group)
+            dist.reduce_scatter_tensor(part, of_hidden, group=ctx.group)
+            hidden, of_hidden = whole, part
+        of_wide, of_narrow = gradient.t() @ hidden.mul_(ctx.scale), of_hidden.mul_(ctx.scale).t() @ rows
+        return gradients[0], None, None, None, None, None, None, *ctx.stack.gradients(of_wide, of_narrow)
 
 
 def sum_adapter_gradients(chunks: list[Any], *_: Any, **__: Any) -> None:

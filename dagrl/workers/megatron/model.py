@@ -29,8 +29,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import padded_vocabulary
 from dagrl.workers.megatron.architecture import ROPE_PARAMETERS, Architecture
 from dagrl.workers.megatron.attention import CausalAttention, LayerInputs, RMSNorm
-from dagrl.workers.megatron.dispatch import use_local_dispatch
-from dagrl.workers.megatron.experts import GroupedExperts, experts_last_first, join_experts
+from dagrl.workers.megatron.experts import GroupedExperts, experts_last_first, join_experts, use_local_dispatch
 from dagrl.workers.megatron.float8 import use_float8
 from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.kernels import choose_kernels

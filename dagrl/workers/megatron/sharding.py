@@ -123,19 +123,6 @@ def pieces_to_load(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> 
         yield from shard.states(trainer)
 
 
-def step_count(trainer: Trainer) -> float:
-    """Returns Adam's step count, which is equal for all parameters."""
-    counts = [float(state["step"]) for inner in trainer.inner_optimizers() for state in inner.state.values()]
-    return max(counts, default=0.0)
-
-
-def set_step_count(trainer: Trainer, count: float) -> None:
-    """Sets Adam's step count of all parameters."""
-    for inner in trainer.inner_optimizers():
-        for state in inner.state.values():
-            state["step"].fill_(count)
-
-
 def _replica_group(parameter: Tensor) -> Any:
     """Returns the group of a parameter's replicas. Megatron marks experts, which have their own, by `allreduce`."""
     if getattr(parameter, "allreduce", True):

@@ -119,6 +119,15 @@ class Trainer:
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
 
+    def step_count(self) -> float:
+        """Returns Adam's step count, which is equal for all parameters."""
+        return max((float(state["step"]) for _, state in self._states()), default=0.0)
+
+    def set_step_count(self, count: float) -> None:
+        """Sets Adam's step count of all parameters."""
+        for _, state in self._states():
+            state["step"].fill_(count)
+
     def step_metrics(self) -> StepMetrics:
         """Returns the router's losses and the load of the experts in the last training pass."""
         return self.load.read()

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dagrl.config import Config, Json
-from dagrl.files import FileEntry
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.start_parts import StartParts
@@ -30,7 +29,9 @@ from dagrl.workers.train.optimizer import Gradients
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
+    from dagrl.workers.train.checkpoint import Piece
     from dagrl.workers.train.logprobs import TokenHead
     from dagrl.workers.train.microbatches import Microbatch, Microbatches, RoutedModel
     from dagrl.workers.train.offload import StatePart
@@ -101,6 +102,14 @@ class TrainedModel(Model, Gradients, Protocol):
         """Completes what an optimizer step left to the next forward pass, before a phase that is not a training step."""
         ...
 
+    def step_count(self) -> float:
+        """Returns the optimizer's own count of updates, which its bias corrections depend on."""
+        ...
+
+    def set_step_count(self, count: float) -> None:
+        """Sets the optimizer's own count of updates."""
+        ...
+
     def step_metrics(self) -> StepMetrics:
         """Returns what the model itself reports of the last training pass, such as the load of its experts."""
         ...
@@ -114,21 +123,11 @@ class TrainedModel(Model, Gradients, Protocol):
         ...
 
 
-class CheckpointSave(Protocol):
-    """A checkpoint that is being written."""
-
-    @property
-    def is_written(self) -> bool:
-        """Whether all files are written, so that `finish` does not wait."""
-        ...
-
-    def finish(self, timeout_s: float) -> Mapping[str, FileEntry]:
-        """Waits until all ranks have written their files. Returns size and CRC-32 of those here, or raises."""
-        ...
-
-
 class Backend(Protocol):
     """One rank's model with its process groups, optimizer and files. The constructor only keeps what it is given."""
+
+    checkpoint_format: ClassVar[str]
+    """Names the pieces that its checkpoints have; another backend or version cannot load them."""
 
     def __init__(self, spec: ModelSpec) -> None: ...
 
@@ -146,8 +145,11 @@ class Backend(Protocol):
         ...
 
     @staticmethod
-    def check_checkpoint(config: Config, hf_config: Mapping[str, Json], directory: str) -> None:
-        """Raises a UserError for a checkpoint that a run of this model cannot load."""
+    def computed(hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Returns what decides the weights and the computation; equal for equal models, whose checkpoints are compatible.
+
+        Raises ConfigError for a model that cannot be trained.
+        """
         ...
 
     @staticmethod
@@ -190,6 +192,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def hf_config(self) -> Mapping[str, Json]:
+        """The model's `config.json`, with any scalar head."""
+        ...
+
+    @property
     def routed(self) -> RoutedModel | None:
         """What splitting a batch needs to know of a model with experts; None without experts."""
         ...
@@ -215,10 +222,6 @@ class Backend(Protocol):
         """Returns which boxes of the Hugging Face parameters, or of adapters, this rank sends. No collective."""
         ...
 
-    def weight_config(self) -> dict[str, Json]:
-        """Returns the keys of the model's configuration that generation workers must agree with. No collective."""
-        ...
-
     def sent_tensors(self) -> Mapping[str, Tensor]:
         """Returns the live tensors that `weight_slices` names: parameters, not their data. No collective."""
         ...
@@ -229,15 +232,20 @@ class Backend(Protocol):
 
     # Files
 
-    def start_save(self, directory: str, reference: Mapping[str, Tensor] | None, *, background: bool) -> CheckpointSave:
-        """Starts writing weights, optimizer, counters, random generators and any `reference` policy to `directory`.
+    @property
+    def files_group(self) -> ProcessGroup | None:
+        """The group in which ranks wait for each other's files (`start_checkpoint_group`); None for a single process."""
+        ...
 
-        With `background` training may change them on return. `dagrl.workers.train.checkpoint` writes them at any layout.
+    def pieces_to_save(self, reference: Mapping[str, Tensor] | None) -> Iterable[Piece]:
+        """Yields this rank's part of weights, optimizer state and any `reference` policy: live tensors.
+
+        Names and shapes do not depend on the layout, and the ranks together give each element once.
         """
         ...
 
-    def load(self, directory: str) -> Mapping[str, Tensor] | None:
-        """Loads a checkpoint. Returns the reference policy's weights, if it has any. Raises CheckpointError."""
+    def pieces_to_load(self, reference: Mapping[str, Tensor] | None) -> Iterable[Piece]:
+        """Yields everything that this rank needs, to be filled in place; `reference` if the checkpoint has one."""
         ...
 
     def export_hf(self, directory: str) -> None:

@@ -1,7 +1,7 @@
 """Writes the model as a Hugging Face checkpoint.
 
-The weight layout (`dagrl.workers.megatron.weights`) says which rank holds which box of each HF parameter. The first rank
-with a box sends it to rank 0, one parameter after the other. Rank 0 holds at most one file's content at a time.
+Weight slices say which rank holds which box of each Hugging Face parameter. The first rank with a box sends it to rank 0,
+one parameter after the other. Rank 0 holds at most one file's content at a time.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def export_hf(
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    export = _Export(Path(directory), tensors, rank, group, dtype=next(iter(tensors.values())).dtype)
-    parameters = _parameters(slices, export.dtype)
+    target, partial = Path(directory), Path(f"{directory}.partial")
+    dtype = next(iter(tensors.values())).dtype
+    parameters = _parameters(slices, dtype)
     files = split_state_dict_into_shards_factory(
         parameters,
         get_storage_size=lambda parameter: parameter.nbytes,
@@ -58,11 +59,13 @@ def export_hf(
         max_shard_size=FILE_BYTES,
     )
     with _broken_for_all(group, directory):
-        run_on_all_ranks(group, export.begin)
+        run_on_all_ranks(group, _begin, target, partial, rank)
         for file, names in files.filename_to_tensors.items():
-            export.write(file, [parameters[name] for name in names])
-        run_on_all_ranks(group, export.check)
-        run_on_all_ranks(group, export.finish, Path(source), files)
+            wanted = [parameters[name] for name in names]
+            held = run_on_all_ranks(group, _read, wanted, tensors, rank)
+            _send_to_first(wanted, held, rank, group)
+            run_on_all_ranks(group, _write, partial / file, held, rank)
+        run_on_all_ranks(group, _finish, Path(source), partial, target, files, dtype, rank)
 
 
 @contextmanager
@@ -90,8 +93,12 @@ class _Parameter:
     boxes: Mapping[Box, tuple[int, WeightSlice]]
 
     @property
+    def box(self) -> Box:
+        return tuple((0, size) for size in self.shape)
+
+    @property
     def nbytes(self) -> int:
-        return volume(tuple((0, size) for size in self.shape)) * self.dtype.itemsize
+        return volume(self.box) * self.dtype.itemsize
 
 
 def _parameters(slices: Sequence[Sequence[WeightSlice]], dtype: torch.dtype) -> dict[str, _Parameter]:
@@ -112,101 +119,83 @@ def _parameters(slices: Sequence[Sequence[WeightSlice]], dtype: torch.dtype) -> 
     return parameters
 
 
-@dataclass
-class _Export:
-    """One export on one rank. After a failure it keeps sending and receiving, because others wait; `check` raises it."""
-
-    directory: Path
-    tensors: Mapping[str, Tensor]
-    rank: int
-    group: ProcessGroup | None
-    dtype: torch.dtype
-    error: CheckpointError | None = None
-
-    @property
-    def partial(self) -> Path:
-        return Path(f"{self.directory}.partial")
-
-    def begin(self) -> None:
-        """Creates an empty directory on rank 0."""
-        if self.directory.exists() and not (self.directory / "config.json").exists() and any(self.directory.iterdir()):
-            raise CheckpointError(
-                f"{self.directory} is not a Hugging Face model directory, and an export replaces its content; choose a new "
-                "directory"
-            )
-        if self.rank == 0:
-            if self.partial.exists():
-                shutil.rmtree(self.partial)
-            self.partial.mkdir(parents=True)
-
-    def write(self, file: str, parameters: Sequence[_Parameter]) -> None:
-        """Gathers the parameters of one file on rank 0, which writes it."""
-        from safetensors.torch import save_file
-
-        content = {parameter.name: self._gather(parameter) for parameter in parameters}
-        if self.rank == 0 and self.error is None:
-            try:
-                save_file(content, self.partial / file, metadata={"format": "pt"})
-            except Exception as error:
-                self._fail(f"cannot write {self.partial}", error)
-
-    def check(self) -> None:
-        """Raises the first failure."""
-        if self.error is not None:
-            raise self.error
-
-    def finish(self, source: Path, files: StateDictSplit) -> None:
-        """Completes the directory on rank 0: index, configuration, tokenizer. It replaces an earlier one."""
-        if self.rank:
-            return
-        if files.is_sharded:
-            index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-            (self.partial / INDEX).write_text(json.dumps(index, indent=2))
-        dtype = str(self.dtype).removeprefix("torch.")
-        _copy_companions(source, self.partial, dtype, scalar=SCORE in files.tensor_to_filename)
-        replace_directory(self.partial, self.directory)
-
-    def _gather(self, parameter: _Parameter) -> Tensor | None:
-        """Returns the whole parameter on rank 0; None on other ranks or after a failure."""
-        import torch.distributed as dist
-
-        whole = self._whole(parameter) if self.rank == 0 and self.error is None else None
-        for box, (owner, piece) in parameter.boxes.items():
-            if self.rank not in (0, owner):
-                continue
-            part = self._read(parameter, piece) if owner == self.rank else _empty(parameter, box)
-            if owner != 0:
-                dist.recv(part, owner, self.group) if self.rank == 0 else dist.send(part, 0, self.group)
-            if whole is not None:
-                whole[tuple(slice(start, stop) for start, stop in box)] = part
-        return whole
-
-    def _whole(self, parameter: _Parameter) -> Tensor | None:
-        try:
-            return _empty(parameter, tuple((0, size) for size in parameter.shape))
-        except Exception as error:
-            self._fail("cannot read the weights to export", error)
-            return None
-
-    def _read(self, parameter: _Parameter, piece: WeightSlice) -> Tensor:
-        """Returns a contiguous copy of this rank's box on the host; zeros if that fails, because rank 0 waits for it."""
-        try:
-            return local_view(self.tensors[piece.tensor], piece).contiguous().cpu()
-        except Exception as error:
-            self._fail("cannot read the weights to export", error)
-            return _empty(parameter, piece.box).zero_()
-
-    def _fail(self, text: str, error: Exception) -> None:
-        if self.error is None:
-            self.error = CheckpointError(f"{text}: {error}")
-            self.error.__cause__ = error
+def _begin(directory: Path, partial: Path, rank: int) -> None:
+    """Creates an empty directory on rank 0."""
+    if directory.exists() and not (directory / "config.json").exists() and any(directory.iterdir()):
+        raise CheckpointError(
+            f"{directory} is not a Hugging Face model directory, and an export replaces its content; choose a new directory"
+        )
+    if rank == 0:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
 
 
-def _empty(parameter: _Parameter, box: Box) -> Tensor:
-    """Allocates host memory for a box of the parameter."""
+Held = dict[str, dict[Box, "Tensor"]]
+"""Boxes of parameters in host memory: those of this rank, and on rank 0 whole parameters."""
+
+
+def _read(parameters: Sequence[_Parameter], tensors: Mapping[str, Tensor], rank: int) -> Held:
+    """Copies what this rank gives of the parameters to host memory."""
     import torch
 
-    return torch.empty([stop - start for start, stop in box], dtype=parameter.dtype)
+    held: Held = {}
+    try:
+        for parameter in parameters:
+            mine = {box: piece for box, (owner, piece) in parameter.boxes.items() if owner == rank}
+            parts = {box: local_view(tensors[piece.tensor], piece) for box, piece in mine.items()}
+            if rank == 0:
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+                for box, part in parts.items():
+                    whole[_index(box)] = part
+                held[parameter.name] = {parameter.box: whole}
+            else:
+                held[parameter.name] = {box: part.contiguous().cpu() for box, part in parts.items()}
+    except Exception as error:
+        raise CheckpointError(f"cannot read the weights to export: {error}") from error
+    return held
+
+
+def _send_to_first(parameters: Sequence[_Parameter], held: Held, rank: int, group: ProcessGroup | None) -> None:
+    """Sends the boxes of all ranks to rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    for parameter in parameters:
+        for box, (owner, _) in parameter.boxes.items():
+            if owner and owner == rank:
+                dist.send(held[parameter.name][box], 0, group)
+            elif owner and rank == 0:
+                part = torch.empty([stop - start for start, stop in box], dtype=parameter.dtype)
+                dist.recv(part, owner, group)
+                held[parameter.name][parameter.box][_index(box)] = part
+
+
+def _write(path: Path, held: Held, rank: int) -> None:
+    """Writes whole parameters on rank 0."""
+    from safetensors.torch import save_file
+
+    try:
+        if rank == 0:
+            save_file({name: tensor for name, parts in held.items() for tensor in parts.values()}, path, {"format": "pt"})
+    except Exception as error:
+        raise CheckpointError(f"cannot write {path.parent}: {error}") from error
+
+
+def _finish(source: Path, partial: Path, directory: Path, files: StateDictSplit, dtype: torch.dtype, rank: int) -> None:
+    """Completes the directory on rank 0: index, configuration, tokenizer. It replaces an earlier one."""
+    if rank:
+        return
+    if files.is_sharded:
+        index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+        (partial / INDEX).write_text(json.dumps(index, indent=2))
+    name = str(dtype).removeprefix("torch.")
+    _copy_companions(source, partial, name, scalar=SCORE in files.tensor_to_filename)
+    replace_directory(partial, directory)
+
+
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
 
 
 def _copy_companions(source: Path, directory: Path, dtype: str, scalar: bool) -> None:

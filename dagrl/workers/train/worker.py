@@ -34,15 +34,17 @@ from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext, current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
-from dagrl.workers.families.hf_config import with_scalar_head
-from dagrl.workers.train.backend import Backend, CheckpointSave, Model, ModelSpec, Score
+from dagrl.workers.families.hf_config import model_keys, with_scalar_head
+from dagrl.workers.train.backend import Backend, Model, ModelSpec, Score
 from dagrl.workers.train.kept_logprobs import KeptLogprobs
 from dagrl.workers.train.throughput import throughput_metrics
+from dagrl.workers.train.worker_file import identity_of, read_worker_file
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from dagrl.workers.train.checkpoint import Saving
     from dagrl.workers.train.losses import MicrobatchLoss
     from dagrl.workers.train.microbatches import Microbatch, Microbatches
     from dagrl.workers.train.offload import Offloader, StatePart
@@ -72,7 +74,7 @@ class TrainWorker:
         self._kept = KeptLogprobs()
         self._channel: Channel | None = None
         self._sender: RefitSender | None = None
-        self._saving: CheckpointSave | None = None
+        self._saving: Saving | None = None
         self._warm_widths: dict[str, set[int]] = {}  # widths of packed microbatches, by phase
         self._stream: torch.cuda.Stream | None = None  # None: the default stream
         self._aborted = False
@@ -88,7 +90,8 @@ class TrainWorker:
     @classmethod
     def check_checkpoint(cls, config: Config, hf_config: Mapping[str, Json], directory: str) -> None:
         """Raises CheckpointError if the model, its precision or its adapters differ from those of a checkpoint."""
-        cls.backend_class.check_checkpoint(config, cls.model_config(hf_config), directory)
+        backend, identity = cls.backend_class, identity_of(config.policy, cls.model_config(hf_config))
+        read_worker_file(Path(directory), backend.checkpoint_format, identity, backend.computed)
 
     @classmethod
     def describe(cls, config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
@@ -461,7 +464,7 @@ class TrainWorker:
 
     def weight_config(self) -> dict[str, Json]:
         """Returns the model configuration that generation workers must agree with."""
-        return self.backend().weight_config()
+        return model_keys(self.backend().hf_config)
 
     def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
         """Opens the channel to the generation workers and prepares to send by `plan`."""
@@ -534,11 +537,13 @@ class TrainWorker:
         Returns size and checksum of the files that this worker wrote. With `background` the state is copied and still being
         written on return; `finish_checkpoint` returns the files then.
         """
-        backend = self.backend("weights", "optimizer")
+        from dagrl.workers.train.train_state import start_saving
+
+        backend, identity = self.backend("weights", "optimizer"), self._identity
         with self._running():
             self._finish_saving()
             reference = None if self._reference is None else self._reference.tensors
-            self._saving = backend.start_save(directory, reference, background=background)
+            self._saving = start_saving(directory, backend, self.context.rank, reference, identity, background=background)
             return None if background else self._finish_saving()
 
     def checkpoint_written(self) -> bool:
@@ -557,13 +562,19 @@ class TrainWorker:
 
     def load_checkpoint(self, directory: str) -> None:
         """Loads a checkpoint of the same model from any layout. Raises CheckpointError."""
-        backend = self.backend("weights", "optimizer")
+        from dagrl.workers.train.train_state import load_checkpoint
+
+        backend, identity = self.backend("weights", "optimizer"), self._identity
         with self._running():
             self._finish_saving()
-            reference, self._reference = backend.load(directory), None
+            reference, self._reference = load_checkpoint(directory, backend, self.context.rank, identity), None
             holds_reference = reference_role(self.config, load_algorithm(self.config)) == "train"
             if reference is not None and holds_reference and self._reference_model is None:
                 self._keep_reference(reference)
+
+    @property
+    def _identity(self) -> dict[str, Json]:
+        return identity_of(self.config.policy, self.backend().hf_config)
 
     def compare_checkpoint(self, directory: str) -> tuple[int, list[WeightDifference]]:
         """Loads a checkpoint as `load_checkpoint`. Returns the number of its tensors here, and those that differ from what

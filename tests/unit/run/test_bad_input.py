@@ -27,8 +27,9 @@ from dagrl.run.resume import REFERENCE
 from dagrl.runtime.phase import Input, Shard, Value, phase
 from dagrl.telemetry.record import RunPaths, lock_run
 from dagrl.workers.megatron import MegatronWorker
-from dagrl.workers.megatron.identity import FORMAT, WORKER, identity_of
+from dagrl.workers.megatron.backend import MegatronBackend
 from dagrl.workers.train.hf_load import read_hf_config
+from dagrl.workers.train.worker_file import WORKER, identity_of
 from tests.integration.unigram_workers import UnigramTrainer
 from tests.unit.run.saving import saving
 
@@ -933,7 +934,7 @@ def save_checkpoint(config: Config, model: Path) -> None:
     """Saves step 3 of the run as its train workers would: with the identity of the model in the `config.json` of `model`."""
     inputs, paths = preflight(config), RunPaths.of(config)
     identity = identity_of(inputs.config.policy, read_hf_config(model))
-    head = {"format": FORMAT, "identity": identity}
+    head = {"format": MegatronBackend.checkpoint_format, "identity": identity}
     position = open_sampler(inputs.prompts, inputs.config.data).state()
     with saving(CheckpointStore(paths.checkpoints), TrainState(3, {"grpo_sampler": position, REFERENCE: False})) as part:
         (part / "train").mkdir()

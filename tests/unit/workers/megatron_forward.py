@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -51,7 +51,7 @@ def megatron_logits(config: Hf, weights: Weights) -> Tensor:
     options.layernorm_epsilon = 1e-6
     options.moe_router_pre_softmax = options.moe_router_score_function == "softmax"
     with rank_of(ParallelLayout(), 0):
-        model_parallel_cuda_manual_seed(0)
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         spec = get_gpt_decoder_block_spec(options, use_transformer_engine=False, normalization="RMSNorm")
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = Attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from dagrl.config import Config, Json
-from dagrl.files import FileEntry
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.train.backend import ModelSpec, Score
+from dagrl.workers.train.checkpoint import Piece, whole
+from dagrl.workers.train.hf_load import read_hf_config
 from dagrl.workers.train.logprobs import TokenHead
 from dagrl.workers.train.microbatches import Microbatches
 from dagrl.workers.train.offload import StatePart
@@ -39,6 +40,7 @@ class PlainModel:
         of = [[part for part in self.weights().values() if (part.ndim > 1) is matrices] for matrices in (True, False)]
         groups = [{"params": of[0], "weight_decay": wanted.weight_decay}, {"params": of[1], "weight_decay": 0.0}]
         self.adam = torch.optim.AdamW(groups, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)
+        self.reset_optimizer()
 
     def run(self, microbatches: Microbatches, score: Score, *, backward: bool) -> list[Any]:
         reports = []
@@ -77,7 +79,16 @@ class PlainModel:
         self.adam.step()
 
     def reset_optimizer(self) -> None:
-        self.adam.state.clear()
+        for part in self.weights().values():
+            moments = {name: torch.zeros_like(part) for name in ("exp_avg", "exp_avg_sq")}
+            self.adam.state[part] = {"step": torch.zeros(()), **moments}
+
+    def step_count(self) -> float:
+        return max(float(state["step"]) for state in self.adam.state.values())
+
+    def set_step_count(self, count: float) -> None:
+        for state in self.adam.state.values():
+            state["step"].fill_(count)
 
     def state(self, part: StatePart) -> list[Tensor]:
         weights = self.weights().values()
@@ -97,19 +108,12 @@ class PlainModel:
         return StepMetrics()
 
 
-class PlainSave:
-    """Has written everything when it is made."""
-
-    is_written = True
-
-    def finish(self, timeout_s: float) -> dict[str, FileEntry]:
-        return {}
-
-
 class PlainBackend:
     """A `Backend` of one process. It knows neither layouts nor adapters."""
 
     captures = False
+    checkpoint_format = "plain-1"
+    files_group = None
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -119,8 +123,8 @@ class PlainBackend:
         pass
 
     @staticmethod
-    def check_checkpoint(config: Config, hf_config: Mapping[str, Json], directory: str) -> None:
-        pass
+    def computed(hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
+        return hf_config
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
@@ -136,6 +140,7 @@ class PlainBackend:
 
     def setup(self, address: str) -> None:
         policy = self._spec.config.policy
+        self.hf_config = read_hf_config(str(policy.model_name))
         self.model = PlainModel(Path(str(policy.model_name)), self._spec.config, self._spec.scalar)
 
     def abort(self) -> None:
@@ -167,28 +172,20 @@ class PlainBackend:
     def weight_slices(self) -> list[WeightSlice]:
         return slices_of(self.model.net, dtype="float32")
 
-    def weight_config(self) -> dict[str, Json]:
-        return {}
-
     def sent_tensors(self) -> Mapping[str, Tensor]:
         return tensors_of(self.model.net, dtype="float32")
 
     def sending(self) -> nullcontext[None]:
         return nullcontext()
 
-    def start_save(self, directory: str, reference: Mapping[str, Tensor] | None, *, background: bool) -> PlainSave:
-        counters = {"taken": self.model.steps.taken, "skipped": self.model.steps.skipped}
-        held = {"weights": self.model.net.state_dict(), "adam": self.model.adam.state_dict(), "counters": counters}
-        torch.save({**held, "reference": reference}, directory)
-        return PlainSave()
+    def pieces_to_save(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
+        for name, weight in self.model.weights().items():
+            moments = {key: value for key, value in self.model.adam.state[weight].items() if value.ndim}
+            copies = {} if reference is None else {"reference": reference[name]}
+            for key, tensor in {"weight": weight.data, **moments, **copies}.items():
+                yield whole(f"{key}.{name}", tensor)
 
-    def load(self, directory: str) -> Mapping[str, Tensor] | None:
-        held = torch.load(directory)
-        self.model.net.load_state_dict(held["weights"])
-        self.model.adam.load_state_dict(held["adam"])
-        self.model.steps.taken, self.model.steps.skipped = held["counters"]["taken"], held["counters"]["skipped"]
-        reference: Mapping[str, Tensor] | None = held["reference"]
-        return reference
+    pieces_to_load = pieces_to_save
 
     def export_hf(self, directory: str) -> None:
         self.model.net.save_pretrained(directory)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dagrl.config import PolicyConfig
 from dagrl.errors import ConfigError
-from dagrl.workers.megatron import engine_import
+from dagrl.workers.megatron import cpu
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
 
@@ -44,7 +44,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def set_version(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    for module in ("dagrl.config.worker_checks", "dagrl.workers.megatron.engine_import"):
+    for module in ("dagrl.config.worker_checks", "dagrl.workers.megatron.cpu"):
         monkeypatch.setattr(f"{module}.engine_version", lambda: version)
 
 
@@ -149,27 +149,27 @@ def test_an_installation_that_does_not_import_is_named(monkeypatch: pytest.Monke
         raise OSError("undefined symbol: cudnnFoo")
 
     set_version(monkeypatch, "2.20.2")
-    monkeypatch.setattr(engine_import.importlib, "import_module", broken)
+    monkeypatch.setattr(cpu.importlib, "import_module", broken)
     with pytest.raises(ConfigError, match=r"2\.20\.2 is installed, but its import fails: undefined symbol.*this torch, "):
-        engine_import.import_engine()
+        cpu.import_engine()
 
 
 def test_what_is_not_installed_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     set_version(monkeypatch, None)
-    monkeypatch.setattr(engine_import.importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
-    engine_import.import_engine()
+    monkeypatch.setattr(cpu.importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+    cpu.import_engine()
 
 
 def test_the_cudnn_of_torch_is_loaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDNN_HOME", "")  # so that the test leaves it as it was
     monkeypatch.delenv("CUDNN_HOME")
     loaded: list[str] = []
-    monkeypatch.setattr(engine_import.ctypes, "CDLL", loaded.append)
-    engine_import._keep_cudnn(tmp_path / "absent")
-    assert not loaded and "CUDNN_HOME" not in engine_import.os.environ
+    monkeypatch.setattr(cpu.ctypes, "CDLL", loaded.append)
+    cpu._keep_cudnn(tmp_path / "absent")
+    assert not loaded and "CUDNN_HOME" not in cpu.os.environ
     (tmp_path / "lib").mkdir()
     for name in ("libcudnn.so.9", "libcudnn_ops.so.9", "other.so"):
         (tmp_path / "lib" / name).touch()
-    engine_import._keep_cudnn(tmp_path)
+    cpu._keep_cudnn(tmp_path)
     assert loaded == [str(tmp_path / "lib" / name) for name in ("libcudnn.so.9", "libcudnn_ops.so.9")]
-    assert engine_import.os.environ["CUDNN_HOME"] == str(tmp_path)
+    assert cpu.os.environ["CUDNN_HOME"] == str(tmp_path)

@@ -22,8 +22,7 @@ from dagrl.telemetry.metrics import (
     join_optimizer_steps,
     merge_step_metrics,
 )
-from dagrl.workers.megatron.architecture import read_architecture
-from dagrl.workers.megatron.flops import PASSES, sequence_flops, step_tflop, token_flops
+from dagrl.workers.megatron.architecture import PASSES, read_architecture, sequence_flops, step_tflop, token_flops
 from dagrl.workers.train.throughput import peak_tflops, throughput_metrics
 
 SIZES: dict[str, Any] = {

@@ -13,8 +13,7 @@ from dagrl.config import Json
 from dagrl.errors import CheckpointError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCORE, with_scalar_head
-from dagrl.workers.megatron.architecture import read_architecture
-from dagrl.workers.megatron.flops import token_flops
+from dagrl.workers.megatron.architecture import read_architecture, token_flops
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
 from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf
 

@@ -10,7 +10,8 @@ import pytest
 
 from dagrl.config import PolicyConfig
 from dagrl.errors import CheckpointError
-from dagrl.workers.megatron.identity import FORMAT, WORKER, identity_of, read_worker_file
+from dagrl.workers.megatron.backend import MegatronBackend
+from dagrl.workers.train.worker_file import WORKER, identity_of, read_worker_file
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -42,6 +43,14 @@ RESCALED = {**UPGRADED, "rope_parameters": {"rope_theta": 1e6, "rope_type": "lla
 MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
+FORMAT = MegatronBackend.checkpoint_format
+
+
+def read(directory: Path, model: dict[str, Any], precision: Literal["float32", "bfloat16"] = "float32") -> dict[str, Any]:
+    identity = identity_of(PolicyConfig(precision=precision), model)
+    return read_worker_file(directory, FORMAT, identity, MegatronBackend.computed)
+
+
 def write(directory: Path, content: object) -> None:
     (directory / WORKER).write_text(json.dumps(content))
 
@@ -63,20 +72,24 @@ def of(model: dict[str, Any], precision: Literal["float32", "bfloat16"] = "float
 )
 def test_equal_models_load_however_they_are_written(tmp_path: Path, saved: dict[str, Any], mine: dict[str, Any]) -> None:
     write(tmp_path, of(saved))
-    assert read_worker_file(tmp_path, identity_of(PolicyConfig(precision="float32"), mine)) == of(saved)
+    assert read(tmp_path, mine) == of(saved)
 
 
 @pytest.mark.parametrize(
     ("saved", "mine", "message"),
     [
         (QWEN3, {**QWEN3, "rope_theta": 1e4}, r"model rope_theta = 1000000\.0 \(this run: 10000\.0\);"),
-        (QWEN3, {**QWEN3, "head_dim": 32}, r"model head_dim = 128 \(this run: 32\);"),
-        (QWEN3, {**QWEN3, "rms_norm_eps": 1e-5}, r"model rms_norm_eps = 1e-06 \(this run: 1e-05\);"),
+        (QWEN3, {**QWEN3, "head_dim": 32}, r"model head_dim = 128 \(this run: 32\), rotary_dim"),
+        (QWEN3, {**QWEN3, "rms_norm_eps": 1e-5}, r"model norm_eps = 1e-06 \(this run: 1e-05\);"),
         (QWEN3, {**QWEN3, "model_type": "qwen2", "head_dim": 128}, r"model model_type = qwen3 \(this run: qwen2\)"),
         (QWEN3, SCALED, r"model rope_type = default \(this run: llama3\), factor = None \(this run: 8\.0\)"),
         (SCALED, {**SCALED, "rope_scaling": {"type": "llama3", **LLAMA3, "factor": 4}}, r"model factor = 8\.0 .*: 4\.0\);"),
-        (MOE, {**MOE, "norm_topk_prob": True}, r"model norm_topk_prob = False \(this run: True\);"),
-        (MOE, {**MOE, "mlp_only_layers": [1]}, r"layers with experts = \[0, 1, 2, 3\] \(this run: \[0, 2, 3\]\);"),
+        (MOE, {**MOE, "norm_topk_prob": True}, r"model normalize_expert_weights = False \(this run: True\);"),
+        (
+            MOE,
+            {**MOE, "mlp_only_layers": [1]},
+            r"moe_layers = .* \(this run: \[True, False, True, True\]\);",
+        ),
         ({**QWEN3, "model_type": "gpt2"}, QWEN3, "a model that this version does not train: model_type is 'gpt2'"),
     ],
 )
@@ -85,13 +98,13 @@ def test_another_model_is_rejected_with_the_differing_keys(
 ) -> None:
     write(tmp_path, of(saved))
     with pytest.raises(CheckpointError, match=message):
-        read_worker_file(tmp_path, identity_of(PolicyConfig(precision="float32"), mine))
+        read(tmp_path, mine)
 
 
 def test_another_precision_is_rejected(tmp_path: Path) -> None:
     write(tmp_path, of(QWEN3))
     with pytest.raises(CheckpointError, match="written with precision float32, this run has bfloat16"):
-        read_worker_file(tmp_path, identity_of(PolicyConfig(precision="bfloat16"), QWEN3))
+        read(tmp_path, QWEN3, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -104,10 +117,10 @@ def test_another_precision_is_rejected(tmp_path: Path) -> None:
 def test_other_files_are_rejected_with_what_was_found(tmp_path: Path, content: object, message: str) -> None:
     write(tmp_path, content)
     with pytest.raises(CheckpointError, match=rf"worker\.json {message}"):
-        read_worker_file(tmp_path, identity_of(PolicyConfig(precision="float32"), QWEN3))
+        read(tmp_path, QWEN3)
 
 
 def test_invalid_json_is_rejected(tmp_path: Path) -> None:
     (tmp_path / WORKER).write_bytes(b"\xff{")
     with pytest.raises(CheckpointError, match=r"cannot read .*worker\.json.*written by save_checkpoint"):
-        read_worker_file(tmp_path, identity_of(PolicyConfig(precision="float32"), QWEN3))
+        read(tmp_path, QWEN3)

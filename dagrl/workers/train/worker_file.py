@@ -1,21 +1,23 @@
-"""Which model a Megatron checkpoint is of: it loads into the same model at the same precision, in any layout.
+"""`worker.json` of a train checkpoint: which model it is of, and the counters of its steps. Needs no torch.
 
-Needs neither torch nor Megatron. The manifest of the whole checkpoint has the checksum of `worker.json`.
+A checkpoint loads into the same model at the same precision, in any layout. The manifest of the whole checkpoint has the
+checksum of the file.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from dagrl.config import Json, PolicyConfig
 from dagrl.errors import CheckpointError, ConfigError
-from dagrl.workers.megatron.architecture import read_architecture
 
 WORKER = "worker.json"
-FORMAT = "dagrl-megatron-3"
+
+Computed = Callable[[Mapping[str, Json]], Mapping[str, Json]]
+"""Returns what decides the computation of the model of a `config.json`; equal for models that compute the same."""
 
 
 def identity_of(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> dict[str, Json]:
@@ -25,11 +27,11 @@ def identity_of(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> dict[str
     return {"precision": policy.precision, "adapters": adapters, "model": dict(sorted(hf_config.items()))}
 
 
-def read_worker_file(directory: Path, identity: Mapping[str, Json]) -> dict[str, Any]:
+def read_worker_file(directory: Path, file_format: str, identity: Mapping[str, Json], computed: Computed) -> dict[str, Any]:
     """Returns `worker.json` of a checkpoint that a run of this `identity` can load.
 
     Raises CheckpointError if it cannot be read or has another format, precision or model. Models are equal if they compute
-    the same (`Architecture.computed`), however `config.json` expresses it.
+    the same, however `config.json` expresses it.
     """
     path = directory / WORKER
     try:
@@ -38,22 +40,29 @@ def read_worker_file(directory: Path, identity: Mapping[str, Json]) -> dict[str,
         raise CheckpointError(
             f"cannot read {path}: {error}; expected a directory written by save_checkpoint. Resume from another checkpoint"
         ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != file_format:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
-            f"{path} has format {found!r}, expected {FORMAT!r}; it is not a checkpoint of this dagrl version"
+            f"{path} has format {found!r}, expected {file_format!r}; it is not a checkpoint of this version and train worker"
         )
-    _check_same(directory, content["identity"], identity)
+    _check_same(directory, content["identity"], identity, computed)
     return content
 
 
-def _check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], computed: Computed) -> None:
     if found["precision"] != wanted["precision"]:
         raise _other(directory, "precision", f"{found['precision']}, this run has {wanted['precision']}")
     if found.get("adapters") != wanted["adapters"]:
         here = wanted["adapters"] or "none"
         raise _other(directory, "LoRA adapters", f"{found.get('adapters') or 'none'}, this run has {here}")
-    saved, mine = _computed(directory, found["model"]), read_architecture(wanted["model"]).computed
+    try:
+        saved = computed(found["model"])
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{directory} was written with a model that this version does not train: {error}; "
+            "resume with the version that wrote it"
+        ) from error
+    mine = computed(wanted["model"])
     keys = [key for key in {**saved, **mine} if saved.get(key) != mine.get(key)]
     if keys:
         differences = (f"{key} = {saved.get(key)} (this run: {mine.get(key)})" for key in keys)
@@ -65,13 +74,3 @@ def _other(directory: Path, what: str, difference: str) -> CheckpointError:
         f"{directory} was written with {what} {difference}; resume with the same {what}, "
         "or export the checkpoint to Hugging Face format and start from that"
     )
-
-
-def _computed(directory: Path, hf_config: Mapping[str, Json]) -> dict[str, Json]:
-    try:
-        return read_architecture(hf_config).computed
-    except ConfigError as error:
-        raise CheckpointError(
-            f"{directory} was written with a model that this version does not train: {error}; "
-            "resume with the version that wrote it"
-        ) from error
