@@ -50,7 +50,7 @@ class SequencePackingConfig(Section):
     """Microbatches of one row that holds several sequences, with attention limited to each.
 
     A row is padded to the next eighth of its token budget. Replaces `train_micro_batch_size` and `logprob_batch_size`.
-    See `dagrl.workers.train.packing`.
+    See `dagrl.workers.train.row_plans`.
     """
 
     enabled: bool = derived(False, "GPUs: true; else false")

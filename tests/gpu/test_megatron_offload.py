@@ -16,7 +16,7 @@ from dagrl.config import Config
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.train import checkpoint
-from dagrl.workers.train.host_memory import StagingBuffers
+from dagrl.workers.train.checkpoint import StagingBuffers
 from dagrl.workers.train.offload import StatePart
 
 pytest.importorskip("megatron.core")

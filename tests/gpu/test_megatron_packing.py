@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dagrl.bench.train_inputs import single_worker
-from dagrl.workers.train.host_memory import upload
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
+from dagrl.workers.train.microbatches import upload
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_worker import TestedWorker, gradients_alone
 from tests.integration.test_megatron_packing import group_batch
@@ -48,7 +48,7 @@ PREFIXES = (-1, 0, 0, -1, -1, -1, 5, 5)  # the first of each row is the prefix o
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_attention_kernels_agree_with_plain_math(size: int, rank: int, heads: tuple[int, ...], dtype: torch.dtype) -> None:
     from dagrl.workers.megatron.attention import segment_attention
-    from dagrl.workers.train.segments import make_segments
+    from dagrl.workers.train.microbatches import make_segments
 
     torch.manual_seed(0)
     segments = make_segments(SEQUENCES, size, rank, torch.device("cuda"), heads)

@@ -60,7 +60,7 @@ def random_inputs(queries: int, keys: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
 def test_attention_agrees_with_plain_math(engine: Any, size: int, rank: int) -> None:
-    from dagrl.workers.train.segments import make_segments
+    from dagrl.workers.train.microbatches import make_segments
 
     torch.manual_seed(0)
     segments = make_segments(SEQUENCES, size, rank, torch.device("cuda"))
@@ -71,7 +71,7 @@ def test_attention_agrees_with_plain_math(engine: Any, size: int, rank: int) -> 
 
 
 def test_a_recording_takes_other_lengths(engine: Any) -> None:
-    from dagrl.workers.train.segments import Segments, make_segments
+    from dagrl.workers.train.microbatches import Segments, make_segments
 
     def padded(row: list[int]) -> Segments:
         """As CUDA graphs have them: room for eight segments of up to 2048 tokens, the last ones empty."""

@@ -1,6 +1,6 @@
 """Weight layouts of model families: which rank holds which box of which Hugging Face parameter, in which local tensor.
 
-Each family is one module with rules for Megatron: `dense`, `moe`, `mla`, `mamba`. All rules are pure functions of the
+Rules for Megatron: `decoder` (dense, and with experts), `mla`, `mamba`. All rules are pure functions of the
 model's `config.json` and a rank's coordinates; nothing imports torch. `docs/refit.md` explains how to add a family.
 """
 
@@ -10,11 +10,10 @@ from collections.abc import Mapping
 
 from dagrl.config import Json
 from dagrl.errors import ConfigError
-from dagrl.workers.families.dense import FAMILY as DENSE
-from dagrl.workers.families.family import Family
-from dagrl.workers.families.mamba import FAMILY as MAMBA
-from dagrl.workers.families.mla import FAMILY as MLA
-from dagrl.workers.families.moe import FAMILY as MOE
+from dagrl.workers.families.decoder import DENSE, MOE
+from dagrl.workers.families.mamba import MAMBA
+from dagrl.workers.families.megatron import Family
+from dagrl.workers.families.mla import MLA
 
 __all__ = ["FAMILIES", "find_family"]
 

@@ -8,44 +8,15 @@ with `A = -exp(A_log)` in float32. MLPs and experts have no gate.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
-from dagrl.workers.families.family import Family, ParameterNames
 from dagrl.workers.families.hf_config import ModelConfig
-from dagrl.workers.families.megatron import MegatronRank, replicated, shard_range
+from dagrl.workers.families.megatron import Family, MegatronRank, ParameterNames, replicated, shard_range
 
-RowRanges = tuple[tuple[int, int], tuple[int, int]]
-"""Row range in the HF parameter, and row range in the local tensor."""
+Range = tuple[int, int]
 
 LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
-
-
-@dataclass(frozen=True)
-class StateSpace:
-    """Sizes of a Mamba-2 mixer."""
-
-    heads: int
-    head_dim: int
-    groups: int
-    state: int
-    kernel: int
-
-    @property
-    def inner(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def group_rows(self) -> int:
-        """Rows of B; C has as many."""
-        return self.groups * self.state
-
-
-def state_space_of(model: ModelConfig) -> StateSpace:
-    """Reads the sizes from `config.json`."""
-    keys = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
-    return StateSpace(*(model.size(key) for key in keys))
 
 
 def layer_kind(model: ModelConfig, layer: int) -> str:
@@ -86,32 +57,31 @@ def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, 
 
 
 def _megatron_mixer(model: ModelConfig, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
-    space, columns = state_space_of(model), (0, model.hidden)
-    inner = shard_range(space.inner, rank.tp, f"{hf}in_proj.weight: the rows of the mamba heads")
-    heads = shard_range(space.heads, rank.tp, f"{hf}A_log: the mamba heads")
-    shard_range(space.groups, rank.tp, f"{hf}in_proj.weight: the mamba groups")
-    groups = shard_range(space.group_rows, rank.tp, f"{hf}in_proj.weight: the rows of the mamba groups")
-    for rows, at in stack_rows(space, (inner, inner, groups, groups, heads)):
+    heads, groups, state, kernel = map(model.size, ("mamba_num_heads", "n_groups", "ssm_state_size", "conv_kernel"))
+    width, columns = heads * model.size("mamba_head_dim"), (0, model.hidden)
+    inner = width, shard_range(width, rank.tp, f"{hf}in_proj.weight: the rows of the mamba heads")
+    shard_range(groups, rank.tp, f"{hf}in_proj.weight: the mamba groups")
+    group = groups * state, shard_range(groups * state, rank.tp, f"{hf}in_proj.weight: the rows of the mamba groups")
+    low, high = shard_range(heads, rank.tp, f"{hf}A_log: the mamba heads")
+    for rows, at in _stacked_rows(inner, inner, group, group, (heads, (low, high))):
         yield WeightSlice(f"{hf}in_proj.weight", (rows, columns), f"{local}in_proj.weight", (at, columns))
-    kernel = ((0, 1), (0, space.kernel))
-    for rows, at in stack_rows(space, (inner, groups, groups)):
-        yield WeightSlice(f"{hf}conv1d.weight", (rows, *kernel), f"{local}conv1d.weight", (at, *kernel))
+    taps = ((0, 1), (0, kernel))
+    for rows, at in _stacked_rows(inner, group, group):
+        yield WeightSlice(f"{hf}conv1d.weight", (rows, *taps), f"{local}conv1d.weight", (at, *taps))
         if model.flag("use_conv_bias", True):
             yield WeightSlice(f"{hf}conv1d.bias", (rows,), f"{local}conv1d.bias", (at,))
     for name, dtype in (("dt_bias", ""), ("A_log", "float32"), ("D", "float32")):
-        yield WeightSlice(f"{hf}{name}", (heads,), f"{local}{name}", ((0, heads[1] - heads[0]),), dtype)
-    yield WeightSlice(f"{hf}norm.weight", (inner,), f"{local}norm.weight", ((0, inner[1] - inner[0]),))
+        yield WeightSlice(f"{hf}{name}", ((low, high),), f"{local}{name}", ((0, high - low),), dtype)
+    start, stop = inner[1]
+    yield WeightSlice(f"{hf}norm.weight", ((start, stop),), f"{local}norm.weight", ((0, stop - start),))
     what = "the columns of the mamba heads"
-    yield rank.columns(f"{hf}out_proj.weight", f"{local}out_proj.weight", model.hidden, space.inner, what)
+    yield rank.columns(f"{hf}out_proj.weight", f"{local}out_proj.weight", model.hidden, width, what)
 
 
-def stack_rows(space: StateSpace, held: tuple[tuple[int, int], ...]) -> Iterator[RowRanges]:
-    """Yields the row ranges of a matrix that stacks z, x, B, C, dt (or x, B, C). `held` is the rank's range of each part."""
-    whole_sizes = {3: (space.inner, space.group_rows, space.group_rows)}.get(
-        len(held), (space.inner, space.inner, space.group_rows, space.group_rows, space.heads)
-    )
+def _stacked_rows(*parts: tuple[int, Range]) -> Iterator[tuple[Range, Range]]:
+    """Yields row ranges in the parameter and in the local tensor, of stacked parts: each its size, and the rank's range."""
     start = at = 0
-    for size, (low, high) in zip(whole_sizes, held, strict=True):
+    for size, (low, high) in parts:
         yield (start + low, start + high), (at, at + high - low)
         start, at = start + size, at + high - low
 
@@ -138,7 +108,7 @@ def _megatron_experts(model: ModelConfig, rank: MegatronRank, hf: str, local: st
         yield from _megatron_mlp(model, rank, f"{hf}shared_experts.", f"{local}shared_experts.", shared)
 
 
-FAMILY = Family(
+MAMBA = Family(
     "mamba",
     ("nemotron_h",),
     megatron_layer,

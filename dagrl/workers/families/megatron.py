@@ -1,4 +1,4 @@
-"""Megatron-Core's layout rules that families share: a rank's coordinates, and how Megatron shards a parameter.
+"""A model family, and Megatron-Core's layout rules that families share: how Megatron shards a parameter.
 
 Rules as in Megatron-Core 0.16: `transformer/attention.py` (query, key and value rows interleaved by query group),
 `transformer/mlp.py` (gate above up in `linear_fc1`), `transformer/moe/experts.py` (contiguous experts a rank, one tensor
@@ -9,7 +9,7 @@ sequence parallelism shard no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dagrl.errors import LayoutError
@@ -151,3 +151,30 @@ def replicated(name: str, tensor: str, *shape: int, dtype: str = "") -> WeightSl
     """Returns a parameter that every rank holds whole."""
     box: Box = tuple((0, size) for size in shape)
     return WeightSlice(name, box, tensor, box, dtype)
+
+
+@dataclass(frozen=True)
+class ParameterNames:
+    """Names of embedding, layers, final norm and head: in Hugging Face checkpoints, and of the norm in Megatron."""
+
+    embedding: str = "model.embed_tokens.weight"
+    layer: str = "model.layers"
+    norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    megatron_norm: str = "final_layernorm"
+
+    def in_vllm(self, name: str) -> str:
+        """Returns vLLM's name of a module or parameter outside fused ones."""
+        root = self.layer.removesuffix("layers")
+        name = name.replace(self.embedding, "model.embed_tokens.weight")
+        return f"model.{name.removeprefix(root)}" if name.startswith(root) else name
+
+
+@dataclass(frozen=True)
+class Family:
+    """The rules of one family. Layer rules yield the slices of one layer, given its name prefixes (HF, local)."""
+
+    name: str
+    model_types: tuple[str, ...]
+    megatron_layer: Callable[[ModelConfig, MegatronRank, int, str, str], Iterator[WeightSlice]]
+    names: ParameterNames = ParameterNames()

@@ -8,31 +8,11 @@ and shards them by rows in its local layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from dagrl.refit.slices import WeightSlice
-from dagrl.workers.families import dense
-from dagrl.workers.families.family import Family
+from dagrl.workers.families.decoder import Experts, megatron_experts, megatron_mlp
 from dagrl.workers.families.hf_config import ModelConfig
-from dagrl.workers.families.megatron import MegatronRank, replicated
-from dagrl.workers.families.moe import Experts, megatron_experts
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Sizes of latent attention. `query` is 0 if queries are not compressed."""
-
-    query: int
-    key_value: int
-    nope: int
-    rope: int
-    value: int
-
-
-def latent_of(model: ModelConfig) -> Latent:
-    """Reads the sizes from `config.json`."""
-    sizes = (model.size(key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-    return Latent(model.size("q_lora_rank", 0), *sizes)
+from dagrl.workers.families.megatron import Family, MegatronRank, replicated
 
 
 def has_experts(model: ModelConfig, layer: int) -> bool:
@@ -58,26 +38,25 @@ def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, 
         return
     norm = f"{hf}post_attention_layernorm.weight"
     yield rank.norm(norm, f"{local}pre_mlp_layernorm", f"{local}mlp.linear_fc1", model.hidden)
-    yield from dense.megatron_mlp(model, rank, hf, local)
+    yield from megatron_mlp(model, rank, hf, local)
 
 
 def _megatron_attention(model: ModelConfig, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
-    latent = latent_of(model)
-    queries, what = model.heads * (latent.nope + latent.rope), "the query heads' rows"
-    if latent.query:
-        down = (f"{hf}q_a_proj.weight", f"{local}linear_q_down_proj.weight", latent.query)
-        yield _down(rank, *down, model.hidden)
-        yield rank.norm(f"{hf}q_a_layernorm.weight", f"{local}q_layernorm", f"{local}linear_q_up_proj", latent.query)
-        yield rank.rows(f"{hf}q_b_proj.weight", f"{local}linear_q_up_proj.weight", queries, latent.query, what)
+    compressed = model.size("q_lora_rank", 0)  # 0: queries are not compressed
+    keys, nope, rope, values = map(model.size, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    queries, what = model.heads * (nope + rope), "the query heads' rows"
+    if compressed:
+        yield _down(rank, f"{hf}q_a_proj.weight", f"{local}linear_q_down_proj.weight", compressed, model.hidden)
+        yield rank.norm(f"{hf}q_a_layernorm.weight", f"{local}q_layernorm", f"{local}linear_q_up_proj", compressed)
+        yield rank.rows(f"{hf}q_b_proj.weight", f"{local}linear_q_up_proj.weight", queries, compressed, what)
     else:
         yield rank.rows(f"{hf}q_proj.weight", f"{local}linear_q_proj.weight", queries, model.hidden, what)
-    down = (f"{hf}kv_a_proj_with_mqa.weight", f"{local}linear_kv_down_proj.weight", latent.key_value + latent.rope)
-    yield _down(rank, *down, model.hidden)
-    yield rank.norm(f"{hf}kv_a_layernorm.weight", f"{local}kv_layernorm", f"{local}linear_kv_up_proj", latent.key_value)
-    rows = model.heads * (latent.nope + latent.value)
-    up = f"{local}linear_kv_up_proj.weight"
-    yield rank.rows(f"{hf}kv_b_proj.weight", up, rows, latent.key_value, "the key and value heads' rows")
-    width = model.heads * latent.value
+    down = f"{local}linear_kv_down_proj.weight"
+    yield _down(rank, f"{hf}kv_a_proj_with_mqa.weight", down, keys + rope, model.hidden)
+    yield rank.norm(f"{hf}kv_a_layernorm.weight", f"{local}kv_layernorm", f"{local}linear_kv_up_proj", keys)
+    up, rows = f"{local}linear_kv_up_proj.weight", model.heads * (nope + values)
+    yield rank.rows(f"{hf}kv_b_proj.weight", up, rows, keys, "the key and value heads' rows")
+    width = model.heads * values
     yield rank.columns(f"{hf}o_proj.weight", f"{local}linear_proj.weight", model.hidden, width, "the value heads' columns")
 
 
@@ -87,4 +66,4 @@ def _down(rank: MegatronRank, name: str, tensor: str, rows: int, columns: int) -
     return rank.rows(name, tensor, rows, columns, "the rows of a down-projection")
 
 
-FAMILY = Family("mla", ("deepseek_v3", "deepseek_v2"), megatron_layer)
+MLA = Family("mla", ("deepseek_v3", "deepseek_v2"), megatron_layer)

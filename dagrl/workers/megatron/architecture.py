@@ -12,7 +12,7 @@ from dagrl.config import Json
 from dagrl.errors import ConfigError, LayoutError
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families import moe
+from dagrl.workers.families import decoder
 from dagrl.workers.families.hf_config import ModelConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
@@ -101,7 +101,7 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
         rotary_dim=int(found.head_dim * _number(rope, "partial_rotary_factor", 1.0)),
         scalar=found.scalar,
     )
-    model = _with_experts(dense, found) if dense.model_type in moe.FAMILY.model_types else dense
+    model = _with_experts(dense, found) if dense.model_type in decoder.MOE.model_types else dense
     if model.experts_per_token == 1 and model.normalize_expert_weights:
         raise ConfigError(
             "num_experts_per_tok is 1 and expert weights are normalized, so every weight is 1 and the router cannot learn. "
@@ -203,7 +203,7 @@ def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _with_experts(dense: Architecture, model: ModelConfig) -> Architecture:
     """Adds the experts to a dense decoder, as the family's weight layout has them."""
-    experts = moe.experts_of(model)
+    experts = decoder.experts_of(model)
     return replace(
         dense,
         experts=experts.count,
@@ -213,7 +213,7 @@ def _with_experts(dense: Architecture, model: ModelConfig) -> Architecture:
         shared_ffn=experts.shared_width,
         expert_bias=experts.bias,
         expert_scale=_number(model.config, "routed_scaling_factor", 1.0) if experts.bias else 1.0,
-        moe_layers=tuple(moe.has_experts(model, layer) for layer in range(dense.layers)),
+        moe_layers=tuple(decoder.has_experts(model, layer) for layer in range(dense.layers)),
     )
 
 

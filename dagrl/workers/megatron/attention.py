@@ -21,8 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dagrl.workers.train.microbatches import Microbatch
-from dagrl.workers.train.segments import RoutedTokens, Segments
+from dagrl.workers.train.microbatches import Microbatch, RoutedTokens, Segments
 
 SegmentAttention = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 """See `segment_attention`."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, Json, PolicyConfig
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class MegatronBackend:
     """A `Backend`. `config.policy.model_name` is a Hugging Face directory."""
 
-    checkpoint_format = "dagrl-megatron-4"
+    checkpoint_format: ClassVar[str] = "dagrl-megatron-4"
 
     def __init__(self, spec: ModelSpec) -> None:
         self.context, self.config, self._spec = spec.context, spec.config, spec

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from dagrl.errors import RunError
 from dagrl.workers.megatron.attention import LayerInputs
-from dagrl.workers.train.microbatches import Microbatch
-from dagrl.workers.train.segments import RoutedTokens, Segments, rounded
+from dagrl.workers.train.microbatches import Microbatch, RoutedTokens, Segments, rounded
 
 ModelPass = Callable[[Any, Microbatch], Tensor]
 """Runs a model chunk on a microbatch and returns its output, with an autograd graph if gradients are enabled."""

@@ -34,8 +34,7 @@ from dagrl.workers.megatron.float8 import use_float8
 from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.kernels import choose_kernels
 from dagrl.workers.megatron.router import Router, pass_tokens_to_routers
-from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard
-from dagrl.workers.train.products import add_product
+from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, add_product
 
 ADAPTERS = "adapters"
 """Name of the module with a layer's LoRA adapters."""

@@ -46,8 +46,7 @@ from dagrl.telemetry.metrics import (
     Z_LOSS,
     StepMetrics,
 )
-from dagrl.workers.train.microbatches import Microbatches
-from dagrl.workers.train.segments import RoutedTokens
+from dagrl.workers.train.microbatches import Microbatches, RoutedTokens
 
 
 @dataclass

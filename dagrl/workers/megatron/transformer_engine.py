@@ -23,7 +23,7 @@ from transformer_engine.pytorch.cpp_extensions import general_gemm
 from dagrl.config import Fp8Config
 from dagrl.workers.megatron import attention
 from dagrl.workers.megatron.float8 import MULTIPLE, Kept
-from dagrl.workers.train.segments import Segments
+from dagrl.workers.train.microbatches import Segments
 
 LEAST_WORK = 1 << 29
 """Products of a query and a key, over all heads, from which on its attention is faster than FlashAttention 2 on an H200."""

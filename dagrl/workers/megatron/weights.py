@@ -12,9 +12,8 @@ from dagrl.errors import LayoutError
 from dagrl.refit.slices import STACKED, WeightSlice, numbered
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import find_family
-from dagrl.workers.families.family import Family
 from dagrl.workers.families.hf_config import SCORE, ModelConfig
-from dagrl.workers.families.megatron import MegatronModules, MegatronRank, padded_vocabulary, replicated
+from dagrl.workers.families.megatron import Family, MegatronModules, MegatronRank, padded_vocabulary, replicated
 
 
 def megatron_weight_slices(

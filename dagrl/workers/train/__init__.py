@@ -1,9 +1,9 @@
 """What every train worker does, whatever computes its model.
 
 worker     `worker.py` has the phases and what the training loops call; `backend.py` is what a backend supplies
-batches    `row_plans.py` (`packing.py`, `prefixes.py`) plans rows, `microbatches.py` (`segments.py`) makes tensors of
-           them, `losses.py` computes the loss of each, `logprobs.py` the log-probabilities of an output layer
+batches    `row_plans.py` plans rows, `microbatches.py` makes tensors of them, `losses.py` computes the loss of each,
+           `logprobs.py` the log-probabilities of an output layer
 steps      `optimizer.py` has the schedule and the order of a step, `throughput.py` its metrics
-state      `kept_logprobs.py`, `reference.py`, `offload.py` and `host_memory.py`
-files      `checkpoint.py`, `hf_load.py` and `hf_export.py`, for weights that `WeightSlice`s describe
+state      `kept_logprobs.py`, `reference.py` and `offload.py`
+files      `checkpoint.py` and `train_state.py`; `hf_load.py` and `hf_export.py`, for weights that `WeightSlice`s describe
 """

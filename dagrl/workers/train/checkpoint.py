@@ -54,7 +54,7 @@ from torch.futures import Future
 
 from dagrl.errors import CheckpointError
 from dagrl.files import FileEntry
-from dagrl.workers.train.host_memory import StagingBuffers
+from dagrl.workers.train.offload import ALIGNMENT, BUCKET_BYTES
 
 FILES = 2  # of each worker, written at once
 Result = TypeVar("Result")
@@ -118,7 +118,7 @@ class Saving:
     the other workers in `group`, in which nothing else may run meanwhile.
     """
 
-    def __init__(self, directory: str, pieces: Sequence[Piece], group: ProcessGroup, *, background: bool) -> None:
+    def __init__(self, directory: str, pieces: Sequence[Piece], group: ProcessGroup | None, *, background: bool) -> None:
         self._directory = Path(directory)
         self._pieces, self._group = (_copied(pieces) if background else pieces), group
         self._files: dict[str, FileEntry] = {}
@@ -151,7 +151,7 @@ class Saving:
         self._pieces = ()  # frees the copies
 
 
-def save(directory: Path, pieces: Sequence[Piece], group: ProcessGroup) -> dict[str, FileEntry]:
+def save(directory: Path, pieces: Sequence[Piece], group: ProcessGroup | None) -> dict[str, FileEntry]:
     """Writes the pieces of all workers. Returns size and checksum of this worker's files. Raises on all workers together."""
     writer = _Writer(directory, single_file_per_rank=True, thread_count=1)
     with _failing_together():
@@ -159,7 +159,7 @@ def save(directory: Path, pieces: Sequence[Piece], group: ProcessGroup) -> dict[
     return writer.files
 
 
-def load(directory: Path, pieces: Sequence[Piece], group: ProcessGroup) -> None:
+def load(directory: Path, pieces: Sequence[Piece], group: ProcessGroup | None) -> None:
     """Loads every piece in place, on all workers together. Raises CheckpointError on all if one cannot load its part.
 
     Nothing changes if the checkpoint has other tensors.
@@ -180,6 +180,40 @@ def _failing_together() -> Iterator[None]:
     except CheckpointException as failed:
         error = failed.failures[min(failed.failures)][0]
         raise (error if isinstance(error, Exception) else RuntimeError(repr(error))) from None
+
+
+class StagingBuffers:
+    """Copies of train state in host memory, from which a checkpoint is written while training continues.
+
+    Copies from a GPU use pinned memory and run at link speed; training stops only for that time. Torch caches the pinned
+    memory of a process, so only the first save allocates. It rounds allocations up to powers of two, so copies share
+    buckets of such sizes. Dropping this object frees the memory.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: list[Tensor] = []  # [bytes] each
+        self._filled: list[int] = []
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Copies a tensor to host memory. A copy from a GPU is complete when the current stream reaches it."""
+        return tensor.clone() if tensor.is_cpu else self.room_for(tensor).copy_(tensor, non_blocking=True)
+
+    def room_for(self, tensor: Tensor) -> Tensor:
+        """Allocates host memory for a tensor. The storage has exactly its size, because torch saves whole storages."""
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        ends = zip(self._buckets, self._filled, strict=True)
+        number = next((number for number, (bucket, filled) in enumerate(ends) if filled + size <= bucket.nbytes), None)
+        if number is None:
+            number = self._add_bucket(size)
+        start, self._filled[number] = self._filled[number], self._filled[number] + size
+        memory = self._buckets[number].numpy()
+        return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+
+    def _add_bucket(self, least: int) -> int:
+        size = 1 << (max(least, BUCKET_BYTES) - 1).bit_length()
+        self._buckets.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
+        self._filled.append(0)
+        return len(self._buckets) - 1
 
 
 def _copied(pieces: Sequence[Piece]) -> list[Piece]:

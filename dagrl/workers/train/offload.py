@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from dagrl.errors import ConfigError, RunError
-from dagrl.workers.train.host_memory import BUCKET_BYTES
+
+ALIGNMENT = 16  # bytes, of the widest element type
+BUCKET_BYTES = 256 << 20  # of pinned host memory: a power of two, to which torch's allocator rounds up
 
 StatePart = Literal["weights", "gradients", "optimizer"]
 STATE_PARTS: tuple[StatePart, ...] = get_args(StatePart)

@@ -1,28 +1,37 @@
 """Plans the rows of microbatches: which sequences of a batch go together, equally many microbatches on every worker.
 
-Rows are taken as they are, equally many per microbatch, or packed: many sequences in one row, where sequences with a common
-prefix (`dagrl.workers.train.prefixes`) can share its tokens. Imported only where torch is.
+Rows are taken as they are, equally many per microbatch, or packed: many sequences in one row of at most a number of tokens,
+padded to one of a few widths, so that kernels see known shapes. Packed sequences that begin with the same tokens can share
+these: the samples of a prompt, or the two answers of a preference. Imported only where torch is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from dagrl.config import PolicyConfig
 from dagrl.config.settings import least_shared
+from dagrl.errors import DataError
 from dagrl.runtime.layout import Coordinates, ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.workers.train.packing import fitting_width, pack, pack_widths, spread
-from dagrl.workers.train.prefixes import PrefixGroup, divided, prefix_groups
-from dagrl.workers.train.segments import Indices
 
 TAIL = 64  # tokens of one padding sequence: short ones cost attention little
+WIDTHS = 8  # number of widths of packed microbatches: eighths of the budget
+MOST_LEVELS = 64  # of groups within groups that are tried
+
+Indices = npt.NDArray[np.int64]
+
+Bins = list[list[int]]
+"""Microbatches, each a list of ascending sequence indices."""
 
 
 @dataclass(frozen=True)
@@ -174,3 +183,145 @@ def _width_multiple(layout: ParallelLayout) -> int:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def pack(lengths: Sequence[int], budget: int) -> Bins:
+    """Packs every sequence into microbatches of at most `budget` tokens: first fit, the longest sequence first.
+
+    Raises DataError if a sequence is longer.
+    """
+    if len(lengths) and max(lengths) > budget:
+        raise DataError(
+            f"a sequence of {max(lengths)} tokens does not fit a microbatch of {budget}; raise "
+            "policy.sequence_packing.train_mb_tokens and logprob_mb_tokens, or shorten the data"
+        )
+    bins: Bins = []
+    room = np.zeros(len(lengths), np.int64)
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        fits = np.flatnonzero(room[: len(bins)] >= lengths[row])
+        if len(fits):
+            index = int(fits[0])
+        else:
+            index = len(bins)
+            bins.append([])
+            room[index] = budget
+        bins[index].append(row)
+        room[index] -= lengths[row]
+    return [sorted(rows) for rows in bins]
+
+
+def spread(lengths: Sequence[int], bins: Bins, count: int, budget: int) -> Bins:
+    """Distributes the sequences of `bins` evenly over `count` >= len(bins) microbatches.
+
+    Assigns the longest first to the microbatch with the fewest tokens. If that is worse, returns `bins` with empty ones.
+    """
+    rows = sorted((row for held in bins for row in held), key=lambda row: -lengths[row])
+    heap = [(0, index) for index in range(count)]
+    even: Bins = [[] for _ in range(count)]
+    for row in rows:
+        tokens, index = heapq.heappop(heap)
+        even[index].append(row)
+        heapq.heappush(heap, (tokens + lengths[row], index))
+    kept = [*bins, *([] for _ in range(count - len(bins)))]
+    better = max(tokens for tokens, _ in heap) <= min(budget, largest(lengths, kept))
+    return [sorted(held) for held in (even if better else kept)]
+
+
+def largest(lengths: Sequence[int], bins: Bins) -> int:
+    """Returns the tokens of the largest microbatch."""
+    return max((sum(lengths[row] for row in rows) for rows in bins), default=0)
+
+
+def pack_widths(budget: int, multiple: int) -> tuple[int, ...]:
+    """Returns the widths of packed microbatches, ascending: eighths of the budget, rounded up to `multiple`."""
+    return tuple(sorted({-(-budget * part // (WIDTHS * multiple)) * multiple for part in range(1, WIDTHS + 1)}))
+
+
+def fitting_width(tokens: int, widths: Sequence[int]) -> int:
+    """Returns the smallest of the ascending `widths` that holds `tokens`."""
+    return next(width for width in widths if width >= tokens)
+
+
+@dataclass(frozen=True)
+class PrefixGroup:
+    """Rows of a batch whose first `shared` tokens are computed once."""
+
+    rows: tuple[int, ...]
+    shared: int
+
+    @property
+    def saved(self) -> int:
+        """Number of tokens that are not computed again."""
+        return (len(self.rows) - 1) * self.shared
+
+
+def prefix_groups(batch: Batch, least: float | None) -> list[PrefixGroup]:
+    """Returns the groups that save the most tokens. Each row with tokens is in one, possibly alone.
+
+    If they save less than `least` of the batch's tokens, or with None, every row is alone. Only neighbours are compared, as
+    rows of a prompt follow each other in every batch. The last token that all rows of a group have in common is not shared.
+    Its hidden state predicts the first token that differs, and each hidden state has one label. Tokens whose labels are in
+    the loss are not shared either.
+    """
+    rows = np.flatnonzero(batch["lengths"])
+    alone = [PrefixGroup((row,), 0) for row in rows.tolist()]
+    if least is None:
+        return alone
+    runs = _best(_common_tokens(batch, rows).tolist(), 0, len(rows), 0)[1]
+    groups = [PrefixGroup(tuple(rows[start:stop].tolist()), shared) for start, stop, shared in runs]
+    return groups if sum(group.saved for group in groups) >= least * batch["lengths"].sum() else alone
+
+
+def divided(groups: Sequence[PrefixGroup], lengths: npt.NDArray[np.int64], budget: int) -> Iterator[tuple[int, PrefixGroup]]:
+    """Yields parts of the groups that fit `budget` tokens, each with the number of its group.
+
+    Parts have up to half the budget, so that microbatches can be filled evenly; up to all of it if the prefix is long.
+    """
+    for number, group in enumerate(groups):
+        limit = budget // 2 if 4 * group.shared <= budget else budget
+        part, tokens = list[int](), group.shared
+        for row in group.rows:
+            own = int(lengths[row]) - group.shared
+            if part and tokens + own > limit:
+                yield number, PrefixGroup(tuple(part), group.shared)
+                part, tokens = [], group.shared
+            part.append(row)
+            tokens += own
+        yield number, PrefixGroup(tuple(part), group.shared)
+
+
+def _common_tokens(batch: Batch, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+    """Returns how many tokens each of these rows can share with the next one, [rows - 1]."""
+    ends, places = batch["lengths"] - 1, np.arange(batch.tokens)
+    if "loss_mask" in batch.fields:
+        scored = (batch["loss_mask"] != 0) & (places > 0) & (places <= ends[:, None])
+        ends = np.where(scored.any(1), scored.argmax(1) - 1, ends)
+    ends = ends[rows]
+    tokens = batch["tokens"][:, : ends.max(initial=0) + 2][rows]
+    equal = np.pad(tokens[1:] == tokens[:-1], ((0, 0), (0, 1)))
+    common: npt.NDArray[np.int64] = np.minimum(np.minimum(ends[1:], ends[:-1]), np.maximum(equal.argmin(1) - 1, 0))
+    return common
+
+
+Runs = list[tuple[int, int, int]]
+"""Runs of rows: first, end, and the number of tokens that they share."""
+
+
+def _best(common: Sequence[int], start: int, stop: int, level: int) -> tuple[int, Runs]:
+    """Returns the runs of the rows `start` to `stop` that save the most tokens, and how many they save.
+
+    They are one run, or separated where neighbours have the least in common.
+    """
+    if stop - start < 2:
+        return 0, [(start, stop, 0)][: stop - start]
+    between = common[start : stop - 1]
+    least = min(between)
+    saved = (stop - start - 1) * least
+    if level == MOST_LEVELS:
+        return saved, [(start, stop, least)]
+    cuts = [start, *(start + 1 + place for place, tokens in enumerate(between) if tokens == least), stop]
+    parts = [_best(common, first, end, level + 1) for first, end in pairwise(cuts)]
+    apart = sum(part for part, _ in parts)
+    if saved > apart:
+        return saved, [(start, stop, least)]
+    return apart, [run for _, runs in parts for run in runs]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class PlainBackend:
     """A `Backend` of one process. It knows neither layouts nor adapters."""
 
     captures = False
-    checkpoint_format = "plain-1"
+    checkpoint_format: ClassVar[str] = "plain-1"
     files_group = None
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from dagrl.workers.train.host_memory import StagingBuffers, upload
 
 from dagrl.workers.train import host_memory
-from dagrl.workers.train.host_memory import StagingBuffers, upload
 
 SHAPES = [((300, 7), torch.float32), ((5,), torch.bfloat16), ((2, 3, 4), torch.float32), ((1,), torch.int64)] * 40
 

@@ -126,7 +126,7 @@ def over_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_what_cudnn_does_not_take_takes_flash_attention(over_double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dagrl.workers.train.segments import make_segments
+    from dagrl.workers.train.microbatches import make_segments
 
     taken: list[str] = []
 

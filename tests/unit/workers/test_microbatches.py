@@ -15,8 +15,7 @@ from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.workers.train.microbatches import Microbatch, RoutedModel, split_batch, warmup_batches
-from dagrl.workers.train.prefixes import prefix_groups
-from dagrl.workers.train.row_plans import ParallelRank, SplitRule
+from dagrl.workers.train.row_plans import ParallelRank, SplitRule, prefix_groups
 
 WIDTH = 24
 RULES = {

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagrl.errors import DataError
-from dagrl.workers.train.packing import fitting_width, largest, pack, pack_widths, spread
+from dagrl.workers.train.row_plans import fitting_width, largest, pack, pack_widths, spread
 
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=60)
 

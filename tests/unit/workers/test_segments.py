@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dagrl.workers.train.segments import Segments, make_segments, zigzag
+from dagrl.workers.train.microbatches import Segments, make_segments, zigzag
 
 CPU = torch.device("cpu")
 SIZES = [2, 3, 4]

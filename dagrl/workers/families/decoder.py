@@ -1,5 +1,7 @@
-"""Mixture of experts with grouped-query attention: Qwen3-MoE, Qwen2-MoE (a gated shared expert), Mixtral, GLM-4.5 (shared
-experts, a router with sigmoid scores and an expert bias).
+"""Decoders with grouped-query attention, dense or with experts.
+
+Llama, Qwen2 and Qwen2.5 (bias on query, key and value), Qwen3 (per-head norms of queries and keys). With experts: Qwen3-MoE,
+Qwen2-MoE (a gated shared expert), Mixtral, GLM-4.5 (shared experts, a router with sigmoid scores and an expert bias).
 """
 
 from __future__ import annotations
@@ -8,10 +10,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dagrl.refit.slices import WeightSlice
-from dagrl.workers.families import dense
-from dagrl.workers.families.family import Family
 from dagrl.workers.families.hf_config import ModelConfig
-from dagrl.workers.families.megatron import MegatronRank, replicated
+from dagrl.workers.families.megatron import Family, MegatronRank, replicated
+
+
+def dense_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
+    """Yields attention and MLP, each with the norm before it."""
+    yield from megatron_attention(model, rank, hf, local)
+    yield rank.norm(
+        f"{hf}post_attention_layernorm.weight", f"{local}pre_mlp_layernorm", f"{local}mlp.linear_fc1", model.hidden
+    )
+    yield from megatron_mlp(model, rank, hf, local)
+
+
+def megatron_attention(model: ModelConfig, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
+    """Yields grouped-query attention and the norm before it."""
+    qkv = f"{local}self_attention.linear_qkv"
+    yield rank.norm(f"{hf}input_layernorm.weight", f"{local}input_layernorm", qkv, model.hidden)
+    yield from rank.attention(model, f"{hf}self_attn.", f"{local}self_attention.")
+
+
+def megatron_mlp(model: ModelConfig, rank: MegatronRank, hf: str, local: str) -> Iterator[WeightSlice]:
+    """Yields the MLP without its norm."""
+    yield from rank.gated_mlp(f"{hf}mlp.", f"{local}mlp.", model.hidden, model.ffn, "the rows of intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -63,12 +84,12 @@ def has_experts(model: ModelConfig, layer: int) -> bool:
     return layer not in without and (layer + 1) % model.size("decoder_sparse_step", 1, least=1) == 0
 
 
-def megatron_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
+def moe_layer(model: ModelConfig, rank: MegatronRank, layer: int, hf: str, local: str) -> Iterator[WeightSlice]:
     """Yields a dense layer with router, experts and shared experts instead of the MLP."""
     if not has_experts(model, layer):
-        yield from dense.megatron_layer(model, rank, layer, hf, local)
+        yield from dense_layer(model, rank, layer, hf, local)
         return
-    yield from dense.megatron_attention(model, rank, hf, local)
+    yield from megatron_attention(model, rank, hf, local)
     yield from megatron_experts(model, rank, experts_of(model), hf, local)
 
 
@@ -90,4 +111,5 @@ def megatron_experts(model: ModelConfig, rank: MegatronRank, experts: Experts, h
             yield replicated(f"{block}shared_expert_gate.weight", f"{to}gate_weight", 1, model.hidden)
 
 
-FAMILY = Family("moe", ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe"), megatron_layer)
+DENSE = Family("dense", ("llama", "qwen2", "qwen3"), dense_layer)
+MOE = Family("moe", ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe"), moe_layer)
