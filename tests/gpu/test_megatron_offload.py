@@ -60,7 +60,7 @@ BATCH = train_batch(4, 512, VOCABULARY)
 def held(worker: MegatronWorker) -> list[torch.Tensor]:
     """Returns copies of weights and optimizer state."""
     trainer = worker.megatron().trainer
-    return [tensor.clone() for tensor in (*trainer.weight_tensors(), *trainer.optimizer_tensors())]
+    return [tensor.clone() for tensor in (*trainer.state("weights"), *trainer.state("optimizer"))]
 
 
 def runs_within(worker: MegatronWorker, rows: Batch, limit: int) -> bool:

@@ -274,9 +274,9 @@ class TestedWorker(MegatronWorker):
 
         trainer = self.trainer
         tensors = {
-            "weights": trainer.weight_tensors(),
-            "gradients": trainer.gradient_tensors(),
-            "optimizer": trainer.optimizer_tensors(),
+            "weights": trainer.state("weights"),
+            "gradients": trainer.state("gradients"),
+            "optimizer": trainer.state("optimizer"),
         }
         return {part: sum(storage.nbytes() for storage in unique_storages(held)) for part, held in tensors.items()}
 

@@ -101,7 +101,7 @@ def test_a_worker_keeps_no_memory_after_shutdown(name: str, tiny_models: dict[st
     with single_worker(reference.make_config(tiny_models[name]), TestedWorker) as made:
         made.train_step(reference.make_batch(), "likelihood")
         trainer = made.megatron().trainer
-        held = [*trainer.model.parameters().values(), *trainer.gradient_tensors(), *trainer.optimizer_tensors()]
+        held = [*trainer.model.parameters().values(), *trainer.state("gradients"), *trainer.state("optimizer")]
         alive = [weakref.ref(tensor) for tensor in held]
         del trainer, held
     gc.collect()

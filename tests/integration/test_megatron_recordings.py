@@ -59,7 +59,7 @@ def worker(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Ite
     with single_worker(reference.make_config(tiny_models["qwen3"]), TestedWorker) as made:
         trainer = made.megatron().trainer
         trainer.model_pass = cuda_graphs.RecordedPasses(
-            list(trainer.model.parameters().values()), trainer.gradient_tensors()
+            list(trainer.model.parameters().values()), trainer.state("gradients")
         )
         yield made
     assert not GraphDouble.alive
@@ -198,7 +198,7 @@ def test_steps_of_recorded_experts_are_those_of_plain_ones(
             if graphs:
                 made.config, trainer = config.model_copy(update={"policy": policy}), made.megatron().trainer
                 trainer.model_pass = cuda_graphs.RecordedPasses(
-                    list(trainer.model.weights().values()), trainer.gradient_tensors()
+                    list(trainer.model.weights().values()), trainer.state("gradients")
                 )
                 with replay_context(ReplayContext("train_step", 0, True)):
                     made.train_step(batch, "likelihood")

@@ -28,7 +28,7 @@ from dagrl.workers.train.adapters import check_adapters, read_adapters, targets,
 from dagrl.workers.train.backend import ModelSpec
 from dagrl.workers.train.groups import abort_groups, gather_objects, run_on_all_ranks, start_checkpoint_group
 from dagrl.workers.train.hf_export import export_hf
-from dagrl.workers.train.hf_load import ParameterShapes, check_hf, has_scalar_head, load_hf, read_hf_config
+from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf, read_hf_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +104,7 @@ class MegatronBackend:
         """Joins the group at `address`, builds this rank's part of the model and loads its weights."""
         cpu.adapt()
         from dagrl.workers.megatron.experts import check_grouped_kernel
-        from dagrl.workers.megatron.model import build_model
+        from dagrl.workers.megatron.kv_scales import KvScales
         from dagrl.workers.megatron.trainer import frozen_trainer, make_trainer
         from dagrl.workers.train.optimizer import OptimizerSteps
 
@@ -121,14 +121,13 @@ class MegatronBackend:
         if self.captures and architecture.experts:
             check_grouped_kernel()
         with spec.start_parts.part("model and weights"):
-            model = build_model(architecture, config.policy, layout, spec.device)
-            shapes = parameter_shapes(self.hf_config)
-            load_hf(self._source, self.slices_of(self.context.rank), shapes, model.tensors())
+            model = self._load(self._source, self.hf_config)
         if architecture.scalar and not has_scalar_head(self._source):
             deviation = self.hf_config.get("initializer_range", 0.02)
             model.init_scalar_head(float(cast(float, deviation)), config.seed)
-        self.adapters = self._make_adapters(model, shapes)
-        self.kv_scales = self._make_kv_scales(model)
+        self.adapters = self._make_adapters(model)
+        if has_fp8_kv_cache(config):
+            self.kv_scales = KvScales(model.chunks, architecture.layers, layout, self.context.coordinates, spec.device)
         with spec.start_parts.part("optimizer"):
             if spec.trains:
                 self._trainer = make_trainer(model, OptimizerSteps(config), config, layout)
@@ -201,16 +200,22 @@ class MegatronBackend:
     def frozen_model(self, directory: Path) -> Trainer:
         """Loads another model, which only runs forward and without recordings."""
         from dagrl.workers.megatron.cuda_graphs import plain_pass
-        from dagrl.workers.megatron.model import build_model
         from dagrl.workers.megatron.trainer import frozen_trainer
 
-        hf_config, layout = read_hf_config(directory), self.context.layout
+        model = self._load(directory, read_hf_config(directory))
+        trainer = frozen_trainer(model, self.config, self.context.layout)
+        trainer.model_pass = plain_pass
+        return trainer
+
+    def _load(self, directory: Path, hf_config: Mapping[str, Json]) -> ModelChunks:
+        """Builds this rank's part of a model and fills it from a Hugging Face directory."""
+        from dagrl.workers.megatron.model import build_model
+
+        layout = self.context.layout
         model = build_model(read_architecture(hf_config), self.config.policy, layout, self._spec.device)
         slices = megatron_weight_slices(hf_config, layout, self.context.rank)
         load_hf(directory, slices, parameter_shapes(hf_config), model.tensors())
-        trainer = frozen_trainer(model, self.config, layout)
-        trainer.model_pass = plain_pass
-        return trainer
+        return model
 
     # ---- refits
 
@@ -269,11 +274,9 @@ class MegatronBackend:
         write = self.context.rank == 0
         run_on_all_ranks(self.files_group, lambda: write_adapters(directory, base, settings, adapters) if write else None)
 
-    @contextmanager
-    def _merged(self) -> Iterator[None]:
-        """Context in which the model's parameters include any adapters."""
-        with self.adapters.merged() if self.adapters is not None else nullcontext():
-            yield
+    def _merged(self) -> AbstractContextManager[None]:
+        """Returns a context in which the model's parameters include any adapters."""
+        return nullcontext() if self.adapters is None else self.adapters.merged()
 
     @property
     def files_group(self) -> ProcessGroup:
@@ -291,7 +294,7 @@ class MegatronBackend:
         """Returns the parts of a checkpoint that a rank holds."""
         return megatron_weight_slices(self.hf_config, self.context.layout, rank)
 
-    def _make_adapters(self, model: ModelChunks, shapes: ParameterShapes) -> Adapters | None:
+    def _make_adapters(self, model: ModelChunks) -> Adapters | None:
         import torch
 
         from dagrl.workers.megatron.lora import add_adapters
@@ -305,20 +308,12 @@ class MegatronBackend:
             for rank in range(layout.world_size)
             if replace(layout.coordinates(rank), tp=place.tp, etp=place.etp, ep=place.ep, edp=place.edp) == place
         ]
-        own = self.slices_of(self.context.rank)
+        own, shapes = self.slices_of(self.context.rank), parameter_shapes(self.hf_config)
         adapters = add_adapters(model, own, siblings, shapes, settings, self.config.seed)
         if settings.adapter_path is not None:
             with torch.no_grad():
                 read_adapters(settings.adapter_path, adapters.held)
         return adapters
-
-    def _make_kv_scales(self, model: ModelChunks) -> KvScales | None:
-        from dagrl.workers.megatron.kv_scales import KvScales
-
-        if not has_fp8_kv_cache(self.config):
-            return None
-        layers = model.architecture.layers
-        return KvScales(model.chunks, layers, self.context.layout, self.context.coordinates, self._spec.device)
 
 
 def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:

@@ -19,7 +19,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -36,7 +35,7 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor
 
 from dagrl.config import PeftConfig
-from dagrl.refit.slices import Box, WeightSlice, expand
+from dagrl.refit.slices import WeightSlice, expand
 from dagrl.workers.megatron.model import ADAPTERS, ModelChunks
 from dagrl.workers.train.adapters import AdapterShapes, adapter_names, is_target
 
@@ -55,7 +54,7 @@ Factors = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class AdapterStack:
-    """The adapters of one local weight, computed together.
+    """The adapters of one local weight, computed together, in the same order on all tensor-parallel ranks.
 
     A fused query, key and value weight has a part per head group, and a product for each would take longer to launch than to
     compute. With the rows of all B under each other: row `sources[i]` of them belongs at `places[i]`, which is
@@ -68,6 +67,20 @@ class AdapterStack:
     places: Tensor
     whole: bool
     columns: slice
+
+    @classmethod
+    def of(cls, weight: Tensor, pieces: Sequence[WeightSlice], adapters: Mapping[str, Adapter]) -> AdapterStack:
+        """Stacks the adapters of a local weight whose `pieces` are these, from top to bottom."""
+        starts = dict(zip(adapters, accumulate((len(b) for _, b in adapters.values()), initial=0), strict=False))
+        sources, places = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
+        for piece in pieces:
+            if piece.name in adapters:
+                sources.append(torch.arange(*piece.box[0]) + starts[piece.name])
+                places.append(torch.arange(*piece.local[-2]) * len(adapters) + list(adapters).index(piece.name))
+        given, taken = (torch.cat(found).to(weight.device) for found in (sources, places))
+        length = sum(len(b) for _, b in adapters.values())
+        whole = len(adapters) == 1 and torch.equal(given, taken) and len(given) == len(weight) == length
+        return cls(list(adapters.values()), len(weight), given, taken, whole, slice(*pieces[0].box[1]))
 
     def factors(self) -> Factors:
         """Returns the factors, differentiable in the adapters."""
@@ -118,33 +131,19 @@ class LayerAdapters(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class WeightPart:
-    """Rows of a local weight, the box of a Hugging Face parameter in them, and its adapter, if it has one."""
-
-    rows: slice
-    box: Box
-    adapter: Adapter | None
-
-
-@dataclass(frozen=True)
 class AdaptedWeight:
-    """One local weight, and its parts from top to bottom.
-
-    `adapters` have the same order on all tensor-parallel ranks, which gather products with them. Parts may not: with fewer
-    key-value heads than ranks, one rank has rows of queries, another of keys and values.
-    """
+    """One local weight, `base`, and its adapters."""
 
     module: torch.nn.Module
     base: torch.nn.Parameter
-    parts: tuple[WeightPart, ...]
-    adapters: tuple[Adapter, ...]
+    stack: AdapterStack
     scale: float
     whole_gradient: bool  # whether the layer computes the gradient of the merged weight
 
     def merge(self) -> None:
         """Gives the module the merged weight for the running pass, and keeps the adapters' factors with it."""
         with torch.set_grad_enabled(self.whole_gradient and torch.is_grad_enabled()):
-            factors = self._stack.factors()
+            factors = self.stack.factors()
             # Entries of the module's own dictionary hide its parameter, which stays registered.
             self.module.__dict__.update(weight=torch.addmm(self.base, *factors, alpha=self.scale), factors=factors)
 
@@ -155,28 +154,12 @@ class AdaptedWeight:
 
     def merged(self) -> Tensor:
         """Returns the weight with its adapters, differentiable in them."""
-        return torch.addmm(self.base, *self._stack.factors(), alpha=self.scale)
+        return torch.addmm(self.base, *self.stack.factors(), alpha=self.scale)
 
     def running(self) -> tuple[AdapterStack, Factors] | None:
         """Returns what `merge` merged, until `forget`."""
         factors = self.module.__dict__.get("factors")
-        return None if factors is None else (self._stack, factors)
-
-    @cached_property
-    def _stack(self) -> AdapterStack:
-        adapters = self.adapters
-        numbers = {id(adapter): number for number, adapter in enumerate(adapters)}
-        starts = list(accumulate((len(adapter[1]) for adapter in adapters), initial=0))
-        sources, places = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, dtype=torch.long)]
-        for part in self.parts:
-            if part.adapter is not None:
-                number = numbers[id(part.adapter)]
-                sources.append(torch.arange(*part.box[0]) + starts[number])
-                places.append(torch.arange(part.rows.start, part.rows.stop) * len(adapters) + number)
-        given, taken = (torch.cat(found).to(self.base.device) for found in (sources, places))
-        whole = len(adapters) == 1 and torch.equal(given, taken) and len(given) == len(self.base) == starts[-1]
-        columns = slice(*self.parts[0].box[1])
-        return AdapterStack(adapters, len(self.base), given, taken, whole, columns)
+        return None if factors is None else (self.stack, factors)
 
 
 class Adapters:
@@ -190,9 +173,9 @@ class Adapters:
         }
         self._disabled = False
         self._scaled: dict[str, Tensor] = {}
-        for layer, weights in layers.items():
-            layer.register_forward_pre_hook(lambda *_, weights=weights: self._merge(weights))
-            layer.register_forward_hook(lambda *_, weights=weights: _forget(weights), always_call=True)
+        for layer in layers:
+            layer.register_forward_pre_hook(self._merge)
+            layer.register_forward_hook(self._forget, always_call=True)
 
     def sent(self) -> dict[str, Tensor]:
         """Returns A, and B times the scale, by their names in a refit of adapters alone. `scale_sent` updates the latter."""
@@ -232,14 +215,13 @@ class Adapters:
             for weight, data in zip(weights, kept, strict=True):
                 weight.base.data = data
 
-    def _merge(self, weights: Sequence[AdaptedWeight]) -> None:
-        for weight in () if self._disabled else weights:
+    def _merge(self, layer: torch.nn.Module, *_: object) -> None:
+        for weight in () if self._disabled else self.layers[layer]:
             weight.merge()
 
-
-def _forget(weights: Sequence[AdaptedWeight]) -> None:
-    for weight in weights:
-        weight.forget()
+    def _forget(self, layer: torch.nn.Module, *_: object) -> None:
+        for weight in self.layers[layer]:
+            weight.forget()
 
 
 def add_adapters(
@@ -276,9 +258,8 @@ def add_adapters(
         held = {name: _new_adapter(name, shapes[name], base, settings, seed) for name in shared if is_target(name, settings)}
         for name, adapter in held.items():
             layer.get_submodule(ADAPTERS).add(name, adapter)  # type: ignore[operator]
-        parts = tuple(WeightPart(slice(*piece.local[-2]), piece.box, held.get(piece.name)) for piece in pieces)
         whole = "local_experts" in match[2] or not isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        weight = AdaptedWeight(module, base, parts, tuple(held.values()), scale, whole)
+        weight = AdaptedWeight(module, base, AdapterStack.of(base, pieces, held), scale, whole)
         if not whole:
             leave_weight_out(module, weight.running, scale)
         layers.setdefault(layer, []).append(weight)
@@ -385,17 +366,13 @@ def _new_adapter(name: str, shape: Sequence[int], base: torch.nn.Parameter, sett
     bound = 1 / math.sqrt(inputs)  # PEFT's kaiming_uniform_(a=sqrt(5))
     a = torch.empty(dim, inputs).uniform_(-bound, bound, generator=generator)
     a, b = (torch.nn.Parameter(value.to(device=base.device, dtype=base.dtype)) for value in (a, torch.zeros(outputs, dim)))
-    for parameter in (a, b):
-        _mark(parameter, is_expert=not _is_dense(base))
+    marked: list[Any] = [a, b]
+    for parameter in marked:  # Megatron reads the replicas' group, and which rank counts the parameter in gradient norms
+        parameter.allreduce = _is_dense(base)
+        if not parameter.allreduce:
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+            parameter.shared = parallel_state.get_expert_tensor_parallel_rank() > 0
     return a, b
-
-
-def _mark(parameter: Any, is_expert: bool) -> None:
-    """Sets what Megatron reads: the replicas' group, and which rank counts the parameter in gradient norms."""
-    parameter.allreduce = not is_expert
-    if is_expert:
-        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-        parameter.shared = parallel_state.get_expert_tensor_parallel_rank() > 0
 
 
 def _replica(parameter: Any) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ uninitialized; `dagrl.workers.train.hf_load` fills them. Imported only where Meg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -165,26 +165,23 @@ class ModelChunks:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns parameters by Megatron's name, with the prefix `vp{stage}.` if there are virtual stages. No adapters."""
-        return {name: parameter for name, parameter in self._all().items() if f".{ADAPTERS}." not in name}
+        named = self._named(chunk.named_parameters() for chunk in self.chunks)
+        return {name: parameter for name, parameter in named if f".{ADAPTERS}." not in name}
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """Returns the parameters that training changes: all, or with LoRA the adapters alone."""
-        return {name: parameter for name, parameter in self._all().items() if parameter.requires_grad}
-
-    def _all(self) -> dict[str, torch.nn.Parameter]:
-        return self._named(lambda chunk: chunk.named_parameters())
-
-    def _named(self, tensors: Callable[[HiddenStatesModel], Iterable[tuple[str, Named]]]) -> dict[str, Named]:
-        several = len(self.chunks) > 1
-        return {
-            (f"vp{stage}.{name}" if several else name): tensor
-            for stage, chunk in enumerate(self.chunks)
-            for name, tensor in tensors(chunk)
-        }
+        named = self._named(chunk.named_parameters() for chunk in self.chunks)
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
 
     def expert_biases(self) -> dict[str, Tensor]:
         """Returns the routers' biases by Megatron's name. Optimizer steps change them without gradients."""
-        return self._named(lambda chunk: ((name, one) for name, one in chunk.named_buffers() if name.endswith(EXPERT_BIAS)))
+        named = self._named(chunk.named_buffers() for chunk in self.chunks)
+        return {name: bias for name, bias in named if name.endswith(EXPERT_BIAS)}
+
+    def _named(self, tensors: Iterable[Iterable[tuple[str, Named]]]) -> Iterator[tuple[str, Named]]:
+        for stage, named in enumerate(tensors):
+            prefix = f"vp{stage}." if len(self.chunks) > 1 else ""
+            yield from ((f"{prefix}{name}", tensor) for name, tensor in named)
 
     def weights(self) -> dict[str, Tensor]:
         """Returns everything that a checkpoint of the model has: `parameters()` and `expert_biases()`."""
@@ -231,6 +228,10 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
 
     On a GPU the rotary embedding is our own kernel.
     """
+
+    def leave(weight: Tensor) -> Tensor:
+        return weight
+
     dtype = getattr(torch, policy.precision)
     config = TransformerConfig(
         **_sizes(architecture),
@@ -243,9 +244,9 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         use_cpu_initialization=not torch.cuda.is_available(),
         # Weights come from a checkpoint. `perform_initialization` stays on because it marks tensor-parallel parameters;
         # otherwise the gradient norm would count them on one worker only.
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
+        init_method=leave,
+        output_layer_init_method=leave,
+        embedding_init_method=leave,
         # Losses are sums over the global batch. Otherwise Megatron divides by microbatches and data-parallel workers.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
@@ -256,16 +257,13 @@ def transformer_config(architecture: Architecture, policy: PolicyConfig, layout:
         persist_layer_norm=False,
     )
     if not policy.peft.enabled:  # a merged weight has no buffer
-        use_added_gradients(config)
+        layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = AddedGradients, True
+        config.gradient_accumulation_fusion = True
     if torch.cuda.is_available():
         from dagrl.workers.megatron.triton_kernels import use_layer_kernels
 
         use_layer_kernels(config)
     return config
-
-
-def _leave(weight: Tensor) -> Tensor:
-    return weight
 
 
 def _sizes(architecture: Architecture) -> dict[str, Any]:
@@ -385,16 +383,11 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     if rope["rope_type"] == "linear":
         return frequencies / float(rope["factor"])
     if rope["rope_type"] == "llama3":
-        return _llama3_frequencies(frequencies, {name: float(rope[name]) for name in ROPE_PARAMETERS["llama3"]})
+        # Low frequencies are divided by `factor`, high ones stay, and those between are blended.
+        factor, low, high, original = (float(rope[name]) for name in ROPE_PARAMETERS["llama3"])
+        blend = ((original / (2 * torch.pi / frequencies) - low) / (high - low)).clamp(0, 1)
+        return (1 - blend) * frequencies / factor + blend * frequencies
     return frequencies
-
-
-def _llama3_frequencies(frequencies: Tensor, rope: dict[str, float]) -> Tensor:
-    """Divides low frequencies by `factor`, keeps high ones and blends those between (Llama 3.1's scaling)."""
-    factor, low, high, original = (rope[name] for name in ROPE_PARAMETERS["llama3"])
-    wavelengths = 2 * torch.pi / frequencies
-    blend = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * frequencies / factor + blend * frequencies
 
 
 class AddedGradients:
@@ -410,9 +403,3 @@ class AddedGradients:
         add_product(total, gradient.T, inputs)
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
-
-
-def use_added_gradients(config: Any) -> None:
-    """Makes linear layers built with this Megatron configuration add weight gradients to Megatron's buffers."""
-    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = AddedGradients, True
-    config.gradient_accumulation_fusion = True

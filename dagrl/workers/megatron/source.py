@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Json
 from dagrl.errors import LayoutError, RefitPlanError
-from dagrl.refit.slices import STACKED, WeightSlice, expand, numbered, volume
+from dagrl.refit.slices import STACKED, WeightSlice, expand, numbered
 from dagrl.refit.sources import check_plain
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.train.hf_load import VOCABULARY_TENSORS, uncovered
 
 if TYPE_CHECKING:
     import torch
-
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def _layout(models: Sequence[Any]) -> tuple[ParallelLayout, int]:
 
 
 def _modules(tensors: Mapping[str, torch.Tensor]) -> MegatronModules:
-    rows = next((len(one) for name, one in tensors.items() if name.endswith((_EMBEDDING, _HEAD))), None)
+    rows = next((len(one) for name, one in tensors.items() if name.endswith(VOCABULARY_TENSORS)), None)
     return MegatronModules(
         transformer_engine=any(name.endswith(".layer_norm_weight") for name in tensors),
         grouped_experts=any(name.endswith(".experts.linear_fc1.weight0") for name in tensors),
@@ -109,12 +108,8 @@ def _modules(tensors: Mapping[str, torch.Tensor]) -> MegatronModules:
 
 def _checked(slices: Sequence[WeightSlice], tensors: Mapping[str, torch.Tensor]) -> Sequence[WeightSlice]:
     """Returns the slices. Raises RefitPlanError unless they cover every element, except the vocabulary's padding."""
-    left = {name: tensor.numel() for name, tensor in tensors.items()}
-    for one in expand(slices):
-        if one.tensor not in left:
-            raise RefitPlanError(f"the model has no {one.tensor!r}, which {one.name!r} of the checkpoint would be in")
-        left[one.tensor] -= volume(one.box)
-    odd = [name for name, count in left.items() if count and not name.endswith((_EMBEDDING, _HEAD))]
+    left = uncovered(list(expand(slices)), tensors)
+    odd = [name for name, count in left.items() if count and not name.endswith(VOCABULARY_TENSORS)]
     if odd:
         raise RefitPlanError(
             f"the rules of this family do not describe {', '.join(map(repr, odd[:4]))} of {len(odd)} tensors of the model; "

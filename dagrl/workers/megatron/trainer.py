@@ -56,7 +56,7 @@ class Trainer:
         self.load = ExpertLoad(self.model.chunks, self.model.config)
         self.model_pass = plain_pass
         if self.settings.policy.megatron_cfg.cuda_graphs:
-            self.model_pass = RecordedPasses(list(self.model.weights().values()), self.gradient_tensors())
+            self.model_pass = RecordedPasses(list(self.model.weights().values()), self.state("gradients"))
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the model's parameters and expert biases."""
@@ -175,10 +175,23 @@ class Trainer:
             self.optimizer.reload_model_params()
 
     def state(self, part: StatePart) -> list[Tensor]:
-        """Returns the tensors of a part of the state."""
+        """Returns the tensors of a part of the state.
+
+        Gradients are Megatron's buffers, of which every parameter's `main_grad` is a view. The optimizer has moments, and
+        float32 master weights unless they are the weights themselves.
+        """
+        if part == "gradients":
+            if self.optimizer is None:
+                return []
+            return [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        parameters = [parameter.data for chunk in self.model.chunks for parameter in chunk.parameters()]
+        weights = [*parameters, *self.model.expert_biases().values()]
         if part == "weights":
-            return self.weight_tensors()
-        return self.gradient_tensors() if part == "gradients" else self.optimizer_tensors()
+            return weights
+        theirs = {storage._cdata for storage in unique_storages(weights)}
+        masters = [p.data for inner in self.inner_optimizers() for group in inner.param_groups for p in group["params"]]
+        moments = [value for _, state in self._states() for value in state.values() if value.ndim]  # without step counts
+        return [tensor for tensor in (*masters, *moments) if tensor.untyped_storage()._cdata not in theirs]
 
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """Returns the torch optimizers inside Megatron's: dense parameters, then experts."""
@@ -190,30 +203,12 @@ class Trainer:
             return []
         return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
 
-    def weight_tensors(self) -> list[torch.Tensor]:
-        """Returns the model's parameters, adapters and expert biases."""
-        parameters = [parameter.data for chunk in self.model.chunks for parameter in chunk.parameters()]
-        return [*parameters, *self.model.expert_biases().values()]
-
-    def gradient_tensors(self) -> list[torch.Tensor]:
-        """Returns Megatron's gradient buffers. `main_grad` of every parameter is a view of one."""
-        if self.optimizer is None:
-            return []
-        return [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-
-    def optimizer_tensors(self) -> list[torch.Tensor]:
-        """Returns moments, and float32 master weights unless they are the weights themselves."""
-        weights = {storage._cdata for storage in unique_storages(self.weight_tensors())}
-        masters = [p.data for inner in self.inner_optimizers() for group in inner.param_groups for p in group["params"]]
-        moments = [value for _, state in self._states() for value in state.values() if value.ndim]  # without step counts
-        return [tensor for tensor in (*masters, *moments) if tensor.untyped_storage()._cdata not in weights]
-
     @property
     def _device(self) -> torch.device:
         device: torch.device = next(self.model.chunks[0].parameters()).device
         return device
 
-    def _states(self) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+    def _states(self) -> Iterator[tuple[Any, dict[str, Tensor]]]:
         for inner in self.inner_optimizers():
             yield from inner.state.items()
 

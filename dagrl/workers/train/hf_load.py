@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dagrl.config import Json
-from dagrl.errors import CheckpointError
+from dagrl.errors import CheckpointError, LayoutError
 from dagrl.refit.slices import WeightSlice, expand, volume
 from dagrl.workers.families.hf_config import SCORE, ModelConfig
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_VOCABULARY_TENSORS = ("word_embeddings.weight", "output_layer.weight")
+VOCABULARY_TENSORS = ("word_embeddings.weight", "output_layer.weight")
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 
 
@@ -57,7 +57,11 @@ def load_hf(
     `shapes`, with those shapes.
     """
     slices = list(expand(slices))
-    _check_covered_here(slices, tensors)
+    for name, left in uncovered(slices, tensors).items():
+        if left and not name.endswith(VOCABULARY_TENSORS):
+            raise CheckpointError(
+                f"the weight layout does not cover {left} of the {tensors[name].numel()} elements of {name!r}"
+            )
     for tensor in tensors.values():
         tensor.zero_()
     pieces: dict[str, list[WeightSlice]] = {}
@@ -84,16 +88,14 @@ def local_view(tensor: Tensor, piece: WeightSlice) -> Tensor:
     return view.view(view.shape[len(piece.local) - len(piece.box) :]) if len(piece.local) > len(piece.box) else view
 
 
-def _check_covered_here(slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> None:
-    """Checks that slices cover every element of every tensor, except vocabulary padding."""
-    covered = dict.fromkeys(tensors, 0)
+def uncovered(slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Returns how many elements of each tensor have no slice. Raises LayoutError for a slice of a tensor that is missing."""
+    left = {name: tensor.numel() for name, tensor in tensors.items()}
     for piece in slices:
-        if piece.tensor not in covered:
-            raise CheckpointError(f"the weight layout names {piece.tensor!r}, which the model does not have")
-        covered[piece.tensor] += volume(piece.box)
-    for name, tensor in tensors.items():
-        if covered[name] != tensor.numel() and not name.endswith(_VOCABULARY_TENSORS):
-            raise CheckpointError(f"the weight layout covers {covered[name]} of the {tensor.numel()} elements of {name!r}")
+        if piece.tensor not in left:
+            raise LayoutError(f"the model has no {piece.tensor!r}, in which {piece.name!r} of the checkpoint would be")
+        left[piece.tensor] -= volume(piece.box)
+    return left
 
 
 def _by_file(names: Iterable[str], shapes: ParameterShapes, directory: str | Path) -> dict[Path, list[str]]:

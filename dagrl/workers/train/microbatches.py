@@ -256,18 +256,13 @@ class _MicrobatchPlan:
         """Plans the microbatch of these rows of equal width on this worker."""
         size = rank.layout.cp
         plain = size == 1 and all(len(row) == 1 for row in rows)
-        pieces, heads = [piece for row in rows for piece in row], _heads(rows)
+        pieces, heads, last = [piece for row in rows for piece in row], list[int](), -1
+        for index, piece in enumerate(pieces):
+            last = last if piece.start else index
+            heads.append(last if piece.start else -1)
         lengths = [[piece.tokens for piece in row] for row in rows]
         segments = None if plain else make_segments(lengths, size, rank.at.cp, rank.device, heads)
         return _MicrobatchPlan(pieces, heads, (len(rows), sum(lengths[0]) // size), segments)
-
-
-def _heads(rows: Sequence[PlannedRow]) -> list[int]:
-    heads, last = list[int](), -1
-    for index, piece in enumerate(piece for row in rows for piece in row):
-        last = last if piece.start else index
-        heads.append(last if piece.start else -1)
-    return heads
 
 
 def _prefixes(plans: Sequence[_MicrobatchPlan], rows: int) -> Indices:
@@ -331,10 +326,12 @@ def _microbatches(
         tokens = _fill_padding(tokens, by_token["tokens"], table, lengths, model.vocabulary)
     sizes = [rows * width for rows, width in (plan.shape for plan in plans)]
     columns = [torch.split(one, sizes) for one in (tokens, labels, table.positions, table.following, *data.values())]
-    return tuple(
-        _microbatch([column[number].view(plan.shape) for column in columns], list(data), plan.segments, len(lengths) + 1)
-        for number, plan in enumerate(plans)
-    )
+    items: list[Microbatch] = []
+    for plan, parts in zip(plans, zip(*columns, strict=True), strict=True):
+        token, label, position, target, *own = (part.view(plan.shape) for part in parts)
+        named = dict(zip(data, own, strict=True))
+        items.append(Microbatch(token, label, position, target, named, plan.segments, len(lengths) + 1))
+    return tuple(items)
 
 
 def _with_routed_tokens(
@@ -349,17 +346,12 @@ def _with_routed_tokens(
     else:
         taken = recorded.flatten(0, 1).index_select(0, torch.where(inside, table.sources, 0))
         taken = torch.where(inside[:, None], taken, MISSING)
-        columns.append(torch.split(_ids(taken, model.record), sizes))
+        ids = taken if model.record.dtype.itemsize == 1 else taken.contiguous().view(torch.int16)  # 255 or -1: no record
+        columns.append(torch.split(ids.view(len(ids), model.record.layers, model.record.chosen), sizes))
     return tuple(
         replace(item, routed=RoutedTokens(*(_as_hidden(part, item.tokens.shape, rank) for part in parts)))  # type: ignore[arg-type]
         for item, *parts in zip(items, *columns, strict=True)
     )
-
-
-def _ids(recorded: Tensor, record: RoutedLayers) -> Tensor:
-    """Returns ids [tokens, layers, chosen] from bytes [tokens, bytes]. Without a record they are no expert's: 255 or -1."""
-    ids = recorded if record.dtype.itemsize == 1 else recorded.contiguous().view(torch.int16)
-    return ids.view(len(ids), record.layers, record.chosen)
 
 
 def _as_hidden(values: Tensor | None, shape: Sequence[int], rank: ParallelRank) -> Tensor | None:
@@ -385,11 +377,6 @@ def _fill_padding(taken: Tensor, tokens: Tensor, table: _Table, lengths: Tensor,
     column = number - (ends - lengths)[row]
     own = tokens.flatten().index_select(0, (row * tokens.shape[1] + column).clamp(max=tokens.numel() - 1))
     return torch.where(padding, torch.where(ends[-1] > 0, own, order.remainder(vocabulary).to(own.dtype)), taken)
-
-
-def _microbatch(parts: Sequence[Tensor], names: Sequence[str], segments: Segments | None, sequences: int) -> Microbatch:
-    tokens, labels, positions, targets, *data = parts
-    return Microbatch(tokens, labels, positions, targets, dict(zip(names, data, strict=True)), segments, sequences)
 
 
 def zigzag(indices: Tensor, held: Tensor, size: int, rank: int) -> Tensor:
@@ -480,10 +467,6 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Ten
         np.copyto(memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape), array)
     there = host.to(device, non_blocking=True)
     return [
-        there[start : start + array.nbytes].view(_torch_type(array)).view(array.shape)
+        there[start : start + array.nbytes].view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
         for array, start in zip(arrays, starts, strict=True)
     ]
-
-
-def _torch_type(array: npt.NDArray[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype

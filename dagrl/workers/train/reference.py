@@ -36,9 +36,21 @@ class ReferencePolicy:
     @contextmanager
     def in_place_of(self, policy: Parameters) -> Iterator[None]:
         """Context in which `policy` has the reference's weights. Afterwards it has its own, in the original memory."""
-        swap = self.where == "host" and next(iter(policy.values())).is_cuda
-        with _exchanged(policy, self.tensors) if swap else _pointed_at(policy, self.tensors):
+        if self.where == "host" and next(iter(policy.values())).is_cuda:
+            _exchange(policy, self.tensors)
+            try:
+                yield
+            finally:
+                _exchange(policy, self.tensors)
+            return
+        own = {name: parameter.data for name, parameter in policy.items()}
+        try:
+            for name, parameter in policy.items():
+                parameter.data = self.tensors[name]
             yield
+        finally:
+            for name, parameter in policy.items():
+                parameter.data = own[name]
 
 
 def _placed(tensor: Tensor, where: ReferencePlacement, device: torch.device) -> Tensor:
@@ -46,27 +58,6 @@ def _placed(tensor: Tensor, where: ReferencePlacement, device: torch.device) -> 
     if where == "device" or device.type == "cpu":
         return tensor.detach().to(device, copy=True)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
-
-
-@contextmanager
-def _pointed_at(policy: Parameters, reference: Mapping[str, Tensor]) -> Iterator[None]:
-    kept = {name: parameter.data for name, parameter in policy.items()}
-    try:
-        for name, parameter in policy.items():
-            parameter.data = reference[name]
-        yield
-    finally:
-        for name, parameter in policy.items():
-            parameter.data = kept[name]
-
-
-@contextmanager
-def _exchanged(policy: Parameters, reference: Mapping[str, Tensor]) -> Iterator[None]:
-    _exchange(policy, reference)
-    try:
-        yield
-    finally:
-        _exchange(policy, reference)
 
 
 def _exchange(policy: Parameters, reference: Mapping[str, Tensor]) -> None:

@@ -108,9 +108,13 @@ def _packed(batch: Batch, lengths: Indices, rule: SplitRule, rank: ParallelRank)
     count = _round_up(_max_over_dp(len(bins), rank), _rounds(rank.layout))
     bins = spread(sizes, bins, count, budget)
     rows = [_pieces(_joined(units[index] for index in held), lengths, each) for held in bins]
-    tokens = max(sum(piece.tokens for piece in row) for row in rows)
-    width = fitting_width(_max_over_dp(tokens, rank), row_widths(rule, rank.layout))
-    return [[_filled_row(row, width, each)] for row in rows]
+    tokens = _max_over_dp(max(sum(piece.tokens for piece in row) for row in rows), rank)
+    width = next(width for width in row_widths(rule, rank.layout) if width >= tokens)
+    longest = _round_up(TAIL, each)
+    for row in rows:
+        left = width - sum(piece.tokens for piece in row)
+        row += [Piece(-1, 0, min(longest, left - start)) for start in range(0, left, longest)]
+    return [[row] for row in rows]
 
 
 def _joined(units: Iterable[tuple[int, PrefixGroup]]) -> list[PrefixGroup]:
@@ -132,12 +136,6 @@ def _pieces(groups: Iterable[PrefixGroup], lengths: Indices, each: int) -> list[
     return pieces
 
 
-def _filled_row(row: list[Piece], width: int, each: int) -> PlannedRow:
-    left = width - sum(piece.tokens for piece in row)
-    most = _round_up(TAIL, each)
-    return [*row, *(Piece(-1, 0, min(most, left - start)) for start in range(0, left, most))]
-
-
 def _max_over_dp(number: int, rank: ParallelRank) -> int:
     """Returns the maximum of `number` over the data-parallel workers, at least 1."""
     if rank.layout.dp == 1:
@@ -148,8 +146,9 @@ def _max_over_dp(number: int, rank: ParallelRank) -> int:
 
 
 def row_widths(rule: SplitRule, layout: ParallelLayout) -> tuple[int, ...]:
-    """Returns the widths that packed rows are padded to, ascending."""
-    return pack_widths(_budget(rule, layout), _width_multiple(layout))
+    """Returns the widths that packed rows are padded to, ascending: eighths of the budget, rounded up."""
+    budget, multiple = _budget(rule, layout), _width_multiple(layout)
+    return tuple(sorted({_round_up(-(-budget * part // WIDTHS), multiple) for part in range(1, WIDTHS + 1)}))
 
 
 def _budget(rule: SplitRule, layout: ParallelLayout) -> int:
@@ -230,16 +229,6 @@ def spread(lengths: Sequence[int], bins: Bins, count: int, budget: int) -> Bins:
 def largest(lengths: Sequence[int], bins: Bins) -> int:
     """Returns the tokens of the largest microbatch."""
     return max((sum(lengths[row] for row in rows) for rows in bins), default=0)
-
-
-def pack_widths(budget: int, multiple: int) -> tuple[int, ...]:
-    """Returns the widths of packed microbatches, ascending: eighths of the budget, rounded up to `multiple`."""
-    return tuple(sorted({-(-budget * part // (WIDTHS * multiple)) * multiple for part in range(1, WIDTHS + 1)}))
-
-
-def fitting_width(tokens: int, widths: Sequence[int]) -> int:
-    """Returns the smallest of the ascending `widths` that holds `tokens`."""
-    return next(width for width in widths if width >= tokens)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagrl.errors import DataError
-from dagrl.workers.train.row_plans import fitting_width, largest, pack, pack_widths, spread
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.train.row_plans import SplitRule, largest, pack, row_widths, spread
 
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=60)
 
@@ -39,9 +40,8 @@ def test_spread_microbatches_are_even() -> None:
 
 
 def test_widths_are_eighths_of_the_budget() -> None:
-    assert pack_widths(4096, 8) == (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096)
-    assert pack_widths(20, 8) == (8, 16, 24)
-    assert fitting_width(513, pack_widths(4096, 8)) == 1024
+    assert row_widths(SplitRule(True, 1, 4096), ParallelLayout(tp=8)) == (512, 1024, 1536, 2048, 2560, 3072, 3584, 4096)
+    assert row_widths(SplitRule(True, 1, 20), ParallelLayout(tp=8)) == (8, 16, 24)
 
 
 def test_a_sequence_longer_than_the_budget_is_an_error() -> None:
