@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -192,29 +192,5 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 def gather_keys(key: Tensor, value: Tensor, order: Tensor, group: Any) -> tuple[Tensor, Tensor]:
     """Gathers keys and values [len(order), kv_heads, d] of all context-parallel workers, from [tokens, kv_heads, d]."""
-    both = gather_sequence(torch.stack((key, value), dim=1), group).index_select(0, order)
+    both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=group).index_select(0, order)
     return both[:, 0], both[:, 1]
-
-
-class _GatherSequence(torch.autograd.Function):
-    """All-gather along dimension 0. The backward pass is a reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        whole = local.new_empty(dist.get_world_size(group) * len(local), *local.shape[1:])
-        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].contiguous()
-        local = grad.new_empty(len(grad) // dist.get_world_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(local, grad, group=ctx.group)
-        return local, None
-
-
-def gather_sequence(local: Tensor, group: Any) -> Tensor:
-    """Gathers `local` [s, ...] of all workers in `group`, in rank order, to [size * s, ...]. Differentiable."""
-    gathered: Tensor = _GatherSequence.apply(local, group)  # type: ignore[no-untyped-call]
-    return gathered

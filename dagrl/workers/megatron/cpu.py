@@ -19,6 +19,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,13 +33,10 @@ _MODULES = (
     "pipeline_parallel.schedules",
     "distributed",
     "optimizer",
-    "optimizer_param_scheduler",
     "tensor_parallel",
     "transformer.moe.moe_layer",
     "transformer.moe.token_dispatcher",
     "transformer.moe.experts",
-    "dist_checkpointing.strategies.filesystem_async",
-    "dist_checkpointing.strategies.state_dict_saver",
 )
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
 
@@ -50,17 +48,27 @@ def adapt() -> None:
     if torch.cuda.is_available():
         import_engine()
         return
-    with _no_compilation():
-        for name in _MODULES:
-            importlib.import_module(f"megatron.core.{name}")
+    _patch_megatron()
     view = _torch_view()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = view  # type: ignore[attr-defined]
-    _use_cpu_generator()
+
+
+@cache
+def _patch_megatron() -> None:
+    import torch
+
+    with _no_compilation():
+        for name in _MODULES:
+            importlib.import_module(f"megatron.core.{name}")
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     _pass_split_sizes_as_numbers()
     _gather_unequal_parts()
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -146,29 +154,18 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _use_cpu_generator() -> None:
-    import torch
-    from megatron.core.tensor_parallel import random as megatron_random
-
-    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-
-
 def _pass_split_sizes_as_numbers() -> None:
     """Converts split sizes to NumPy for the token dispatcher. Megatron does that only when copying from a GPU."""
     import torch
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     original = moe_utils.maybe_move_tensor_to_cpu
-    if getattr(original, "adapted", False):
-        return
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if as_numpy and torch.is_tensor(tensor):
             return tensor.numpy()
         return original(tensor, as_numpy, record_stream)
 
-    move.adapted = True  # type: ignore[attr-defined]
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = move
 
 
@@ -179,8 +176,6 @@ def _gather_unequal_parts() -> None:
     from megatron.core.tensor_parallel import mappings
 
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
-    if getattr(gather, "adapted", False):
-        return
 
     def gather_parts(tensor: Any, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if sizes is None or group.size() == 1:
@@ -199,7 +194,6 @@ def _gather_unequal_parts() -> None:
         dist.all_reduce(whole, group=group)
         return whole.split([int(size) for size in sizes])[group.rank()].clone()
 
-    gather_parts.adapted = True  # type: ignore[attr-defined]
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_parts, reduce_scatter_parts
 
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
@@ -67,13 +66,6 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         first, second = (partial(linear, weights) for weights in zip(*layers, strict=True))
         output, _ = MLP.forward(_MlpModule(self.config, self.local_experts[0].activation_func, first, second), hidden, probs)
         return output, None
-
-
-def join_experts(model: torch.nn.Module) -> None:
-    """Brings the weights of every layer's experts together."""
-    for part in model.modules():
-        if isinstance(part, GroupedExperts):
-            part.join_weights()
 
 
 class _MlpModule(NamedTuple):
@@ -232,13 +224,6 @@ class LocalDispatcher:
         """Returns the sum of each token's outputs, in the shape of the hidden states."""
         summed: Tensor = _Sum.apply(outputs, self._order)  # type: ignore[no-untyped-call]
         return summed.view(self._shape)
-
-
-def use_local_dispatch(model: torch.nn.Module) -> None:
-    """Gives the layers of a model whose experts are all on this worker a `LocalDispatcher`."""
-    for layer in model.modules():
-        if isinstance(layer, MoELayer) and layer.token_dispatcher.ep_size == layer.token_dispatcher.tp_size == 1:
-            layer.token_dispatcher = LocalDispatcher(layer.router)
 
 
 class _Spread(torch.autograd.Function):

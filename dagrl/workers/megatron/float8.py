@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.nn.functional import pad
 
 from dagrl.config import Fp8Config
 from dagrl.config.worker_checks import check_float8
 from dagrl.errors import ConfigError
-from dagrl.workers.megatron.attention import gather_sequence
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENTS = {"e4m3": E4M3, "hybrid": E5M2}
@@ -148,7 +148,7 @@ class _Float8Linear(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         split: bool,
     ) -> Tensor:
-        whole = gather_sequence(inputs, group) if split else inputs
+        whole = gather_from_sequence_parallel_region(inputs, group=group) if split else inputs
         output, kept = products.output(whole.flatten(0, -2), weight, trained)
         ctx.save_for_backward(weight, *kept.tensors)
         ctx.form, ctx.products, ctx.group, ctx.split, ctx.shape = kept.form, products, group, split, whole.shape

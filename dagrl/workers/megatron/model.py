@@ -29,7 +29,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import padded_vocabulary
 from dagrl.workers.megatron.architecture import ROPE_PARAMETERS, Architecture
 from dagrl.workers.megatron.attention import CausalAttention, LayerInputs, RMSNorm
-from dagrl.workers.megatron.experts import GroupedExperts, experts_last_first, join_experts, use_local_dispatch
+from dagrl.workers.megatron.experts import GroupedExperts, LocalDispatcher, experts_last_first
 from dagrl.workers.megatron.float8 import use_float8
 from dagrl.workers.megatron.groups import parallel_sizes
 from dagrl.workers.megatron.kernels import choose_kernels
@@ -213,11 +213,13 @@ def build_model(
     chunks = tuple(_build_chunk(architecture, config, layout, stage).to(device) for stage in range(layout.vpp))
     kernels = choose_kernels(policy, device)
     for chunk in chunks:
-        join_experts(chunk)
-        use_local_dispatch(chunk)
         for part in chunk.modules():
             if isinstance(part, CausalAttention):
                 part.attend = kernels.attend
+            elif isinstance(part, GroupedExperts):
+                part.join_weights()
+            elif isinstance(part, MoELayer) and part.token_dispatcher.ep_size == part.token_dispatcher.tp_size == 1:
+                part.token_dispatcher = LocalDispatcher(part.router)
         if policy.megatron_cfg.fp8_cfg.enabled:
             use_float8(chunk, policy.megatron_cfg.fp8_cfg, kernels.float8)
     return ModelChunks(architecture, config, chunks)

@@ -68,57 +68,46 @@ class ShardedParameter:
             yield from self.pieces(f"{STATE}.{name}.", content, span)
 
 
-def sharded_parameters(trainer: Trainer) -> list[ShardedParameter]:
-    """Returns the parameters that training changes on this rank, in the same order on all data-parallel replicas."""
-    return _sharded(trainer, trainer.model.trained())
-
-
-def sharded_biases(trainer: Trainer) -> list[ShardedParameter]:
-    """Returns the expert biases, which have no optimizer state; none with LoRA, which leaves them as they are."""
-    return _sharded(trainer, {} if trainer.settings.policy.peft.enabled else trainer.model.expert_biases())
-
-
 def _sharded(trainer: Trainer, weights: Mapping[str, Tensor]) -> list[ShardedParameter]:
+    """Returns the weights on this rank, in the same order on all data-parallel replicas."""
     sharded: dict[int, Any] = {}
     for chunk in trainer.model.chunks:
         adapters = [value for module in chunk.modules() if isinstance(module, LayerAdapters) for value in module.sharded()]
         for value in (*chunk.sharded_state_dict().values(), *adapters):
             if isinstance(value, ShardedTensor | ShardedTensorFactory):
                 sharded[id(value.data)] = value
-    return [
-        ShardedParameter(name, weight, _boxes(sharded[id(weight)]), _is_replica(sharded[id(weight)]), _replica_group(weight))
-        for name, weight in sorted(weights.items())
-    ]
+    found: list[ShardedParameter] = []
+    for name, weight in sorted(weights.items()):
+        own = sharded[id(weight)]
+        boxes = own.build() if isinstance(own, ShardedTensorFactory) else [own]
+        assert all(box.data.is_contiguous() for box in boxes), f"{own.key} is not split along its first axis"
+        found.append(ShardedParameter(name, weight, boxes, any(own.replica_id[:-1]), _replica_group(weight)))
+    return found
 
 
-def _boxes(sharded: Any) -> list[Any]:
-    boxes = sharded.build() if isinstance(sharded, ShardedTensorFactory) else [sharded]
-    assert all(box.data.is_contiguous() for box in boxes), f"{sharded.key} is not split along its first axis"
-    return list(boxes)
-
-
-def _is_replica(sharded: Any) -> bool:
-    return any(sharded.replica_id[:-1])
+def _biases(trainer: Trainer) -> Mapping[str, Tensor]:
+    """Returns the expert biases, which have no optimizer state; none with LoRA, which leaves them as they are."""
+    return {} if trainer.settings.policy.peft.enabled else trainer.model.expert_biases()
 
 
 def pieces_to_save(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
     """Yields what this rank saves: live tensors."""
-    for number, shard in enumerate(sharded_parameters(trainer)):
+    for number, shard in enumerate(_sharded(trainer, trainer.model.trained())):
         mine = number % dist.get_world_size(shard.group) == dist.get_rank(shard.group)
         if mine and not shard.is_replica:
             yield from shard.weights(reference)
         if (mine or _is_sharded(trainer)) and not shard.is_replica:
             yield from shard.states(trainer)
-    for shard in sharded_biases(trainer):
+    for shard in _sharded(trainer, _biases(trainer)):
         if not shard.is_replica and not dist.get_rank(shard.group):
             yield from shard.weights(reference)
 
 
 def pieces_to_load(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
     """Yields what this rank loads, in place. `reference` is set if the checkpoint has a reference policy."""
-    for shard in sharded_biases(trainer):
+    for shard in _sharded(trainer, _biases(trainer)):
         yield from shard.weights(reference)
-    for shard in sharded_parameters(trainer):
+    for shard in _sharded(trainer, trainer.model.trained()):
         yield from shard.weights(reference)
         yield from shard.states(trainer)
 
