@@ -23,10 +23,10 @@ def layer_kind(model: ModelConfig, layer: int) -> str:
     """Returns M, *, - or E, from `layers_block_type` (transformers 5) or `hybrid_override_pattern`."""
     kinds = model.config.get("layers_block_type")
     if isinstance(kinds, list):
-        found = LETTERS.get(str(kinds[layer]))
-        if found is None:
+        letter = LETTERS.get(str(kinds[layer]))
+        if letter is None:
             raise ConfigError(f"layers_block_type has {kinds[layer]!r}; the mamba family knows {', '.join(LETTERS)}")
-        return found
+        return letter
     pattern = model.text("hybrid_override_pattern")
     if len(pattern) != model.layers:
         raise ConfigError(

@@ -59,21 +59,21 @@ class MegatronRank:
 
     def rows(self, name: str, tensor: str, rows: int, columns: int, what: str) -> WeightSlice:
         """Returns a column-parallel weight: `name` sharded by rows."""
-        held = shard_range(rows, self.tp, f"{name}: {what}")
-        return WeightSlice(name, (held, (0, columns)), tensor, ((0, held[1] - held[0]), (0, columns)))
+        shard = shard_range(rows, self.tp, f"{name}: {what}")
+        return WeightSlice(name, (shard, (0, columns)), tensor, ((0, shard[1] - shard[0]), (0, columns)))
 
     def columns(self, name: str, tensor: str, rows: int, columns: int, what: str) -> WeightSlice:
         """Returns a row-parallel weight: `name` sharded by columns."""
-        held = shard_range(columns, self.tp, f"{name}: {what}")
-        return WeightSlice(name, ((0, rows), held), tensor, ((0, rows), (0, held[1] - held[0])))
+        shard = shard_range(columns, self.tp, f"{name}: {what}")
+        return WeightSlice(name, ((0, rows), shard), tensor, ((0, rows), (0, shard[1] - shard[0])))
 
     def gated_mlp(self, hf: str, local: str, hidden: int, width: int, what: str) -> Iterator[WeightSlice]:
         """Yields `linear_fc1` (this rank's `[gate; up]`) and `linear_fc2` (columns of down)."""
-        held = shard_range(width, self.tp, f"{hf}gate_proj.weight: {what}")
-        size, columns = held[1] - held[0], (0, hidden)
+        shard = shard_range(width, self.tp, f"{hf}gate_proj.weight: {what}")
+        size, columns = shard[1] - shard[0], (0, hidden)
         for index, name in enumerate((f"{hf}gate_proj.weight", f"{hf}up_proj.weight")):
             at = (index * size, (index + 1) * size)
-            yield WeightSlice(name, (held, columns), f"{local}linear_fc1.weight", (at, columns))
+            yield WeightSlice(name, (shard, columns), f"{local}linear_fc1.weight", (at, columns))
         yield self.columns(f"{hf}down_proj.weight", f"{local}linear_fc2.weight", hidden, width, what)
 
     def experts(
@@ -85,13 +85,13 @@ class MegatronRank:
         """
         first, stop = shard_range(count, (self.layout.ep, self.at.ep), f"{hf[0]}: the experts", "ep")
         low, high = shard_range(width, self.expert_tp, f"{hf[0]}: {what}", "etp")
-        many, own, size, columns = (first, stop), (0, stop - first), high - low, (0, hidden)
+        experts, local_experts, size, columns = (first, stop), (0, stop - first), high - low, (0, hidden)
         before, after = ("", STACKED) if self.modules.grouped_experts else (f"local_experts.{STACKED}.", "")
         fc1, fc2 = (f"{local}{before}linear_fc{number}.weight{after}" for number in (1, 2))
         for index, name in enumerate(hf[:-1]):
             at = (index * size, (index + 1) * size)
-            yield WeightSlice(name, (many, (low, high), columns), fc1, (own, at, columns))
-        yield WeightSlice(hf[-1], (many, columns, (low, high)), fc2, (own, columns, (0, size)))
+            yield WeightSlice(name, (experts, (low, high), columns), fc1, (local_experts, at, columns))
+        yield WeightSlice(hf[-1], (experts, columns, (low, high)), fc2, (local_experts, columns, (0, size)))
 
     def attention(self, model: ModelConfig, hf: str, local: str) -> Iterator[WeightSlice]:
         """Yields grouped-query attention. `linear_qkv` holds this rank's rows of `[q.. q k v]`, group by group."""

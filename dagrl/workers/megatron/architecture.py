@@ -81,27 +81,27 @@ class Architecture:
 def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
     """Returns the architecture of a `config.json`. Raises ConfigError naming what is missing or not supported."""
     _check_supported(hf_config)
-    found = ModelConfig(hf_config)
-    rope = _rope(found.config)
+    config = ModelConfig(hf_config)
+    rope = _rope(config.config)
     dense = Architecture(
-        model_type=found.type,
-        layers=found.layers,
-        hidden=found.hidden,
-        heads=found.heads,
-        kv_heads=found.kv_heads,
-        head_dim=found.head_dim,
-        ffn=found.ffn,
-        vocabulary=found.vocabulary,
-        tied=found.tied,
-        norm_eps=_number(found.config, "rms_norm_eps", 1e-5 if found.type == "mixtral" else 1e-6),
+        model_type=config.type,
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        ffn=config.ffn,
+        vocabulary=config.vocabulary,
+        tied=config.tied,
+        norm_eps=_number(config.config, "rms_norm_eps", 1e-5 if config.type == "mixtral" else 1e-6),
         rope=rope,
-        max_positions=found.size("max_position_embeddings", 32768, least=1),
-        qk_norm=found.qk_norm,
-        qkv_bias=found.qkv_bias,
-        rotary_dim=int(found.head_dim * _number(rope, "partial_rotary_factor", 1.0)),
-        scalar=found.scalar,
+        max_positions=config.size("max_position_embeddings", 32768, least=1),
+        qk_norm=config.qk_norm,
+        qkv_bias=config.qkv_bias,
+        rotary_dim=int(config.head_dim * _number(rope, "partial_rotary_factor", 1.0)),
+        scalar=config.scalar,
     )
-    model = _with_experts(dense, found) if dense.model_type in decoder.MOE.model_types else dense
+    model = _with_experts(dense, config) if dense.model_type in decoder.MOE.model_types else dense
     if model.experts_per_token == 1 and model.normalize_expert_weights:
         raise ConfigError(
             "num_experts_per_tok is 1 and expert weights are normalized, so every weight is 1 and the router cannot learn. "
@@ -158,10 +158,10 @@ def _check_supported(hf_config: Mapping[str, Json]) -> None:
         raise ConfigError("mlp_bias is true; the Megatron worker supports linear layers without bias only")
     # Qwen configurations have sliding_window without using it. For a Llama vLLM uses it and transformers does not.
     if hf_config.get("use_sliding_window") or (kind in ("llama", "mixtral") and hf_config.get("sliding_window")):
-        found = (
+        windows = (
             f"use_sliding_window is {hf_config.get('use_sliding_window')}, sliding_window {hf_config.get('sliding_window')}"
         )
-        raise ConfigError(f"{found}; the Megatron worker supports full attention only")
+        raise ConfigError(f"{windows}; the Megatron worker supports full attention only")
     if hf_config.get("logit_scale") not in (None, 1):
         raise ConfigError(f"logit_scale is {hf_config['logit_scale']!r}; the Megatron worker does not scale logits")
     if hf_config.get("is_causal") is False:
@@ -184,21 +184,21 @@ def _check_glm(hf_config: Mapping[str, Json]) -> None:
 def _rope(hf_config: Mapping[str, Json]) -> dict[str, Json]:
     """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier; `rope_type` was `type`)."""
     usual = 1e6 if hf_config["model_type"] == "mixtral" else 1e4
-    found: dict[str, Json] = {"rope_theta": _number(hf_config, "rope_theta", usual)}
+    rope: dict[str, Json] = {"rope_theta": _number(hf_config, "rope_theta", usual)}
     for key in ("rope_scaling", "rope_parameters"):
         value = hf_config.get(key)
-        found |= value if isinstance(value, dict) else {}
-    kind = str(found.setdefault("rope_type", found.get("type", "default")))
+        rope |= value if isinstance(value, dict) else {}
+    kind = str(rope.setdefault("rope_type", rope.get("type", "default")))
     if kind not in ROPE_PARAMETERS:
         raise ConfigError(f"rope_type is {kind!r}; the Megatron worker supports {', '.join(ROPE_PARAMETERS)}")
     for name in ("rope_theta", *ROPE_PARAMETERS[kind]):
-        _number(found, name)
-    share = found.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
+        _number(rope, name)
+    share = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor", 1.0))
     if hf_config["model_type"] == "glm4_moe":
-        return found | {"partial_rotary_factor": share}
+        return rope | {"partial_rotary_factor": share}
     if share != 1.0:
         raise ConfigError("partial_rotary_factor is not 1; the Megatron worker rotates whole heads of this model type only")
-    return found
+    return rope
 
 
 def _with_experts(dense: Architecture, model: ModelConfig) -> Architecture:

@@ -43,8 +43,8 @@ class LayerInputs:
     @staticmethod
     def of(microbatch: Microbatch) -> LayerInputs | None:
         """Returns what layers need in addition to hidden states. None: nothing."""
-        found = microbatch.segments or microbatch.routed
-        return LayerInputs(microbatch.segments, microbatch.routed) if found else None
+        needed = microbatch.segments or microbatch.routed
+        return LayerInputs(microbatch.segments, microbatch.routed) if needed else None
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -116,8 +116,8 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
         out = torch.ops.aten._flash_attention_forward(query, key, value, *segments.sizes, **settings)[0]
         return out
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))  # [1, heads, tokens, d]
-    seen = [_seen(torch.split(one, list(segments.key_lengths), 2), segments.heads) for one in (k, v)]
-    parts = zip(torch.split(q, list(segments.query_lengths), 2), *seen, strict=True)
+    keys_values = [_seen(torch.split(tensor, list(segments.key_lengths), 2), segments.heads) for tensor in (k, v)]
+    parts = zip(torch.split(q, list(segments.query_lengths), 2), *keys_values, strict=True)
     return torch.cat([_attend(part_q, part_k, part_v, scale)[0].transpose(0, 1) for part_q, part_k, part_v in parts])
 
 

@@ -263,13 +263,13 @@ class MegatronBackend:
         """Writes the adapters in PEFT's format. The first rank with a part of a parameter gives its adapter."""
         if self.adapters is None:
             return
-        owners = {piece.name: rank for rank, held in reversed(list(enumerate(slices))) for piece in expand(held)}
-        mine = {
+        owners = {piece.name: rank for rank, pieces in reversed(list(enumerate(slices))) for piece in expand(pieces)}
+        own = {
             name: [part.detach().cpu() for part in adapter]
             for name, adapter in self.adapters.held.items()
             if owners[name] == self.context.rank
         }
-        adapters = {name: one for part in gather_objects(self.files_group, mine) for name, one in part.items()}
+        adapters = {name: adapter for part in gather_objects(self.files_group, own) for name, adapter in part.items()}
         settings, base = self.config.policy.peft, str(self._source.absolute())
         write = self.context.rank == 0
         run_on_all_ranks(self.files_group, lambda: write_adapters(directory, base, settings, adapters) if write else None)

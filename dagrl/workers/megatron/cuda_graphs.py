@@ -56,7 +56,7 @@ class _Capacity:
 
     def allocate(self, segments: Segments) -> Segments:
         """Copies segments to static memory of this capacity."""
-        queries, keys = (_padded(one, self.number + 1) for one in (segments.query_starts, segments.key_starts))
+        queries, keys = (_padded(starts, self.number + 1) for starts in (segments.query_starts, segments.key_starts))
         order = None if segments.key_order is None else segments.key_order.clone()
         prefixes = self.prefixes.allocate(segments.prefixes) if self.prefixes and segments.prefixes else None
         return Segments((self.longest_query,), (self.longest_key,), queries, keys, order, (), prefixes)
@@ -107,12 +107,12 @@ class RecordedPasses:
     def __call__(self, chunk: Any, microbatch: Microbatch) -> Tensor:
         """Runs the pass over a microbatch."""
         shape = _PassShape.of(microbatch)
-        found = (shape, *map(torch.Tensor.data_ptr, (*self._weights, *self._gradients)))
-        if found not in self._recordings:
-            self._keep(found, None)
+        key = (shape, *map(torch.Tensor.data_ptr, (*self._weights, *self._gradients)))
+        if key not in self._recordings:
+            self._keep(key, None)
             return plain_pass(chunk, microbatch)
-        recording = self._recordings.pop(found) or _Recording(chunk, shape, microbatch, self._pool)
-        self._keep(found, recording)
+        recording = self._recordings.pop(key) or _Recording(chunk, shape, microbatch, self._pool)
+        self._keep(key, recording)
         return recording.replay(microbatch)
 
     def forget(self) -> None:
@@ -127,8 +127,8 @@ class RecordedPasses:
         """Number of recorded shapes."""
         return sum(recording is not None for recording in self._recordings.values())
 
-    def _keep(self, found: Any, recording: _Recording | None) -> None:
-        self._recordings[found] = recording
+    def _keep(self, key: Any, recording: _Recording | None) -> None:
+        self._recordings[key] = recording
         while len(self._recordings) > MOST_RECORDINGS:
             del self._recordings[next(iter(self._recordings))]
 
@@ -165,8 +165,8 @@ class _Recording:
 
     def replay(self, microbatch: Microbatch) -> Tensor:
         """Runs the pass over a microbatch of this shape. The next replay overwrites the output."""
-        for here, there in zip(_tensors(self._input), _tensors(microbatch), strict=True):
-            here.copy_(there if len(there) == len(here) else _padded(there, len(here)))
+        for target, source in zip(_tensors(self._input), _tensors(microbatch), strict=True):
+            target.copy_(source if len(source) == len(target) else _padded(source, len(target)))
         if not self._backward_too:
             return self.forward()
         output: Tensor = _ReplayedPass.apply(self._anchor, self)  # type: ignore[no-untyped-call]

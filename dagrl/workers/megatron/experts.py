@@ -104,7 +104,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     """Returns a view [n, ...] of `n` tensors of one shape that lie at equal distances in one memory, in order; else None."""
     first, places, size = tensors[0], [tensor.data_ptr() for tensor in tensors], tensors[0].element_size()
     step = places[1] - places[0] if len(places) > 1 else first.numel() * size
-    regular = step > 0 and step % size == 0 and all(there - here == step for here, there in pairwise(places))
+    regular = step > 0 and step % size == 0 and all(after - before == step for before, after in pairwise(places))
     if not regular or any(tensor.shape != first.shape or tensor.stride() != first.stride() for tensor in tensors):
         return None
     memory = first.untyped_storage()
@@ -120,8 +120,8 @@ def experts_last_first(named: Iterable[tuple[str, Held]]) -> Iterator[tuple[str,
     """
 
     def place(item: tuple[str, Held]) -> tuple[str, int]:
-        found = _EXPERT.match(item[0])
-        return ("", 0) if found is None else (found[1], -int(found[2]))
+        match = _EXPERT.match(item[0])
+        return ("", 0) if match is None else (match[1], -int(match[2]))
 
     for _, items in groupby(named, lambda item: place(item)[0]):
         yield from sorted(items, key=place)

@@ -77,9 +77,9 @@ class TensorwiseProducts:
 
     def output(self, states: Tensor, weight: Tensor, trained: bool) -> tuple[Tensor, Kept]:
         """See `Products`."""
-        inputs, held = quantize(states, E4M3, columns=trained), quantize(weight, E4M3)
-        output = product(inputs.rows, held.rows, inputs.scale, held.scale, states.dtype, fast=True)
-        return output, Kept((inputs.columns, inputs.scale, held.scale))
+        inputs, weights = quantize(states, E4M3, columns=trained), quantize(weight, E4M3)
+        output = product(inputs.rows, weights.rows, inputs.scale, weights.scale, states.dtype, fast=True)
+        return output, Kept((inputs.columns, inputs.scale, weights.scale))
 
     def gradient(self, upper: Tensor, trained: bool) -> Quantized:
         """See `Products`."""
@@ -87,8 +87,8 @@ class TensorwiseProducts:
 
     def of_inputs(self, upper: Quantized, weight: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
         """See `Products`."""
-        held = quantize(weight, E4M3, rows=False, columns=True, scale=kept.tensors[2])
-        return product(upper.rows, held.columns, upper.scale, held.scale, dtype)
+        weights = quantize(weight, E4M3, rows=False, columns=True, scale=kept.tensors[2])
+        return product(upper.rows, weights.columns, upper.scale, weights.scale, dtype)
 
     def add_of_weight(self, total: Tensor, upper: Quantized, kept: Kept) -> None:
         """See `Products`."""
@@ -196,10 +196,10 @@ def product(
 
     `fast` sums in less than float32 on some GPUs, which Transformer Engine does in forward products alone, too.
     """
-    found: Tensor = torch._scaled_mm(
+    result: Tensor = torch._scaled_mm(
         left, right.t(), scale_a=left_scale, scale_b=right_scale, out_dtype=dtype, use_fast_accum=fast
     )
-    return found
+    return result
 
 
 def quantize(
@@ -214,10 +214,10 @@ def quantize(
     if matrix.is_cuda and matrix.dtype != torch.float32:  # as Triton 3.6 compiles it, columns of float32 are wrong
         from dagrl.workers.megatron.triton_kernels import quantize_to
 
-        found = matrix.new_empty(matrix.shape if rows else (0,), dtype=dtype)
-        turned = matrix.new_empty((matrix.shape[1], length) if columns else (0,), dtype=dtype)
-        quantize_to(found, turned, matrix, scale)
-        return Quantized(found, turned, scale)
+        quantized = matrix.new_empty(matrix.shape if rows else (0,), dtype=dtype)
+        transposed = matrix.new_empty((matrix.shape[1], length) if columns else (0,), dtype=dtype)
+        quantize_to(quantized, transposed, matrix, scale)
+        return Quantized(quantized, transposed, scale)
     values = pad(matrix.float() * (1 / scale), (0, 0, 0, length - len(matrix)))
-    found = values[: len(matrix) if rows else 0].to(dtype)
-    return Quantized(found, values[:, : matrix.shape[1] if columns else 0].t().contiguous().to(dtype), scale)
+    quantized = values[: len(matrix) if rows else 0].to(dtype)
+    return Quantized(quantized, values[:, : matrix.shape[1] if columns else 0].t().contiguous().to(dtype), scale)

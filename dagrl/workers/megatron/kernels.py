@@ -31,12 +31,12 @@ def choose_kernels(policy: PolicyConfig, device: torch.device) -> Kernels:
 
     Raises ConfigError if the configuration needs Transformer Engine, and this worker cannot use it.
     """
-    wanted, settings = policy.megatron_cfg.transformer_engine, policy.megatron_cfg.fp8_cfg
+    choice, settings = policy.megatron_cfg.transformer_engine, policy.megatron_cfg.fp8_cfg
     own = Kernels(segment_attention, TensorwiseProducts(settings))
     if check_engine(policy, device.type == "cuda"):
         return own
     measured = torch.cuda.get_device_capability(device)[0] == HOPPER
-    for_all = wanted == "always" or (wanted == "auto" and measured)
+    for_all = choice == "always" or (choice == "auto" and measured)
     if not for_all and settings.fp8_recipe != "blockwise":
         return own
     from dagrl.workers.megatron import transformer_engine as engine
@@ -45,4 +45,4 @@ def choose_kernels(policy: PolicyConfig, device: torch.device) -> Kernels:
     if not for_all:
         return Kernels(own.attend, products)
     logger.info("Transformer Engine %s computes attention and FP8 products", engine_version())
-    return Kernels(engine.segment_attention if wanted == "always" else engine.faster_attention, products)
+    return Kernels(engine.segment_attention if choice == "always" else engine.faster_attention, products)

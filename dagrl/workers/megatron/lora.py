@@ -77,10 +77,10 @@ class AdapterStack:
             if piece.name in adapters:
                 sources.append(torch.arange(*piece.box[0]) + starts[piece.name])
                 places.append(torch.arange(*piece.local[-2]) * len(adapters) + list(adapters).index(piece.name))
-        given, taken = (torch.cat(found).to(weight.device) for found in (sources, places))
+        sources_at, places_at = (torch.cat(indices).to(weight.device) for indices in (sources, places))
         length = sum(len(b) for _, b in adapters.values())
-        whole = len(adapters) == 1 and torch.equal(given, taken) and len(given) == len(weight) == length
-        return cls(list(adapters.values()), len(weight), given, taken, whole, slice(*pieces[0].box[1]))
+        whole = len(adapters) == 1 and torch.equal(sources_at, places_at) and len(sources_at) == len(weight) == length
+        return cls(list(adapters.values()), len(weight), sources_at, places_at, whole, slice(*pieces[0].box[1]))
 
     def factors(self) -> Factors:
         """Returns the factors, differentiable in the adapters."""
@@ -93,9 +93,9 @@ class AdapterStack:
     def gradients(self, of_wide: Tensor, of_narrow: Tensor) -> tuple[Tensor, ...]:
         """Returns the gradients of A and B of each adapter from those of the factors."""
         if not self.whole:
-            taken = of_wide.reshape(self.rows * len(self.adapters), -1)[self.places]
+            rows = of_wide.reshape(self.rows * len(self.adapters), -1)[self.places]
             length = sum(len(adapter[1]) for adapter in self.adapters)
-            of_wide = taken.new_zeros(length, taken.shape[1]).index_copy_(0, self.sources, taken)
+            of_wide = rows.new_zeros(length, rows.shape[1]).index_copy_(0, self.sources, rows)
         inputs = self.adapters[0][0].shape[1]
         if of_narrow.shape[1] < inputs:  # the other columns are those of other ranks
             of_narrow = torch.nn.functional.pad(of_narrow, (self.columns.start, inputs - self.columns.stop))
@@ -169,7 +169,7 @@ class Adapters:
         self.layers, self.scale = layers, scale
         modules = [layer.get_submodule(ADAPTERS) for layer in layers]
         self.held = {
-            name: adapter for one in modules if isinstance(one, LayerAdapters) for name, adapter in one.held.items()
+            name: adapter for module in modules if isinstance(module, LayerAdapters) for name, adapter in module.held.items()
         }
         self._disabled = False
         self._scaled: dict[str, Tensor] = {}
@@ -205,14 +205,14 @@ class Adapters:
     def merged(self) -> Iterator[None]:
         """Context in which the model's parameters hold the merged weights. Takes a copy of the adapted weights."""
         weights = [weight for layer in self.layers.values() for weight in layer]
-        kept = [weight.base.data for weight in weights]
+        base_weights = [weight.base.data for weight in weights]
         try:
             with torch.no_grad():
                 for weight in weights:
                     weight.base.data = weight.merged()
             yield
         finally:
-            for weight, data in zip(weights, kept, strict=True):
+            for weight, data in zip(weights, base_weights, strict=True):
                 weight.base.data = data
 
     def _merge(self, layer: torch.nn.Module, *_: object) -> None:
@@ -243,9 +243,9 @@ def add_adapters(
             chunk.embedding.register_forward_hook(_need_gradients)
     scale = settings.alpha / (math.sqrt(settings.dim) if settings.use_rslora else settings.dim)
     layers: dict[torch.nn.Module, list[AdaptedWeight]] = {}
-    pieces_of = [_by_tensor(held) for held in siblings]
+    pieces_of = [_by_tensor(others) for others in siblings]
     for tensor, pieces in _by_tensor(slices).items():
-        shared = dict.fromkeys(piece.name for held in pieces_of for piece in held.get(tensor, ()))
+        shared = dict.fromkeys(piece.name for others in pieces_of for piece in others.get(tensor, ()))
         match = _LAYER.fullmatch(tensor)
         if match is None or not any(is_target(name, settings) for name in shared):
             continue
@@ -255,11 +255,12 @@ def add_adapters(
         if layer not in layers:
             layer.add_module(ADAPTERS, LayerAdapters())
         base: torch.nn.Parameter = module.weight  # type: ignore[assignment]
-        held = {name: _new_adapter(name, shapes[name], base, settings, seed) for name in shared if is_target(name, settings)}
-        for name, adapter in held.items():
+        names = [name for name in shared if is_target(name, settings)]
+        adapters = {name: _new_adapter(name, shapes[name], base, settings, seed) for name in names}
+        for name, adapter in adapters.items():
             layer.get_submodule(ADAPTERS).add(name, adapter)  # type: ignore[operator]
         whole = "local_experts" in match[2] or not isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        weight = AdaptedWeight(module, base, AdapterStack.of(base, pieces, held), scale, whole)
+        weight = AdaptedWeight(module, base, AdapterStack.of(base, pieces, adapters), scale, whole)
         if not whole:
             leave_weight_out(module, weight.running, scale)
         layers.setdefault(layer, []).append(weight)
@@ -277,10 +278,10 @@ def leave_weight_out(module: torch.nn.Module, running: Running, scale: float) ->
 
     def forward(input: Tensor, weight: Tensor, **options: Any) -> Tensor:  # Megatron's names
         output: Tensor = frozen(input, weight, **options)
-        found = running() if torch.is_grad_enabled() else None
-        if found is None:
+        merged = running() if torch.is_grad_enabled() else None
+        if merged is None:
             return output
-        stack, factors = found
+        stack, factors = merged
         group = options["tp_group"] if options["sequence_parallel"] else None
         trained = [part for adapter in stack.adapters for part in adapter]
         result: Tensor = _AdapterGradients.apply(output, input, stack, *factors, scale, group, *trained)  # type: ignore[no-untyped-call]
@@ -341,11 +342,11 @@ def _need_gradients(_: object, __: object, output: Tensor) -> None:
 
 def _by_tensor(slices: Sequence[WeightSlice]) -> dict[str, list[WeightSlice]]:
     """Returns the pieces of each local matrix from top to bottom."""
-    found: dict[str, list[WeightSlice]] = {}
+    by_tensor: dict[str, list[WeightSlice]] = {}
     for piece in expand(slices):
         if len(piece.box) == 2:
-            found.setdefault(piece.tensor, []).append(piece)
-    return {tensor: sorted(pieces, key=lambda piece: piece.local) for tensor, pieces in found.items()}
+            by_tensor.setdefault(piece.tensor, []).append(piece)
+    return {tensor: sorted(pieces, key=lambda piece: piece.local) for tensor, pieces in by_tensor.items()}
 
 
 def _is_dense(parameter: Any) -> bool:

@@ -144,8 +144,8 @@ class ModelChunks:
         """The part of the vocabulary that this rank's logits cover."""
         size, rank = self.config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
         columns = padded_vocabulary(self.architecture.vocabulary, size) // size
-        held = min(max(self.architecture.vocabulary - rank * columns, 0), columns)
-        return VocabularyShard(rank * columns, held, parallel_state.get_tensor_model_parallel_group() if size > 1 else None)
+        rows = min(max(self.architecture.vocabulary - rank * columns, 0), columns)
+        return VocabularyShard(rank * columns, rows, parallel_state.get_tensor_model_parallel_group() if size > 1 else None)
 
     def output_layer(self, temperature: float, chunk_tokens: int | None) -> OutputLayer | None:
         """Returns this rank's rows of the output layer; None if another pipeline stage has it, or for a scalar head."""
@@ -303,34 +303,34 @@ def _parallelism(architecture: Architecture, policy: PolicyConfig, layout: Paral
     }
 
 
-def _recomputation(wanted: MegatronConfig) -> dict[str, Any]:
+def _recomputation(settings: MegatronConfig) -> dict[str, Any]:
     """Returns which activations are recomputed. `dagrl.workers.train.logprobs` decides about logits."""
-    if not wanted.activation_checkpointing:
+    if not settings.activation_checkpointing:
         return {}
-    if wanted.recompute_granularity == "selective":
+    if settings.recompute_granularity == "selective":
         return {"recompute_granularity": "selective"}
     return {
         "recompute_granularity": "full",
-        "recompute_method": wanted.recompute_method,
-        "recompute_num_layers": wanted.recompute_num_layers,
+        "recompute_method": settings.recompute_method,
+        "recompute_num_layers": settings.recompute_num_layers,
     }
 
 
-def _experts(architecture: Architecture, wanted: MegatronConfig) -> dict[str, Any]:
+def _experts(architecture: Architecture, settings: MegatronConfig) -> dict[str, Any]:
     return {
         "num_moe_experts": architecture.experts,
         "moe_router_topk": architecture.experts_per_token,
         "moe_ffn_hidden_size": architecture.expert_ffn,
         "moe_layer_freq": [int(experts) for experts in architecture.moe_layers],
         "moe_grouped_gemm": False,  # needs an extension; `layer_specs` replaces the sequential experts by ours
-        "moe_router_load_balancing_type": wanted.moe_router_load_balancing_type,
-        "moe_aux_loss_coeff": wanted.moe_aux_loss_coeff,
-        "moe_z_loss_coeff": wanted.moe_z_loss_coeff or None,
+        "moe_router_load_balancing_type": settings.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": settings.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": settings.moe_z_loss_coeff or None,
         "moe_permute_fusion": False,
         "moe_router_dtype": "fp32",
         "moe_router_score_function": "sigmoid" if architecture.expert_bias else "softmax",
         "moe_router_enable_expert_bias": architecture.expert_bias,
-        "moe_router_bias_update_rate": wanted.moe_router_bias_update_rate,
+        "moe_router_bias_update_rate": settings.moe_router_bias_update_rate,
         "moe_router_topk_scaling_factor": architecture.expert_scale if architecture.expert_bias else None,
         "moe_shared_expert_intermediate_size": architecture.shared_ffn or None,
         # A softmax over the chosen experts equals the softmax over all, normalized over the chosen.

@@ -99,8 +99,8 @@ class _Choice:
         self.chosen = self.own
         if self.recorded is None:
             return values, self.own
-        found = has_record(self.recorded, scores.shape[1])
-        self.chosen = torch.where(found, self.recorded, self.own)
+        recorded = has_record(self.recorded, scores.shape[1])
+        self.chosen = torch.where(recorded, self.recorded, self.own)
         return scores.gather(1, self.chosen), self.chosen
 
 
@@ -232,23 +232,23 @@ class ExpertLoad:
     @contextmanager
     def counting(self, batch: Microbatches) -> Iterator[None]:
         """Context in which the routers count the microbatches of `batch`, and have losses. A collective over the shards."""
-        found = list(routers(self._chunks))
-        if not found:
+        layer_routers = list(routers(self._chunks))
+        if not layer_routers:
             yield
             return
         if self._counts is None:
-            self._counts = StepCounts.empty(len(found), self._config.num_moe_experts, batch.items[0].tokens.device)
+            self._counts = StepCounts.empty(len(layer_routers), self._config.num_moe_experts, batch.items[0].tokens.device)
         self._complete = False
         self._counts.start(batch.filled * batch.rank.layout.cp)
         dist.all_reduce(self._counts.tokens, group=batch.rank.data_group)
-        for number, router in enumerate(found):
+        for number, router in enumerate(layer_routers):
             router.counts = self._counts.of_layer(number)
         try:
             yield
             self._replays = any(item.routed is not None and item.routed.experts is not None for item in batch.items)
             self._complete = True
         finally:
-            for router in found:
+            for router in layer_routers:
                 router.counts = None
 
     def update_expert_biases(self) -> None:
@@ -258,25 +258,25 @@ class ExpertLoad:
         of a pipeline stage.
         """
         rate = self._config.moe_router_bias_update_rate
-        found = [router for router in routers(self._chunks) if router.expert_bias is not None]
-        if not rate or not found or self._counts is None:
+        layer_routers = [router for router in routers(self._chunks) if router.expert_bias is not None]
+        if not rate or not layer_routers or self._counts is None:
             return
-        biases = torch.stack([router.expert_bias for router in found])
+        biases = torch.stack([router.expert_bias for router in layer_routers])
         updated = get_updated_expert_bias(self._counts.by_expert.float(), biases, rate)
-        for router, bias in zip(found, updated, strict=True):
+        for router, bias in zip(layer_routers, updated, strict=True):
             router.expert_bias.copy_(bias)
 
     def read(self) -> StepMetrics:
         """Returns the metrics, given by one worker of each pipeline stage. All workers call it; it waits for the device."""
         if self._counts is None or not self._complete:
             return StepMetrics()
-        here, experts = self._counts.by_expert.shape
+        layers_here, experts = self._counts.by_expert.shape
         totals = torch.cat([self._counts.sums.sum(0), self._counts.by_expert.flatten().double()])
         stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(totals, group=stage)
         if dist.get_rank(stage):
             return StepMetrics()
-        load = totals[5:].view(here, experts)
+        load = totals[5:].view(layers_here, experts)
         busiest = load.amax(-1) / load.mean(-1).clamp(min=1e-9)
         figures = torch.stack([busiest.sum(), busiest.max(), (load == 0).double().mean(-1).sum(), load[0].sum()])
         balance, z_loss, entropy, replayed, equal, busy, worst, unused, pairs = torch.cat([totals[:5], figures]).tolist()
@@ -287,6 +287,6 @@ class ExpertLoad:
             sums[Z_LOSS] = z_loss
         if self._replays:
             sums[REPLAYED_TOKENS] = replayed / max(pairs, 1.0)
-            sums[REPLAYED_AGREEMENT] = equal / max(replayed, 1.0) * here
+            sums[REPLAYED_AGREEMENT] = equal / max(replayed, 1.0) * layers_here
         layers = sum(self._config.moe_layer_freq)  # of all stages
         return StepMetrics({name: value / layers for name, value in sums.items()}, {BUSIEST_EXPERT_OF_WORST_LAYER: worst})

@@ -46,12 +46,12 @@ class ShardedParameter:
     def pieces(self, prefix: str, content: Tensor, span: ElementRange | None = None) -> Iterator[Piece]:
         """Yields the pieces of a tensor of the parameter's shape, or of the elements `span` of one, which `content` has."""
         first, last = span or (0, self.parameter.numel())
-        flat, taken, below = content.view(-1), 0, 0
+        flat, offset, below = content.view(-1), 0, 0
         for box in self.boxes:
             above, below = below, below + box.data.numel()
             shape = (*(1 for _ in range(box.prepend_axis_num)), *box.local_shape)
             for at, size in range_boxes(shape, max(first, above) - above, min(last, below) - above):
-                part, taken = flat[taken : taken + math.prod(size)].view(size), taken + math.prod(size)
+                part, offset = flat[offset : offset + math.prod(size)].view(size), offset + math.prod(size)
                 offsets = tuple(map(add, box.global_offset, at))
                 yield Piece(f"{prefix}{box.key}", part, offsets, tuple(box.global_shape), box.allow_shape_mismatch)
 
@@ -76,13 +76,13 @@ def _sharded(trainer: Trainer, weights: Mapping[str, Tensor]) -> list[ShardedPar
         for value in (*chunk.sharded_state_dict().values(), *adapters):
             if isinstance(value, ShardedTensor | ShardedTensorFactory):
                 sharded[id(value.data)] = value
-    found: list[ShardedParameter] = []
+    parameters: list[ShardedParameter] = []
     for name, weight in sorted(weights.items()):
-        own = sharded[id(weight)]
-        boxes = own.build() if isinstance(own, ShardedTensorFactory) else [own]
-        assert all(box.data.is_contiguous() for box in boxes), f"{own.key} is not split along its first axis"
-        found.append(ShardedParameter(name, weight, boxes, any(own.replica_id[:-1]), _replica_group(weight)))
-    return found
+        layout = sharded[id(weight)]
+        boxes = layout.build() if isinstance(layout, ShardedTensorFactory) else [layout]
+        assert all(box.data.is_contiguous() for box in boxes), f"{layout.key} is not split along its first axis"
+        parameters.append(ShardedParameter(name, weight, boxes, any(layout.replica_id[:-1]), _replica_group(weight)))
+    return parameters
 
 
 def _biases(trainer: Trainer) -> Mapping[str, Tensor]:
@@ -129,10 +129,10 @@ def _local_states(trainer: Trainer, shard: ShardedParameter) -> dict[str, Tensor
     if main is None:
         return {}
     (state,) = [inner.state[main] for inner in trainer.inner_optimizers() if main in inner.state]
-    found = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+    states = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
     if main.untyped_storage()._cdata != shard.parameter.untyped_storage()._cdata:
-        found["fp32_param"] = main.data
-    return found
+        states["fp32_param"] = main.data
+    return states
 
 
 def _main_parameter(trainer: Trainer, shard: ShardedParameter) -> Tensor | None:

@@ -48,20 +48,20 @@ def megatron_source(
     tensors: dict[str, torch.Tensor] = {}
     for stage, model in enumerate(models):
         prefix = f"vp{stage}." if len(models) > 1 else ""
-        biases = [(name, one) for name, one in model.named_buffers() if name.endswith("expert_bias")]
+        biases = [(name, bias) for name, bias in model.named_buffers() if name.endswith("expert_bias")]
         for name, tensor in (*model.named_parameters(), *biases):
             check_plain(name, tensor)
             tensors[f"{prefix}{name}"] = tensor  # not its data, which an offload may replace
     layout, rank = _layout(models)
     slices = megatron_weight_slices(hf_config, layout, rank, _modules(tensors))
-    return MegatronSource([_typed(one, tensors, dtype) for one in _checked(slices, tensors)], tensors)
+    return MegatronSource([_typed(bias, tensors, dtype) for bias in _checked(slices, tensors)], tensors)
 
 
 def _unwrapped(module: Any) -> torch.nn.Module:
     while not hasattr(module, "decoder") and hasattr(module, "module"):
         module = module.module
-    found: torch.nn.Module = module
-    return found
+    model: torch.nn.Module = module
+    return model
 
 
 def _layout(models: Sequence[Any]) -> tuple[ParallelLayout, int]:
@@ -98,7 +98,7 @@ def _layout(models: Sequence[Any]) -> tuple[ParallelLayout, int]:
 
 
 def _modules(tensors: Mapping[str, torch.Tensor]) -> MegatronModules:
-    rows = next((len(one) for name, one in tensors.items() if name.endswith(VOCABULARY_TENSORS)), None)
+    rows = next((len(tensor) for name, tensor in tensors.items() if name.endswith(VOCABULARY_TENSORS)), None)
     return MegatronModules(
         transformer_engine=any(name.endswith(".layer_norm_weight") for name in tensors),
         grouped_experts=any(name.endswith(".experts.linear_fc1.weight0") for name in tensors),
@@ -118,7 +118,7 @@ def _checked(slices: Sequence[WeightSlice], tensors: Mapping[str, torch.Tensor])
     return slices
 
 
-def _typed(one: WeightSlice, tensors: Mapping[str, torch.Tensor], dtype: str) -> WeightSlice:
-    name = numbered(one.tensor, one.local[0][0]) if STACKED in one.tensor else one.tensor
-    kind = str(tensors[name].dtype).removeprefix("torch.")
-    return replace(one, dtype="" if kind == dtype else kind)
+def _typed(piece: WeightSlice, tensors: Mapping[str, torch.Tensor], dtype: str) -> WeightSlice:
+    name = numbered(piece.tensor, piece.local[0][0]) if STACKED in piece.tensor else piece.tensor
+    dtype_name = str(tensors[name].dtype).removeprefix("torch.")
+    return replace(piece, dtype="" if dtype_name == dtype else dtype_name)

@@ -79,8 +79,9 @@ class Trainer:
 
     def _run(self, batch: Microbatches, score: Score, forward_only: bool) -> list[Any]:
         def report(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-            loss, found = score(microbatch, output)
-            return loss, torch.zeros((), dtype=torch.int, device=output.device), found  # 0 tokens: Megatron does not divide
+            loss, metrics = score(microbatch, output)
+            no_tokens = torch.zeros((), dtype=torch.int, device=output.device)  # so Megatron does not divide
+            return loss, no_tokens, metrics
 
         def forward(microbatches: Iterator[Microbatch], chunk: Any) -> tuple[Tensor, Any]:
             microbatch = next(microbatches)
@@ -217,8 +218,8 @@ def make_trainer(model: ModelChunks, steps: OptimizerSteps, settings: Config, la
     """Wraps a loaded `model` for training. Creates all optimizer state now, so that the first step is not slower."""
     megatron = settings.policy.megatron_cfg
     sharded = megatron.use_distributed_optimizer
-    wanted = megatron.distributed_data_parallel_config
-    ddp = DistributedDataParallelConfig(**wanted.model_dump(), use_distributed_optimizer=sharded)
+    ddp_settings = megatron.distributed_data_parallel_config
+    ddp = DistributedDataParallelConfig(**ddp_settings.model_dump(), use_distributed_optimizer=sharded)
     # Megatron reduces in buckets on the first pipeline stage and its first chunk only; the others are not critical.
     chunks = [
         DistributedDataParallel(model.config, ddp, chunk, disable_bucketing=stage > 0)
@@ -227,10 +228,10 @@ def make_trainer(model: ModelChunks, steps: OptimizerSteps, settings: Config, la
     model.config.finalize_model_grads_func = sum_gradients
     if settings.policy.peft.enabled:
         model.config.finalize_model_grads_func = sum_adapter_gradients
-    if wanted.overlap_grad_reduce:  # as in megatron/training/training.py
+    if ddp_settings.overlap_grad_reduce:  # as in megatron/training/training.py
         no_sync = [chunk.no_sync for chunk in chunks]
         model.config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-    if wanted.overlap_param_gather and not model.architecture.scalar:
+    if ddp_settings.overlap_param_gather and not model.architecture.scalar:
         _wait_for_output_weight(chunks[-1])
     with cuda_type_names(), _torch_adam():
         optimizer = get_megatron_optimizer(optimizer_config(settings), chunks, use_gloo_process_groups=False)

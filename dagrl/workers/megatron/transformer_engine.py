@@ -79,8 +79,8 @@ class EngineProducts:
     def output(self, states: Tensor, weight: Tensor, trained: bool) -> tuple[Tensor, Kept]:
         """See `Products`."""
         inputs = self._quantize(self._padded(states), DType.kFloat8E4M3, columns=trained)
-        held = self._quantize(weight, DType.kFloat8E4M3, dimensions=2)
-        output: Tensor = general_gemm(held, inputs, out_dtype=states.dtype)[0][: len(states)]
+        weights = self._quantize(weight, DType.kFloat8E4M3, dimensions=2)
+        output: Tensor = general_gemm(weights, inputs, out_dtype=states.dtype)[0][: len(states)]
         if not trained:
             return output, Kept(())
         inputs.update_usage(rowwise_usage=False, columnwise_usage=True)
@@ -93,11 +93,11 @@ class EngineProducts:
     def of_inputs(self, upper: Any, weight: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
         """See `Products`."""
         # Current scaling writes columns together with rows only.
-        held = self._quantize(weight, DType.kFloat8E4M3, rows=not self._blockwise, columns=True, dimensions=2)
+        weights = self._quantize(weight, DType.kFloat8E4M3, rows=not self._blockwise, columns=True, dimensions=2)
         quantized, tokens = upper
         options = {"grad": True, "use_split_accumulator": True}
-        found: Tensor = general_gemm(held, quantized, out_dtype=dtype, layout="NN", **options)[0]
-        return found[:tokens]
+        result: Tensor = general_gemm(weights, quantized, out_dtype=dtype, layout="NN", **options)[0]
+        return result[:tokens]
 
     def add_of_weight(self, total: Tensor, upper: Any, kept: Kept) -> None:
         """See `Products`."""

@@ -282,11 +282,11 @@ def _sum_kernel(states, rows, total, width, chosen: tl.constexpr, block: tl.cons
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
-    found = tl.zeros((block,), dtype=tl.float32)
+    sums = tl.zeros((block,), dtype=tl.float32)
     for number in tl.static_range(chosen):
         row = tl.load(rows + token * chosen + number)
-        found += tl.load(states + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(total + token * width + column, found.to(total.dtype.element_ty), mask=inside)
+        sums += tl.load(states + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + token * width + column, sums.to(total.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

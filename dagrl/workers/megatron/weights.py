@@ -26,7 +26,7 @@ def megatron_weight_slices(
     family, model = find_family(hf_config), ModelConfig(hf_config)
     holder = MegatronRank(layout, layout.coordinates(rank), modules or MegatronModules())
     try:
-        return [held for stage in range(layout.vpp) for held in _stage(family, model, holder, stage)]
+        return [piece for stage in range(layout.vpp) for piece in _stage(family, model, holder, stage)]
     except LayoutError as error:
         raise LayoutError(f"train rank {rank} ({holder.at}) of {layout.describe()}: {error}") from error
 
@@ -68,7 +68,7 @@ def _vocabulary(model: ModelConfig, rank: MegatronRank, name: str, tensor: str) 
     """Yields the vocabulary rows of a rank. Padding rows have no slice."""
     rows = rank.modules.vocabulary_rows or padded_vocabulary(model.vocabulary, rank.layout.tp) // rank.layout.tp
     start = rank.at.tp * rows
-    held = min(rows, model.vocabulary - start)
-    if held > 0:
+    size = min(rows, model.vocabulary - start)
+    if size > 0:
         columns = (0, model.hidden)
-        yield WeightSlice(name, ((start, start + held), columns), tensor, ((0, held), columns))
+        yield WeightSlice(name, ((start, start + size), columns), tensor, ((0, size), columns))

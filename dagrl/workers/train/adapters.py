@@ -31,7 +31,8 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 def is_target(name: str, settings: PeftConfig) -> bool:
     """Whether the parameter `name` has an adapter. Targets match whole names at the end, as in PEFT."""
-    return _is_linear(name) and (not settings.target_modules or any(_matches(name, one) for one in settings.target_modules))
+    names = settings.target_modules
+    return _is_linear(name) and (not names or any(_matches(name, target) for target in names))
 
 
 def check_adapters(settings: PeftConfig, shapes: AdapterShapes) -> None:
@@ -93,7 +94,7 @@ def targets(shapes: AdapterShapes, settings: PeftConfig) -> dict[str, tuple[int,
 
     Raises ConfigError if some experts of a layer have one and others have none: vLLM's slots are for all of them.
     """
-    found: dict[str, tuple[int, ...]] = {}
+    adapted_shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         numbers = range(shape[0]) if STACKED in name else range(1)
         adapted = [is_target(numbered(name, number), settings) for number in numbers]
@@ -103,21 +104,22 @@ def targets(shapes: AdapterShapes, settings: PeftConfig) -> dict[str, tuple[int,
                 f"experts of a layer; name all or none, or set {KEY}.refit=merged"
             )
         if all(adapted):
-            found[name] = shape
-    return found
+            adapted_shapes[name] = shape
+    return adapted_shapes
 
 
 def trained_adapters(slices: Sequence[WeightSlice], adapted: AdapterShapes, settings: PeftConfig) -> list[WeightSlice]:
     """Returns the adapters of a train worker whose weights are `slices`. `adapted`: see `targets`."""
-    found: dict[WeightSlice, None] = {}
-    for one in slices:
-        if one.name in adapted:
-            *experts, outputs, inputs = adapted[one.name]
-            numbers = one.box[:1] if experts else ()
-            for name, sizes in zip(adapter_names(one.name), ((settings.dim, inputs), (outputs, settings.dim)), strict=True):
+    adapter_slices: dict[WeightSlice, None] = {}
+    for piece in slices:
+        if piece.name in adapted:
+            *experts, outputs, inputs = adapted[piece.name]
+            numbers = piece.box[:1] if experts else ()
+            shapes = (settings.dim, inputs), (outputs, settings.dim)
+            for name, sizes in zip(adapter_names(piece.name), shapes, strict=True):
                 box = (*numbers, *((0, size) for size in sizes))
-                found[WeightSlice(name, box, name, box)] = None
-    return list(found)
+                adapter_slices[WeightSlice(name, box, name, box)] = None
+    return list(adapter_slices)
 
 
 def _is_linear(name: str) -> bool:
@@ -140,34 +142,34 @@ def _keys(name: str) -> tuple[str, str]:
 
 def _check_config(directory: Path, settings: PeftConfig) -> None:
     try:
-        found = json.loads((directory / CONFIG).read_text())
+        saved = json.loads((directory / CONFIG).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"cannot read {directory / CONFIG}: {error}; {KEY}.adapter_path must be a directory that PEFT or dagrl wrote"
         ) from error
     keys = {"r": "dim", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
-    wanted = {name: getattr(settings, key) for name, key in keys.items()}
-    for name, value in wanted.items():
-        if found.get(name, False) != value:
+    expected = {name: getattr(settings, key) for name, key in keys.items()}
+    for name, value in expected.items():
+        if saved.get(name, False) != value:
             raise CheckpointError(
-                f"{directory / CONFIG} has {name} {found.get(name)}, but {KEY}.{keys[name]} is {value}; set "
-                f"{KEY}.{keys[name]}={found.get(name)}"
+                f"{directory / CONFIG} has {name} {saved.get(name)}, but {KEY}.{keys[name]} is {value}; set "
+                f"{KEY}.{keys[name]}={saved.get(name)}"
             )
     for name in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_dora"):
-        if found.get(name):
+        if saved.get(name):
             raise CheckpointError(f"{directory / CONFIG} has {name}, which dagrl does not train; expected LoRA or rsLoRA")
 
 
 def _check_shapes(directory: Path, settings: PeftConfig, shapes: AdapterShapes) -> None:
-    wanted: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for name, (outputs, inputs) in ((name, shapes[name]) for name in shapes if is_target(name, settings)):
-        wanted |= zip(_keys(name), ((settings.dim, inputs), (outputs, settings.dim)), strict=True)
+        expected |= zip(_keys(name), ((settings.dim, inputs), (outputs, settings.dim)), strict=True)
     path = directory / WEIGHTS
     with opened(path) as file:
-        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
-    for key in {**wanted, **found}:
-        if wanted.get(key) != found.get(key):
+        saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    for key in {**expected, **saved}:
+        if expected.get(key) != saved.get(key):
             raise CheckpointError(
-                f"{path}: {key!r} has shape {found.get(key, 'none')}, expected {wanted.get(key, 'none')} for this model and "
-                f"{KEY}.target_modules; choose the targets that the adapters were trained with, on the same base model"
+                f"{path}: {key!r} has shape {saved.get(key, 'none')}, expected {expected.get(key, 'none')} for this model "
+                f"and {KEY}.target_modules; choose the targets that the adapters were trained with, on the same base model"
             )

@@ -305,18 +305,18 @@ class _Writer(FileSystemWriter):
             replace(plan, items=items[n::FILES], storage_data=replace(plan.storage_data, prefix=f"{prefix}{n}_"))
             for n in range(min(FILES, len(items)))
         ]
-        own, torch_sums = super().write_data, torch.serialization.get_crc32_options()
+        write, torch_sums = super().write_data, torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)  # theirs would be a second pass over every byte
         try:
             with ThreadPoolExecutor(FILES) as pool:
-                written = list(pool.map(lambda part: own(part, planner).wait(), parts))
+                written = list(pool.map(lambda part: write(part, planner).wait(), parts))
         except Exception as error:  # other workers get it without its cause
             raise disk_error(error) from error
         finally:
             torch.serialization.set_crc32_options(torch_sums)
-        found: Future[list[WriteResult]] = Future()
-        found.set_result([result for results in written for result in results])
-        return found
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result for results in written for result in results])
+        return future
 
 
 def _elements(item: WriteItem) -> int:
@@ -347,7 +347,7 @@ class _SummedFile(io.BufferedWriter):
 
 def disk_error(error: BaseException) -> Exception:
     """Returns the OSError during which `error` was raised, if any: torch's writer raises its own after a full disk's."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OSError):
-        found = found.__cause__ or found.__context__
-    return found or (error if isinstance(error, Exception) else RuntimeError(repr(error)))
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or (error if isinstance(error, Exception) else RuntimeError(repr(error)))

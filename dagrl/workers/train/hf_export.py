@@ -61,10 +61,10 @@ def export_hf(
     with _broken_for_all(group, directory):
         run_on_all_ranks(group, _begin, target, partial, rank)
         for file, names in files.filename_to_tensors.items():
-            wanted = [parameters[name] for name in names]
-            held = run_on_all_ranks(group, _read, wanted, tensors, rank)
-            _send_to_first(wanted, held, rank, group)
-            run_on_all_ranks(group, _write, partial / file, held, rank)
+            file_parameters = [parameters[name] for name in names]
+            tensors_of_file = run_on_all_ranks(group, _read, file_parameters, tensors, rank)
+            _send_to_first(file_parameters, tensors_of_file, rank, group)
+            run_on_all_ranks(group, _write, partial / file, tensors_of_file, rank)
         run_on_all_ranks(group, _finish, Path(source), partial, target, files, dtype, rank)
 
 
@@ -105,12 +105,12 @@ def _parameters(slices: Sequence[Sequence[WeightSlice]], dtype: torch.dtype) -> 
     """Returns the parameters by name, in order. Slices without a dtype have `dtype`."""
     import torch
 
-    found: dict[str, dict[Box, tuple[int, WeightSlice]]] = {}
+    boxes_by_name: dict[str, dict[Box, tuple[int, WeightSlice]]] = {}
     for rank, pieces in enumerate(slices):
         for piece in expand(pieces):
-            found.setdefault(piece.name, {}).setdefault(piece.box, (rank, piece))
+            boxes_by_name.setdefault(piece.name, {}).setdefault(piece.box, (rank, piece))
     parameters = {}
-    for name, boxes in sorted(found.items()):
+    for name, boxes in sorted(boxes_by_name.items()):
         _, first = next(iter(boxes.values()))
         shape = [max(stop for _, stop in extents) for extents in zip(*boxes, strict=True)]
         if sum(map(volume, boxes)) != volume(tuple((0, size) for size in shape)):

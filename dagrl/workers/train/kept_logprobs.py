@@ -30,10 +30,10 @@ class KeptLogprobs:
         """Keeps `columns` [rows, tokens] of the rows of `batch`. Padding rows are left out."""
         self._begin(batch)
         for name, values in columns.items():
-            kept = self._columns.setdefault(name, {})
+            rows = self._columns.setdefault(name, {})
             for row, (row_id, length) in enumerate(_rows(batch)):
                 if length:
-                    kept[row_id] = np.array(values[row, :length], np.float32)
+                    rows[row_id] = np.array(values[row, :length], np.float32)
 
     def join(self, batch: Batch, columns: Sequence[str], *, required: bool = True) -> Batch:
         """Returns `batch` with these `columns` of its rows in place of `row_ids`, and their entropy if it is known.
@@ -67,10 +67,10 @@ class KeptLogprobs:
             self._step, self._columns = step, {}
 
     def _column(self, name: str, batch: Batch) -> Array:
-        column, kept = np.zeros((batch.rows, batch.tokens), np.float32), self._columns.get(name, {})
+        column, rows = np.zeros((batch.rows, batch.tokens), np.float32), self._columns.get(name, {})
         for row, (row_id, length) in enumerate(_rows(batch)):
-            if length and row_id in kept:
-                column[row, :length] = kept[row_id]
+            if length and row_id in rows:
+                column[row, :length] = rows[row_id]
         return column
 
 

@@ -110,7 +110,7 @@ def scored_tokens(masks: Sequence[Tensor], rows: Sequence[Collection[int]], batc
     """Returns the scored tokens of each microbatch of `batch`, given its loss mask and its rows; row -1 is padding."""
     inside = np.arange(1, batch.tokens) < batch["lengths"][:, None]  # the first token is never predicted
     per_row = ((batch["loss_mask"][:, 1:] != 0) & inside).sum(1).tolist()
-    counts = [sum(per_row[row] for row in held if row >= 0) for held in rows]
+    counts = [sum(per_row[row] for row in indices if row >= 0) for indices in rows]
     return [_indices(mask.flatten() != 0, count) for mask, count in zip(masks, counts, strict=True)]
 
 
@@ -119,17 +119,17 @@ def _indices(selected: Tensor, count: int) -> Tensor:
 
     `torch.nonzero` would wait for the device to know the count.
     """
-    found = torch.zeros(max(count, 1) + 1, dtype=torch.int64, device=selected.device)
-    places = torch.where(selected, selected.cumsum(0) - 1, len(found) - 1)
-    return found.scatter_(0, places, torch.arange(len(selected), device=selected.device))[:-1]
+    indices = torch.zeros(max(count, 1) + 1, dtype=torch.int64, device=selected.device)
+    places = torch.where(selected, selected.cumsum(0) - 1, len(indices) - 1)
+    return indices.scatter_(0, places, torch.arange(len(selected), device=selected.device))[:-1]
 
 
 def scored_logprobs(hidden: Tensor, labels: Tensor, scored: Tensor | None, head: TokenHead) -> tuple[Tensor, Tensor]:
     """Returns `head` of `hidden` [b, s, hidden size] and `labels` [b, s], computed at `scored` and 0 elsewhere."""
     if scored is None:
         return head(hidden, labels)
-    found = head(hidden.flatten(0, 1).index_select(0, scored), labels.flatten().index_select(0, scored))
-    logprobs, entropy = (one.new_zeros(labels.numel()).index_copy(0, scored, one).view(labels.shape) for one in found)
+    values = head(hidden.flatten(0, 1).index_select(0, scored), labels.flatten().index_select(0, scored))
+    logprobs, entropy = (value.new_zeros(labels.numel()).index_copy(0, scored, value).view(labels.shape) for value in values)
     return logprobs, entropy
 
 
@@ -138,7 +138,9 @@ def masked_columns(data: Mapping[str, Tensor], scored: Tensor | None) -> dict[st
     if scored is None:
         return dict(data)
     inside = data["loss_mask"] != 0
-    return {name: torch.where(inside, one, 0.0) if one.is_floating_point() else one for name, one in data.items()}
+    return {
+        name: torch.where(inside, column, 0.0) if column.is_floating_point() else column for name, column in data.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -196,16 +198,16 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, normaliser, logprobs = ctx.saved_tensors
         layer, kept, ctx.kept = ctx.layer, ctx.kept, None  # kept exponentials become gradients, once
-        held, grad_hidden = slice(layer.shard.size), torch.zeros_like(hidden)
+        vocabulary, grad_hidden = slice(layer.shard.size), torch.zeros_like(hidden)
         grad_weight = _WeightGradient.of(layer) if ctx.needs_input_grad[1] else None
         scale, label_gradients = grads[0] / layer.temperature, -torch.expm1(logprobs)
         for rows in layer.chunks(len(hidden)) if kept is None else kept.parts():
             values = layer.logits(hidden[rows], weight) if kept is None else kept[rows]
             labelled = *layer.columns(labels[rows]), label_gradients[rows]
             grad = _logit_gradients(values, normaliser[rows], scale[rows], labelled, hidden.dtype)
-            grad_hidden[rows] = grad @ weight[held]
+            grad_hidden[rows] = grad @ weight[vocabulary]
             if grad_weight is not None:
-                add_product(grad_weight.total[held], grad.T, hidden[rows])
+                add_product(grad_weight.total[vocabulary], grad.T, hidden[rows])
         return grad_hidden, None if grad_weight is None else grad_weight.finish(), None, None, None
 
 
@@ -316,10 +318,10 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 @cache
 def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this torch adds a half-precision product to a float32 matrix."""
-    total, one = torch.ones(8, 8, device=device), torch.eye(8, device=device, dtype=dtype)
+    total, identity = torch.ones(8, 8, device=device), torch.eye(8, device=device, dtype=dtype)
     try:
-        torch.ops.aten.addmm.dtype_out(total, one, one, torch.float32, out=total)
+        torch.ops.aten.addmm.dtype_out(total, identity, identity, torch.float32, out=total)
     except RuntimeError as error:  # also raised for arguments that an operator does not support
         logger.info("products are added apart, torch's own cannot: %s", error)
         return False
-    return bool((total == 1 + one).all())
+    return bool((total == 1 + identity).all())

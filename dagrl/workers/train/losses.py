@@ -43,13 +43,13 @@ class MicrobatchLoss:
             logprobs, entropy = scored_logprobs(output, microbatch.labels, microbatch.scored, self.head)
             data = masked_columns(data, microbatch.scored)
         sequences = Sequences(data["sequence_ids"], microbatch.sequences, self.group)
-        found = batch_loss(self.algorithm, logprobs, data, self.denominators, sequences)
-        sums = dict(found.sums)
+        share = batch_loss(self.algorithm, logprobs, data, self.denominators, sequences)
+        sums = dict(share.sums)
         if self.algorithm.learns_from == "samples":
             before = data.get("entropy") if "prev_logprobs" in self.algorithm.columns else entropy
             if before is not None:  # under the weights at the start of the batch
                 sums[ENTROPY] = (before * data["loss_mask"]).sum() / self.denominators.tokens
-        return found.loss, {"sums": sums, "maxima": found.maxima}
+        return share.loss, {"sums": sums, "maxima": share.maxima}
 
 
 def read_reports(reports: Sequence[Report], batch: Microbatches) -> StepMetrics:

@@ -367,7 +367,7 @@ def _gather(field: Tensor, index: Tensor) -> Tensor:
     return pad(field.flatten(), (0, 1)).index_select(0, index)
 
 
-def _fill_padding(taken: Tensor, tokens: Tensor, table: _Table, lengths: Tensor, vocabulary: int) -> Tensor:
+def _fill_padding(ids: Tensor, tokens: Tensor, table: _Table, lengths: Tensor, vocabulary: int) -> Tensor:
     """Fills padding in `taken` with the batch's own tokens in a cycle."""
     padding = table.sources == table.nowhere
     order = padding.cumsum(0) - 1
@@ -376,7 +376,7 @@ def _fill_padding(taken: Tensor, tokens: Tensor, table: _Table, lengths: Tensor,
     row = torch.searchsorted(ends, number, right=True).clamp(max=len(lengths) - 1)
     column = number - (ends - lengths)[row]
     own = tokens.flatten().index_select(0, (row * tokens.shape[1] + column).clamp(max=tokens.numel() - 1))
-    return torch.where(padding, torch.where(ends[-1] > 0, own, order.remainder(vocabulary).to(own.dtype)), taken)
+    return torch.where(padding, torch.where(ends[-1] > 0, own, order.remainder(vocabulary).to(own.dtype)), ids)
 
 
 def zigzag(indices: Tensor, held: Tensor, size: int, rank: int) -> Tensor:
@@ -465,8 +465,8 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Ten
     memory = host.numpy()
     for array, start in zip(arrays, starts, strict=True):
         np.copyto(memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape), array)
-    there = host.to(device, non_blocking=True)
+    uploaded = host.to(device, non_blocking=True)
     return [
-        there[start : start + array.nbytes].view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
+        uploaded[start : start + array.nbytes].view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
         for array, start in zip(arrays, starts, strict=True)
     ]

@@ -195,16 +195,16 @@ class Offloader:
 
 def unique_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Returns the distinct non-empty storages of tensors."""
-    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-    return [storage for storage in found.values() if storage.nbytes()]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return [storage for storage in storages.values() if storage.nbytes()]
 
 
 def _checked(what: Iterable[str]) -> list[StatePart]:
-    wanted = (what,) if isinstance(what, str) else tuple(what)
-    unknown = [part for part in wanted if part not in STATE_PARTS]
+    parts = (what,) if isinstance(what, str) else tuple(what)
+    unknown = [part for part in parts if part not in STATE_PARTS]
     if unknown:
         raise ConfigError(f"cannot offload or reload {unknown[0]!r}; expected some of {', '.join(STATE_PARTS)}")
-    return [part for part in STATE_PARTS if part in wanted]
+    return [part for part in STATE_PARTS if part in parts]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

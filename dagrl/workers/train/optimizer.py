@@ -46,20 +46,20 @@ class OptimizerSteps:
 
     @cached_property
     def _end(self) -> int:
-        wanted = self.config.policy.scheduler
-        return max(wanted.lr_decay_iters or optimizer_steps(self.config), wanted.lr_warmup_iters + 1)
+        schedule = self.config.policy.scheduler
+        return max(schedule.lr_decay_iters or optimizer_steps(self.config), schedule.lr_warmup_iters + 1)
 
     @property
     def rate(self) -> float:
         """The learning rate of the next step: Megatron's `OptimizerParamScheduler`, in closed form."""
-        optimizer, wanted = self.config.policy.optimizer, self.config.policy.scheduler
-        warmup, low = wanted.lr_warmup_iters, optimizer.min_lr
+        optimizer, schedule = self.config.policy.optimizer, self.config.policy.scheduler
+        warmup, low = schedule.lr_warmup_iters, optimizer.min_lr
         if warmup and self.taken <= warmup:
-            return wanted.lr_warmup_init + (optimizer.lr - wanted.lr_warmup_init) * self.taken / warmup
-        if wanted.lr_decay_style == "constant":
+            return schedule.lr_warmup_init + (optimizer.lr - schedule.lr_warmup_init) * self.taken / warmup
+        if schedule.lr_decay_style == "constant":
             return optimizer.lr
         part = min(1.0, (self.taken - warmup) / (self._end - warmup))
-        share = 1.0 - part if wanted.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * part) + 1.0)
+        share = 1.0 - part if schedule.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * part) + 1.0)
         return low + share * (optimizer.lr - low)
 
     def take(self, model: Gradients, lr: float | None, *, apply: bool) -> dict[str, float]:

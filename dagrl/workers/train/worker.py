@@ -341,8 +341,8 @@ class TrainWorker:
 
         Given by one worker of the shard, as by `logprobs`.
         """
-        found = self.logprobs(batch, model)
-        return None if found is None else _sums_of(batch, found["logprobs"])
+        rows = self.logprobs(batch, model)
+        return None if rows is None else _sums_of(batch, rows["logprobs"])
 
     def keep_logprobs(self, batch: Batch, model: ModelName = "policy") -> None:
         """Computes `logprobs` and keeps them for the `train_step` of the rows with the same `row_ids`."""
@@ -366,9 +366,9 @@ class TrainWorker:
 
     def merge_rows(self, parts: list[Batch | None]) -> Batch | None:
         """Returns the only part that is not None."""
-        found = [part for part in parts if part is not None]
-        assert len(found) <= 1, f"{len(found)} workers of one shard gave rows"
-        return found[0] if found else None
+        batches = [part for part in parts if part is not None]
+        assert len(batches) <= 1, f"{len(batches)} workers of one shard gave rows"
+        return batches[0] if batches else None
 
     def _with_kept(self, batch: Batch, algorithm: Algorithm) -> Batch:
         """Adds the columns that this worker keeps. Only the last stage, which computes the loss, keeps any."""
@@ -616,8 +616,8 @@ class ValueWorker(TrainWorker):
 
     def answer_sums(self, batch: Batch, model: ModelName = "policy") -> Batch | None:
         """Returns `sums` [rows] float64: of the values of each row's tokens in `loss_mask`, for a reward model one."""
-        found = self.values(batch)
-        return None if found is None else _sums_of(batch, found["values"])
+        rows = self.values(batch)
+        return None if rows is None else _sums_of(batch, rows["values"])
 
 
 def _sums_of(batch: Batch, column: Array) -> Batch:

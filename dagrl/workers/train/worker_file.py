@@ -41,28 +41,28 @@ def read_worker_file(directory: Path, file_format: str, identity: Mapping[str, J
             f"cannot read {path}: {error}; expected a directory written by save_checkpoint. Resume from another checkpoint"
         ) from error
     if not isinstance(content, dict) or content.get("format") != file_format:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        actual = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
-            f"{path} has format {found!r}, expected {file_format!r}; it is not a checkpoint of this version and train worker"
+            f"{path} has format {actual!r}, expected {file_format!r}; it is not a checkpoint of this version and train worker"
         )
     _check_same(directory, content["identity"], identity, computed)
     return content
 
 
-def _check_same(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], computed: Computed) -> None:
-    if found["precision"] != wanted["precision"]:
-        raise _other(directory, "precision", f"{found['precision']}, this run has {wanted['precision']}")
-    if found.get("adapters") != wanted["adapters"]:
-        here = wanted["adapters"] or "none"
-        raise _other(directory, "LoRA adapters", f"{found.get('adapters') or 'none'}, this run has {here}")
+def _check_same(directory: Path, saved_identity: Mapping[str, Any], identity: Mapping[str, Any], computed: Computed) -> None:
+    if saved_identity["precision"] != identity["precision"]:
+        raise _other(directory, "precision", f"{saved_identity['precision']}, this run has {identity['precision']}")
+    if saved_identity.get("adapters") != identity["adapters"]:
+        here = identity["adapters"] or "none"
+        raise _other(directory, "LoRA adapters", f"{saved_identity.get('adapters') or 'none'}, this run has {here}")
     try:
-        saved = computed(found["model"])
+        saved = computed(saved_identity["model"])
     except ConfigError as error:
         raise CheckpointError(
             f"{directory} was written with a model that this version does not train: {error}; "
             "resume with the version that wrote it"
         ) from error
-    mine = computed(wanted["model"])
+    mine = computed(identity["model"])
     keys = [key for key in {**saved, **mine} if saved.get(key) != mine.get(key)]
     if keys:
         differences = (f"{key} = {saved.get(key)} (this run: {mine.get(key)})" for key in keys)
