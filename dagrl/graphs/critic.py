@@ -18,5 +18,5 @@ def critic_values(critic: Shard, batch: Input) -> Value:
 
 @phase(inputs=CRITIC_INPUTS)
 def critic_step(critic: Shard, batch: Input) -> Value:
-    """One optimizer step of the critic towards `returns`; `values` are those before the step."""
+    """Takes one optimizer step of the critic towards `returns`; `values` are those before the step."""
     return critic.reduce("merge_metrics", critic.map("train_step", batch, loss="value"))

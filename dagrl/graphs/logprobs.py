@@ -30,5 +30,5 @@ def teacher_logprobs(teacher: Shard, batch: Input) -> Value:
 
 @phase(inputs={"lengths": Field("int64", "row"), "row_ids": Field("int64", "row"), "reference_logprobs": Field("float32")})
 def keep_reference_logprobs(train: Shard, batch: Input) -> Value:
-    """Gives the train workers log-probabilities of a reference policy that others computed, for `train_step`."""
+    """Stores log-probabilities that another group computed under the reference policy, for `train_step`."""
     return join(train.map("keep_columns", batch))

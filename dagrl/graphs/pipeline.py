@@ -54,7 +54,7 @@ class PipelineWorker(Protocol):
         """
 
     def finish_gradients(self, over: list[None]) -> StepMetrics:
-        """Called after every backward of every stage; `over` carries no data.
+        """Sums the gradients of this stage, after every backward of every stage; `over` carries no data.
 
         Sums the gradients over data-parallel replicas, if there are any. Returns what `optimizer_step` needs from all
         stages, such as the squared norm of this stage's gradients in `sums`.
@@ -77,7 +77,7 @@ def pipeline_phase(
     inputs: InputSpec = ROWS,
     name: str = "pipeline_step",
 ) -> Phase:
-    """The phase of one optimizer step over the pipeline stages of the `train` group.
+    """Returns the phase of one optimizer step over the pipeline stages of the `train` group.
 
     `transport` carries activations and gradients between stages: `shm`, or `nccl` between GPUs. The rows of each bucket must
     be a multiple of `microbatches`. Raises GraphError for fewer than one microbatch.
@@ -99,7 +99,7 @@ def pipeline_phase(
 
 
 def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> list[Work]:
-    """The order of one stage's work."""
+    """Returns the 1F1B order of one stage's work."""
     ahead = min(stages - stage - 1, microbatches)  # forwards of the warm-up
     order: list[Work] = [("forward", microbatch) for microbatch in range(ahead)]
     for microbatch in range(microbatches - ahead):
@@ -138,7 +138,7 @@ def _forwards_and_backwards(stages: Sequence[Shard], started: Value, microbatche
 
 
 def _source(stage: int, stages: int, direction: str, microbatch: int) -> tuple[str, int, int]:
-    """What a step reads: the stage before it, the stage after it, or the last stage's own forward."""
+    """Returns the key of a step's input: the stage before, the stage after, or the last stage's own forward."""
     if direction == "forward":
         return "forward", stage - 1, microbatch
     return ("backward", stage + 1, microbatch) if stage + 1 < stages else ("forward", stage, microbatch)

@@ -1,4 +1,4 @@
-"""Phases that learn from pairs of answers: what the model makes of whole answers, and an optimizer step on them."""
+"""Phases that learn from pairs of answers: log-probabilities of whole answers, and an optimizer step on them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def reference_answer_sums(train: Shard, batch: Input) -> Value:
 
 @phase(inputs=WEIGHTED)
 def preference_step(train: Shard, batch: Input) -> Value:
-    """One optimizer step on answers, each with a weight."""
+    """Takes one optimizer step on answers, each with a weight."""
     metrics = train.map("train_step", batch, loss="policy")
     return train.reduce("merge_metrics", metrics)

@@ -1,4 +1,4 @@
-"""Training phases over one data-parallel shard: an optimizer step, gradients for one, or the losses alone."""
+"""Training phases over one data-parallel shard: an optimizer step, or the losses alone."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ SAMPLES = {
     **ROWS,
     "advantages": Field("float32"),
     "generation_logprobs": Field("float32"),
-    "row_ids": Field("int64", "row"),  # of the log-probabilities that the workers hold
+    "row_ids": Field("int64", "row"),  # key the log-probabilities kept on the workers
 }
 
 
 @phase(inputs=ROWS)
 def demonstration_step(train: Shard, batch: Input) -> Value:
-    """One optimizer step on demonstrations."""
+    """Takes one optimizer step on demonstrations."""
     metrics = train.map("train_step", batch, loss="likelihood")
     return train.reduce("merge_metrics", metrics)
 
 
 @phase(inputs=SAMPLES)
 def train_step(train: Shard, batch: Input) -> Value:
-    """One optimizer step on generated sequences, by the run's algorithm."""
+    """Takes one optimizer step on generated sequences, by the run's algorithm."""
     metrics = train.map("train_step", batch, loss="policy")
     return train.reduce("merge_metrics", metrics)
 
 
 @phase(inputs=ROWS)
 def evaluate(train: Shard, batch: Input) -> Value:
-    """The loss of held-out demonstrations, without training."""
+    """Computes the loss of held-out demonstrations, without training."""
     metrics = train.map("evaluate", batch, loss="likelihood")
     return train.reduce("merge_metrics", metrics)

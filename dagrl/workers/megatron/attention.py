@@ -42,7 +42,7 @@ class LayerInputs:
 
     @staticmethod
     def of(microbatch: Microbatch) -> LayerInputs | None:
-        """Returns what layers need in addition to hidden states. None: nothing."""
+        """Returns the layers' inputs in addition to hidden states; None if there are none."""
         needed = microbatch.segments or microbatch.routed
         return LayerInputs(microbatch.segments, microbatch.routed) if needed else None
 
@@ -106,7 +106,10 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
 
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Attention within segments. `query` [queries, heads, d], `key` and `value` [keys, kv_heads, d] -> like `query`."""
+    """Computes attention within segments.
+
+    `query` [queries, heads, d], `key` and `value` [keys, kv_heads, d] -> like `query`.
+    """
     if _flash_takes(query):
         # Variable-length FlashAttention 2: differentiable, causal from the end of each segment.
         if segments.prefixes is not None:
@@ -179,7 +182,7 @@ def _flash_takes(query: Tensor) -> bool:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention, causal from the end. `query` [b, heads, q, d], `key` and `value` [b, kv_heads, k, d], with q <= k."""
+    """Computes attention, causal from the end. `query` [b, heads, q, d], `key` and `value` [b, kv_heads, k, d]; q <= k."""
     queries, keys = query.shape[2], key.shape[2]
     mask = None
     if queries != keys:

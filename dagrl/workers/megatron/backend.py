@@ -81,7 +81,7 @@ class MegatronBackend:
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
-        """Returns what `rank` of `layout` will hold, without a worker."""
+        """Returns the slices that `rank` of `layout` will send in a refit, without a worker."""
         weights = megatron_weight_slices(hf_config, layout, rank)
         if sends_adapters(config):
             peft = config.policy.peft
@@ -180,7 +180,7 @@ class MegatronBackend:
 
     @contextmanager
     def calibrating(self) -> Iterator[KvScales]:
-        """Context in which forward passes run without recordings, as hooks do. Gives the scales of an FP8 KV cache."""
+        """Runs forward passes without recordings in the block, as hooks need. Yields the scales of an FP8 KV cache."""
         from dagrl.workers.megatron.cuda_graphs import plain_pass
 
         if self.kv_scales is None:
@@ -317,7 +317,7 @@ class MegatronBackend:
 
 
 def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
-    """Yields what is wrong with settings that exclude each other, and with those of experts that the model does not have."""
+    """Yields an error for each pair of settings that exclude each other, or that need experts the model does not have."""
     key, megatron, has_adapters = "policy.megatron_cfg", policy.megatron_cfg, policy.peft.enabled
     recorded = f"{key}.cuda_graphs is true, and the model has experts"
     if megatron.cuda_graphs and model.experts and (megatron.layout.ep > 1 or megatron.layout.expert_tp > 1):

@@ -43,7 +43,7 @@ class Quantized(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a layer keeps of its input and weight for its backward pass: `tensors`, and what gives them their `form`."""
+    """Tensors saved for backward, and the `form` in which Transformer Engine restores them."""
 
     tensors: Sequence[Any]
     form: Any = None

@@ -15,7 +15,7 @@ _GC_PASSES = 5  # at most, until the garbage collector finds nothing
 
 
 def start_groups(context: WorkerContext, address: str, seed: int) -> None:
-    """Meets the other ranks at `address` (host:port of rank 0) and creates Megatron's groups with the context's deadline."""
+    """Joins the other ranks at `address` (host:port of rank 0) and creates Megatron's groups with the context's deadline."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state

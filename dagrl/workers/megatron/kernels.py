@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 class Kernels(NamedTuple):
-    """What a worker's layers compute with."""
+    """Implementations of attention and FP8 products for a worker's layers."""
 
     attend: SegmentAttention
     float8: Products
 
 
 def choose_kernels(policy: PolicyConfig, device: torch.device) -> Kernels:
-    """Returns what the layers of this worker's model compute with.
+    """Chooses the kernels of this worker's layers.
 
     Raises ConfigError if the configuration needs Transformer Engine, and this worker cannot use it.
     """

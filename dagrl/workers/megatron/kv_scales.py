@@ -47,7 +47,7 @@ class KvScales:
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Measures forward passes in the block. At its end all workers set the scales to the maximum.
+        """Measures the forward passes of the block, then sets the scales to the maximum over all workers.
 
         Layers that saw only zeros get a scale of 1.
         """
@@ -74,7 +74,7 @@ class KvScales:
         }
 
     def _measure(self, layer: int, module: Any, arguments: tuple[Tensor, ...]) -> None:
-        """Forward pre-hook of an attention module, called with `(query, key, value, ...)`."""
+        """Measures keys and values: a forward pre-hook of an attention module, called with `(query, key, value, ...)`."""
         for column, tensor in enumerate(arguments[1:3]):
             peak = tensor.detach().abs().amax().float()
             torch.maximum(self._peaks[layer, column], peak, out=self._peaks[layer, column])

@@ -141,14 +141,14 @@ class AdaptedWeight:
     whole_gradient: bool  # whether the layer computes the gradient of the merged weight
 
     def merge(self) -> None:
-        """Gives the module the merged weight for the running pass, and keeps the adapters' factors with it."""
+        """Sets the module's weight to the merged one for the running pass, with the adapters' factors beside it."""
         with torch.set_grad_enabled(self.whole_gradient and torch.is_grad_enabled()):
             factors = self.stack.factors()
             # Entries of the module's own dictionary hide its parameter, which stays registered.
             self.module.__dict__.update(weight=torch.addmm(self.base, *factors, alpha=self.scale), factors=factors)
 
     def forget(self) -> None:
-        """Gives the module its base weight."""
+        """Restores the module's base weight."""
         for name in ("weight", "factors"):
             self.module.__dict__.pop(name, None)
 
@@ -194,7 +194,7 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Context in which the model is the base model."""
+        """Switches the adapters off for the block."""
         self._disabled = True
         try:
             yield
@@ -203,7 +203,7 @@ class Adapters:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Context in which the model's parameters hold the merged weights. Takes a copy of the adapted weights."""
+        """Gives the model's parameters the merged weights for the block. Takes a copy of the adapted weights."""
         weights = [weight for layer in self.layers.values() for weight in layer]
         base_weights = [weight.base.data for weight in weights]
         try:

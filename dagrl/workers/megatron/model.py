@@ -192,7 +192,7 @@ class ModelChunks:
         return {name: weight.data for name, weight in self.weights().items()}
 
     def forget_microbatches(self) -> None:
-        """Drops what Megatron's layers keep of the last microbatch, so that the model can be garbage collected.
+        """Drops references of Megatron's layers to the last microbatch, so that the model can be garbage collected.
 
         Token dispatchers keep the router's probabilities with their autograd graph, whose leaves have hooks that refer to
         the model. This cycle runs through C++, where Python's collector cannot see it.

@@ -51,7 +51,7 @@ from dagrl.workers.train.microbatches import Microbatches, RoutedTokens
 
 @dataclass
 class StepCounts:
-    """What the routers of all layers, or of one, count in a step.
+    """Counts of the routers of all layers, or of one, in a step.
 
     `tokens` are those of the global batch. `by_expert` [layers, experts]: tokens of each expert, without padding. `sums`
     [layers, 5]: load-balancing loss, z loss, entropy of the probabilities in nats, pairs of token and expert that were
@@ -221,7 +221,7 @@ def routers(chunks: Any) -> Iterator[Router]:
 
 
 class ExpertLoad:
-    """What the routers of this worker counted in the last training pass; nothing on a stage without experts."""
+    """Counts of this worker's routers in the last training pass; none on a stage without experts."""
 
     def __init__(self, chunks: Sequence[Any], config: TransformerConfig) -> None:
         self._chunks, self._config = chunks, config
@@ -231,7 +231,7 @@ class ExpertLoad:
 
     @contextmanager
     def counting(self, batch: Microbatches) -> Iterator[None]:
-        """Context in which the routers count the microbatches of `batch`, and have losses. A collective over the shards."""
+        """Makes the routers count the microbatches of `batch`, and add losses, in the block. A collective over dp."""
         layer_routers = list(routers(self._chunks))
         if not layer_routers:
             yield
@@ -267,7 +267,7 @@ class ExpertLoad:
             router.expert_bias.copy_(bias)
 
     def read(self) -> StepMetrics:
-        """Returns the metrics, given by one worker of each pipeline stage. All workers call it; it waits for the device."""
+        """Returns the metrics, on one worker of each pipeline stage. All workers call it; it waits for the device."""
         if self._counts is None or not self._complete:
             return StepMetrics()
         layers_here, experts = self._counts.by_expert.shape

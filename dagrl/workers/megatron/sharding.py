@@ -1,4 +1,4 @@
-"""Train state as pieces of global tensors: what a rank saves to a checkpoint and loads from it.
+"""Train state as pieces of global tensors, which a rank saves to a checkpoint and loads from it.
 
 Every weight, moment and float32 master weight is a box of a global tensor that does not depend on the layout
 (`sharded_state_dict` of Megatron's modules). One data-parallel replica writes each box: in turns if all hold it; with a
@@ -91,7 +91,7 @@ def _biases(trainer: Trainer) -> Mapping[str, Tensor]:
 
 
 def pieces_to_save(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
-    """Yields what this rank saves: live tensors."""
+    """Yields the pieces that this rank saves: live tensors."""
     for number, shard in enumerate(_sharded(trainer, trainer.model.trained())):
         mine = number % dist.get_world_size(shard.group) == dist.get_rank(shard.group)
         if mine and not shard.is_replica:
@@ -104,7 +104,7 @@ def pieces_to_save(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> 
 
 
 def pieces_to_load(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
-    """Yields what this rank loads, in place. `reference` is set if the checkpoint has a reference policy."""
+    """Yields the pieces that this rank loads in place. `reference` is set if the checkpoint has a reference policy."""
     for shard in _sharded(trainer, _biases(trainer)):
         yield from shard.weights(reference)
     for shard in _sharded(trainer, trainer.model.trained()):

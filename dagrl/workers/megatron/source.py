@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MegatronSource:
-    """What this rank holds: slices, and the live tensors by the names in them."""
+    """This rank's slices, and the live tensors by the names in them."""
 
     slices: Sequence[WeightSlice]
     tensors: Mapping[str, torch.Tensor]

@@ -32,7 +32,7 @@ BLOCK = 128  # values with one scale in the recipe `blockwise`, along each dimen
 
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Attention within segments. `query` [queries, heads, d], `key` and `value` [keys, kv_heads, d] -> like `query`.
+    """Computes attention within segments, as `attention.segment_attention`.
 
     Segments that share prefixes take FlashAttention 2, and so do heads that cuDNN does not take.
     """
@@ -53,7 +53,7 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
 
 
 def faster_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Like `segment_attention`, but by FlashAttention 2 where that is faster."""
+    """Computes `segment_attention`, by FlashAttention 2 where that is faster."""
     work = query.shape[0] * query.shape[1] * segments.rounded_key
     chosen = segment_attention if work >= LEAST_WORK else attention.segment_attention
     return chosen(query, key, value, segments, scale)
@@ -61,7 +61,7 @@ def faster_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
 
 @cache
 def _attention(heads: int, size: int, kv_heads: int, scale: float) -> Any:
-    """Has no parameters, so all layers share it."""
+    """Returns the attention module of these sizes, which all layers share because it has no parameters."""
     return DotProductAttention(heads, size, kv_heads, qkv_format="thd", softmax_scale=scale)
 
 

@@ -1,7 +1,7 @@
-"""What computes the model of a train worker: the interface between `TrainWorker` and Megatron, or a backend of your own.
+"""The interface between `TrainWorker` and what computes its model: Megatron, or a backend of your own.
 
-`TrainWorker` has rows, losses, metrics and the order of what happens. A `Backend` has this rank's part of the model, with
-its process groups, optimizer and files. Three rules hold for every backend:
+`TrainWorker` splits rows, computes losses and metrics, and orders the calls. A `Backend` has this rank's part of the model,
+with its process groups, optimizer and files. Three rules hold for every backend:
 
 - Each rank of a data-parallel group runs equally many microbatches, empty ones (all padding) included, because a forward
   pass may be a collective.
@@ -44,7 +44,7 @@ Score = Callable[["Microbatch", "Tensor"], tuple["Tensor", Any]]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a worker tells its backend.
+    """A worker's arguments to its backend.
 
     `trains`: whether the model has gradients and an optimizer. `scalar`: whether it gives one number per token in place of
     a distribution over the vocabulary, as critics and reward models do.
@@ -71,7 +71,7 @@ class Model(Protocol):
         ...
 
     def head(self, temperature: float) -> TokenHead | None:
-        """Returns what makes log-probabilities of the outputs; None for a scalar head, and on stages without outputs."""
+        """Returns the output layer; None for a scalar head, and on stages without outputs."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -99,7 +99,7 @@ class TrainedModel(Model, Gradients, Protocol):
         ...
 
     def settle(self) -> None:
-        """Completes what an optimizer step left to the next forward pass, before a phase that is not a training step."""
+        """Completes parameter updates that an optimizer step deferred. Called before every phase but training steps."""
         ...
 
     def step_count(self) -> float:
@@ -111,7 +111,7 @@ class TrainedModel(Model, Gradients, Protocol):
         ...
 
     def step_metrics(self) -> StepMetrics:
-        """Returns what the model itself reports of the last training pass, such as the load of its experts."""
+        """Returns the model's own metrics of the last training pass, such as the load of its experts."""
         ...
 
     def state(self, part: StatePart) -> list[Tensor]:
@@ -119,7 +119,7 @@ class TrainedModel(Model, Gradients, Protocol):
         ...
 
     def before_offload(self, what: Sequence[str]) -> None:
-        """Drops what refers to the memory of these parts, such as recorded graphs. No collective."""
+        """Drops references to the memory of these parts, such as recorded graphs. No collective."""
         ...
 
 
@@ -146,7 +146,7 @@ class Backend(Protocol):
 
     @staticmethod
     def computed(hf_config: Mapping[str, Json]) -> Mapping[str, Json]:
-        """Returns what decides the weights and the computation; equal for equal models, whose checkpoints are compatible.
+        """Returns all settings that affect the computation. Models for which they are equal have compatible checkpoints.
 
         Raises ConfigError for a model that cannot be trained.
         """
@@ -154,7 +154,7 @@ class Backend(Protocol):
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> Sequence[WeightSlice]:
-        """Returns what `rank` will send in a refit, without a worker."""
+        """Returns the slices that `rank` will send in a refit, without a worker."""
         ...
 
     @staticmethod
@@ -166,15 +166,15 @@ class Backend(Protocol):
 
     @staticmethod
     def prepare() -> None:
-        """Imports what `setup` needs."""
+        """Imports the libraries that `setup` needs, which may take seconds."""
         ...
 
     def setup(self, address: str) -> None:
-        """Meets the other ranks at `address` (host:port of rank 0), builds the model and loads its weights."""
+        """Joins the other ranks at `address` (host:port of rank 0), builds the model and loads its weights."""
         ...
 
     def abort(self) -> None:
-        """Breaks this rank's collectives, so that its peers raise. Called on one rank, from another thread."""
+        """Aborts this rank's collectives, so that its peers raise. Called on one rank, from another thread."""
         ...
 
     def shutdown(self) -> None:
@@ -198,7 +198,7 @@ class Backend(Protocol):
 
     @property
     def routed(self) -> RoutedModel | None:
-        """What splitting a batch needs to know of a model with experts; None without experts."""
+        """Sizes of a model with experts, by which batches are split; None without experts."""
         ...
 
     def train_tflop(self, lengths: Iterable[int]) -> float:

@@ -7,8 +7,8 @@
 A backend describes the state as `Piece`s: boxes of global tensors whose names and shapes do not depend on the layout. It
 knows which worker writes each box; together they cover every tensor once.
 
-Files are written into the directory as it is. The driver knows when all parts of a checkpoint are written, and renames it
-then. Imported only where torch is.
+Files are written straight into the directory, which the driver renames once all parts of a checkpoint are written.
+Imported only where torch is.
 """
 
 from __future__ import annotations
@@ -77,17 +77,17 @@ class Piece:
 
     @property
     def index(self) -> MetadataIndex:
-        """The box in DCP's words."""
+        """DCP's index of the box."""
         return MetadataIndex(self.name, torch.Size(self.offsets))
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Where the box lies, in DCP's words."""
+        """DCP's description of where the box lies."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
 
 
 def whole(name: str, tensor: Tensor) -> Piece:
-    """Returns a tensor that one worker has completely."""
+    """Describes a tensor that one worker has completely."""
     return Piece(name, tensor, (0,) * tensor.ndim, tuple(tensor.shape))
 
 
@@ -174,7 +174,7 @@ def load(directory: Path, pieces: Sequence[Piece], group: ProcessGroup | None) -
 
 @contextmanager
 def _failing_together() -> Iterator[None]:
-    """Raises the first worker's own error for what DCP raises on all of them, which is no Exception."""
+    """Raises the first worker's own error in place of DCP's, which is no Exception."""
     try:
         yield
     except CheckpointException as failed:

@@ -1,7 +1,7 @@
 """Loads this rank's weights from a Hugging Face checkpoint. `hf_export.py` writes them.
 
-The weight layout (`dagrl.workers.megatron.weights`) maps boxes of HF parameters to local tensors. Only those boxes are read
-from the safetensors files. Before anything starts, `check_hf` checks the headers.
+Weight slices map boxes of Hugging Face parameters to local tensors. Only those boxes are read from the safetensors files.
+Before anything starts, `check_hf` checks the headers.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _check_names(files: Mapping[str, Path], shapes: ParameterShapes, directory: 
 
 @contextmanager
 def opened(path: Path, framework: str = "np") -> Iterator[Any]:
-    """A safetensors file; opening it compares its size with its header. With `np` torch is not imported."""
+    """Opens a safetensors file, which compares its size with its header. With `np` torch is not imported."""
     from safetensors import SafetensorError, safe_open
 
     try:

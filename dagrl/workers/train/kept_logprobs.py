@@ -75,5 +75,5 @@ class KeptLogprobs:
 
 
 def _rows(batch: Batch) -> list[tuple[int, int]]:
-    """The id and the length of each row."""
+    """Returns the id and the length of each row."""
     return list(zip(batch["row_ids"].tolist(), batch["lengths"].tolist(), strict=True))

@@ -122,7 +122,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class RoutedModel:
-    """What splitting a batch needs to know of a model with experts."""
+    """Sizes of a model with experts, by which a batch is split."""
 
     vocabulary: int
     record: RoutedLayers

@@ -50,7 +50,7 @@ def bucket_spans(sizes: Sequence[int], bucket_bytes: int) -> list[StorageSpan]:
 
 
 class StateCopy:
-    """Storages that can be moved off their device. Without `keep` their content is dropped and comes back as zeros."""
+    """Storages that can be moved off their device. Without `keep` their content is dropped, and they return as zeros."""
 
     def __init__(self, tensors: Iterable[Tensor], stream: Any, *, keep: bool = True) -> None:
         self._storages = unique_storages(tensors)

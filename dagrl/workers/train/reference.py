@@ -35,7 +35,7 @@ class ReferencePolicy:
 
     @contextmanager
     def in_place_of(self, policy: Parameters) -> Iterator[None]:
-        """Context in which `policy` has the reference's weights. Afterwards it has its own, in the original memory."""
+        """Gives `policy` the reference's weights for the block; afterwards it has its own, in the original memory."""
         if self.where == "host" and next(iter(policy.values())).is_cuda:
             _exchange(policy, self.tensors)
             try:
@@ -95,7 +95,7 @@ class _Buffer:
 
 
 class ReferenceModel:
-    """A frozen model of a backend, of which no more than the weights' place changes."""
+    """A frozen model of a backend, whose weights move between host and device."""
 
     def __init__(self, model: Model, where: ReferencePlacement, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -105,7 +105,7 @@ class ReferenceModel:
 
     @contextmanager
     def on_device(self) -> Iterator[Model]:
-        """Context in which the weights are on the device. Gives the model."""
+        """Moves the weights to the device for the block. Yields the model."""
         weights = self._model.weights()
         for name, tensor in self._host.items():
             weights[name].data = tensor.to(self._device, non_blocking=True)

@@ -171,7 +171,7 @@ def warmup_count(layout: ParallelLayout) -> int:
 
 
 def _sequence_multiple(layout: ParallelLayout) -> int:
-    """Context parallelism splits each sequence into 2 x cp chunks."""
+    """Returns the multiple for sequence lengths: context parallelism splits each into 2 x cp chunks."""
     return 2 * layout.cp if layout.cp > 1 else 1
 
 

@@ -80,7 +80,7 @@ class TrainWorker:
         self._aborted = False
         self._sending = False
 
-    # ---- what the class knows without a model
+    # ---- class methods, which need no model
 
     @classmethod
     def check(cls, config: Config, hf_config: Mapping[str, Json]) -> None:
@@ -95,7 +95,7 @@ class TrainWorker:
 
     @classmethod
     def describe(cls, config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
-        """Returns what `rank` of `layout` will hold, without a worker."""
+        """Returns the weight slices of `rank` in `layout`, without a worker."""
         return list(cls.backend_class.describe(config, hf_config, layout, rank))
 
     @classmethod
@@ -106,14 +106,14 @@ class TrainWorker:
     @classmethod
     def environment(cls, config: Config) -> dict[str, str]:
         """Returns environment variables that must be set before torch is imported."""
-        threads = os.environ.get("OMP_NUM_THREADS", "1")  # workers share the cores of a host
+        threads = os.environ.get("OMP_NUM_THREADS", "1")  # the workers of a host share its cores
         cublas = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.policy.deterministic else {}  # as torch requires
         return {"OMP_NUM_THREADS": threads, **cublas, **cls.backend_class.environment(config)}
 
     # ---- lifecycle
 
     def prepare(self) -> None:
-        """Imports what the backend needs."""
+        """Imports the backend's libraries."""
         with warnings.catch_warnings(), gc_paused(), self.start_parts.part("imports"):
             warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
             self.backend_class.prepare()
@@ -154,8 +154,7 @@ class TrainWorker:
             self._backend.abort()
 
     def reset(self) -> bool:
-        """Leaves the groups, drops the model and forgets everything. False after NCCL was aborted: its process cannot join
-        new groups."""
+        """Restores the state before `setup`. Returns false after NCCL was aborted: its process cannot join new groups."""
         reusable = not (self._aborted and self._device.type == "cuda")
         self.shutdown()
         type(self).__init__(self, self.context, self.config)
@@ -188,7 +187,7 @@ class TrainWorker:
 
     @contextmanager
     def _running(self, *, training: bool = False) -> Iterator[None]:
-        """Context in which a phase runs: sets the thread's CUDA device and stream, and waits for the launched work.
+        """Runs a phase: sets the thread's CUDA device and stream, and waits for the launched work.
 
         Waiting attributes a failure to its phase. It does not cover copies of offloaded state, which have their own stream.
         Aborted NCCL collectives end without raising, so the abort is checked afterwards. `training` leaves
@@ -298,7 +297,7 @@ class TrainWorker:
 
     @property
     def _temperature(self) -> float:
-        """The temperature of what the policy learns from: 1 for data, as only samples have another."""
+        """The temperature of the distribution that the policy learns from: generation's for samples, 1 for data."""
         generation = self.config.policy.generation
         if generation is None or load_algorithm(self.config).learns_from != "samples":
             return 1.0
@@ -331,15 +330,15 @@ class TrainWorker:
     def logprobs(self, batch: Batch, model: ModelName = "policy") -> Batch | None:
         """Returns `logprobs` and `entropy` [rows, tokens] float32 of the batch's tokens; 0 at entry 0 and in padding.
 
-        Given by one worker of the shard (last stage, tp 0, cp 0); None on the others. Both are of the distribution that
-        generation samples from: logits divided by its temperature.
+        One worker of the shard returns them (last stage, tp 0, cp 0); the others return None. Both are of the distribution
+        that generation samples from: logits divided by its temperature.
         """
-        return self._given(batch, self._logprobs(batch, model), "logprobs", "entropy")
+        return self._result(batch, self._logprobs(batch, model), "logprobs", "entropy")
 
     def answer_sums(self, batch: Batch, model: ModelName = "policy") -> Batch | None:
         """Returns `sums` [rows] float64: of the log-probabilities of each row's tokens in `loss_mask`.
 
-        Given by one worker of the shard, as by `logprobs`.
+        One worker of the shard returns them, as for `logprobs`.
         """
         rows = self.logprobs(batch, model)
         return None if rows is None else _sums_of(batch, rows["logprobs"])
@@ -359,7 +358,7 @@ class TrainWorker:
     def kept_logprobs(self) -> dict[str, dict[int, Array]]:
         """Returns the log-probabilities that this worker keeps for the current step, by name and row id: float32 [tokens].
 
-        Given by one worker of the shard (last stage, tp 0, cp 0); empty on the others.
+        One worker of the shard returns them (last stage, tp 0, cp 0); on the others the result is empty.
         """
         place = self.context.coordinates
         return {} if place.tp or place.cp else self._kept.columns()
@@ -401,8 +400,8 @@ class TrainWorker:
                 columns = [microbatches.assemble(column) for column in zip(*parts, strict=True)]
         return columns
 
-    def _given(self, batch: Batch, columns: Sequence[Tensor], *names: str) -> Batch | None:
-        """Returns the columns under these names, if this worker gives the shard's results; None on the others."""
+    def _result(self, batch: Batch, columns: Sequence[Tensor], *names: str) -> Batch | None:
+        """Returns the columns under these names on the worker that returns the shard's results; None on the others."""
         if not columns or self.context.coordinates.tp or self.context.coordinates.cp:
             return None
         fields = {name: column.cpu().numpy() for name, column in zip(names, columns, strict=True)}
@@ -436,7 +435,7 @@ class TrainWorker:
 
     @contextmanager
     def _model(self, name: ModelName) -> Iterator[Model]:
-        """Context in which the model can run."""
+        """Puts the weights of a model in place for the block."""
         backend = self.backend("weights")
         if name == "policy":
             yield backend.model
@@ -455,7 +454,7 @@ class TrainWorker:
     # ---- refits
 
     def weight_slices(self) -> list[WeightSlice]:
-        """Returns which boxes of the HF parameters, or of their adapters, a refit sends, and any FP8 KV-cache scales."""
+        """Returns the boxes of HF parameters, or of their adapters, that a refit sends, and any FP8 KV-cache scales."""
         return list(self.backend().weight_slices())
 
     def weight_tensors(self) -> dict[str, Tensor]:
@@ -607,12 +606,12 @@ class ValueWorker(TrainWorker):
     def values(self, batch: Batch) -> Batch | None:
         """Returns `values` [rows, tokens] float32: at each token that of the state before it; 0 at entry 0 and in padding.
 
-        Given by one worker of the shard (last stage, tp 0, cp 0); None on the others.
+        One worker of the shard returns them (last stage, tp 0, cp 0); the others return None.
         """
         model = self.backend("weights").model
         with self._running():
             columns = self._columns(batch, model, lambda _, values: (values.new_zeros(()), (values,)))
-        return self._given(batch, columns, "values")
+        return self._result(batch, columns, "values")
 
     def answer_sums(self, batch: Batch, model: ModelName = "policy") -> Batch | None:
         """Returns `sums` [rows] float64: of the values of each row's tokens in `loss_mask`, for a reward model one."""

@@ -43,7 +43,7 @@ def read_worker_file(directory: Path, file_format: str, identity: Mapping[str, J
     if not isinstance(content, dict) or content.get("format") != file_format:
         actual = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
-            f"{path} has format {actual!r}, expected {file_format!r}; it is not a checkpoint of this version and train worker"
+            f"{path} has format {actual!r}, expected {file_format!r}; it is of another version or train worker"
         )
     _check_same(directory, content["identity"], identity, computed)
     return content
@@ -53,8 +53,8 @@ def _check_same(directory: Path, saved_identity: Mapping[str, Any], identity: Ma
     if saved_identity["precision"] != identity["precision"]:
         raise _other(directory, "precision", f"{saved_identity['precision']}, this run has {identity['precision']}")
     if saved_identity.get("adapters") != identity["adapters"]:
-        here = identity["adapters"] or "none"
-        raise _other(directory, "LoRA adapters", f"{saved_identity.get('adapters') or 'none'}, this run has {here}")
+        adapters = saved_identity.get("adapters") or "none"
+        raise _other(directory, "LoRA adapters", f"{adapters}, this run has {identity['adapters'] or 'none'}")
     try:
         saved = computed(saved_identity["model"])
     except ConfigError as error:
