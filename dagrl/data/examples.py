@@ -77,8 +77,7 @@ def load_splits(config: DataConfig, parse: Parse | None = None) -> Splits:
     if config.mixture:
         return _load_mixture(config, parse)
     if (config.path is None) == (config.task is None):
-        found = "neither" if config.path is None else "both"
-        raise ConfigError(f"data.path and data.task: found {found}; set one of them")
+        raise ConfigError(f"data.path and data.task: found {'neither' if config.path is None else 'both'}; set one of them")
     splits = _load_task(config) if config.task is not None else _load_files(config, parse)
     if not splits.demonstrations or not splits.train:
         raise DataError(f"data.task {config.task!r} returned no examples to train on; check data.task_args")
@@ -105,7 +104,7 @@ def _load_mixture(config: DataConfig, parse: Parse | None) -> Splits:
 
 
 def with_chat(example: Example, config: DataConfig) -> Example:
-    """Makes a conversation of a plain example, and puts the system prompt before one without, as the configuration says."""
+    """Turns a plain example into a conversation and adds the system prompt, as the configuration says."""
     messages = example.messages
     if not messages and config.apply_chat_template:
         messages = (Message("user", example.prompt), Message("assistant", example.response))
@@ -116,7 +115,7 @@ def with_chat(example: Example, config: DataConfig) -> Example:
 
 
 def with_tools(example: Example, schemas: Sequence[Json]) -> Example:
-    """Gives the chat template of a conversation the tools of the environment. Raises ConfigError for a plain prompt."""
+    """Adds the environment's tools to those that the chat template shows. Raises ConfigError for a plain prompt."""
     if not example.messages:
         raise ConfigError(
             f"{example.source} is a plain prompt, but only a chat template can show environment.tools; set "
@@ -190,8 +189,8 @@ def _hold_out(examples: list[Example], config: DataConfig) -> tuple[list[Example
         )
     order = np.random.default_rng(config.seed).permutation(len(examples)).tolist()
     held_out = sorted(order[:count])
-    kept = sorted(order[count:])
-    return [examples[index] for index in kept], [examples[index] for index in held_out]
+    remaining = sorted(order[count:])
+    return [examples[index] for index in remaining], [examples[index] for index in held_out]
 
 
 def _load_task(config: DataConfig) -> Splits:
@@ -212,12 +211,12 @@ def _load_task(config: DataConfig) -> Splits:
 def _check_made(splits: Splits, config: DataConfig) -> None:
     """Raises ConfigError or DataError unless a task's splits contain examples, and these valid text."""
     for split in fields(splits):
-        made: object = getattr(splits, split.name)
-        if not isinstance(made, tuple | list):
+        examples: object = getattr(splits, split.name)
+        if not isinstance(examples, tuple | list):
             raise ConfigError(
-                f"data.task {config.task}: Splits.{split.name} is {made!r:.60}; expected: a tuple of dagrl.data.Example"
+                f"data.task {config.task}: Splits.{split.name} is {examples!r:.60}; expected: a tuple of dagrl.data.Example"
             )
-        for number, example in enumerate(made):
+        for number, example in enumerate(examples):
             where = f"data.task {config.task}: Splits.{split.name}[{number}]"
             if not isinstance(example, Example):
                 raise ConfigError(f"{where} is {example!r:.60}; expected: a dagrl.data.Example")
@@ -307,9 +306,9 @@ def _prompt_messages(prompt: Json, what: str) -> list[Json]:
 
 def _text(content: Mapping[str, Json], key: str, option: str, source: str) -> str:
     if key not in content:
-        found = ", ".join(map(repr, content)) or "nothing"
+        keys = ", ".join(map(repr, content)) or "nothing"
         alone = ", or to null if no reward needs a reference" if option == "data.response_key" else ""
-        raise DataError(f"{source}: no key {key!r}; found {found}. Set {option} to the key of the file{alone}")
+        raise DataError(f"{source}: no key {key!r}; found {keys}. Set {option} to the key of the file{alone}")
     text = _require_text(content[key], f"{source}: {key!r}")
     if not text.strip():
         raise DataError(f"{source}: {key!r} is empty; expected: text")
@@ -323,9 +322,9 @@ def _require_text(text: object, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        found = f"\\u{ord(text[error.start]):04x}"
+        half = f"\\u{ord(text[error.start]):04x}"
         raise DataError(
-            f"{what} has half of a surrogate pair, {found}, at character {error.start}; expected: text that UTF-8 can "
+            f"{what} has half of a surrogate pair, {half}, at character {error.start}; expected: text that UTF-8 can "
             "encode. Fix the character, or remove the example"
         ) from error
     return text

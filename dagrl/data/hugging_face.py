@@ -66,15 +66,17 @@ def _open(path: Path, split: str, subset: str | None) -> Any:
     from datasets.exceptions import DatasetsError
 
     try:
-        found = _open_file(path) if path.suffix in SUFFIXES and not path.is_dir() else _open_dataset(path, subset)
+        dataset = _open_file(path) if path.suffix in SUFFIXES and not path.is_dir() else _open_dataset(path, subset)
     except (OSError, ValueError, LookupError, pyarrow.ArrowException, DatasetsError) as error:
         what = "a Hugging Face dataset, on disk or on the Hub" if _is_hub_name(path) else "a Hugging Face dataset"
         raise DataError(f"cannot read {str(path)!r} as {what}: {error}") from error
-    if not isinstance(found, DatasetDict):
-        return found
-    if split not in found:
-        raise DataError(f"{str(path)!r} has no split {split!r}; found: {', '.join(found)}. Set data.split or data.val_split")
-    return found[split]
+    if not isinstance(dataset, DatasetDict):
+        return dataset
+    if split not in dataset:
+        raise DataError(
+            f"{str(path)!r} has no split {split!r}; found: {', '.join(dataset)}. Set data.split or data.val_split"
+        )
+    return dataset[split]
 
 
 def _open_dataset(path: Path, subset: str | None) -> Any:

@@ -29,15 +29,15 @@ class Sampler:
 
     def take(self, number: int) -> list[int]:
         """Returns the indices of the next `number` examples, continuing into the next epoch."""
-        taken: list[int] = []
-        while len(taken) < number:
+        indices: list[int] = []
+        while len(indices) < number:
             if self._position == self._count:
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._permutation()
-            more = self._order[self._position : self._position + number - len(taken)]
+            more = self._order[self._position : self._position + number - len(indices)]
             self._position += len(more)
-            taken += more
-        return taken
+            indices += more
+        return indices
 
     def state(self) -> dict[str, Json]:
         """Returns the position for `restore`."""
@@ -46,11 +46,11 @@ class Sampler:
     def restore(self, state: Mapping[str, Json]) -> None:
         """Continues from a saved position. Raises CheckpointError if its data or order differ."""
         expected = self._identity
-        found = {name: state.get(name) for name in expected}
-        if found != expected:
-            others = {**found, "digest": expected["digest"]} == expected
+        saved = {name: state.get(name) for name in expected}
+        if saved != expected:
+            others = {**saved, "digest": expected["digest"]} == expected
             raise CheckpointError(
-                f"the data position was saved with {found}, but this run has {expected}; "
+                f"the data position was saved with {saved}, but this run has {expected}; "
                 + ("tokens, loss masks, references or order of the examples differ; " if others else "")
                 + "use the same data, data.seed, data.shuffle, tokenizer and chat template"
             )

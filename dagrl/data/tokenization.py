@@ -107,8 +107,8 @@ def encode_prompts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFa
     for example in examples:
         text, ids = next(of_chats) if example.messages else (example.prompt, next(of_plain))
         messages = _turns(example.messages[:-1])
-        given = (example.response, example.source, messages, example.columns, example.task, example.tools)
-        prompts.append(Prompt(text, np.array(ids, np.int64), *given))
+        fields = (example.response, example.source, messages, example.columns, example.task, example.tools)
+        prompts.append(Prompt(text, np.array(ids, np.int64), *fields))
     return prompts
 
 
@@ -142,10 +142,10 @@ def encode_demonstrations(
     rows: list[Demonstration] = []
     for example in examples:
         if example.messages:
-            made = _encode_conversation(example, tokenizer, assistant_turns)
+            sequences = _encode_conversation(example, tokenizer, assistant_turns)
         else:
-            made = [_demonstration([(next(prompts), False), (next(responses) + eos, True)], example.source)]
-        rows += [replace(row, task=example.task) for row in made]
+            sequences = [_demonstration([(next(prompts), False), (next(responses) + eos, True)], example.source)]
+        rows += [replace(row, task=example.task) for row in sequences]
     return rows
 
 

@@ -57,13 +57,13 @@ def configured_advantages(
         return batch_advantages(table, baseline=chosen.group_baseline, valid=mask, epsilon=chosen.std_epsilon)
     function = advantage_function(chosen)
     with running(chosen.name, KEY):
-        found = function(np.where(mask, table, 0.0), mask, **chosen.args, **asked_lengths(function, lengths))
-    return checked_advantages(found, mask, f"{KEY}: {chosen.name}")
+        advantages = function(np.where(mask, table, 0.0), mask, **chosen.args, **asked_lengths(function, lengths))
+    return checked_advantages(advantages, mask, f"{KEY}: {chosen.name}")
 
 
-def checked_advantages(found: npt.ArrayLike, valid: npt.NDArray[np.bool_], what: str) -> Floats:
+def checked_advantages(advantages: npt.ArrayLike, valid: npt.NDArray[np.bool_], what: str) -> Floats:
     """Returns the advantages that `what` computed, 0 where not `valid`. Raises ConfigError for another shape or NaN."""
-    table = np.asarray(found, np.float64)
+    table = np.asarray(advantages, np.float64)
     if table.shape != valid.shape or not np.isfinite(table).all():
         raise ConfigError(
             f"{what} returned advantages of shape {list(table.shape)}, finite: {bool(np.isfinite(table).all())}; expected: "
@@ -75,8 +75,8 @@ def checked_advantages(found: npt.ArrayLike, valid: npt.NDArray[np.bool_], what:
 def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
     """Returns the user's function. Raises ConfigError if there is none, or if it does not take `advantage.args`."""
     function = load_named(config.name, (GROUP, BATCH), KEY)
-    given = {**config.args, **asked_lengths(function, lambda: None)}
-    check_arguments(function, given, config.name, "advantage.args", positional=["rewards", "valid"])
+    arguments = {**config.args, **asked_lengths(function, lambda: None)}
+    check_arguments(function, arguments, config.name, "advantage.args", positional=["rewards", "valid"])
     return function
 
 
@@ -116,15 +116,15 @@ def group_advantages(
     centered: Floats = np.where(mask, table - mean, 0.0)
     squares = (centered**2).sum(axis=1, keepdims=True)
     scale = (others + 1) / others if leave_one_out else 1.0  # r - mean(others) = (r - mean(all)) n / (n - 1)
-    found: Floats = centered * scale
+    advantages: Floats = centered * scale
     if normalize and leave_one_out and std == "others":
         deviation = _deviation_of_others(table, mask)
-        found = np.where(deviation > 0, found / (deviation + epsilon), found)
+        advantages = np.where(deviation > 0, advantages / (deviation + epsilon), advantages)
     elif normalize:
-        found = found / (np.sqrt(squares / others) + epsilon)
-    found = np.where(mask, found, 0.0)
-    found[zero_variance_groups(table, mask)] = 0.0  # the mean of equal floats may differ from them by rounding
-    return found
+        advantages = advantages / (np.sqrt(squares / others) + epsilon)
+    advantages = np.where(mask, advantages, 0.0)
+    advantages[zero_variance_groups(table, mask)] = 0.0  # the mean of equal floats may differ from them by rounding
+    return advantages
 
 
 def _deviation_of_others(table: Floats, mask: npt.NDArray[np.bool_]) -> Floats:
@@ -151,8 +151,8 @@ def batch_advantages(rewards: npt.ArrayLike, *, baseline: bool, valid: npt.Array
     inside = table[mask]
     if len(inside) < 2:
         return np.zeros(table.shape)
-    found: Floats = np.where(mask, (table - inside.mean()) / (inside.std(ddof=1) + epsilon), 0.0)
-    return found
+    advantages: Floats = np.where(mask, (table - inside.mean()) / (inside.std(ddof=1) + epsilon), 0.0)
+    return advantages
 
 
 def zero_variance_groups(rewards: npt.ArrayLike, valid: npt.ArrayLike | None = None) -> npt.NDArray[np.bool_]:

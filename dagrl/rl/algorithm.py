@@ -1,4 +1,4 @@
-"""Algorithms: what a training method consists of. Choose one by `algorithm`, or write your own in one file.
+"""Algorithms. Choose one by `algorithm`, or write your own in one file.
 
     class Centered(Algorithm):
         columns = ("prev_logprobs",)
@@ -9,8 +9,8 @@
         def loss(self, batch):  # tensors [b, t]
             return -batch.advantages * torch.exp(batch.log_ratio)
 
-`algorithm: my_file:Centered` trains with it, packed, in every layout, with early and asynchronous work: none of these
-belongs to an algorithm. `dagrl.rl.algorithms` has the shipped ones; `dagrl.rl.losses` averages what `loss` returns.
+`algorithm: my_file:Centered` trains with it, packed, in every layout, synchronously or not: none of these belongs to an
+algorithm. `dagrl.rl.algorithms` has the shipped ones; `dagrl.rl.losses` averages the costs that `loss` returns.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LIKELIHOOD, POLICY, VALUE = "likelihood", "policy", "value"
 """The kinds of loss that a phase names: of demonstrations, of the run's algorithm, and of a critic's values."""
 
 _SHARED = {LIKELIHOOD: ALGORITHMS["sft"], VALUE: "dagrl.rl.algorithms.ppo:Values"}
-"""The import paths of what learns the kinds of loss that are not the run's algorithm's own."""
+"""Import paths of the algorithms for kinds of loss that the run's algorithm does not learn."""
 
 COLUMN_PHASES: Mapping[str, str] = MappingProxyType(
     {"prev_logprobs": "logprobs", "reference_logprobs": "reference_logprobs"}
@@ -70,7 +70,7 @@ class Algorithm:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What phases compute for the rows of a batch before its optimizer step. Override it, also by a class attribute.
+        """Columns that phases compute for a batch before its optimizer step. Override it, also by a class attribute.
 
         `prev_logprobs`: the policy's log-probabilities; `reference_logprobs`: the reference policy's. Batches of samples
         also have `advantages` and `generation_logprobs`.
@@ -95,7 +95,7 @@ class Algorithm:
         return configured_advantages(self.config, rewards, valid)
 
     def token_advantages(self, rewards: Floats, values: Floats, mask: Floats) -> tuple[npt.ArrayLike, npt.ArrayLike]:
-        """With a critic: returns the advantage of each token, and the return that the critic learns for it.
+        """Returns the advantage of each token, and the return that the critic learns for it. Only called with a critic.
 
         Arrays [rows, tokens]. `rewards`: what `advantages` returns, at each row's last token, less any KL penalty in the
         reward; `values` of the states before tokens; `mask`: 1 on tokens of the policy.
@@ -139,8 +139,8 @@ def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.Array
     with running(algorithm.config.algorithm, KEY):
         if type(algorithm).advantages is Algorithm.advantages:
             return configured_advantages(algorithm.config, table, mask, lengths)
-        found = algorithm.advantages(np.where(mask, table, 0.0), mask, **asked_lengths(algorithm.advantages, lengths))
-    return checked_advantages(found, mask, f"{KEY}: {algorithm.config.algorithm}")
+        advantages = algorithm.advantages(np.where(mask, table, 0.0), mask, **asked_lengths(algorithm.advantages, lengths))
+    return checked_advantages(advantages, mask, f"{KEY}: {algorithm.config.algorithm}")
 
 
 def token_advantages_of(
@@ -152,8 +152,8 @@ def token_advantages_of(
     """
     name = algorithm.config.algorithm
     with running(name, KEY):
-        found = algorithm.token_advantages(rewards, values.astype(np.float64), mask.astype(np.float64))
-        tables = [np.asarray(table, np.float64) for table in found]
+        result = algorithm.token_advantages(rewards, values.astype(np.float64), mask.astype(np.float64))
+        tables = [np.asarray(table, np.float64) for table in result]
     if [table.shape for table in tables] != [mask.shape] * 2 or not all(np.isfinite(table).all() for table in tables):
         shapes, finite = [list(table.shape) for table in tables], [bool(np.isfinite(table).all()) for table in tables]
         raise ConfigError(

@@ -65,16 +65,16 @@ def check_environment(config: EnvironmentConfig) -> None:
         _check_tools(config)
         return
     assert config.function is not None
-    key, found = "environment.function", load_callable(config.function, "environment.function")
-    for package in getattr(found, "requires", ()):
+    key, factory = "environment.function", load_callable(config.function, "environment.function")
+    for package in getattr(factory, "requires", ()):
         require_package(package, key)
-    missing = [name for name in ("reset", "step") if isinstance(found, type) and not hasattr(found, name)]
+    missing = [name for name in ("reset", "step") if isinstance(factory, type) and not hasattr(factory, name)]
     if missing:
         raise ConfigError(f"{key}: {config.function} has no method {' or '.join(missing)}; docs/rewards.md has an example")
-    check_arguments(found, config.args, config.function, "environment.args")
-    for name, given in (("reset", "example"), ("step", "completion")):
-        if inspect.isfunction(method := inspect.getattr_static(found, name, None)):
-            check_arguments(method, {}, f"{config.function}.{name}", key, positional=["self", given])
+    check_arguments(factory, config.args, config.function, "environment.args")
+    for name, argument in (("reset", "example"), ("step", "completion")):
+        if inspect.isfunction(method := inspect.getattr_static(factory, name, None)):
+            check_arguments(method, {}, f"{config.function}.{name}", key, positional=["self", argument])
 
 
 def _check_agent(config: EnvironmentConfig) -> None:
@@ -84,10 +84,10 @@ def _check_agent(config: EnvironmentConfig) -> None:
             "latter. An agent brings its own tools"
         )
     assert config.agent is not None
-    found = load_callable(config.agent, "environment.agent")
-    for package in ("starlette", "uvicorn", *getattr(found, "requires", ())):
+    function = load_callable(config.agent, "environment.agent")
+    for package in ("starlette", "uvicorn", *getattr(function, "requires", ())):
         require_package(package, "environment.agent")
-    check_arguments(found, {}, config.agent, "environment.agent", positional=["example", "endpoint"])
+    check_arguments(function, {}, config.agent, "environment.agent", positional=["example", "endpoint"])
 
 
 def _check_tools(config: EnvironmentConfig) -> None:
@@ -150,9 +150,9 @@ class EnvironmentRunner:
             arguments |= {"tokenizer": saved, "tool_parser": config.tool_parser}
         self._arguments = arguments
         self._tokenizer, self._longest = tokenizer, max(map(len, tokenizer.get_vocab()))
-        one = config.model_copy(update={"num_workers": 1})
+        single = config.model_copy(update={"num_workers": 1})
         self._runners = [
-            FunctionRunner(path, "environment", one, _checked, arguments="episodes", prepare=self._arguments)
+            FunctionRunner(path, "environment", single, _checked, arguments="episodes", prepare=self._arguments)
             for _ in range(config.num_workers)
         ]
         self._open: dict[str, int] = {}  # the worker of each episode
@@ -180,8 +180,8 @@ class EnvironmentRunner:
             }
             for question in questions
         ]
-        asked = self._runners[worker].submit([question.key for question in questions], requests)
-        return joined([asked], lambda: [self._reply(*pair) for pair in zip(questions, asked.result(), strict=True)])
+        answers = self._runners[worker].submit([question.key for question in questions], requests)
+        return joined([answers], lambda: [self._reply(*pair) for pair in zip(questions, answers.result(), strict=True)])
 
     def close(self, key: str) -> None:
         """Closes the environment of an episode that has ended, in the background."""
@@ -235,7 +235,7 @@ class EnvironmentRunner:
 def reply_text(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]], *, closed: bool, **template: Any
 ) -> str:
-    """Returns what the chat template writes after a turn of the policy: its end, `messages`, and the next opening.
+    """Renders what follows a turn of the policy: the end of the turn, `messages`, and the opening of the next turn.
 
     `template` are further variables of the template.
     """
@@ -248,7 +248,7 @@ def reply_text(
 
 
 def example_of(prompt: Prompt, seed: int, group_seed: int) -> dict[str, Any]:
-    """Returns what an environment or an agent gets of its example. `seed` is the sequence's own."""
+    """Returns the example that an environment or agent gets. `seed` is the sequence's own."""
     return {
         "prompt": prompt.text,
         "reference": prompt.reference,

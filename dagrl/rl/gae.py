@@ -25,11 +25,11 @@ ROUNDING = 1e-12
 def rewards_at_end(rewards: npt.ArrayLike, mask: npt.ArrayLike) -> Floats:
     """Returns each row's reward [rows] at its last token in the mask, 0 elsewhere. Rows without a token get none."""
     inside = np.asarray(mask) > 0
-    found = np.zeros(inside.shape)
+    table = np.zeros(inside.shape)
     rows = np.flatnonzero(inside.any(axis=1))
     last = inside.shape[1] - 1 - np.argmax(inside[:, ::-1], axis=1)
-    found[rows, last[rows]] = np.asarray(rewards, np.float64)[rows]
-    return found
+    table[rows, last[rows]] = np.asarray(rewards, np.float64)[rows]
+    return table
 
 
 def advantages_and_returns(
@@ -46,8 +46,8 @@ def advantages_and_returns(
     following, advantage = np.zeros((2, inside.shape[1]))
     for token in np.flatnonzero(inside.any(axis=1))[::-1].tolist():
         here = inside[token]
-        found = reward[token] + gamma * following - value[token] + gamma * lam * advantage
-        np.copyto(advantage, found, where=here)
+        estimate = reward[token] + gamma * following - value[token] + gamma * lam * advantage
+        np.copyto(advantage, estimate, where=here)
         np.copyto(following, value[token], where=here)
         np.copyto(advantages[token], advantage, where=here)
         np.add(advantage, following, out=returns[token], where=here)

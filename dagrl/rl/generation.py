@@ -86,23 +86,23 @@ def quantum_options(batch: Batch) -> dict[int, RequestOptions]:
     text = str(batch.scalars.get("options", "")).strip()
     if not text:
         return {}
-    found = json.loads(text)
+    content = json.loads(text)
     return {
         int(key): RequestOptions(
-            **{**item, "stop": tuple(item["stop"]), "constraint": found["constraints"][item["constraint"]]}
+            **{**item, "stop": tuple(item["stop"]), "constraint": content["constraints"][item["constraint"]]}
         )
-        for key, item in found["requests"].items()
+        for key, item in content["requests"].items()
     }
 
 
 def fitting(options: Mapping[int, RequestOptions]) -> set[int]:
     """Returns the first requests whose constraints fit into one quantum together (`CONSTRAINT_BYTES`)."""
-    taken, left, fits = {""}, CONSTRAINT_BYTES, set[int]()
+    constraints, room, fits = {""}, CONSTRAINT_BYTES, set[int]()
     for request, item in options.items():
-        needed = 0 if item.constraint in taken else constraint_bytes(item.constraint)
-        if needed <= left:
-            taken.add(item.constraint)
-            left -= needed
+        needed = 0 if item.constraint in constraints else constraint_bytes(item.constraint)
+        if needed <= room:
+            constraints.add(item.constraint)
+            room -= needed
             fits.add(request)
     return fits
 

@@ -121,14 +121,14 @@ def importance_weights(importance: Tensor, data: Mapping[str, Tensor], config: L
         return importance
     if config.truncated_importance_sampling_type == "tis":
         return importance.clamp(max=high)
-    judged = importance
+    ratio = importance
     if config.truncated_importance_sampling_type != "icepop":
-        judged = data["sequence_log_ratio"].to(importance.dtype)
+        ratio = data["sequence_log_ratio"].to(importance.dtype)
         if config.truncated_importance_sampling_type == "seq-mask-tis":
-            judged = judged / data["sequence_tokens"].to(importance.dtype).clamp(min=1)
-        judged = judged.exp()
-    kept = (judged <= high) & (judged >= (low or 0.0))
-    return torch.where(kept, importance, 0.0)
+            ratio = ratio / data["sequence_tokens"].to(importance.dtype).clamp(min=1)
+        ratio = ratio.exp()
+    inside = (ratio <= high) & (ratio >= (low or 0.0))
+    return torch.where(inside, importance, 0.0)
 
 
 def row_sums(data: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ class PreferenceAlgorithm(Algorithm):
         raise NotImplementedError
 
     def loss(self, batch: TokenBatch) -> TokenResult:
-        """The model's output for each token of an answer times the answer's weight, so that the gradient is the loss's."""
+        """Returns the model's output for each token times the weight of its answer, which has the gradient of the loss."""
         return batch.column("answer_weights") * batch.logprobs
 
 

@@ -1,4 +1,4 @@
-"""Rewards: what functions answer for a sample, and the runner of the configured functions. docs/rewards.md has examples.
+"""Rewards of samples, and the runner of the configured reward functions. docs/rewards.md has examples.
 
 A reward function takes `(prompts, completions, references)`, three lists of texts of equal length, and returns one answer
 per sample. With `reward.batched: false` it takes one text of each and returns one answer. It may be a coroutine function.
@@ -45,7 +45,7 @@ GIVEN = ("messages", "prompt_ids", "completion_ids", "logprobs", "columns", "tas
 
 def exact_match(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
     """Returns 1 where the completion equals the reference, ignoring surrounding whitespace, else 0."""
-    return [float(given.strip() == wanted.strip()) for given, wanted in zip(completions, references, strict=True)]
+    return [float(answer.strip() == truth.strip()) for answer, truth in zip(completions, references, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -207,38 +207,38 @@ class RewardRunner:
         by_task = any(item.tasks is not None for item in self._functions)
         needed = by_task or any(names or takes_any for names, takes_any in self._wanted)
         rows = values() if values is not None and needed else [{}] * len(prompts)
-        asked = []
+        calls = []
         for runner, item, (names, takes_any) in zip(self._runners, self._functions, self._wanted, strict=True):
             missing = {name: None for name, required in names.items() if required and values is not None}
             keywords = [missing | {name: row[name] for name in row if takes_any or name in names} for row in rows]
             places = [place for place, row in enumerate(rows) if item.tasks is None or row.get("task") in item.tasks]
             columns = [[column[place] for place in places] for column in (prompts, completions, references, keywords)]
-            asked.append((places, runner.submit(*columns) if places else None))
-        return joined([future for _, future in asked if future], lambda: self._judge(len(prompts), asked))
+            calls.append((places, runner.submit(*columns) if places else None))
+        return joined([future for _, future in calls if future], lambda: self._judge(len(prompts), calls))
 
-    def _judge(self, count: int, asked: Sequence[tuple[Sequence[int], Future[Answers] | None]]) -> Answers:
+    def _judge(self, count: int, calls: Sequence[tuple[Sequence[int], Future[Answers] | None]]) -> Answers:
         """Joins the answers of all functions to one per sample: `Judged`, or the first `Failed`."""
         parts: list[dict[str, float]] = [{} for _ in range(count)]
         failed: dict[int, Failed] = {}
-        for item, (places, future) in zip(self._functions, asked, strict=True):
+        for item, (places, future) in zip(self._functions, calls, strict=True):
             for place, answer in zip(places, future.result() if future else (), strict=True):
                 if isinstance(answer, Failed):
                     failed.setdefault(place, answer)
                 else:
                     parts[place] |= _named(item.name, answer)
-        return [failed.get(place) or self._weighted(found) for place, found in enumerate(parts)]
+        return [failed.get(place) or self._weighted(sample) for place, sample in enumerate(parts)]
 
     def _weighted(self, parts: dict[str, float]) -> Judged:
-        given = {name: part for name, part in parts.items() if not math.isnan(part)}
-        if not given:
+        numbers = {name: part for name, part in parts.items() if not math.isnan(part)}
+        if not numbers:
             return Judged(None if self._functions else 0.0, parts)
-        value = math.fsum(self._weights.get(name, 1.0) * part for name, part in given.items())
+        value = math.fsum(self._weights.get(name, 1.0) * part for name, part in numbers.items())
         parts.pop("", None)  # a single number is the reward itself
         return Judged(value, parts)
 
 
 def _named(name: str, answer: float | Mapping[str, float] | None) -> dict[str, float]:
-    """The parts of an answer by their full names; a number is the part `name`."""
+    """Returns the parts of an answer by full name; a number is the part `name`."""
     if not isinstance(answer, Mapping):
         return {} if answer is None else {name: answer}
     return {f"{name}/{key}" if name else key: value for key, value in answer.items()}
@@ -247,14 +247,14 @@ def _named(name: str, answer: float | Mapping[str, float] | None) -> dict[str, f
 def rewards_of(answers: Answers) -> Rewards:
     """Converts the answers of a `RewardRunner` to rewards."""
     messages = [answer.message for answer in answers if isinstance(answer, Failed)]
-    judged = [Judged(None) if isinstance(answer, Failed) else answer for answer in answers]
-    names = dict.fromkeys(name for item in judged for name in item.parts)
+    rewards = [Judged(None) if isinstance(answer, Failed) else answer for answer in answers]
+    names = dict.fromkeys(name for item in rewards for name in item.parts)
     return Rewards(
-        np.array([item.value or 0.0 for item in judged], np.float32),
-        np.array([item.value is not None for item in judged], np.bool_),
+        np.array([item.value or 0.0 for item in rewards], np.float32),
+        np.array([item.value is not None for item in rewards], np.bool_),
         messages[0] if messages else "",
         sum(isinstance(answer, Judged) and answer.value is None for answer in answers),
-        {name: np.array([item.parts.get(name, np.nan) for item in judged], np.float32) for name in names},
+        {name: np.array([item.parts.get(name, np.nan) for item in rewards], np.float32) for name in names},
     )
 
 
@@ -309,9 +309,9 @@ def math_answer(prompts: list[str], completions: list[str], references: list[str
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns at each call that its timeouts are off
     # The runner has deadlines. math-verify's own use signals, which work only in a main thread.
-    wanted = [parse(f"${_final_answer(text)}$", parsing_timeout=None) for text in references]
-    given = [parse(text, parsing_timeout=None) for text in completions]
-    return [float(verify(gold, answer, timeout_seconds=None)) for gold, answer in zip(wanted, given, strict=True)]
+    golds = [parse(f"${_final_answer(text)}$", parsing_timeout=None) for text in references]
+    answers = [parse(text, parsing_timeout=None) for text in completions]
+    return [float(verify(gold, answer, timeout_seconds=None)) for gold, answer in zip(golds, answers, strict=True)]
 
 
 math_answer.requires = ("math_verify",)  # type: ignore[attr-defined]  # checked before a run starts

@@ -62,9 +62,9 @@ class RoutedLayers:
 def routed_layers(hf_config: Mapping[str, Json]) -> RoutedLayers:
     """Reads the sizes from a model's `config.json`. Raises ConfigError if it has no experts."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")  # of Qwen, Mixtral and DeepSeek
-    found = [next((hf_config[name] for name in names if hf_config.get(name)), None)]
-    found += [hf_config.get(name) for name in ("num_hidden_layers", "num_experts_per_tok")]
-    experts, layers, chosen = found
+    sizes = [next((hf_config[name] for name in names if hf_config.get(name)), None)]
+    sizes += [hf_config.get(name) for name in ("num_hidden_layers", "num_experts_per_tok")]
+    experts, layers, chosen = sizes
     if not (isinstance(experts, int) and isinstance(layers, int) and isinstance(chosen, int)):
         raise ConfigError(
             f"policy.router_replay is true, but a model of type {hf_config.get('model_type')!r} has no experts to replay: "
@@ -75,17 +75,17 @@ def routed_layers(hf_config: Mapping[str, Json]) -> RoutedLayers:
 
 def field_of(records: Sequence[Record | None], width: int) -> Array:
     """Returns the field [rows, width] of sequences, whose records may be shorter than they are."""
-    held = [record for record in records if record is not None]
-    if len(held) < len(records) or not held:
+    known = [record for record in records if record is not None]
+    if len(known) < len(records) or not known:
         raise RunError(
-            f"{len(records) - len(held)} of {len(records)} sequences came without a record of their experts; the generation "
+            f"{len(records) - len(known)} of {len(records)} sequences have no record of their experts; the generation "
             "worker must return `FinishedRequest.experts` with policy.router_replay=true"
         )
-    size = max(record.shape[1] for record in held)
-    table = np.full((len(held), width, size), MISSING, np.uint8)
-    for row, record in zip(table, held, strict=True):
+    size = max(record.shape[1] for record in known)
+    table = np.full((len(known), width, size), MISSING, np.uint8)
+    for row, record in zip(table, known, strict=True):
         row[: len(record)] = record[:width] if len(record) else MISSING
-    return table.reshape(len(held), width * size).view(f"S{size}")
+    return table.reshape(len(known), width * size).view(f"S{size}")
 
 
 def field_bytes(field: Array) -> npt.NDArray[np.uint8]:

@@ -66,7 +66,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What a loss reads; all tensors [b, t]. Only `logprobs` has a gradient.
+    """The input of a loss; all tensors [b, t]. Only `logprobs` has a gradient.
 
     `columns` are the fields of the batch, and what phases computed for it. Values outside `mask` are arbitrary, and ignored
     in the result. Without `sequences` every row is one.
@@ -124,19 +124,12 @@ class TokenBatch:
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Returns for each token the mean of `values` over its sequence, without gradient [b, t]."""
-        totals = self._sequence_sums(values)
-        return totals[0] / totals[1].clamp(min=1)
-
-    def sequence_sum(self, values: Tensor) -> Tensor:
-        """Returns for each token the sum of `values` over its sequence, without gradient [b, t]; of ones, its length."""
-        return self._sequence_sums(values)[0]
-
-    def _sequence_sums(self, values: Tensor) -> Tensor:
         sequences = self.sequences
         if sequences is None:
             rows = torch.arange(len(self.mask), device=self.mask.device)
             sequences = Sequences(rows[:, None].expand(self.mask.shape), len(rows))
-        return sequences.sums(values, self.mask)
+        totals = sequences.sums(values, self.mask)
+        return totals[0] / totals[1].clamp(min=1)
 
 
 TokenResult = Tensor | tuple[Tensor, Mapping[str, Tensor]]
@@ -144,12 +137,12 @@ TokenLossFunction = Callable[..., TokenResult]
 
 
 def grpo(batch: TokenBatch) -> TokenResult:
-    """The clipped surrogate with ratio r: `max(-A r, -A clip(r))`; with `ratio_clip_c` at most `-A c` where A < 0."""
+    """Returns the clipped surrogate of ratio r: `max(-A r, -A clip(r))`; with `ratio_clip_c` at most `-A c` if A < 0."""
     return _surrogate(batch, torch.exp(batch.log_ratio))
 
 
 def gspo(batch: TokenBatch) -> TokenResult:
-    """The clipped surrogate with the sequence's ratio, the geometric mean of its tokens' ratios.
+    """Returns the clipped surrogate with the sequence's ratio, the geometric mean of its tokens' ratios.
 
     Each token has the gradient of its own log-probability, so advantages may differ within a sequence (GSPO-token); equal
     ones give GSPO.
@@ -160,19 +153,19 @@ def gspo(batch: TokenBatch) -> TokenResult:
 
 
 def cispo(batch: TokenBatch) -> TokenResult:
-    """REINFORCE weighted by the clipped ratio without its gradient: clipped tokens keep theirs."""
+    """Returns REINFORCE weighted by the clipped, detached ratio: clipped tokens keep their gradient."""
     ratio = torch.exp(batch.log_ratio).detach()
     clipped = batch.clipped(ratio)
     return -clipped * batch.advantages * batch.logprobs, _metrics(ratio, clipped, clipped != ratio)
 
 
 def reinforce(batch: TokenBatch) -> TokenResult:
-    """REINFORCE: minus the advantage times the log-probability."""
+    """Returns minus the advantage times the log-probability."""
     return -batch.advantages * batch.logprobs
 
 
 def distill(batch: TokenBatch) -> TokenResult:
-    """The reverse KL to the reference policy: the ratio times the old minus the reference log-probability.
+    """Returns the reverse KL to the reference policy: the ratio times the old minus the reference log-probability.
 
     Over the policy's samples its gradient is that of KL(policy || reference) per token, for the prefixes as they are.
     Rewards and advantages are not used. Raises ConfigError without a reference policy.
@@ -231,6 +224,6 @@ def evaluate(function: TokenLossFunction, batch: TokenBatch, name: str) -> tuple
 def check_shapes(name: str, loss: object, means: Mapping[str, object], shape: list[int], expected: str) -> None:
     """Raises ConfigError unless what the function `name` returned are tensors of this shape, as `expected`."""
     for part, value in {"loss": loss, **means}.items():
-        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        if found != shape:
-            raise ConfigError(f"{name} returned {found} for {part!r}; expected: {expected}, {shape}")
+        actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if actual != shape:
+            raise ConfigError(f"{name} returned {actual} for {part!r}; expected: {expected}, {shape}")

@@ -100,12 +100,12 @@ class ToolEnvironment:
         if function is None:
             return f"error: there is no tool {name!r}; there are: {', '.join(self._tools)}"
         try:
-            given = json.loads(arguments)
-            inspect.signature(function).bind(**given)
+            keywords = json.loads(arguments)
+            inspect.signature(function).bind(**keywords)
             if inspect.iscoroutinefunction(function):
-                result = await function(**given)
+                result = await function(**keywords)
             else:
-                result = await asyncio.to_thread(function, **given)
+                result = await asyncio.to_thread(function, **keywords)
         except Exception as error:  # of the policy's arguments, or of the tool
             return f"error: {error_text(error)}"
         return result if isinstance(result, str) else json.dumps(result, default=str)
@@ -139,9 +139,9 @@ class CallParser:
         """Splits a turn into its text and its calls. `choice` is what the turn was limited to."""
         if choice != "auto" and self._parser.supports_required_and_named:
             return _json_calls(text, choice)
-        found = self._parser.extract_tool_calls(text, self._request)
-        made = [(call.function.name, call.function.arguments) for call in found.tool_calls]
-        return Calls((found.content or "") if made else text, made)
+        parsed = self._parser.extract_tool_calls(text, self._request)
+        calls = [(call.function.name, call.function.arguments) for call in parsed.tool_calls]
+        return Calls((parsed.content or "") if calls else text, calls)
 
     def constraint(self, choice: Choice, schema: Json = None) -> dict[str, Json]:
         """Returns the field of vLLM's `StructuredOutputsParams` that limits a turn to calls, and its value.
@@ -151,11 +151,11 @@ class CallParser:
         request = self._asked(choice)
         tag = None if self._parser.supports_required_and_named else self._parser.get_structural_tag(request)
         if tag is not None:
-            found = tag.model_dump()
+            content = tag.model_dump()
             if schema is not None:
                 answer = {"type": "json_schema", "json_schema": schema}
-                found["format"] = {"type": "or", "elements": [found["format"], answer]}
-            return {"structural_tag": json.dumps(found)}
+                content["format"] = {"type": "or", "elements": [content["format"], answer]}
+            return {"structural_tag": json.dumps(content)}
         if schema is not None:
             raise ConfigError(f"vLLM's tool parser {self._name!r} (environment.tool_parser) cannot mix calls and a schema")
         adjusted = self._parser.adjust_request(request).structured_outputs
@@ -168,7 +168,7 @@ class CallParser:
         return constraint
 
     def _asked(self, choice: Choice) -> Any:
-        """vLLM's request with these tools. Their arguments are held to the schemas, unless a tool has `strict: false`."""
+        """Returns vLLM's request with these tools. Arguments follow the schemas, unless a tool has `strict: false`."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         tools = json.loads(self._schemas)
@@ -178,17 +178,17 @@ class CallParser:
 
 
 def _json_calls(text: str, choice: Choice) -> Calls:
-    """The calls of a turn that vLLM limits to JSON: a list of calls, or the arguments of the function that was named.
+    """Parses a turn that vLLM limits to JSON: a list of calls, or the arguments of the function that was named.
 
     A turn that was cut off has none.
     """
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError:
         return Calls(text, ())
     if not isinstance(choice, str):
         return Calls("", [(choice["function"]["name"], text)])
-    return Calls("", [(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in found])
+    return Calls("", [(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in content])
 
 
 def check_constraint(constraint: Mapping[str, Json]) -> None:

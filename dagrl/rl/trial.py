@@ -1,4 +1,4 @@
-"""Tries an algorithm on a few random rows before a run starts, so that a mistake in a user's file costs no start."""
+"""Tries an algorithm on a few random rows before a run starts, to find mistakes in a user's file early."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def try_loss(algorithm: Algorithm) -> None:
     if name in ALGORITHMS and algorithm.learns_from == "samples":
         name, key = algorithm.config.loss_fn.name, LOSS_KEY
     generator = torch.Generator().manual_seed(0)
-    given = {"samples": ("generation_logprobs",), "demonstrations": ()}[algorithm.learns_from]
-    data = {column: _logprobs(generator) for column in (*algorithm.columns, *given)}
+    further = {"samples": ("generation_logprobs",), "demonstrations": ()}[algorithm.learns_from]
+    data = {column: _logprobs(generator) for column in (*algorithm.columns, *further)}
     data["loss_mask"] = torch.ones(ROWS, TOKENS)
     if algorithm.learns_from == "samples":
         data["advantages"] = torch.tensor([[1.0], [-0.5]]).expand(ROWS, TOKENS)

@@ -141,7 +141,7 @@ def prepare_run_directory(config: Config, derived: Mapping[str, str] | None = No
 
 @contextmanager
 def put_back_config(path: Path) -> Iterator[ExitStack]:
-    """After the block, a run's saved configuration is as before it, unless what it yields has been cleared (`pop_all`)."""
+    """Restores a run's saved configuration after the block, unless the yielded stack has been cleared (`pop_all`)."""
     with ExitStack() as undo:
         undo.callback(write_whole, path, path.read_text(encoding="utf-8"))
         yield undo
@@ -201,7 +201,7 @@ class RunRecord:
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
         named = {f"{stage}/{name}": value for name, value in metrics.items()}
-        self._trackers = [one for one in self._trackers if attempt(type(one), partial(one.log, step, named))]
+        self._trackers = [tracker for tracker in self._trackers if attempt(type(tracker), partial(tracker.log, step, named))]
 
 
 def read_metrics(path: Path) -> list[dict[str, float | str | None]]:

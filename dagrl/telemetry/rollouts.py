@@ -29,7 +29,7 @@ COMPRESSION = "zstd"
 
 
 def schema() -> pyarrow.Schema:
-    """The columns of a file.
+    """Returns the columns of a file.
 
     `split` is `train` or `validation`. `dropped` says why a sample of `train` was not trained on: its group by dynamic
     sampling (`zero_variance`, `failed`) or by age (`too_old`), itself by filtering (`overlong`), for lack of a reward
@@ -80,8 +80,8 @@ def load_writer() -> None:
 
 def rollout_files(directory: Path, kind: str = STEP) -> dict[int, Path]:
     """Returns the files of trained (`STEP`) or of other samples (`OTHER`) of a run by step, in order of steps."""
-    found = {int(path.stem.removeprefix(f"{kind}_")): path for path in directory.glob(f"{kind}_*.parquet")}
-    return dict(sorted(found.items()))
+    files = {int(path.stem.removeprefix(f"{kind}_")): path for path in directory.glob(f"{kind}_*.parquet")}
+    return dict(sorted(files.items()))
 
 
 def read_rollouts(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ def _open(opened: list[Tracker], kind: type[Tracker], config: Config, directory:
 
 
 def attempt(kind: type[Tracker], act: Callable[[], None]) -> bool:
-    """Whether `act` of a tracker succeeded. Errors that name a file are raised, such as those of a full disk."""
+    """Calls `act` of a tracker; returns whether it succeeded. Raises errors that name a file, such as a full disk."""
     try:
         act()
     except Exception as error:  # those of a tracker's package are not known

@@ -53,11 +53,11 @@ def episodes(count: int = 1000, held_out: int = 64, seed: int = 0, reset: Fields
     """
     if count < 1 or held_out < 0:
         raise ValueError(f"count is {count} and held_out {held_out}; expected: at least 1 and 0")
-    made = [
+    examples = [
         Example(f"episode {number}", "", source=f"episode {number}", columns={"reset": {"seed": number, **(reset or {})}})
         for number in range(seed, seed + count + held_out)
     ]
-    return Splits(tuple(made[:count]), tuple(made[:count]), tuple(made[count:]))
+    return Splits(tuple(examples[:count]), tuple(examples[:count]), tuple(examples[count:]))
 
 
 class OpenEnvironment:
@@ -133,20 +133,20 @@ def action_schema(url: str) -> dict[str, Any]:
 def action_reader(schema: Mapping[str, Any]) -> Act:
     """Returns the function that makes an action of a turn. It raises ValueError for a text that is none."""
     fields = [name for name in schema.get("properties", {}) if name not in OUTSIDE]
-    asked = [name for name in schema.get("required", ()) if name in fields] or fields
+    wanted = [name for name in schema.get("required", ()) if name in fields] or fields
 
     def act(text: str) -> Fields:
         block = FENCED.search(text)
         written = (block[1] if block else text).strip()
         try:
-            given = json.loads(written)
+            action = json.loads(written)
         except ValueError:
-            given = written
-        if isinstance(given, dict):
-            return given
-        if len(asked) != 1:
-            raise ValueError(f"expected a JSON object with {', '.join(asked) or 'the fields of an action'}")
-        is_text = schema["properties"][asked[0]].get("type") == "string"
-        return {asked[0]: written if is_text else given}
+            action = written
+        if isinstance(action, dict):
+            return action
+        if len(wanted) != 1:
+            raise ValueError(f"expected a JSON object with {', '.join(wanted) or 'the fields of an action'}")
+        is_text = schema["properties"][wanted[0]].get("type") == "string"
+        return {wanted[0]: written if is_text else action}
 
     return act

@@ -44,15 +44,15 @@ def examples(name: str, args: Mapping[str, Json] | None = None, held_out: int = 
     environment = _loaded(name, json.dumps(args or {}, sort_keys=True))
     rows = [dict(row) for row in environment.get_dataset()]
     if environment.eval_dataset is not None or environment.eval_dataset_source is not None:
-        held = [dict(row) for row in environment.get_eval_dataset()]
+        evaluation = [dict(row) for row in environment.get_eval_dataset()]
     elif held_out < len(rows):
-        rows, held = rows[: len(rows) - held_out], rows[len(rows) - held_out :]
+        rows, evaluation = rows[: len(rows) - held_out], rows[len(rows) - held_out :]
     else:
         raise ConfigError(f"data.task_args: held_out is {held_out}, but {name} has {len(rows)} examples")
     schemas = [_schema(tool) for tool in environment.tool_defs or ()]
     train, validation = (
-        tuple(_example(row, f"{name}, {part} {number}", schemas) for number, row in enumerate(found))
-        for part, found in (("row", rows), ("evaluation row", held))
+        tuple(_example(row, f"{name}, {part} {number}", schemas) for number, row in enumerate(split))
+        for part, split in (("row", rows), ("evaluation row", evaluation))
     )
     return Splits(train, train, validation)
 
@@ -90,14 +90,14 @@ class VerifiersEnvironment:
         return messages[0]["content"] if [turn["role"] for turn in messages] == ["text"] else messages  # type: ignore[return-value]
 
     async def step(self, completion: str) -> Step:
-        """Gives the loop the policy's turn. Returns the messages that it adds before the next, or the reward."""
+        """Passes the policy's turn to the loop. Returns the messages that it adds before the next turn, or the reward."""
         assert self._rollout is not None
         self._policy.answer(completion)
         messages = await self._next()
         return Step(None, float(self._rollout.result()["reward"])) if messages is None else Step(messages)
 
     async def close(self) -> None:
-        """Ends a loop that has not ended, which runs the environment's cleanup."""
+        """Cancels a loop that is still running; the environment then cleans up."""
         if self._rollout is not None:
             self._rollout.cancel()
             await asyncio.wait([self._rollout])
@@ -105,19 +105,19 @@ class VerifiersEnvironment:
     async def _next(self) -> list[Turn] | None:
         """Returns the messages that the next request has after those of the last and the policy's turn; None at the end."""
         assert self._rollout is not None
-        asked = asyncio.ensure_future(self._policy.asked.get())
+        request = asyncio.ensure_future(self._policy.asked.get())
         try:
-            await asyncio.wait([asked, self._rollout], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([request, self._rollout], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             self._rollout.cancel()
             raise
         finally:
-            asked.cancel()
-        if not asked.done() or asked.cancelled():
+            request.cancel()
+        if not request.done() or request.cancelled():
             if error := self._rollout.result().get("error"):
                 raise RuntimeError(f"the environment failed: {error['error_chain_repr']}")
             return None
-        messages, before = list(asked.result()), self._seen
+        messages, before = list(request.result()), self._seen
         if messages[: len(before)] != before or (before and messages[len(before)].role != "assistant"):
             self._rollout.cancel()
             raise ValueError("it changed messages of earlier turns; their tokens are fixed, so it may only append messages")
@@ -126,7 +126,7 @@ class VerifiersEnvironment:
 
 
 def _parser(environment: Any, tokenizer: str, tool_parser: str) -> Callable[[str], Calls] | None:
-    """Returns what finds the calls in a turn; None without tools."""
+    """Returns the parser of tool calls; None without tools."""
     schemas = [_schema(tool) for tool in environment.tool_defs or ()]
     return call_parser(json.dumps(schemas), tool_parser, tokenizer) if schemas else None
 
@@ -156,12 +156,14 @@ def _policy_class() -> type:
             self.asked.put_nowait(prompt)
             text = await self._answer
             calls = self._parse(text) if self._parse is not None else Calls(text, ())
-            given = [
+            tool_calls = [
                 ToolCall(id=f"call_{number}", name=name, arguments=arguments)
                 for number, (name, arguments) in enumerate(calls.calls)
             ]
-            reason = "tool_calls" if given else "stop"
-            message = ResponseMessage(content=calls.text, tool_calls=given or None, finish_reason=reason, is_truncated=False)
+            reason = "tool_calls" if tool_calls else "stop"
+            message = ResponseMessage(
+                content=calls.text, tool_calls=tool_calls or None, finish_reason=reason, is_truncated=False
+            )
             return Response(id="", created=int(time.time()), model=MODEL, message=message)
 
         def _unused(self, *unused: object) -> object:
@@ -171,7 +173,7 @@ def _policy_class() -> type:
         get_native_response = raise_from_native_response = from_native_response = _unused
 
         async def close(self) -> None:
-            """There is no connection."""
+            """Closes nothing: there is no connection."""
 
     return Policy
 
@@ -185,11 +187,11 @@ def _loaded(name: str, args: str) -> Any:
         raise MissingDependencyError(
             f"{name}: environments of verifiers {vf.__version__} do not run in this process; pip install 'dagrl[verifiers]'"
         )
-    given = json.loads(args)
+    keywords = json.loads(args)
     try:
-        environment = load_callable(name, "name")(**given) if ":" in name else load(name, **given)
+        environment = load_callable(name, "name")(**keywords) if ":" in name else load(name, **keywords)
     except (ValueError, RuntimeError, TypeError) as error:
-        raise ConfigError(f"verifiers cannot load the environment {name!r} with {given}: {error}") from error
+        raise ConfigError(f"verifiers cannot load the environment {name!r} with {keywords}: {error}") from error
     if environment.requires_group_rollouts:
         raise ConfigError(f"the rubric of {name} compares rollouts of a group, which is not supported; use another rubric")
     return environment
@@ -209,11 +211,11 @@ def _example(row: Mapping[str, Any], source: str, schemas: Sequence[Json]) -> Ex
 
 def _turn(message: Any) -> Turn:
     """Converts a message for the chat template: of text alone, with calls as OpenAI writes them."""
-    given = dict(message) if isinstance(message, Mapping) else message.model_dump()
-    turn: Turn = {"role": given["role"], "content": _text(given.get("content"))}
-    if given.get("tool_call_id"):
-        turn["tool_call_id"] = given["tool_call_id"]
-    if calls := given.get("tool_calls"):
+    fields = dict(message) if isinstance(message, Mapping) else message.model_dump()
+    turn: Turn = {"role": fields["role"], "content": _text(fields.get("content"))}
+    if fields.get("tool_call_id"):
+        turn["tool_call_id"] = fields["tool_call_id"]
+    if calls := fields.get("tool_calls"):
         turn["tool_calls"] = [
             {"type": "function", "function": {"name": call["name"], "arguments": json.loads(call["arguments"])}}
             for call in calls
@@ -231,5 +233,5 @@ def _text(content: Any) -> str:
 
 
 def _schema(tool: Any) -> dict[str, Json]:
-    given = {name: getattr(tool, name) for name in ("name", "description", "parameters")}
-    return {"type": "function", "function": given}
+    function = {name: getattr(tool, name) for name in ("name", "description", "parameters")}
+    return {"type": "function", "function": function}

@@ -20,10 +20,10 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Context:
-    """What a request asks: the answer that it extends, if any, and the tokens that follow it.
+    """The context of a request: the answer that it extends, if any, and the tokens that follow it.
 
-    `messages` identify all messages up to here (`message_key`), `given` are those of the request, and `text` is what the
-    tokens were made of.
+    `messages` are the keys of all messages up to here (`message_key`), `given` are the request's own messages, and `text` is
+    the text of the tokens.
     """
 
     after: Answer | None
@@ -41,8 +41,8 @@ class Context:
 class Answer:
     """An answer of the policy in its context.
 
-    `said` identifies it in the messages of a later request. It is not `trained` on if it was sampled with other parameters
-    than the run's.
+    `said` is its key as a message of a later request. It is not `trained` on if its sampling parameters differ from the
+    run's.
     """
 
     context: Context
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """A conversation as it is trained on: the prompt's text and tokens, and what follows them.
+    """A conversation as it is trained on: the prompt's text and tokens, and the tokens that follow.
 
     `sampled` is True on tokens that are in the loss of this row; others have log-probability 0.
     """
@@ -135,8 +135,8 @@ class Conversations:
             ends.remove(best)
             rows.append(_row(best.path(), left))
             left -= {id(answer) for answer in best.path()}
-        taken = sum(sum(row.sampled) for row in rows)
-        untrained = sum(len(answer.made.tokens) for answer in self.answers) - taken
+        learned = sum(sum(row.sampled) for row in rows)
+        untrained = sum(len(answer.made.tokens) for answer in self.answers) - learned
         every = {id(answer) for answer in self.answers}
         return Kept(rows, [_row(end.path(), every) for end in ends], untrained)
 
@@ -146,20 +146,20 @@ def _learned(end: Answer, left: set[int]) -> int:
 
 
 def _row(path: Sequence[Answer], left: set[int]) -> Row:
-    """The row of the answers of a path. Those not `left` to learn are context."""
+    """Returns the row of a path of answers. Answers that are not `left` to learn are context."""
     first = path[0].context
     row = Row(first.text, first.tokens, first.given, finish_reason=path[-1].made.finish_reason)
     for answer in path:
-        made = answer.made
+        result = answer.made
         if answer is not path[0]:
-            version = row.versions[-1] if row.versions else made.versions[0]
+            version = row.versions[-1] if row.versions else result.versions[0]
             row.extend(answer.context.tokens, (), [version] * len(answer.context.tokens), sampled=False)
-        row.extend(made.tokens, made.logprobs, made.versions, sampled=id(answer) in left)
+        row.extend(result.tokens, result.logprobs, result.versions, sampled=id(answer) in left)
     return row
 
 
 def message_key(message: Message) -> str:
-    """Returns what identifies a message when a client sends it back: role, text, tool calls, and what a tool answers.
+    """Returns a key by which a message is recognized when a client sends it back: role, text, tool calls, tool results.
 
     Clients add empty fields, strip texts, and write a call's JSON arguments in their own way.
     """

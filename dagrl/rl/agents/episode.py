@@ -19,7 +19,7 @@ Result = FinishedRequest | EndpointError
 
 @dataclass(frozen=True)
 class Limits:
-    """What the run allows, and how it samples. `room` is the most tokens of a conversation."""
+    """Limits and sampling parameters of the run. `room` is the maximum number of tokens of a conversation."""
 
     room: int
     max_new_tokens: int
@@ -89,17 +89,17 @@ class AgentEpisode:
             self._open.remove(turn)
             return True
 
-    def record(self, turn: Turn, made: FinishedRequest, said: str) -> None:
+    def record(self, turn: Turn, result: FinishedRequest, said: str) -> None:
         """Adds an answer to the conversations, before the client gets it. Raises EndpointError if the episode has ended."""
         with self._lock:
             if turn not in self._open:
                 why = self._ended or "the client of this request has gone"
                 raise EndpointError(why, status=401, code="episode_ended")
             self._open.remove(turn)
-            self._conversations.add(Answer(turn.context, made, said, turn.trained))
+            self._conversations.add(Answer(turn.context, result, said, turn.trained))
 
     def begin_again(self) -> None:
-        """Forgets everything: the process of the agent was lost, and another one starts it again."""
+        """Resets the episode: the agent's process was lost, and another one starts it again."""
         with self._lock:
             self._cancel_open()
             self._conversations, self._asked = Conversations(), 0
@@ -113,13 +113,13 @@ class AgentEpisode:
             turn.finish(EndpointError(why, status=401, code="episode_ended"))
 
     def rows(self, most: int) -> Kept:
-        """See `Conversations.rows`."""
+        """Returns the conversations; see `Conversations.rows`."""
         with self._lock:
             return self._conversations.rows(most)
 
     @property
     def answers(self) -> int:
-        """The answers that the agent has had."""
+        """Number of answers so far."""
         return len(self._conversations.answers)
 
     def _cancel_open(self) -> set[Turn]:

@@ -22,9 +22,9 @@ Calls = Sequence[tuple[str, str]]
 """Tool calls: the name and the JSON arguments of each."""
 
 
-def versions_of(made: FinishedRequest) -> list[int]:
+def versions_of(result: FinishedRequest) -> list[int]:
     """Returns the policy versions that made the tokens, in ascending order."""
-    return sorted(set(made.versions))
+    return sorted(set(result.versions))
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class ChatFormat:
     identity: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, made: FinishedRequest, text: str, calls: Calls) -> dict[str, Any]:
+    def whole(self, result: FinishedRequest, text: str, calls: Calls) -> dict[str, Any]:
         """Returns the whole answer. `made` are all tokens, `text` what they say besides `calls`."""
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": [_call(*call) for call in calls]}
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else made.finish_reason}
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else result.finish_reason}
         return {
-            **self._head("chat.completion", made),
-            "choices": [{**choice, **self._tokens(made)}],
-            "usage": self._usage(len(made.tokens)),
+            **self._head("chat.completion", result),
+            "choices": [{**choice, **self._tokens(result)}],
+            "usage": self._usage(len(result.tokens)),
             **({"prompt_token_ids": list(self.prompt)} if self.body.return_token_ids else {}),
         }
 
@@ -57,37 +57,37 @@ class ChatFormat:
         """Returns the chunk that opens a streamed answer."""
         return self._chunk(FinishedRequest(0, (), (), (), ""), {"role": "assistant", "content": ""}, None)
 
-    def last(self, made: FinishedRequest, text: str, calls: Calls) -> dict[str, Any]:
+    def last(self, result: FinishedRequest, text: str, calls: Calls) -> dict[str, Any]:
         """Returns the chunk with everything that `whole` has."""
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [{"index": index, **_call(*call)} for index, call in enumerate(calls)]
-        chunk = self._chunk(made, delta, "tool_calls" if calls else made.finish_reason)
-        chunk["choices"][0] |= self._tokens(made)
+        chunk = self._chunk(result, delta, "tool_calls" if calls else result.finish_reason)
+        chunk["choices"][0] |= self._tokens(result)
         return chunk
 
-    def usage(self, made: FinishedRequest) -> dict[str, Any]:
+    def usage(self, result: FinishedRequest) -> dict[str, Any]:
         """Returns the chunk of token counts that ends a stream."""
-        return {**self._head("chat.completion.chunk", made), "choices": [], "usage": self._usage(len(made.tokens))}
+        return {**self._head("chat.completion.chunk", result), "choices": [], "usage": self._usage(len(result.tokens))}
 
-    def _chunk(self, made: FinishedRequest, delta: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+    def _chunk(self, result: FinishedRequest, delta: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        return {**self._head("chat.completion.chunk", made), "choices": [choice]}
+        return {**self._head("chat.completion.chunk", result), "choices": [choice]}
 
-    def _head(self, kind: str, made: FinishedRequest) -> dict[str, Any]:
+    def _head(self, kind: str, result: FinishedRequest) -> dict[str, Any]:
         head = {"id": f"chatcmpl-{self.identity}", "object": kind, "created": self.created, "model": MODEL}
-        return {**head, "policy_versions": versions_of(made)}
+        return {**head, "policy_versions": versions_of(result)}
 
     def _usage(self, completion: int) -> dict[str, int]:
         prompt = len(self.prompt)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _tokens(self, made: FinishedRequest) -> dict[str, Any]:
-        """The log-probabilities and ids of tokens, as far as the request asks for them."""
-        ids = {"token_ids": list(made.tokens)} if self.body.return_token_ids else {}
+    def _tokens(self, result: FinishedRequest) -> dict[str, Any]:
+        """Returns the log-probabilities and ids of the tokens that the request asks for."""
+        ids = {"token_ids": list(result.tokens)} if self.body.return_token_ids else {}
         if not self.body.logprobs:
             return {"logprobs": None, **ids}
-        pairs = zip(made.tokens, made.logprobs, strict=True)
+        pairs = zip(result.tokens, result.logprobs, strict=True)
         return {"logprobs": {"content": [self._logprob(*pair) for pair in pairs], "refusal": None}, **ids}
 
     def _logprob(self, token: int, logprob: float) -> Mapping[str, Any]:

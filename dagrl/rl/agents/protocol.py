@@ -118,12 +118,12 @@ class ChatBody(BaseModel, extra="forbid"):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
+    def _without_neutral(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
         return {
             name: value
-            for name, value in given.items()
+            for name, value in body.items()
             if value is not None and name not in IGNORED and not (name in NEUTRAL and value in NEUTRAL[name])
         }
 
@@ -191,8 +191,8 @@ def read_body(content: bytes) -> ChatBody:
                 code="unsupported_parameter",
             ) from error
         place = ".".join(map(str, first["loc"]))
-        found = "" if name is None or first["type"] == "missing" else f"; found {first['input']!r:.80}"
-        raise EndpointError(f"{place or 'the request'}: {first['msg']}{found}", param=name) from error
+        value = "" if name is None or first["type"] == "missing" else f"; found {first['input']!r:.80}"
+        raise EndpointError(f"{place or 'the request'}: {first['msg']}{value}", param=name) from error
     if body.model != MODEL:
         raise EndpointError(
             f"there is no model {body.model!r:.80}; ask for {MODEL!r}", status=404, param="model", code="model_not_found"
@@ -242,5 +242,5 @@ def _call(call: Any, place: str) -> dict[str, Any]:
 
 
 def models() -> dict[str, Any]:
-    """The answer to `GET /v1/models`."""
+    """Returns the answer to `GET /v1/models`."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "dagrl"}]}

@@ -1,4 +1,4 @@
-"""From requests to the tokens that the policy continues, and from its tokens to texts and tool calls."""
+"""Converts requests to the tokens that the policy continues, and its tokens to text and tool calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Renderer:
     """Renders with a tokenizer of its own: fast tokenizers are not safe in several threads."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, parser: str) -> None:
-        """`parser` is vLLM's name of the model's tool calls."""
+        """`parser` is vLLM's name of the parser of the model's tool calls."""
         self._tokenizer, self._parser = tokenizer, parser
         self._parsers: dict[str, CallParser] = {}
         self._allowed = {""}
@@ -50,7 +50,7 @@ class Renderer:
         return self._calls(body.offered_tools)(text, body.choice)
 
     def constraint(self, body: ChatBody) -> str:
-        """Returns what the answer is limited to (`RequestOptions.constraint`). Imports vLLM for the first one.
+        """Returns the grammar of the answer (`RequestOptions.constraint`). The first one imports vLLM.
 
         Raises EndpointError if vLLM cannot limit an answer to it.
         """

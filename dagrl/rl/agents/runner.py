@@ -1,4 +1,4 @@
-"""Runs agents: the endpoint that they talk to, and the processes that they run in.
+"""Runs agents, with the endpoint that they talk to and the processes that they run in.
 
 with AgentRunner(config, tokenizer) as agents:
     episode = agents.begin("3/0", example)
@@ -91,7 +91,7 @@ class AgentRunner:
 
 
 def agent_rewards(answer: Any) -> tuple[dict[str, float], str]:
-    """Returns the rewards in what an agent returned, by name ("" for a plain number), and what is wrong with it."""
+    """Returns an agent's rewards by name ("" for a plain number), and an error message if its result is invalid."""
     if isinstance(answer, Failed):
         return {}, answer.message
     rewards = answer if isinstance(answer, dict) else {} if answer is None else {"": answer}

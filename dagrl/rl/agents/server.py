@@ -40,7 +40,7 @@ VERSIONS = "x-policy-versions"
 
 
 class Inbox:
-    """Requests on their way to the driver's main thread."""
+    """A queue of requests for the driver's main thread."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -81,7 +81,7 @@ class EndpointServer:
 
     @property
     def base_url(self) -> str:
-        """What clients are given as `base_url`."""
+        """The `base_url` of clients."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/v1"
 
@@ -151,11 +151,11 @@ class EndpointServer:
         self.inbox.put(episode, turn)
         if body.stream:
             return StreamingResponse(reply.stream(), media_type="text/event-stream")
-        answer, made = await reply.whole(request)
-        return JSONResponse(answer, headers={VERSIONS: ",".join(map(str, versions_of(made)))})
+        answer, result = await reply.whole(request)
+        return JSONResponse(answer, headers={VERSIONS: ",".join(map(str, versions_of(result)))})
 
     def _episode(self, request: Request) -> AgentEpisode:
-        """The episode whose API key the request has."""
+        """Returns the episode whose API key the request has."""
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         episode = self.episodes.get(key) if kind.lower() == "bearer" else None
         if episode is None:
@@ -169,7 +169,7 @@ class EndpointServer:
 
 @dataclass
 class _Reply:
-    """The way of one request's answer to its client."""
+    """Sends the answer to one request to its client."""
 
     server: EndpointServer
     episode: AgentEpisode
@@ -178,14 +178,14 @@ class _Reply:
 
     async def whole(self, request: Request) -> tuple[dict[str, Any], FinishedRequest]:
         """Returns the whole answer. A client that goes away cancels its request."""
-        gone, result = asyncio.create_task(_disconnected(request)), self.turn.result
+        gone, future = asyncio.create_task(_disconnected(request)), self.turn.result
         try:
-            await asyncio.wait((gone, result), return_when=asyncio.FIRST_COMPLETED)
-            if not result.done():
+            await asyncio.wait((gone, future), return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
                 raise EndpointError("the client has gone", status=499)
-            made = _made(result.result())
-            text, calls = await self._recorded(made)
-            return self.format.whole(made, text, calls), made
+            result = _made(future.result())
+            text, calls = await self._recorded(result)
+            return self.format.whole(result, text, calls), result
         finally:
             gone.cancel()
             self._leave()
@@ -195,28 +195,28 @@ class _Reply:
         try:
             yield _event(self.format.first())
             try:
-                made = _made(await self.turn.result)
-                text, calls = await self._recorded(made)
+                result = _made(await self.turn.result)
+                text, calls = await self._recorded(result)
             except EndpointError as error:
                 yield _event(error.body())
                 return
-            yield _event(self.format.last(made, text, calls))
+            yield _event(self.format.last(result, text, calls))
             if self.format.body.stream_options.include_usage:
-                yield _event(self.format.usage(made))
+                yield _event(self.format.usage(result))
             yield "data: [DONE]\n\n"
         finally:
             self._leave()
 
-    async def _recorded(self, made: FinishedRequest) -> tuple[str, Calls]:
+    async def _recorded(self, result: FinishedRequest) -> tuple[str, Calls]:
         """Records the answer. Returns its text and its tool calls."""
-        text = _before_stop(self.server.renderer.text(made.tokens), (*self.server.limits.stop, *self.turn.options.stop))
+        text = _before_stop(self.server.renderer.text(result.tokens), (*self.server.limits.stop, *self.turn.options.stop))
         calls: Calls = ()
         if self.format.body.offered_tools:
             parsed = await asyncio.to_thread(self.server.renderer.parse_calls, self.format.body, text)
             text, calls = parsed.text, parsed.calls
         functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
         said = message_key({"role": "assistant", "content": text, "tool_calls": functions})
-        self.episode.record(self.turn, made, said)
+        self.episode.record(self.turn, result, said)
         return text, calls
 
     def _leave(self) -> None:
@@ -243,7 +243,7 @@ def _event(content: Mapping[str, Any]) -> str:
 
 
 async def _disconnected(request: Request) -> None:
-    """Waits until the client has gone. The body has been read."""
+    """Waits until the client disconnects, after the body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -23,7 +23,10 @@ class Dpo(PreferenceAlgorithm):
     columns = ("reference_logprobs",)
 
     def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Metrics: rewards of both answers, their margin, and how often the chosen one has the higher reward."""
+        """Returns the loss of each pair.
+
+        Metrics: rewards of both answers, their margin, and how often the chosen one has the higher reward.
+        """
         from torch.nn.functional import logsigmoid
 
         config = self.config.preference

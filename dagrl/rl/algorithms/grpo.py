@@ -49,7 +49,7 @@ class Grpo(Algorithm):
         return "sequences" if loss.sequence_length_divisor is None else "sums"
 
     def loss(self, batch: TokenBatch) -> TokenResult:
-        """The token loss with its weight and penalty."""
+        """Returns the token loss with its weight and penalty."""
         from dagrl.rl.losses import kl_penalty
         from dagrl.rl.token_losses import evaluate
         from dagrl.telemetry.metrics import KL
@@ -71,7 +71,7 @@ class Grpo(Algorithm):
         return costs, {**means, **ratios, **terms}
 
     def _importance(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the importance weight of each token, and metrics of it."""
+        """Returns the importance weight of each token, and its metrics."""
         import torch
 
         from dagrl.rl.losses import importance_weights

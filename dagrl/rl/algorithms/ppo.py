@@ -32,11 +32,11 @@ class Ppo(Grpo):
         return 0.0 if self.config.ppo.kl_in_reward else super().penalty
 
     def advantages(self, rewards: Floats, valid: npt.NDArray[np.bool_]) -> npt.ArrayLike:
-        """The rewards as they are: the critic is the baseline."""
+        """Returns the rewards: the critic is the baseline."""
         return rewards
 
     def token_advantages(self, rewards: Floats, values: Floats, mask: Floats) -> tuple[npt.ArrayLike, npt.ArrayLike]:
-        """Generalized advantages, whitened over the batch unless `ppo.whiten_advantages` is off, and returns."""
+        """Returns generalized advantages, whitened over the batch if `ppo.whiten_advantages` is on, and returns."""
         from dagrl.rl.gae import advantages_and_returns, whitened
 
         ppo = self.config.ppo
@@ -50,7 +50,7 @@ class Values(Algorithm):
     columns = ()
 
     def loss(self, batch: TokenBatch) -> TokenResult:
-        """Half of `max((v - R)^2, (clip(v) - R)^2)`, where `clip` keeps v within `critic.value_clip` of the old value.
+        """Returns half of `max((v - R)^2, (clip(v) - R)^2)`; `clip` keeps v within `critic.value_clip` of the old value.
 
         Metrics: the mean of the values and of their absolute errors, and the share of tokens with the larger clipped error.
         """
@@ -62,7 +62,7 @@ class Values(Algorithm):
         error = torch.where(inside, values - returns, 0.0)
         plain = bounded = error.square()
         if clip is not None:
-            kept = torch.minimum(torch.maximum(values, old - clip), old + clip)
-            bounded = torch.where(inside, kept - returns, 0.0).square()
+            clipped = torch.minimum(torch.maximum(values, old - clip), old + clip)
+            bounded = torch.where(inside, clipped - returns, 0.0).square()
         means = {"value_mean": values, "value_error": error.abs(), "value_clip_ratio": (bounded > plain).to(values.dtype)}
         return torch.maximum(plain, bounded) / 2, means

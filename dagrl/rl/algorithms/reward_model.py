@@ -21,7 +21,10 @@ class RewardModel(PreferenceAlgorithm):
     scored = True
 
     def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Metrics: both scores, their difference, and how often the chosen answer has the higher one."""
+        """Returns the loss of each pair.
+
+        Metrics: both scores, their difference, and how often the chosen answer has the higher one.
+        """
         from torch.nn.functional import logsigmoid
 
         loss = -logsigmoid(pairs.chosen - pairs.rejected)

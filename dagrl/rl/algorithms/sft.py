@@ -17,5 +17,5 @@ class Sft(Algorithm):
     columns = ()
 
     def loss(self, batch: TokenBatch) -> TokenResult:
-        """Minus the log-probability."""
+        """Returns minus the log-probability."""
         return -batch.logprobs

@@ -12,12 +12,12 @@ from dagrl.rl.functions.answers import Failed, is_coroutine, raised, without_exi
 from dagrl.runtime.deadline import Deadline
 
 THREADS = 256
-"""Plain agents under way at once in a process."""
+"""Plain agents that run at once in a process."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where an agent finds the policy: the arguments of an OpenAI client, and the name to ask for as `model`.
+    """The policy's endpoint: the arguments of an OpenAI client, and the name to ask for as `model`.
 
     The API key is that of one episode. It ends with the episode.
     """
@@ -53,7 +53,7 @@ class AgentHost:
         self._reply(number, await self._answer(request))
 
     async def _answer(self, request: Mapping[str, Any]) -> Any:
-        """What the agent returns. At the deadline a coroutine is cancelled; a plain function loses its endpoint."""
+        """Returns the agent's result. At the deadline a coroutine is cancelled; a plain function loses its endpoint."""
         limit = asyncio.timeout(self._deadline.seconds)
         try:
             async with limit:

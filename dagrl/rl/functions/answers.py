@@ -18,21 +18,21 @@ from dagrl.errors import error_text
 Item = TypeVar("Item")
 
 _OTHERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]), "<")
-"""Beginnings of the files that are not the user's: of Python, of dagrl, and what is no file."""
+"""Path prefixes of code that is not the user's: Python's, dagrl's, and code without a file."""
 
 _PACKAGES = ("site-packages", "dist-packages")
-"""Directories of installed packages, also of an environment that this one is made over."""
+"""Directories of installed packages, in any environment."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The answer to a row for which the function has none, and why."""
+    """Stands for the answer to a row for which the function has none; `message` says why."""
 
     message: str
 
 
 def raised(error: BaseException) -> str:
-    """What a user's function raised, and the line that it came from: the deepest one of no installed package."""
+    """Describes an error of a user's function and its line: the deepest one outside installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame
@@ -44,8 +44,7 @@ def raised(error: BaseException) -> str:
 
 @contextmanager
 def without_exit() -> Iterator[None]:
-    """For a user's code: turns `sys.exit`, which programs that a model wrote call, into an error of its row, as it would end
-    the process."""
+    """Turns `sys.exit`, which programs written by a model call, into an error. It would end the process."""
     try:
         yield
     except SystemExit as error:
@@ -57,7 +56,7 @@ Answers = list[Any]
 
 
 def is_coroutine(function: Callable[..., Any]) -> bool:
-    """Whether calling `function` makes a coroutine, as far as can be known without calling it."""
+    """Returns whether `function` is a coroutine function, or an object with an async `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

@@ -21,12 +21,12 @@ from dagrl.rl.functions.answers import without_exit
 logger = logging.getLogger(__name__)
 
 THREADS = 256
-"""Plain methods under way at once in a process."""
+"""Plain methods that run at once in a process."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment says of a turn: its reply (None: the episode has ended), and the turn's reward if it has one.
+    """An environment's answer to a turn: its reply (None: the episode has ended), and the turn's reward if it has one.
 
     A reply is a text, or messages for the chat template, after which the template opens the policy's next turn.
     """
@@ -47,7 +47,7 @@ class EpisodeHost:
     def __init__(self, factory: Callable[..., Any]) -> None:
         self._factory = factory
         self._episodes: dict[str, _Episode] = {}
-        self._closing: set[asyncio.Task[None]] = set()  # the loop keeps weak references alone
+        self._closing: set[asyncio.Task[None]] = set()  # the loop keeps only weak references
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="episode")
 
     async def __call__(self, key: str, request: Mapping[str, Any] | None) -> Any:

@@ -1,4 +1,4 @@
-"""Keyword arguments of a user's function: what it asks for by the names of its parameters.
+"""Keyword arguments of a user's function, by the names of its parameters.
 
 The first three parameters are the texts. Every further one is filled by its name; `**columns` gets everything there is.
 """
@@ -50,10 +50,10 @@ def with_keywords(function: Callable[..., Any], *, batched: bool) -> Callable[..
 
     texts = {item.name for item in _parameters(function)[:TEXTS]}
 
-    def named(given: Mapping[str, Any] | Rows) -> Mapping[str, Any]:
-        if isinstance(given, Mapping):
-            return given
-        return {name: [row[name] for row in given] for name in (given[0] if given else ())}
+    def named(values: Mapping[str, Any] | Rows) -> Mapping[str, Any]:
+        if isinstance(values, Mapping):
+            return values
+        return {name: [row[name] for row in values] for name in (values[0] if values else ())}
 
     def call(*arguments: Any) -> Any:
         more = {name: value for name, value in named(arguments[-1]).items() if name not in texts}

@@ -108,7 +108,7 @@ class FunctionProcess:
         self._closed = False
 
     async def start(self) -> None:
-        """Makes sure that a process has imported the function. The next request reports a failure."""
+        """Starts a process if there is none. The next request reports a failure."""
         try:
             await self._ready()
         except RunError as error:
@@ -239,9 +239,9 @@ class FunctionProcess:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with suppress(EOFError, OSError):
             while True:
-                number, answer = pickle.loads(await _received(reader))  # noqa: S301  # from our own process
-                if (asked := self._pending.get(number)) is not None and not asked.done():
-                    asked.set_result(answer)
+                number, content = pickle.loads(await _received(reader))  # noqa: S301  # from our own process
+                if (answer := self._pending.get(number)) is not None and not answer.done():
+                    answer.set_result(content)
         self._reading = None
         await self._end()
 

@@ -48,9 +48,9 @@ def main() -> None:
 def reaped(child: int) -> int | None:
     """Reaps what has ended. Returns the exit code of `child` once it has."""
     with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            if found[0] == child:
-                return os.waitstatus_to_exitcode(found[1]) & 0xFF
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                return os.waitstatus_to_exitcode(ended[1]) & 0xFF
     return None
 
 

@@ -95,7 +95,7 @@ class FunctionRunner:
         return self.submit(*columns).result()
 
     def submit(self, *columns: Sequence[Any]) -> Future[Answers]:
-        """Like calling the runner, in the background."""
+        """Starts a call in the background."""
         return self._loop.spawn(self._answers(columns))
 
     async def _answers(self, columns: Sequence[Sequence[Any]]) -> Answers:
@@ -117,7 +117,7 @@ class FunctionRunner:
     async def _retry(
         self, process: FunctionProcess, columns: Sequence[Sequence[Any]], until: float, message: str
     ) -> Answers:
-        """Asks row by row. Warns if no row fails alone, as the failed batch would go unnoticed."""
+        """Asks row by row. Warns if no row fails alone: the failed batch would go unnoticed."""
         answers = await self._one_by_one(process, columns, until)
         if message not in self._warned and not any(isinstance(answer, Failed) for answer in answers):
             self._warned.add(message)

@@ -45,7 +45,7 @@ class _Running:
 
 
 class AgentTurns:
-    """Turns that agents ask for. See `dagrl.rl.rollout.turns.Turns`."""
+    """Takes turns from agents. See `dagrl.rl.rollout.turns.Turns`."""
 
     can_wait = False  # clients wait for them
 
@@ -62,7 +62,8 @@ class AgentTurns:
     @property
     def awaited(self) -> list[Future[Any]]:
         """Empty if no agent runs."""
-        return [self._runner.inbox.news, *(one.agent.answer for one in self._running.values())] if self._running else []
+        answers = [running.agent.answer for running in self._running.values()]
+        return [self._runner.inbox.news, *answers] if answers else []
 
     def start(self, groups: Iterable[RolloutGroup]) -> list[Turn]:
         """Starts an agent for each sequence of the groups, which begins afresh."""
@@ -93,54 +94,56 @@ class AgentTurns:
 
     def finish(self, ended: Sequence[tuple[Turn, FinishedRequest]]) -> None:
         """Answers the requests."""
-        for (_, episode), made in ended:
+        for (_, episode), result in ended:
             assert isinstance(episode, TurnEpisode) and episode.turn is not None
             tokens, logprobs, versions = (column.tolist() for column in (episode.tokens, episode.logprobs, episode.versions))
-            episode.turn.finish(FinishedRequest(made.request_id, tokens, logprobs, versions, made.finish_reason))
+            episode.turn.finish(FinishedRequest(result.request_id, tokens, logprobs, versions, result.finish_reason))
 
     def abort(self, group: RolloutGroup) -> None:
-        for key, one in list(self._running.items()):
-            if one.group is group:
+        for key, running in list(self._running.items()):
+            if running.group is group:
                 del self._running[key]
-                self._runner.end(one.agent)
-                one.episode.finish_reason = ABORTED
+                self._runner.end(running.agent)
+                running.episode.finish_reason = ABORTED
 
     def leave(self) -> None:
-        """Nothing is pending."""
+        """Does nothing: there are no pending calls."""
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Also of what is trained on of the episodes."""
+        """Returns failures, and how much of the episodes is trained on."""
         return {
             **environment_failures(samples),
             "environment/conversations": float(np.mean([len(sample.rows) for sample in samples])),
             "environment/untrained_tokens": float(sum(sample.completion.untrained for sample in samples)),
         }
 
-    def _end(self, one: _Running, answer: Any) -> None:
-        self._runner.end(one.agent)
+    def _end(self, running: _Running, answer: Any) -> None:
+        self._runner.end(running.agent)
         rewards, failure = agent_rewards(answer)
-        kept = one.agent.rows(self._runner.max_conversations)
-        if not kept.rows and not failure:
+        rows = running.agent.rows(self._runner.max_conversations)
+        if not rows.rows and not failure:
             failure = "the agent returned without an answer of the policy"
-        fill(one.episode, kept, rewards)
-        one.episode.turns = one.agent.answers
+        fill(running.episode, rows, rewards)
+        running.episode.turns = running.agent.answers
         if failure:
-            one.episode.failure, one.episode.finish_reason = failure, FAILED
-        if kept.untrained and not self._warned:
+            running.episode.failure, running.episode.finish_reason = failure, FAILED
+        if rows.untrained and not self._warned:
             self._warned = True
             logger.warning(
                 "%d tokens of an agent's episode are not trained on: they are in more than environment.max_conversations = "
                 "%d conversations, or were sampled with another temperature or top_p than the run's (warned once)",
-                kept.untrained,
+                rows.untrained,
                 self._runner.max_conversations,
             )
 
 
-def fill(episode: Episode, kept: Kept, rewards: dict[str, float]) -> None:
+def fill(episode: Episode, conversations: Kept, rewards: dict[str, float]) -> None:
     """Makes `episode` the first of its agent's conversations, with the others in `more` and `others`."""
-    rows, episode.others = ([_conversation(episode.prompt, row) for row in part] for part in (kept.rows, kept.others))
+    rows, episode.others = (
+        [_conversation(episode.prompt, row) for row in part] for part in (conversations.rows, conversations.others)
+    )
     episode.more = rows[1:]
-    episode.untrained, episode.finish_reason = kept.untrained, "stop"
+    episode.untrained, episode.finish_reason = conversations.untrained, "stop"
     episode.turn_rewards = [rewards.pop("")] if "" in rewards else []
     episode.reward_parts = rewards
     if rows:
@@ -151,7 +154,7 @@ def fill(episode: Episode, kept: Kept, rewards: dict[str, float]) -> None:
 
 
 def _conversation(example: Prompt, row: Row) -> Episode:
-    """A conversation with its own prompt and everything else of its example."""
+    """Returns a conversation as an episode: its own prompt, and the other fields of the example."""
     prompt = replace(example, text=row.text, tokens=np.array(row.prompt, np.int64), messages=tuple(row.messages))
     columns: dict[str, Any] = {name: getattr(row, name) for name in TOKEN_FIELDS}
     return Episode(prompt, 0, 0, **columns, finish_reason=row.finish_reason)

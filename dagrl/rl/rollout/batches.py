@@ -91,13 +91,13 @@ def train_batch(
     Samples that are not `valid` [samples] have no token in the loss. A sample with fewer than `rows_per_sample` sequences
     has empty rows too.
     """
-    episodes = [one for sample in samples for one in [*sample.rows, *[NO_ROW] * rows_per_sample][:rows_per_sample]]
+    episodes = [row for sample in samples for row in [*sample.rows, *[NO_ROW] * rows_per_sample][:rows_per_sample]]
     rows = token_rows(episodes)
     mask, generation_logprobs = (np.zeros(rows["tokens"].shape, np.float32) for _ in range(2))
     for row, episode in enumerate(episodes):
         if valid is None or valid[row // rows_per_sample]:
-            made = slice(len(episode.prompt.tokens), len(episode))
-            mask[row, made], generation_logprobs[row, made] = episode.sampled, episode.logprobs
+            completion = slice(len(episode.prompt.tokens), len(episode))
+            mask[row, completion], generation_logprobs[row, completion] = episode.sampled, episode.logprobs
     return rows.with_fields(
         loss_mask=mask,
         advantages=mask * np.repeat(advantage, rows_per_sample)[:, None],

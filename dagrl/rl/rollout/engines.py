@@ -1,4 +1,4 @@
-"""What rollouts need from a run: generation engines (`dagrl.run.engines` has them), prompts, and a stop signal."""
+"""Interfaces that rollouts need from a run: generation engines (`dagrl.run.engines`), prompts, and a stop signal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Quantum(Protocol):
         """Waits for the quantum. Raises WorkerError if an engine failed."""
 
     def partial(self) -> Mapping[int, Generated]:
-        """Returns what the shards that did not fail made, after `result` has raised."""
+        """Returns the results of the shards that did not fail, after `result` has raised."""
 
 
 class GenerationEngines(Protocol):
@@ -57,7 +57,7 @@ class GenerationEngines(Protocol):
         """Keeps the engines' wait for the driver up to now out of the overhead of the next quantum."""
 
     def replace(self, error: WorkerError) -> set[int] | None:
-        """Begins to replace the engines that failed, as `error` says; fails the quanta in flight. Others are at rest then.
+        """Starts replacing the engines named in `error` and fails the quanta in flight; the survivors are idle on return.
 
         Returns the shards whose engines are replaced. They take no requests until the next refit. None if the run has to
         restart.

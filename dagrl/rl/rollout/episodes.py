@@ -89,16 +89,16 @@ class Episode:
         changes = (np.flatnonzero(np.diff(self.sampled)) + 1).tolist()
         return list(zip([0, *changes], [*changes, len(self.tokens)], strict=True))
 
-    def append(self, made: FinishedRequest) -> None:
+    def append(self, result: FinishedRequest) -> None:
         """Appends the tokens of a finished request."""
-        self._extend(made.tokens, made.logprobs, made.versions, sampled=True)
-        self.experts = join_records(self.experts, made.experts)
+        self._extend(result.tokens, result.logprobs, result.versions, sampled=True)
+        self.experts = join_records(self.experts, result.experts)
 
     def take_back(self, count: int) -> None:
         """Removes the last `count` tokens, which will be generated again."""
-        kept = len(self.tokens) - count
+        end = len(self.tokens) - count
         for name in TOKEN_FIELDS:
-            setattr(self, name, getattr(self, name)[:kept])
+            setattr(self, name, getattr(self, name)[:end])
         if self.experts is not None:
             self.experts = self.experts[: len(self)]
 
@@ -201,8 +201,8 @@ def request_seeds(seed: int, stream: int, count: int) -> list[int]:
 
 def turn_seed(episode: Episode) -> int:
     """Returns the seed of the request that continues the episode. Each request restarts the random stream of its seed."""
-    made = len(episode.tokens)
-    return request_seeds(episode.seed, made, 1)[0] if made else episode.seed
+    count = len(episode.tokens)
+    return request_seeds(episode.seed, count, 1)[0] if count else episode.seed
 
 
 def forced_lengths(config: ForcedLengths, seed: int, key: int, seeds: Sequence[int], longest: int) -> list[int]:

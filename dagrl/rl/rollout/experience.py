@@ -156,12 +156,12 @@ class Experience:
         Raises RunError if the reward function or the environment failed for too many samples of the batch and of the groups
         dropped since the last one, or if dynamic sampling drops too many groups.
         """
-        while (taken := self.buffer.take()) is None:
+        while (batch := self.buffer.take()) is None:
             self._check_yield()
             self._stop.check()
             self.fill()
             self.work()
-        groups = [group.payload for group in taken]
+        groups = [group.payload for group in batch]
         check_groups(self._config, self._reward, [*self._dropped_groups, *groups])
         self._dropped_groups = []
         return groups
@@ -177,7 +177,7 @@ class Experience:
         finished = self.buffer.finished()
         too_old = self.buffer.advance(version)
         left = {group.number for group in self.buffer.finished()}
-        self._untrained += [Untrained(one.payload, TRAIN, TOO_OLD) for one in finished if one.number not in left]
+        self._untrained += [Untrained(group.payload, TRAIN, TOO_OLD) for group in finished if group.number not in left]
         if too_old:
             self.rest()
             self.rollouts.abort(set(too_old) & self.rollouts.numbers)
@@ -212,7 +212,7 @@ class Experience:
         self._score(self.rollouts.settle())
 
     def withdraw(self) -> None:
-        """`rest`, and takes all requests out of the engines, which are about to sleep."""
+        """Calls `rest`, and takes all requests out of the engines, which are about to sleep."""
         self._score(self.rollouts.withdraw())
 
     def finish_running(self) -> None:
@@ -248,21 +248,21 @@ class Experience:
                     self._stop.check()
                 return {}
             self.work()
-        judged, self._validated = sorted(self._validated, key=lambda scored: scored.group.number), []
-        self._untrained += map(Untrained, judged)
-        rewards, samples = check_groups(self._config, self._reward, judged, may_all_fail=True)
-        found = self._turns.metrics(samples)
+        scored, self._validated = sorted(self._validated, key=lambda group: group.group.number), []
+        self._untrained += map(Untrained, scored)
+        rewards, samples = check_groups(self._config, self._reward, scored, may_all_fail=True)
+        metrics = self._turns.metrics(samples)
         return {
             VALIDATION + "reward": mean_reward(rewards, samples),
             VALIDATION + "reward_failures": float(rewards.failed),
             **reward_means(rewards, samples, VALIDATION),
-            **{VALIDATION + name.replace("/", "_"): value for name, value in found.items() if name == ENVIRONMENT_FAILURES},
+            **({VALIDATION + "environment_failures": metrics[ENVIRONMENT_FAILURES]} if metrics else {}),
         }
 
     def take_untrained(self) -> list[Untrained]:
         """Returns the validation samples and dropped groups since the last call."""
-        taken, self._untrained = self._untrained, []
-        return taken
+        untrained, self._untrained = self._untrained, []
+        return untrained
 
     def _give_up_validation(self) -> None:
         """Drops the validation groups, which checkpoints do not hold."""
@@ -275,7 +275,7 @@ class Experience:
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Returns metrics of a batch: rewards, lengths, ages in the step that trains on it, and dropped groups."""
         samples = samples_in(groups)
-        ages = self.buffer.version - np.concatenate([one.versions[one.sampled] for each in samples for one in each.rows])
+        ages = self.buffer.version - np.concatenate([row.versions[row.sampled] for sample in samples for row in sample.rows])
         lengths = [len(sample.completion.tokens) for sample in samples]
         rewards = join_rewards([group.rewards for group in groups])
         return {
@@ -339,7 +339,7 @@ class Experience:
         number, key = saved.group.number, saved.group.key
         config, version, prompt = self._config, self.buffer.version, self._prompts.train[key]
         seeds = [episode.seed for episode in saved.group.episodes]
-        limits = [one.max_new_tokens for one in new_group(config, number, key, prompt, seeds).episodes]
+        limits = [episode.max_new_tokens for episode in new_group(config, number, key, prompt, seeds).episodes]
         whole = saved.whole and self._turns.can_wait and can_go_on(config, version, prompt, saved.group, limits)
         self.buffer.restart(number, saved.version if whole else version)
         if not whole:

@@ -1,4 +1,4 @@
-"""Rows of `rollouts/`, sample by sample: what a training step learned from, and what no step did."""
+"""Makes the rows of `rollouts/`: samples that a training step learned from, and samples of no step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_REWARD, OVERLONG = "no_reward", "overlong"
 
 
 def rollout_rows(
-    groups: Sequence[ScoredGroup], batch: Batch, kept: Kept, step: int, texts: TokenTexts
+    groups: Sequence[ScoredGroup], batch: Batch, columns: Kept, step: int, texts: TokenTexts
 ) -> list[dict[str, Any]]:
     """Returns one row per sample of `groups`. `batch` is the step's, with as many rows for each, in the same order."""
     rows: list[dict[str, Any]] = []
@@ -40,8 +40,8 @@ def rollout_rows(
                 {
                     **_row(group, place, step, TRAIN, dropped, texts),
                     "advantage": _advantage(batch, index),
-                    **_logprobs(sample.completion, kept, int(batch["row_ids"][index])),
-                    "conversations": _conversations(sample, texts, kept, batch["row_ids"][index + 1 :]),
+                    **_logprobs(sample.completion, columns, int(batch["row_ids"][index])),
+                    "conversations": _conversations(sample, texts, columns, batch["row_ids"][index + 1 :]),
                 }
             )
     return rows
@@ -51,13 +51,13 @@ def untrained_rows(untrained: Sequence[Untrained], step: int, texts: TokenTexts)
     """Returns one row per sample of groups that no step trains on."""
     return [
         {
-            **_row(one.group, place, step, one.split, one.dropped, texts),
+            **_row(group.group, place, step, group.split, group.dropped, texts),
             "advantage": 0.0,
             **dict.fromkeys(KEPT),
-            "conversations": _conversations(one.group.samples[place], texts),
+            "conversations": _conversations(group.group.samples[place], texts),
         }
-        for one in untrained
-        for place in range(len(one.group.samples))
+        for group in untrained
+        for place in range(len(group.group.samples))
     ]
 
 
@@ -88,7 +88,7 @@ def _why_not(group: ScoredGroup, place: int, *, trained: bool) -> str:
 
 
 def _reward_parts(group: ScoredGroup, place: int) -> dict[str, float]:
-    """The parts of the reward that the functions named, or else the reward, and what shaping added to it."""
+    """Returns the named parts of the reward, or else the reward, and what shaping added to it."""
     reward = float(group.rewards.values[place])
     shaping = float(group.values[place]) - reward
     named = {name: float(values[place]) for name, values in group.rewards.parts.items() if not np.isnan(values[place])}
@@ -96,58 +96,58 @@ def _reward_parts(group: ScoredGroup, place: int) -> dict[str, float]:
 
 
 def _advantage(batch: Batch, row: int) -> float:
-    """The mean over the tokens in the loss, of which all have the same; 0 if there are none."""
+    """Returns the mean advantage over the tokens in the loss; 0 if there are none."""
     mask = batch["loss_mask"][row] > 0
     return float(batch["advantages"][row][mask].mean()) if mask.any() else 0.0
 
 
 def _conversations(
-    sample: Sample, texts: TokenTexts, kept: Kept | None = None, row_ids: Sequence[int] | Array = ()
+    sample: Sample, texts: TokenTexts, columns: Kept | None = None, row_ids: Sequence[int] | Array = ()
 ) -> list[dict[str, Any]]:
-    """An agent's conversations after the first. `row_ids` are of the rows that follow the first's."""
-    made = sample.completion
-    trained = [_logprobs(one, kept or {}, int(row)) for one, row in zip(made.more, row_ids, strict=False)]
-    unknown = [dict.fromkeys(KEPT)] * (len(made.more) - len(trained) + len(made.others))
+    """Returns an agent's conversations after the first. `row_ids` are the ids of their rows."""
+    episode = sample.completion
+    trained = [_logprobs(row, columns or {}, int(row_id)) for row, row_id in zip(episode.more, row_ids, strict=False)]
+    unknown = [dict.fromkeys(KEPT)] * (len(episode.more) - len(trained) + len(episode.others))
     return [
-        {"trained": place < len(trained), **_conversation(one, texts), **columns}
-        for place, (one, columns) in enumerate(zip([*made.more, *made.others], [*trained, *unknown], strict=True))
+        {"trained": place < len(trained), **_conversation(row, texts), **values}
+        for place, (row, values) in enumerate(zip([*episode.more, *episode.others], [*trained, *unknown], strict=True))
     ]
 
 
-def _conversation(made: Episode, texts: TokenTexts) -> dict[str, Any]:
-    pieces = texts(made.tokens.tolist())
+def _conversation(episode: Episode, texts: TokenTexts) -> dict[str, Any]:
+    pieces = texts(episode.tokens.tolist())
     return {
-        "prompt": made.prompt.text,
-        "turns": _turns(made, pieces),
-        "finish_reason": made.finish_reason,
-        "prompt_tokens": made.prompt.tokens,
-        "tokens": made.tokens,
+        "prompt": episode.prompt.text,
+        "turns": _turns(episode, pieces),
+        "finish_reason": episode.finish_reason,
+        "prompt_tokens": episode.prompt.tokens,
+        "tokens": episode.tokens,
         "token_texts": pieces,
-        "sampled": made.sampled,
-        "logprobs": made.logprobs,
-        "versions": made.versions,
+        "sampled": episode.sampled,
+        "logprobs": episode.logprobs,
+        "versions": episode.versions,
     }
 
 
-def _turns(made: Episode, pieces: Sequence[str]) -> list[dict[str, Any]]:
+def _turns(episode: Episode, pieces: Sequence[str]) -> list[dict[str, Any]]:
     """Returns the turns of the policy and of the environment, each with its text and the range of its tokens."""
     return [
         {
-            "role": "policy" if made.sampled[start] else "environment",
+            "role": "policy" if episode.sampled[start] else "environment",
             "text": "".join(pieces[start:end]),
             "start": start,
             "end": end,
         }
-        for start, end in made.spans()
+        for start, end in episode.spans()
     ]
 
 
-def _logprobs(made: Episode, kept: Kept, row_id: int) -> dict[str, Any]:
-    start, columns = len(made.prompt), {}
+def _logprobs(episode: Episode, columns: Kept, row_id: int) -> dict[str, Any]:
+    start, values = len(episode.prompt), {}
     for name, source in KEPT.items():
-        row = kept.get(source, {}).get(row_id)
-        columns[name] = None if row is None else np.asarray(row[start:], np.float32)
-    return columns
+        row = columns.get(source, {}).get(row_id)
+        values[name] = None if row is None else np.asarray(row[start:], np.float32)
+    return values
 
 
 class TokenTexts:

@@ -129,13 +129,13 @@ class Rollouts:
         return self._take_complete()
 
     def withdraw(self) -> list[RolloutGroup]:
-        """`settle`, and takes unfinished requests out of the engines. They wait here and continue from their tokens."""
+        """Calls `settle`, and takes unfinished requests out of the engines. They wait here, with their tokens."""
         complete = self.settle()
         if any(shard.requests for shard in self._shards):
-            made = self._made_so_far()
+            tokens = self._made_so_far()
             running = [request for shard in self._shards for request in shard.requests]
             self._engines.abort(running)
-            self._move(running, made)
+            self._move(running, tokens)
         return complete
 
     def replace(self, error: WorkerError) -> list[RolloutGroup]:
@@ -149,7 +149,7 @@ class Rollouts:
         return self._take_complete()
 
     def serve(self) -> None:
-        """Gives all engines requests."""
+        """Opens all engines to requests."""
         for shard in self._shards:
             shard.slots = self._slots
 
@@ -170,7 +170,7 @@ class Rollouts:
         return [self._copy(group, partial) for group in self._groups.values()]
 
     def _made_so_far(self) -> Mapping[int, FinishedRequest]:
-        """The tokens made by each request in the engines. Engines that died since the last quantum are replaced."""
+        """Returns the tokens of each request in the engines. Replaces engines that died since the last quantum."""
         assert not self._quanta
         try:
             return self._engines.unfinished()
@@ -183,8 +183,8 @@ class Rollouts:
         episodes = []
         for episode in group.episodes:
             copy = replace(episode, turn_rewards=list(episode.turn_rewards))
-            if (made := partial.get(requests.get(id(episode), -1))) is not None:
-                copy.append(made)
+            if (tokens := partial.get(requests.get(id(episode), -1))) is not None:
+                copy.append(tokens)
             episodes.append(copy)
         return RolloutGroup(group.number, group.key, episodes, group.cohort)
 
@@ -222,29 +222,29 @@ class Rollouts:
         self._quanta.append((engine_steps, self._engines.submit(batch, rows)))
 
     def _read(self) -> None:
-        asked, quantum = self._quanta.popleft()
+        steps, quantum = self._quanta.popleft()
         try:
             result = quantum.result()
         except WorkerError as error:
             self._replace(error, [quantum.partial()])
             return
-        learned = [_steps_to_learn_from(part, steps) for part, steps in zip(result.generated, asked, strict=True)]
+        learned = [_steps_to_learn_from(part, limit) for part, limit in zip(result.generated, steps, strict=True)]
         self.quantum_size.record(learned, result.busy_s, result.overhead_s)
         self._take_all(result.generated)
 
     def _take_all(self, generated: Iterable[Generated]) -> None:
         """Takes finished requests, and the new tokens of those that run."""
         ended = []
-        for made in [request for part in generated for request in part.requests()]:
-            group, episode = self._requests[made.request_id]
-            if not made.finish_reason:
-                self._known.setdefault(made.request_id, []).append(made)
+        for result in [request for part in generated for request in part.requests()]:
+            group, episode = self._requests[result.request_id]
+            if not result.finish_reason:
+                self._known.setdefault(result.request_id, []).append(result)
                 continue
-            self._forget(made.request_id)
-            episode.append(made)
+            self._forget(result.request_id)
+            episode.append(result)
             episode.turns += 1
             self.history.record(group.key, len(episode.tokens) - episode.turn_start)
-            ended.append(((group, episode), made))
+            ended.append(((group, episode), result))
         self._turns.finish(ended)
 
     def _replace(self, error: WorkerError, parts: list[Mapping[int, Generated]]) -> None:
@@ -256,19 +256,19 @@ class Rollouts:
             raise error
         for part in parts:
             self._take_all(part.values())
-        made = self._made_so_far()
+        tokens = self._made_so_far()
         for number, shard in enumerate(self._shards):
             if number in replaced:
                 shard.slots = 0
             if number in replaced or not all(number in part for part in parts):
-                self._engines.abort([request for request in shard.requests if request in made])
-                self._move(list(shard.requests), made)
+                self._engines.abort([request for request in shard.requests if request in tokens])
+                self._move(list(shard.requests), tokens)
 
-    def _move(self, requests: Sequence[int], made: Mapping[int, FinishedRequest]) -> None:
+    def _move(self, requests: Sequence[int], tokens: Mapping[int, FinishedRequest]) -> None:
         """Makes these requests wait for any engine again, with the tokens `made` so far, or else those known here."""
         for request in requests:
             turn = self._requests[request]
-            parts = [made[request]] if request in made else self._known.get(request, [])
+            parts = [tokens[request]] if request in tokens else self._known.get(request, [])
             self._forget(request)
             for part in () if turn[1].options.constraint else parts:  # a grammar begins with the request
                 turn[1].append(part)
@@ -299,7 +299,7 @@ class Rollouts:
         return complete
 
     def _batch(self, requests: Sequence[int]) -> Batch:
-        """One row per request: the prompt and the completion so far."""
+        """Returns one row per request: the prompt and the completion so far."""
         episodes = [self._requests[request][1] for request in requests]
         limits = [min(episode.turn_left, self._room - len(episode)) for episode in episodes]
         return token_rows(episodes).with_fields(
@@ -311,18 +311,18 @@ class Rollouts:
 
 
 def _arrived(quantum: Quantum) -> Mapping[int, Generated]:
-    """The results of a quantum, which may fail, of the shards that ended it."""
+    """Returns the results of the shards that finished a quantum, which may fail."""
     try:
         return dict(enumerate(quantum.result().generated))
     except WorkerError:
         return quantum.partial()
 
 
-def _steps_to_learn_from(part: Generated, asked: int) -> int:
-    """The engine steps of a quantum that ran to its end or to the clock; 0 if its requests ended early."""
-    return part.engine_steps if part.engine_steps == asked or part.unfinished else 0
+def _steps_to_learn_from(part: Generated, steps: int) -> int:
+    """Returns the engine steps of a quantum that ran to its end or to the clock; 0 if its requests ended early."""
+    return part.engine_steps if part.engine_steps == steps or part.unfinished else 0
 
 
 def request_slots(max_num_seqs: int) -> int:
-    """The most requests that a shard holds."""
+    """Returns the maximum number of requests that a shard holds."""
     return max(max_num_seqs + 1, int(max_num_seqs * LOOKAHEAD))

@@ -1,4 +1,4 @@
-"""Scored groups: what reward functions get, samples with rewards, which are valid, and which groups are dropped."""
+"""Scored groups: the arguments of reward functions, rewards and validity of samples, and why groups are dropped."""
 
 from __future__ import annotations
 
@@ -89,34 +89,34 @@ def reward_values(
 
 def messages_of(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[dict[str, Any]]:
     """Returns the conversation: the prompt's messages, the policy's turns as `assistant`, and the environment's replies."""
-    prompt, made = sample.prompt, sample.completion
+    prompt, episode = sample.prompt, sample.completion
     messages = [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}]
-    for start, end in made.spans():
-        text = tokenizer.decode(made.tokens[start:end].tolist(), skip_special_tokens=True)
-        messages.append({"role": "assistant" if made.sampled[start] else "environment", "content": text})
+    for start, end in episode.spans():
+        text = tokenizer.decode(episode.tokens[start:end].tolist(), skip_special_tokens=True)
+        messages.append({"role": "assistant" if episode.sampled[start] else "environment", "content": text})
     return messages
 
 
 def _metadata(group: RolloutGroup, place: int, sample: Sample) -> Mapping[str, Any]:
-    made = sample.completion
+    episode = sample.completion
     return {
         "group": group.number,
         "place": place,
         "source": sample.prompt.source,
-        "finish_reason": made.finish_reason,
-        "turns": made.turns,
-        "turn_rewards": list(made.turn_rewards),
-        "sampled": made.sampled.tolist(),
-        "versions": made.versions.tolist(),
+        "finish_reason": episode.finish_reason,
+        "turns": episode.turns,
+        "turn_rewards": list(episode.turn_rewards),
+        "sampled": episode.sampled.tolist(),
+        "versions": episode.versions.tolist(),
         "validation": group.key < 0,
     }
 
 
 def with_turn_rewards(config: Config, rewards: Rewards, samples: Sequence[Sample]) -> Rewards:
     """Adds the environment's rewards to each sample's: the sum of its turns as the part `environment`, and named ones."""
-    given = [sample.completion.turn_rewards for sample in samples]
+    turns = [sample.completion.turn_rewards for sample in samples]
     named = [sample.completion.reward_parts for sample in samples]
-    parts = {ENVIRONMENT: np.array([sum(turns) for turns in given], np.float32)} if any(given) else {}
+    parts = {ENVIRONMENT: np.array([*map(sum, turns)], np.float32)} if any(turns) else {}
     for name in dict.fromkeys(name for item in named for name in item):
         parts[name] = np.array([item.get(name, np.nan) for item in named], np.float32)
     values = rewards.values

@@ -150,21 +150,22 @@ class TrajectoryBuffer(Generic[Payload]):
         return self._generating | {number: group.version for number, group in self._finished.items()}
 
     def _beyond_reach(self) -> list[int]:
-        """The groups that exceed what training takes until they are due. Keeps the earliest due, finished ones first."""
+        """Returns the groups that training cannot reach before they are due. Keeps the earliest due, finished ones first."""
         started = self._started_at()
-        kept, beyond = 0, []
+        count, beyond = 0, []
         for number in sorted(started, key=lambda number: (started[number], number in self._generating, number)):
             steps = started[number] + self.max_age_steps - self.version + 1  # until it is due, including the next one
-            if kept < self.groups_per_step * steps:
-                kept += 1
+            if count < self.groups_per_step * steps:
+                count += 1
             else:
                 beyond.append(number)
         return beyond
 
     def _makes_others_late(self, batch: Sequence[Taken[Payload]]) -> bool:
-        """Whether, after `batch`, more groups are due by some later step than training takes until then."""
-        taken = {group.number for group in batch}
-        due = Counter(version + self.max_age_steps for number, version in self._started_at().items() if number not in taken)
+        """Returns whether, after `batch`, more groups are due by some step than training takes until then."""
+        numbers = {group.number for group in batch}
+        others = [version for number, version in self._started_at().items() if number not in numbers]
+        due = Counter(version + self.max_age_steps for version in others)
         waiting = 0
         for step in sorted(due):
             waiting += due[step]

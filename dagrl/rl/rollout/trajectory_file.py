@@ -64,19 +64,19 @@ def read_trajectories(directory: Path) -> SavedTrajectories | None:
     if not (directory / INDEX).is_file():
         return None
     index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-    with np.load(directory / ARRAYS, allow_pickle=False) as arrays:
-        columns = {name: arrays[name] for name in TOKEN_FIELDS}
-        recorded = arrays[EXPERTS]
+    with np.load(directory / ARRAYS, allow_pickle=False) as file:
+        columns = {name: file[name] for name in TOKEN_FIELDS}
+        recorded = file[EXPERTS]
     groups, start, read = [], 0, 0
     for item in index["groups"]:
         episodes = []
         for described in item["episodes"]:
             end = start + described.pop("length")
-            made = {name: column[start:end] for name, column in columns.items()}
+            arrays = {name: column[start:end] for name, column in columns.items()}
             shape = described.pop(EXPERTS)
             size = shape[0] * shape[1]
             record = recorded[read : read + size].reshape(shape) if size else None
-            episodes.append(Episode(_prompt(described.pop("prompt")), **described, **made, experts=record))
+            episodes.append(Episode(_prompt(described.pop("prompt")), **described, **arrays, experts=record))
             start, read = end, read + size
         group = RolloutGroup(item["number"], item["key"], episodes, item["cohort"])
         groups.append(SavedGroup(group, item["version"], item["whole"]))
@@ -115,17 +115,17 @@ def _describe(saved: SavedGroup) -> dict[str, Json]:
 
 
 def _given(episode: Episode) -> Json:
-    """The prompt of an episode whose environment may have given it."""
+    """Returns the prompt that the environment gave; None if the prompt is that of the data."""
     prompt = episode.prompt
     if not episode.opened:
         return None
     return {"text": prompt.text, "tokens": prompt.tokens.tolist(), "messages": [dict(turn) for turn in prompt.messages]}
 
 
-def _prompt(given: Mapping[str, Any] | None) -> Prompt:
-    if given is None:
+def _prompt(saved: Mapping[str, Any] | None) -> Prompt:
+    if saved is None:
         return NO_PROMPT
-    return Prompt(given["text"], np.array(given["tokens"], np.int64), "", "", given["messages"])
+    return Prompt(saved["text"], np.array(saved["tokens"], np.int64), "", "", saved["messages"])
 
 
 def _fits(config: Config, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
@@ -159,5 +159,7 @@ def _runs_across(config: Config, version: int, group: RolloutGroup) -> bool:
     """Whether a sequence of the group has tokens of two versions, or would if continued, although this run allows none."""
     if config.grpo.async_grpo.in_flight_weight_updates:
         return False
-    made = [set(episode.versions.tolist()) | (set() if episode.finish_reason else {version}) for episode in group.episodes]
-    return any(len(versions) > 1 for versions in made)
+    versions = [
+        set(episode.versions.tolist()) | (set() if episode.finish_reason else {version}) for episode in group.episodes
+    ]
+    return any(len(item) > 1 for item in versions)

@@ -1,4 +1,4 @@
-"""Where the turns of sequences come from, and where they end: an environment or none (here), or agents (`agent_turns`).
+"""Sources of turns: an environment or none (here), or agents (`agent_turns`).
 
 with open_turns(config, tokenizer) as turns:
     ready = turns.start(groups)     # begins sequences; returns those whose turn can be generated
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 
 class Turns(Protocol):
-    """Decides what each sequence generates next. Not thread-safe."""
+    """Decides which sequences generate next. Not thread-safe."""
 
     can_wait: bool
     """Whether unfinished sequences may wait here, move to another engine, and be continued from a checkpoint."""
 
     @property
     def pending(self) -> list[Future[Any]]:
-        """Calls whose answers a checkpoint would miss."""
+        """Calls of an environment that have no answer yet."""
 
     @property
     def awaited(self) -> list[Future[Any]]:
-        """What to wait for while there is nothing to generate: when one is done, `take` may have something."""
+        """Futures to wait for while there is nothing to generate: `take` may have turns once one is done."""
 
     def start(self, groups: Iterable[RolloutGroup]) -> list[Turn]:
         """Starts the sequences of groups, or continues those that have tokens. Returns those that can be generated now."""
@@ -57,12 +57,12 @@ class Turns(Protocol):
         """Forgets pending calls. Their sequences stay `awaiting` in a checkpoint."""
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Returns metrics of a batch; none if nothing answers turns."""
+        """Returns metrics of a batch; none without an environment."""
 
 
 @contextmanager
 def open_turns(config: Config, tokenizer: PreTrainedTokenizerFast) -> Iterator[Turns]:
-    """Opens what answers the policy's turns: agents, an environment, or nothing."""
+    """Opens the configured source of turns."""
     if config.environment.agent is not None:
         with AgentRunner(config, tokenizer) as agents:
             yield AgentTurns(agents)
@@ -74,7 +74,7 @@ def open_turns(config: Config, tokenizer: PreTrainedTokenizerFast) -> Iterator[T
 
 
 class EnvironmentTurns:
-    """Turns that an environment answers. Without one, a completion ends the sequence. See `Turns`."""
+    """Takes turns from an environment. Without one, a completion ends the sequence. See `Turns`."""
 
     can_wait = True
 
@@ -114,7 +114,7 @@ class EnvironmentTurns:
         return self._environment.opens and not (episode.opened or len(episode.tokens))
 
     def take(self) -> list[Turn]:
-        answered, self._asked = split_done(self._asked, lambda asked: asked[1])
+        answered, self._asked = split_done(self._asked, lambda call: call[1])
         replied = [pair for turns, replies in answered for pair in zip(turns, replies.result(), strict=True)]
         for (group, episode), reply in replied:
             if not episode.finish_reason:  # not aborted since
@@ -124,11 +124,11 @@ class EnvironmentTurns:
 
     def finish(self, ended: Sequence[tuple[Turn, FinishedRequest]]) -> None:
         questions = []
-        for turn, made in ended:
-            if self._environment is not None and made.finish_reason == "stop":
+        for turn, result in ended:
+            if self._environment is not None and result.finish_reason == "stop":
                 questions.append(turn)
             else:
-                self._end(*turn, made.finish_reason)
+                self._end(*turn, result.finish_reason)
         self._ask(questions)
 
     def abort(self, group: RolloutGroup) -> None:

@@ -1,4 +1,4 @@
-"""What the page shows of a run, read from its `metrics.jsonl` and `rollouts/`, also while the run writes them."""
+"""Reads what the page shows of a run from its `metrics.jsonl` and `rollouts/`, also while the run writes them."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ class RunView:
         raise IndexError(f"row {row} of step {step}")
 
     def _files(self, step: int) -> list[Path]:
-        """The files of a step. Raises KeyError if there are none."""
-        found = [files[step] for kind in (STEP, OTHER) if step in (files := rollout_files(self._rollouts, kind))]
-        if not found:
+        """Returns the files of a step. Raises KeyError if there are none."""
+        paths = [files[step] for kind in (STEP, OTHER) if step in (files := rollout_files(self._rollouts, kind))]
+        if not paths:
             raise KeyError(step)
-        return found
+        return paths
 
     def _samples(self, path: Path) -> list[Summary]:
         written = path.stat().st_mtime_ns
@@ -145,7 +145,7 @@ def token_kl(logprobs: npt.ArrayLike, train_logprobs: npt.ArrayLike) -> npt.NDAr
 
 
 def _stages(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The sections with the numbers of steps. A run of a user's algorithm that generates has `policy.generation`."""
+    """Returns the sections with the numbers of steps. A run of a user's algorithm that generates has `policy.generation`."""
     own = ":" in config["algorithm"] and config["policy"].get("generation") is None
     return SECTIONS.get(config["algorithm"], ("sft",) if own else ("sft", "grpo"))
 
@@ -158,7 +158,7 @@ def _sample_summary(row: Summary, number: int) -> Summary:
         **{name: row[name] for name in SHOWN},
         **{name: row[name][:SNIPPET] for name in TEXTS},
         "tokens": int(sampled.sum()),
-        "versions": len({version for version, made in zip(row["versions"], sampled, strict=True) if made}),
+        "versions": len({version for version, policy in zip(row["versions"], sampled, strict=True) if policy}),
         "kl": _largest_kl(row, sampled),
     }
 

@@ -32,15 +32,15 @@ def exported_page(runs: Sequence[RunView], most_samples: int) -> str:
 def _exported_run(run: RunView, most: int) -> dict[str, Any]:
     steps = run.steps()
     share = max(1, most // max(1, len(steps)))
-    samples = {one["step"]: _chosen(run.samples(one["step"]), share) for one in steps}
+    samples = {summary["step"]: _chosen(run.samples(summary["step"]), share) for summary in steps}
     rows = {step: {line["row"]: run.sample(step, line["row"]) for line in lines} for step, lines in samples.items()}
-    kept = [line for line in run.outliers() if line["row"] in rows[line["step"]]]
+    outliers = [line for line in run.outliers() if line["row"] in rows[line["step"]]]
     return {
         "about": run.about(),
         "metrics": run.metrics(),
         "steps": steps,
         "samples": samples,
-        "outliers": kept,
+        "outliers": outliers,
         "rows": rows,
     }
 
@@ -49,7 +49,7 @@ def _chosen(samples: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     if len(samples) <= most:
         return samples
     by_kl = sorted(samples, key=lambda line: -(line["kl"] or 0))[: most // 2]
-    taken = {line["row"] for line in by_kl}
-    rest = sorted((line for line in samples if line["row"] not in taken), key=lambda line: line["reward"])
+    rows = {line["row"] for line in by_kl}
+    rest = sorted((line for line in samples if line["row"] not in rows), key=lambda line: line["reward"])
     left = most - len(by_kl)
     return by_kl + [rest[round(place * (len(rest) - 1) / max(1, left - 1))] for place in range(left)]

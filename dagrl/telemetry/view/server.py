@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged."""
+        """Logs nothing."""
 
 
 def _answer(runs: Sequence[RunView], what: str, query: dict[str, str]) -> Any:

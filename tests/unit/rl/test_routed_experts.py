@@ -38,7 +38,7 @@ def test_the_field_keeps_every_byte_through_padding_and_splitting() -> None:
 
 
 def test_a_sequence_without_a_record_is_an_error() -> None:
-    with pytest.raises(RunError, match="1 of 2 sequences came without a record"):
+    with pytest.raises(RunError, match="1 of 2 sequences have no record"):
         field_of([record(2), None], 4)
 
 
