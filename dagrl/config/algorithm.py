@@ -187,7 +187,23 @@ class RewardShapingConfig(Section):
     """Full penalty."""
 
 
-class GrpoConfig(Section):
+class LoopConfig(Section):
+    """The length of a loop and its validations."""
+
+    max_num_epochs: PositiveInt | None = None
+    """Passes over the examples; the loop ends at this or at `max_num_steps`, whichever is first. null: no limit."""
+
+    val_period: NonNegativeInt = 20
+    """Steps between validations. 0: only at the start and the end."""
+
+    val_at_start: bool = True
+    """Validate before the first step."""
+
+    max_val_samples: PositiveInt = 256
+    """Maximum number of samples, or pairs, per validation."""
+
+
+class GrpoConfig(LoopConfig):
     """The GRPO loop."""
 
     num_prompts_per_step: PositiveInt = 32
@@ -226,12 +242,6 @@ class GrpoConfig(Section):
     val_period: NonNegativeInt = 10
     """Steps between validations. 0: only at the start and the end."""
 
-    val_at_start: bool = True
-    """Validate before the first step."""
-
-    max_val_samples: PositiveInt = 256
-    """Maximum number of samples per validation."""
-
     @model_validator(mode="after")
     def _groups_may_differ(self) -> Self:
         if self.num_generations_per_prompt == 1 and self.use_dynamic_sampling:
@@ -259,7 +269,7 @@ class PpoConfig(Section):
     loss."""
 
 
-class SftConfig(Section):
+class SftConfig(LoopConfig):
     """Learning from demonstrations: the whole run with algorithm `sft`, a warm start with `grpo`."""
 
     max_num_steps: NonNegativeInt = derived(
@@ -267,40 +277,16 @@ class SftConfig(Section):
     )
     """Number of steps. 0 with algorithm `grpo`: no SFT first."""
 
-    max_num_epochs: PositiveInt | None = None
-    """Passes over the demonstrations; SFT ends at this or at `max_num_steps`, whichever is first. null: no limit."""
-
-    val_period: NonNegativeInt = 20
-    """Steps between validations. 0: only at the start and the end."""
-
-    val_at_start: bool = True
-    """Validate before the first step."""
-
-    max_val_samples: PositiveInt = 256
-    """Maximum number of samples per validation."""
-
     lr: PositiveFloat | None = derived(None, "GRPO: 1e-5 if there are SFT steps and no rate is set")
     """Learning rate, constant over the SFT steps. null: `policy.optimizer.lr`, which follows
     `policy.scheduler` with algorithm `sft` and is constant with `grpo`."""
 
 
-class PreferenceConfig(Section):
+class PreferenceConfig(LoopConfig):
     """Learning from preferences: algorithms `dpo` and `reward_model`."""
 
     max_num_steps: NonNegativeInt = derived(100, "`max_num_epochs` passes over the pairs, or one")
     """Number of steps. Each takes `policy.train_global_batch_size` pairs."""
-
-    max_num_epochs: PositiveInt | None = None
-    """Passes over the pairs; the run ends at this or at `max_num_steps`, whichever is first. null: no limit."""
-
-    val_period: NonNegativeInt = 20
-    """Steps between validations. 0: only at the start and the end."""
-
-    val_at_start: bool = True
-    """Validate before the first step."""
-
-    max_val_samples: PositiveInt = 256
-    """Maximum number of pairs per validation."""
 
     beta: PositiveFloat = 0.1
     """DPO: factor of the log-ratio to the reference policy. Larger values keep the policy nearer to it."""
