@@ -279,33 +279,20 @@ def _check_adapters(config: Config, generation: GenerationConfig) -> None:
 
 def _check_cuda_graphs(policy: PolicyConfig, plan: RunPlan) -> None:
     """Checks that a microbatch's forward and backward pass can be captured as CUDA graphs."""
-    megatron, key = policy.megatron_cfg, "policy.megatron_cfg.cuda_graphs"
+    megatron, packed = policy.megatron_cfg, policy.sequence_packing.enabled
     if megatron.distributed_data_parallel_config.overlap_grad_reduce:
-        raise ConfigError(
-            "policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce and policy.megatron_cfg.cuda_graphs "
-            "are both true: a replayed backward pass cannot start reductions. Set one to false"
-        )
-    if megatron.layout.pp > 1:
-        raise ConfigError(
-            f"{key} is true, but pipeline_model_parallel_size is {megatron.layout.pp}: a pipeline has several microbatches "
-            "in flight, a graph replays one. Set cuda_graphs=false, or pipeline_model_parallel_size=1"
-        )
-    if megatron.activation_checkpointing:
-        raise ConfigError(
-            f"{key} is true, and so is activation_checkpointing, which reads the random generator's state: a graph cannot "
-            "capture that. Set one to false"
-        )
-    if plan.takes_turns:
-        raise ConfigError(
-            f"{key} is true, and so is policy.generation.colocated.enabled: weights that leave the GPU return at other "
-            "addresses, and graphs would have to be captured again. Set policy.generation.colocated.exchange=never, or "
-            "cuda_graphs=false"
-        )
-    if (policy.sequence_packing.enabled or megatron.layout.cp > 1) and policy.precision != "bfloat16":
-        raise ConfigError(
-            f"{key} is true and policy.precision is {policy.precision!r}, but with sequence packing or context parallelism "
-            "attention is one kernel in bfloat16 only; set policy.precision=bfloat16, or cuda_graphs=false"
-        )
+        conflict = "distributed_data_parallel_config.overlap_grad_reduce: a replayed backward pass cannot start reductions"
+    elif megatron.layout.pp > 1:
+        conflict = f"pipeline_model_parallel_size is {megatron.layout.pp}: a graph replays one microbatch at a time"
+    elif megatron.activation_checkpointing:
+        conflict = "activation_checkpointing reads the random generator's state, which a graph cannot capture"
+    elif plan.takes_turns:
+        conflict = "policy.generation.colocated.enabled moves weights to other addresses; colocated.exchange=never does not"
+    elif (packed or megatron.layout.cp > 1) and policy.precision != "bfloat16":
+        conflict = f"policy.precision is {policy.precision!r}: the kernel of packed and split rows is for bfloat16 only"
+    else:
+        return
+    raise ConfigError(f"policy.megatron_cfg.cuda_graphs is true, but {conflict}. Change that, or set cuda_graphs=false")
 
 
 def warn_of_settings(config: Config, plan: RunPlan) -> None:

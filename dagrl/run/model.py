@@ -122,7 +122,7 @@ def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
     if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):  # what transformers makes of no files at all
         raise ConfigError(f"{key}: {directory} has no tokenizer, such as tokenizer.json; {advice}")
     if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer in {directory} has no eos_token; responses could not end")
+        raise ConfigError(f"the tokenizer in {directory} has no eos_token to end responses; set it in tokenizer_config.json")
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
