@@ -10,10 +10,10 @@ All lists of a row run over the tokens after the prompt.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dagrl.files import PART, naming
 
@@ -122,32 +122,22 @@ def _joined_lists(values: Sequence[Sequence[Any] | None], kind: pyarrow.ListType
     return pa.ListArray.from_arrays(offsets, items, type=kind, mask=pa.array([value is None for value in values]))
 
 
-class _File(NamedTuple):
-    """A file. Of a step's two, that of samples that were not trained on is deleted first."""
-
-    step: int
-    trained: bool
-    path: Path
-    size: int
-
-
 class RolloutFiles:
-    """Writes the files of a run, and deletes the oldest above `max_bytes` (None: never).
+    """Writes the files of a run, and deletes the oldest above `max_bytes` (None: never), but not the newest.
 
     A run that resumes from `resumed_step` first deletes the files of the steps it repeats.
     """
 
     def __init__(self, directory: Path, *, max_bytes: int | None, resumed_step: int = 0) -> None:
         self._directory, self._max_bytes = directory, max_bytes
-        self._kept: list[_File] = []  # the oldest first; to list a long run's directory after each step would take long
+        self._sizes: dict[Path, int] = {}  # the oldest first; listing a long run's directory after each step takes long
         directory.mkdir(exist_ok=True)
-        for kind in (OTHER, STEP):
-            for step, path in rollout_files(directory, kind).items():
-                if step > resumed_step:
-                    path.unlink()
-                else:
-                    insort(self._kept, _File(step, kind == STEP, path, path.stat().st_size))
-        self._bytes = sum(file.size for file in self._kept)
+        files = [(step, path) for kind in (OTHER, STEP) for step, path in rollout_files(directory, kind).items()]
+        for step, path in sorted(files, key=itemgetter(0)):
+            if step > resumed_step:
+                path.unlink()
+            else:
+                self._sizes[path] = path.stat().st_size
 
     def write(self, step: int, rows: Sequence[Row], kind: str = STEP) -> None:
         """Writes the samples of a step. The file appears complete or not at all."""
@@ -165,18 +155,11 @@ class RolloutFiles:
         except OSError:
             part.unlink(missing_ok=True)
             raise
-        size = part.stat().st_size
+        self._sizes.pop(path, None)  # a file that is written again is the newest
+        self._sizes[path] = part.stat().st_size
         part.replace(path)
-        self._add(_File(step, kind == STEP, path, size))
-        while self._max_bytes is not None and len(self._kept) > 1 and self._bytes > self._max_bytes:
-            self._kept[0].path.unlink(missing_ok=True)
-            self._bytes -= self._kept.pop(0).size
-
-    def _add(self, file: _File) -> None:
-        """Counts a file, in place of one that it has replaced. The newest file is never deleted."""
-        place = bisect_left(self._kept, file[:3])
-        replaced = self._kept[place : place + 1]
-        if replaced and replaced[0].path == file.path:
-            self._bytes -= self._kept.pop(place).size
-        self._kept.insert(place, file)
-        self._bytes += file.size
+        total = sum(self._sizes.values())
+        while self._max_bytes is not None and total > self._max_bytes and len(self._sizes) > 1:
+            oldest = next(iter(self._sizes))
+            oldest.unlink(missing_ok=True)
+            total -= self._sizes.pop(oldest)

@@ -15,7 +15,6 @@ import pytest
 
 from dagrl.config import Config, EnvironmentConfig
 from dagrl.data.tokenization import Prompt
-from dagrl.errors import RunError
 from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import FAILED
 from dagrl.rl.functions.agent_pool import AgentPool
@@ -361,15 +360,3 @@ def test_a_process_that_ends_in_its_import_is_replaced(module: str, tmp_path: Pa
 
 def _request(seconds: float) -> dict[str, object]:
     return {"example": {"for": seconds}, "endpoint": {"base_url": "", "api_key": "", "model": ""}}
-
-
-def test_an_agent_that_only_the_driver_can_import_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "only_here.py").write_text("import sys\nassert 'pytest' in sys.modules\ndef agent(example, endpoint): ...\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    pool = AgentPool("only_here:agent", EnvironmentConfig())
-    pool.start()
-    try:
-        with pytest.raises(RunError, match="The driver could import it, but the process that runs it could not"):
-            pool.submit("a", _request(0)).result(30.0)
-    finally:
-        pool.close()

@@ -32,7 +32,6 @@ from dagrl.data.tokenization import (
 )
 from dagrl.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
 from dagrl.run.model import character_tokenizer
-from tests.gsm8k import GSM8K, needs_gsm8k
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 TEMPLATE = (
@@ -70,7 +69,6 @@ MARKED = (
     "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-FORGETFUL = "{% for m in messages[-1:] %}{{ m.content }}{% endfor %}"
 
 
 def write(path: Path, rows: list[object]) -> str:
@@ -89,18 +87,13 @@ def test_prompt_and_response(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"q": "1+1=", "a": "2", "more": None}, {"q": "\u00e9", "a": "x"}])
     first, second = read_jsonl(path, DataConfig(path=path, prompt_key="q", response_key="a"))
     assert first == Example("1+1=", "2", source=f"{path}, line 1", columns={"q": "1+1=", "a": "2", "more": None})
-    (row, other) = encode_demonstrations([first, second], character_tokenizer(CHARACTERS))
-    assert character_tokenizer(CHARACTERS).decode(row.tokens) == "1+1=2<eos>"
-    assert learned(row) == ["2<eos>"]
-    assert character_tokenizer(CHARACTERS).decode(other.tokens) == "<unk>x<eos>"
-
-
-def test_prompts_have_the_same_tokens_in_training_and_generation() -> None:
-    example = Example("12+3=", "15")
     tokenizer = character_tokenizer(CHARACTERS)
-    (prompt,), (row,) = encode_prompts([example], tokenizer), encode_demonstrations([example], tokenizer)
+    row, other = encode_demonstrations([first, second], tokenizer)
+    assert (tokenizer.decode(row.tokens), tokenizer.decode(other.tokens)) == ("1+1=2<eos>", "<unk>x<eos>")
+    assert learned(row) == ["2<eos>"]
+    (prompt,) = encode_prompts([first], tokenizer)
     assert row.tokens[: len(prompt)].tolist() == prompt.tokens.tolist()
-    assert (prompt.text, prompt.reference) == ("12+3=", "15")
+    assert (prompt.text, prompt.reference) == ("1+1=", "2")
 
 
 def test_conversation(tmp_path: Path) -> None:
@@ -170,8 +163,6 @@ def test_loss_mask_equals_the_mask_of_generation_tags() -> None:
         (row,) = encode_demonstrations([SUMS], character_tokenizer(CHARACTERS, template))
         assert row.tokens.tolist() == expected["input_ids"]
         assert row.loss_mask.tolist() == expected["assistant_masks"]
-    with pytest.raises(DataError, match=r"line 3: the chat template marks nothing .* data\.assistant_turns=each"):
-        encode_demonstrations([SUMS], character_tokenizer(CHARACTERS, untagged + "{% generation %}{% endgeneration %}"))
 
 
 @pytest.mark.parametrize("opening", ["", "[{{ m.role }}]"])
@@ -309,10 +300,8 @@ def test_null_keys_of_dataset_messages_are_removed(tmp_path: Path) -> None:
     )
     tokenizer = character_tokenizer(CHARACTERS, WITH_TOOLS)
     rows = encode_demonstrations(load_splits(DataConfig(path=str(tmp_path / "asked"), val_fraction=0)).train, tokenizer)
-    assert [learned(row)[0] for row in rows] == [
-        '{"name": "weather", "arguments": {"city": "Rome"}}<eos>',
-        '{"name": "time", "arguments": {"zone": "CET"}}<eos>',
-    ]
+    calls = [json.loads(learned(row)[0].removesuffix("<eos>")) for row in rows]
+    assert calls == [CALL["function"], other["function"]]
 
 
 def test_datasets_on_disk(tmp_path: Path) -> None:
@@ -359,12 +348,9 @@ def test_datasets_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(5)]
     files = tmp_path / "sums"
     files.mkdir()
-    for name, held in {
-        "train-00000-of-00002": rows[:3],
-        "train-00001-of-00002": rows[3:],
-        "test-00000-of-00001": rows[:1],
-    }.items():
-        datasets.Dataset.from_list(held).to_parquet(str(files / f"{name}.parquet"))
+    parts = {"train-00000-of-00002": rows[:3], "train-00001-of-00002": rows[3:], "test-00000-of-00001": rows[:1]}
+    for name, part in parts.items():
+        datasets.Dataset.from_list(part).to_parquet(str(files / f"{name}.parquet"))
     found = load_splits(DataConfig(path=str(files), val_split="test"))
     assert [(e.prompt, e.response) for e in found.train] == [(row["prompt"], row["response"]) for row in rows]
     assert len(found.validation) == 1
@@ -400,12 +386,6 @@ def test_a_missing_datasets_package_is_reported(tmp_path: Path, monkeypatch: pyt
         load_splits(DataConfig(path=str(tmp_path / "pairs.parquet")))
 
 
-def test_a_template_that_rewrites_earlier_turns_is_an_error() -> None:
-    messages = (Message("user", "a"), Message("assistant", "b"))
-    with pytest.raises(DataError, match="line 7: the chat template renders earlier turns differently"):
-        encode_demonstrations([Example("", "b", messages, "line 7")], character_tokenizer(CHARACTERS, FORGETFUL))
-
-
 def test_collate() -> None:
     rows = encode_demonstrations([Example("1+1=", "2"), Example("1=", "1")], character_tokenizer(CHARACTERS))
     batch = collate(rows)
@@ -437,10 +417,8 @@ def test_split_is_seeded_and_disjoint(tmp_path: Path) -> None:
     assert load_splits(DataConfig(path=path, val_fraction=0)).validation == ()
     for share, count in ((0.001, 1), (0.04, 2), (0.29, 12)):  # at least one, and rounded
         assert len(load_splits(DataConfig(path=path, val_fraction=share)).validation) == count
-    assert (
-        load_splits(DataConfig(path=path, val_path=path)).validation
-        == load_splits(DataConfig(path=path, val_path=path)).train
-    )
+    whole = load_splits(DataConfig(path=path, val_path=path))
+    assert whole.validation == whole.train
 
 
 @given(st.integers(1, 30), st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 3), st.booleans())
@@ -492,15 +470,3 @@ def test_a_digest_depends_on_what_is_learned() -> None:
     split = [Prompt("", np.array(tokens), "", "") for tokens in ([1, 2], [3])], [Prompt("", np.array([1, 2, 3]), "", "")]
     assert digest_of(split[0]) != digest_of(split[1])
     assert digest_of([replace(split[1][0], reference="\ud800")]) != digest_of(split[1])  # JSON may say so
-
-
-@needs_gsm8k
-def test_gsm8k() -> None:
-    config = DataConfig(path=str(GSM8K / "test.jsonl"), prompt_key="question", response_key="answer")
-    splits = load_splits(config)
-    assert len(splits.train) + len(splits.validation) == 1319  # the size of GSM8K's test split
-    example = next(example for example in splits.train if example.response.isascii())
-    (row,) = encode_demonstrations([example], character_tokenizer(CHARACTERS))
-    (answer,) = learned(row)
-    assert answer == f"{example.response}<eos>"
-    assert "#### " in answer

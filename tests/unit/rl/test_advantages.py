@@ -23,21 +23,26 @@ from dagrl.rl.trial import try_advantages
 PROMPT = Prompt("1", np.array([4, 5]), "", "row 0")
 
 
-def test_group_mean_baseline() -> None:
-    found = group_advantages([[0, 0, 0, 1], [2, 4, 6, 8]], leave_one_out=False, normalize=False)
-    np.testing.assert_allclose(found, [[-0.25, -0.25, -0.25, 0.75], [-3, -1, 1, 3]], rtol=0, atol=1e-15)
+def test_the_baseline_is_the_mean_of_the_group_and_the_scale_its_sample_deviation() -> None:
+    rewards = np.array([[0.0, 0, 0, 1], [2, 4, 6, 8]])
+    centered = np.array([[-0.25, -0.25, -0.25, 0.75], [-3, -1, 1, 3]])
+    found = group_advantages(rewards, leave_one_out=False, normalize=False)
+    np.testing.assert_allclose(found, centered, rtol=0, atol=1e-15)
+    normalized = group_advantages(rewards, leave_one_out=False, normalize=True)
+    np.testing.assert_allclose(normalized[1], centered[1] / np.sqrt((9 + 1 + 1 + 9) / 3), rtol=1e-6)
+    assert rewards.tolist() == [[0, 0, 0, 1], [2, 4, 6, 8]], "they are not changed"
 
 
-def test_leave_one_out_baseline() -> None:
-    found = group_advantages([[0, 0, 0, 1], [2, 4, 6, 8]], leave_one_out=True, normalize=False)
-    others = [[2 - 18 / 3, 4 - 16 / 3, 6 - 14 / 3, 8 - 12 / 3]]
-    np.testing.assert_allclose(found, [[-1 / 3, -1 / 3, -1 / 3, 1], *others], rtol=0, atol=1e-15)
-
-
-def test_normalized_by_the_sample_standard_deviation() -> None:
-    found = group_advantages([[2, 4, 6, 8]], leave_one_out=False, normalize=True)
-    deviation = np.sqrt((9 + 1 + 1 + 9) / 3)
-    np.testing.assert_allclose(found, np.array([[-3, -1, 1, 3]]) / deviation, rtol=1e-6)
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([[1.0], [0.0]], "num_generations_per_prompt"),
+        ([[1.0, 0.0], [float("nan"), 0.0]], "prompt 1, generation 0 is nan"),
+    ],
+)
+def test_rewards_without_advantages_are_an_error(rewards: list[list[float]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        group_advantages(rewards, leave_one_out=True, normalize=False)
 
 
 @pytest.mark.parametrize("leave_one_out", [False, True])
@@ -74,22 +79,6 @@ def test_invalid_generations_are_ignored(
     alone = group_advantages([rewards[valid]], leave_one_out=leave_one_out, normalize=normalize)
     np.testing.assert_allclose(found[valid], alone[0], rtol=1e-9, atol=1e-12)
     assert zero_variance_groups(rewards, valid).tolist() == zero_variance_groups([rewards[valid]]).tolist()
-
-
-def test_rewards_are_not_changed() -> None:
-    rewards = np.array([[0.0, 1.0]])
-    group_advantages(rewards, leave_one_out=True, normalize=True)
-    assert rewards.tolist() == [[0.0, 1.0]]
-
-
-def test_a_group_of_one_is_an_error() -> None:
-    with pytest.raises(DataError, match="num_generations_per_prompt"):
-        group_advantages([[1.0], [0.0]], leave_one_out=True, normalize=False)
-
-
-def test_a_reward_that_is_not_finite_is_an_error() -> None:
-    with pytest.raises(DataError, match="prompt 1, generation 0 is nan"):
-        group_advantages([[1.0, 0.0], [float("nan"), 0.0]], leave_one_out=False, normalize=False)
 
 
 def test_a_leave_one_out_baseline_divides_by_the_deviation_of_the_others_as_nemo_rl() -> None:

@@ -74,11 +74,6 @@ def test_every_slot_is_used_once(expected: list[float], shards: int, slots: int)
         assert max(kept_back, default=0) <= min(expected[number] for number in ids)
 
 
-def test_earlier_cohorts_are_sent_first() -> None:
-    waiting = [PendingRequest(1, cohort=1, expected=100), PendingRequest(2, cohort=0, expected=1)]
-    assert dispatch(waiting, [ShardLoad(1)])[0][0].request_id == 2
-
-
 def test_the_docstrings_example() -> None:
     waiting = [PendingRequest(number, 0, value) for number, value in enumerate((9.0, 5.0, 4.0))]
     sent = dispatch(waiting, [ShardLoad(2), ShardLoad(2)])

@@ -165,18 +165,6 @@ def test_gradient_is_the_numeric_gradient(config: LossConfig) -> None:
     assert (logprobs.grad[data["loss_mask"] == 0] == 0).all()
 
 
-def test_first_step_gradient_is_reinforce() -> None:
-    """On policy, the ratio is 1 and the gradient is -A / tokens (PPO, section 3)."""
-    _, data, denominators = make_batch()
-    logprobs = data["prev_logprobs"].nan_to_num().requires_grad_()
-    output = LOSSES["policy"](logprobs, data, LossConfig(reference_policy_kl_penalty=0), denominators)
-    output.loss.backward()
-    expected = torch.where(data["loss_mask"] > 0, -data["advantages"] / denominators.tokens, 0)
-    torch.testing.assert_close(logprobs.grad, expected, rtol=0, atol=1e-15)
-    assert float(output.sums["probs_ratio"]) == pytest.approx(1.0)
-    assert float(output.sums["policy/clip_ratio"]) == 0.0
-
-
 @pytest.mark.parametrize("level", [True, False], ids=["tokens", "sequences"])
 def test_forced_ratio_equals_an_unmoved_policy(level: bool) -> None:
     """Compares all sums and the gradient, without `prev_logprobs`."""
@@ -207,17 +195,6 @@ def test_corrections_bound_some_tokens(config: LossConfig) -> None:
     assert 0 < beyond < denominators.tokens
     output = LOSSES["policy"](logprobs, data, config, denominators)
     assert float(output.sums["is_oob_ratio"]) == pytest.approx(beyond / denominators.tokens)
-
-
-@pytest.mark.parametrize("config", CORRECTIONS.values(), ids=CORRECTIONS.keys())
-def test_corrections_change_nothing_on_policy(config: LossConfig) -> None:
-    logprobs, data, denominators = make_batch()
-    data["generation_logprobs"] = data["prev_logprobs"].clone()
-    data |= row_sums(data)
-    corrected = LOSSES["policy"](logprobs, data, config, denominators)
-    plain = LossConfig(token_level_loss=config.token_level_loss)
-    expected = LOSSES["policy"](logprobs, data, plain, denominators)
-    assert float(corrected.loss.detach()) == pytest.approx(float(expected.loss.detach()), abs=1e-15)
 
 
 def test_sft_is_the_mean_negative_log_likelihood() -> None:
@@ -288,14 +265,6 @@ def test_padding_cannot_overflow() -> None:
     output.loss.backward()
     assert all(torch.isfinite(value) for value in (*output.sums.values(), *output.maxima.values()))
     assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
-
-
-def test_equal_engines_have_a_multiplicative_error_of_one() -> None:
-    logprobs, data, denominators = make_batch()
-    data["generation_logprobs"] = data["prev_logprobs"].clone()
-    output = LOSSES["policy"](logprobs, data, LossConfig(), denominators)
-    assert float(output.sums["token_mult_prob_error"]) == pytest.approx(1.0, abs=1e-15)
-    assert float(output.maxima["max_logprob_difference"]) == 0.0
 
 
 def test_no_penalty_needs_no_reference() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,6 @@ from dagrl.rl.rewards import (
     shuffled,
 )
 from dagrl.runtime.deadline import Deadline
-from tests.gsm8k import GSM8K, needs_gsm8k
 from tests.unit.rl.in_process import in_process
 
 __all__ = ["in_process"]
@@ -330,18 +328,3 @@ def test_math_answers() -> None:
     ]
     completions, references, expected = (list(column) for column in zip(*rows, strict=True))
     assert math_answer(["q"] * len(rows), completions, references) == expected
-
-
-@needs_gsm8k
-def test_math_answers_of_gsm8k() -> None:
-    """Every twentieth problem: its own answer in three wordings is right, a neighbouring number is not."""
-    pytest.importorskip("math_verify")
-    lines = (GSM8K / "test.jsonl").read_text().splitlines()[::20]
-    references = [json.loads(line)["answer"] for line in lines]
-    answers = [reference.rpartition("####")[2].strip() for reference in references]
-    wordings: dict[str, float] = {"\\boxed{{{}}}": 1.0, "So the answer is {}.": 1.0, "It takes 3 steps. #### {}": 1.0}
-    for wording, expected in wordings.items():
-        found = math_answer(["q"] * len(lines), [wording.format(answer) for answer in answers], references)
-        assert found == [expected] * len(lines), wording
-    wrong = [str(int(answer.replace(",", "")) + 1) for answer in answers]
-    assert not any(math_answer(["q"] * len(lines), [f"\\boxed{{{answer}}}" for answer in wrong], references))

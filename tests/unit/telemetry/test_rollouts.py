@@ -60,8 +60,8 @@ def test_a_resumed_run_deletes_the_steps_it_repeats(tmp_path: Path) -> None:
 
 def test_samples_that_were_not_trained_on_count_in_the_limit(tmp_path: Path) -> None:
     files = RolloutFiles(tmp_path, max_bytes=1)
-    files.write(1, [ROW])
     files.write(1, [ROW], OTHER)
+    files.write(1, [ROW])
     assert list(rollout_files(tmp_path, OTHER)) == [] and list(rollout_files(tmp_path)) == [1], "the newest file is kept"
     files.write(2, [ROW], OTHER)
     assert list(rollout_files(tmp_path)) == [] and list(rollout_files(tmp_path, OTHER)) == [2]

@@ -50,30 +50,14 @@ def test_rows_and_times(tmp_path: Path) -> None:
     assert threads[third["tid"]] == (third["pid"], "main")
 
 
-def test_the_file_is_complete_after_every_flush(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    trace = TraceWriter(path, buffered_events=1)
-    for count in range(5):  # read while open, as after a crash
-        assert len(events(path)) == count
-        trace.write([TraceEvent(f"event {count}", "test", 0, 1)])
-    assert len(events(path)) == 5
-    trace.close()
-
-
-def test_at_most_the_buffered_events_are_in_memory(tmp_path: Path) -> None:
-    trace = TraceWriter(tmp_path / "trace.json", buffered_events=10, flush_s=1e9)
-    for number in range(1, 201):
+@pytest.mark.parametrize(("buffered", "flush_s", "most"), [(10, 1e9, 10), (512, 0.0, 0)])
+def test_the_file_is_complete_after_every_flush(tmp_path: Path, buffered: int, flush_s: float, most: int) -> None:
+    trace = TraceWriter(tmp_path / "trace.json", buffered_events=buffered, flush_s=flush_s)
+    for number in range(1, 201):  # read while open, as after a crash
         trace.write([TraceEvent("event", "test", number, 1)])
-        assert number - len(events(trace.path)) <= 10
+        assert number - len(events(trace.path)) <= most
     trace.close()
     assert len(events(trace.path)) == 200
-
-
-def test_old_events_are_flushed(tmp_path: Path) -> None:
-    trace = TraceWriter(tmp_path / "trace.json", flush_s=0.0)
-    trace.write([TraceEvent("event", "test", 0, 1)])
-    assert len(events(trace.path)) == 1
-    trace.close()
 
 
 def test_recording_stops_at_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
