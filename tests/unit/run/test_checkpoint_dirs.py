@@ -80,14 +80,6 @@ def test_a_directory_is_synced_before_it_is_renamed(tmp_path: Path, on_disk: lis
     assert (target / "config.json").read_text() == "new"
 
 
-def test_a_failed_save_leaves_nothing(store: CheckpointStore) -> None:
-    save(store, 1)
-    with pytest.raises(KeyboardInterrupt), saving(store, TrainState(step=2)) as directory:
-        (directory / "half").write_text("...")
-        raise KeyboardInterrupt
-    assert [path.name for path in store.root.iterdir()] == ["step_00000001"]
-
-
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_full_disk_names_the_checkpoint_and_keeps_earlier_ones(store: CheckpointStore, size: int) -> None:
     """Full while a part is written, or while the state is."""
@@ -184,13 +176,6 @@ def test_a_save_does_not_include_leftovers_of_an_earlier_one(store: CheckpointSt
     leftover.mkdir(parents=True)
     (leftover / "rank_1.pt").touch()
     assert sorted(path.name for path in (save(store, 5) / "train").iterdir()) == ["rank_0.pt"]
-
-
-def test_a_save_that_lacked_only_its_last_rename_is_kept(store: CheckpointStore) -> None:
-    directory = save(store, 6)
-    directory.rename(directory.with_suffix(".tmp"))
-    store.recover(resume=True)
-    assert steps(store) == [6]
 
 
 def test_a_new_run_rejects_checkpoints_of_an_earlier_one(store: CheckpointStore) -> None:

@@ -11,12 +11,10 @@ import pytest
 from dagrl.machine import DeviceMemory
 from dagrl.run.colocated import (
     AMPLE,
-    GENERATION_PARTS,
     MARGIN,
     TRAIN_PARTS,
     Exchange,
     MeasuredMemory,
-    Residency,
     SharedDevices,
 )
 from dagrl.runtime.deadline import Deadline
@@ -196,27 +194,6 @@ def test_always_and_never() -> None:
 
 def test_auto_without_a_gpu_moves_nothing() -> None:
     assert calls_of_a_step(HostAlone(10 * EVERYTHING), "auto") == []
-
-
-def test_what_is_held() -> None:
-    weights = Residency(("train",), {"train": ("weights",)})
-    assert [weights.held(roles) for roles in ROLES] == [
-        {"train": TRAIN_PARTS, "generation": ()},
-        {"train": ("weights",), "generation": ("weights",)},
-        {"train": ("weights",), "generation": GENERATION_PARTS},
-    ]
-    both = {"train": TRAIN_PARTS, "generation": GENERATION_PARTS}
-    assert all(Residency(("train",), everything=True).held(roles) == both for roles in ROLES)
-    assert Residency(("train",)).held(("generation",)) == {"train": (), "generation": GENERATION_PARTS}
-
-
-def test_a_third_role_holds_its_state_alone() -> None:
-    none = Residency(("train", "critic"))
-    assert none.held(("critic",)) == {"train": (), "critic": TRAIN_PARTS, "generation": ()}
-    assert none.held(("train", "generation")) == {"train": ("weights",), "critic": (), "generation": ("weights",)}
-    kept = Residency(("train", "critic"), {"critic": ("weights",)}, {"train": ("weights", "optimizer")})
-    assert kept.held(("critic",)) == {"train": ("weights", "optimizer"), "critic": TRAIN_PARTS, "generation": ()}
-    assert kept.held(("generation",)) == {"train": (), "critic": ("weights",), "generation": GENERATION_PARTS}
 
 
 class Group:
