@@ -40,7 +40,7 @@ from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.checkpoint_store import find_checkpoint
 from dagrl.run.cluster import gpus_here, gpus_per_worker
-from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps, epoch_steps
+from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps, epoch_steps
 from dagrl.run.model import (
     check_other_tokenizers,
     checkpoint_bytes,
@@ -51,7 +51,6 @@ from dagrl.run.model import (
     token_count,
     with_local_models,
 )
-from dagrl.run.open_keys import Derived
 from dagrl.run.plans import run_plans
 from dagrl.run.resume import check_model_of, check_state_of
 from dagrl.run.worker_protocols import OPTIONAL, required_protocols

@@ -13,7 +13,7 @@ from dagrl.bench.models import SHAPES
 from dagrl.config.file import load_config
 from dagrl.config.plan import RunPlan
 from dagrl.machine import Gpu
-from dagrl.run import memory_fit
+from dagrl.run import derive
 from dagrl.run.preflight import Inputs, preflight
 from tests.hollow_models import write_hollow_model
 
@@ -44,7 +44,7 @@ def check(recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pyt
     shapes = {key: name.removeprefix("Qwen/").removesuffix("-Base").lower() for key, name in named.items()}
     count, gib = needs(path.read_text())
     cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580", (9, 0)) for index in range(count)]
-    monkeypatch.setattr(memory_fit, "gpus", lambda: cards)
+    monkeypatch.setattr(derive, "gpus", lambda: cards)
     monkeypatch.setattr("dagrl.run.cluster.gpu_count", lambda: count)
     data = tmp_path / "train.jsonl"
     columns = {content["data"]["prompt_key"]: "How many clips? " * 8, content["data"]["response_key"]: "24 + 48\n#### 72"}

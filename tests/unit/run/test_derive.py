@@ -15,9 +15,8 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.settings import generation_config
 from dagrl.errors import ConfigError
 from dagrl.machine import Gpu
-from dagrl.run import memory_fit
-from dagrl.run.derive import derive_chat, derive_from_data, derive_from_machine, derive_steps
-from dagrl.run.open_keys import Derived
+from dagrl.run import derive
+from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
 
 ROOT = Path(__file__).parents[3]
 QWEN3_06B = {
@@ -41,7 +40,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def has(count: int, gib: int = 80) -> None:
         cards = [Gpu(f"GPU-{index}", "a GPU", gib << 10, "580", (9, 0)) for index in range(count)]
-        monkeypatch.setattr(memory_fit, "gpus", lambda: cards)
+        monkeypatch.setattr(derive, "gpus", lambda: cards)
         monkeypatch.setattr("dagrl.run.cluster.gpu_count", lambda: count)
 
     return has
