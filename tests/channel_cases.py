@@ -29,7 +29,7 @@ from dagrl.channels.base import wait_all
 from dagrl.errors import ChannelError, DagrlError, RefitPlanError
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, commit_together, plan_refit
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from tests.unit.refit.weight_reference import (
     VllmRank,

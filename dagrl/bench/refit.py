@@ -29,7 +29,7 @@ from dagrl.bench import harness
 from dagrl.bench.harness import Column, Contest, Take, Turn
 from dagrl.bench.report import Row, count
 from dagrl.errors import ConfigError, RunError
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 
 if TYPE_CHECKING:
     from dagrl.bench.refit_cases import RefitCase

@@ -37,7 +37,7 @@ from dagrl.bench.models import SHAPES, ModelShape, write_with_tokenizer
 from dagrl.bench.report import Row, count
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 from dagrl.workers.megatron.architecture import read_architecture, step_tflop
 from dagrl.workers.train.throughput import peak_tflops
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from dagrl.config import Config
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.shapes import Array, Batch
+from dagrl.runtime.store import reserve_port
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.megatron import MegatronWorker
 

@@ -27,8 +27,7 @@ from dagrl.refit.connect import choose_kind, device_name, plan_between
 from dagrl.refit.plan.planner import RefitPlan
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import DeltaMode, RankPlan, Verify
-from dagrl.runtime.ports import reserve_port
-from dagrl.runtime.store import open_tcp_store
+from dagrl.runtime.store import open_tcp_store, reserve_port
 
 if TYPE_CHECKING:
     import torch

@@ -42,7 +42,7 @@ from dagrl.runtime.executors.node import (
 from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Role
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 from dagrl.runtime.worker import check_worker_class
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dagrl.config import Config
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 from dagrl.runtime.worker import ReplayContext, WorkerContext, replay_context
 
 SIZE = 4

@@ -8,7 +8,7 @@ import pytest
 
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.errors import ChannelError
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 from tests import channel_cases as cases
 from tests.channel_cases import Kind, run_case
 from tests.channel_suite import ChannelSuite, check_delta

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 from dagrl.runtime.worker import WorkerContext
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool, WorkerError

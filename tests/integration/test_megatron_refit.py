@@ -18,8 +18,8 @@ from dagrl.channels import ChannelSpec, open_channel
 from dagrl.refit import RefitPlan, RefitReceiver, plan_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.shapes import Batch
+from dagrl.runtime.store import reserve_port
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import logprobs, train

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 from tests.integration.main_job import ROOT, of_session
 from tests.integration.vllm_models import add_tokenizer, make_checkpoint
 

@@ -15,7 +15,7 @@ from dagrl.errors import RunError
 from dagrl.rl.generation import RequestOptions, options_text
 from dagrl.rl.tools import CallParser
 from dagrl.run.model import character_tokenizer
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import add_tokenizer, chosen, hf_logprobs, make_checkpoint, make_config
 from tests.integration.vllm_ranks import Ranks, call, requests

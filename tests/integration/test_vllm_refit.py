@@ -15,7 +15,7 @@ from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.channels.base import PendingMessage
 from dagrl.errors import ChannelError, RunError
 from dagrl.refit import RefitPlan, RefitReport, RefitSender, WeightSlice, plan_refit
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 from tests.integration import vllm_calls
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config, state_of
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests

@@ -26,7 +26,7 @@ def main():
     first, second, tp, unmapped = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
     from vllm import LLM, SamplingParams
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-    from dagrl.runtime.ports import reserve_port
+    from dagrl.runtime.store import reserve_port
     from dagrl.workers.vllm.transfer import DagrlTrainerInitInfo, SliceSource
 
     if unmapped == "load":  # a loader that needs the values of a parameter, which a refit cannot follow

@@ -18,8 +18,8 @@ import numpy as np
 from dagrl.config import Config
 from dagrl.rl.generation import FinishedRequest, Generated, merge_generated
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.shapes import Batch
+from dagrl.runtime.store import reserve_port
 from dagrl.runtime.worker import WorkerContext
 
 SOCKETS = "VLLM_RPC_BASE_PATH"

@@ -23,7 +23,7 @@ from dagrl.rl.advantages import batch_advantages, group_advantages
 from dagrl.rl.algorithm import VALUE, algorithm_for
 from dagrl.rl.gae import advantages_and_returns, rewards_at_end, whitened
 from dagrl.rl.losses import Denominators, batch_loss, importance_weights
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 from tests.peers.formulas import GROUPS, ROWS, SIZE, WIDTH, Samples, configuration, context_part, our_loss, random_samples
 
 CLIP = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28}

@@ -14,7 +14,7 @@ from dagrl import Batch, ParallelLayout, WorkerContext
 from dagrl.bench.generate.vllm import largest, requests
 from dagrl.bench.harness import answer
 from dagrl.bench.workloads import RolloutCase, grpo_config
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 
 QUANTUM = 32
 """Engine steps of a quantum."""

@@ -12,7 +12,7 @@ from typing import Any
 from dagrl.bench.generate.vllm import engine_arguments
 from dagrl.bench.harness import answer
 from dagrl.bench.workloads import GROUP, RolloutCase
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 
 ROWS = 4096
 """Prompts or rows of the data set, which the trainer repeats."""

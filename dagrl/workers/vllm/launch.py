@@ -26,10 +26,9 @@ from dagrl.config.plan import starts_together
 from dagrl.errors import DeadlineError, MissingDependencyError
 from dagrl.machine import VISIBLE, device_index
 from dagrl.runtime.garbage import gc_paused
-from dagrl.runtime.ports import reserve_port
 from dagrl.runtime.process_groups import break_groups, reset_group_names
 from dagrl.runtime.start_parts import StartParts
-from dagrl.runtime.store import open_tcp_store
+from dagrl.runtime.store import open_tcp_store, reserve_port
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.engine import warmup_params

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from dagrl.refit.slices import WeightSlice
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 
 RANKS, NAMES = 3, ("a", "b", "c")
 START_S, DEADLINE_S = 180.0, 100.0  # to import torch and Megatron beside other tests; of the groups

@@ -20,7 +20,7 @@ from dagrl.config.plan import RunPlan
 from dagrl.errors import RunError
 from dagrl.run.preflight import check_model, worker_classes
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 
 
 class Ranks:

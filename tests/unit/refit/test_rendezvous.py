@@ -12,7 +12,7 @@ from dagrl.channels import open_channel
 from dagrl.errors import ChannelError, RefitPlanError, RunError
 from dagrl.refit import RefitReceiver, RefitSender, WeightSlice, commit_together
 from dagrl.refit.rendezvous import Meeting, meet, while_called
-from dagrl.runtime.ports import reserve_port
+from dagrl.runtime.store import reserve_port
 
 WEIGHT = torch.arange(24.0).view(6, 4)
 

@@ -1,15 +1,16 @@
-"""Stores of torch.distributed listen at one address; /proc says which."""
+"""Stores of torch.distributed listen at one address, and on ports that the system gives to no other process."""
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-from dagrl.runtime.ports import reserve_port
-from dagrl.runtime.store import open_tcp_store
+from dagrl.runtime.store import open_tcp_store, reserve_port
 
 WAIT = timedelta(seconds=30)
 LISTENING = "0A"
@@ -41,3 +42,14 @@ def test_where_that_cannot_be_known_it_listens_as_torchs_own(host: str, caplog: 
     with caplog.at_level("WARNING", "dagrl"):
         assert store._listen(host, port) is None
     assert ("listens on all interfaces" in caplog.text) == (host != "localhost")
+
+
+def test_a_reserved_port_is_kept_for_a_store() -> None:
+    port = reserve_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    store = TCPStore("127.0.0.1", port, 1, True, timeout=timedelta(seconds=30))
+    store.set("key", "value")
+    assert TCPStore("127.0.0.1", port, 1, False, timeout=timedelta(seconds=30)).get("key") == b"value"
+    with pytest.raises(RuntimeError, match="listen"):
+        TCPStore("127.0.0.1", port, 1, True, timeout=timedelta(seconds=1))
