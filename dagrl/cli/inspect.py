@@ -24,12 +24,11 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.run.model import load_tokenizer, model_description, token_count, with_local_models
 from dagrl.run.plans import PhasePlan, run_plans
 from dagrl.run.preflight import check_model, load_phase, trace_phases, worker_classes
-from dagrl.runtime.added_phase import channel_bytes
 from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.schedule import SchedulerOptions
+from dagrl.runtime.schedule import SchedulerOptions, channel_bytes
 
 GPUS_PER_HOST = 8
 """GPUs of the hosts over which ranks are spread, if they do not fit on one."""
