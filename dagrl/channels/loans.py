@@ -30,7 +30,7 @@ _LISTEN_S = 5e-3
 
 
 class Loans:
-    """What one rank of a channel lends and borrows. `table` is the channel's, once it is mapped.
+    """The tensors that one rank of a channel lends and borrows. `table` is the channel's, once it is mapped.
 
     What is borrowed stays mapped until its lender asks for it, which a thread of the borrower looks for.
     """
@@ -92,7 +92,7 @@ class Loans:
             row[ASKED] = 0
 
     def _listen(self) -> None:
-        """Gives everything back as soon as a lender asks; ends when nothing is borrowed."""
+        """Returns all loans as soon as a lender asks; ends when nothing is borrowed."""
         while self._borrowed:
             if any(self.table[peer * self._spec.size + self._spec.rank, ASKED] for peer in list(self._borrowed)):
                 self.give_back()
@@ -112,7 +112,7 @@ class Borrowed:
             self.close()  # the caller gets no object to close
             raise
         self.addresses = [segment.bytes.data_ptr() for segment in self._segments]
-        """Where the lender's allocations are in this process."""
+        """The addresses of the lender's allocations in this process."""
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:

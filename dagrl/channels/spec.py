@@ -1,4 +1,4 @@
-"""Where the ranks of a channel meet, and how they open the store that joins them."""
+"""The address of a channel, and the store that joins its ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ChannelKind = Literal["gloo", "nccl", "ipc"]
 
 @dataclass(frozen=True)
 class ChannelSpec:
-    """How to open one rank's end. `address` is a free `host:port` on the host of rank 0, which serves the rendezvous there.
+    """One rank's end of a channel. `address` is a free `host:port` on the host of rank 0, which serves the rendezvous there.
 
     `timeout_s` limits the opening and every wait, in seconds. Raises ChannelError for a malformed address or rank.
     """

@@ -17,7 +17,7 @@ from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.worker import WorkerContext
 
 ANSWER_S = 5.0
-"""How long Ray has to say which resources are free."""
+"""Deadline for Ray to say which resources are free."""
 
 HEALTH = "dagrl_health"
 """Concurrency group with one thread, on which a worker answers while its other threads are busy."""
@@ -43,7 +43,7 @@ class GpuBundles:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one worker requests from Ray, from `bundles` if given. `graphs`: compiled graphs alive on it at once, at most."""
+    """The resources that a worker requests from Ray, from `bundles` if given. `graphs`: most compiled graphs alive on it."""
 
     num_cpus: float = 0
     num_gpus: float = 0

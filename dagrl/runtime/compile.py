@@ -24,7 +24,7 @@ Ranks = Mapping[str, Sequence[int]]
 
 
 Engine = Literal["dagrl", "ray"]
-"""What runs compiled graphs: dagrl's loops and edges, or Ray's Compiled Graphs."""
+"""The engine of compiled graphs: dagrl's loops and edges, or Ray's Compiled Graphs."""
 
 
 @dataclass(eq=False)

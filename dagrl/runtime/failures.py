@@ -22,19 +22,19 @@ from dagrl.runtime.executors.node import DIED, IDLE, NO_ANSWER, Report
 from dagrl.runtime.worker_group import GRACE_S, Groups, first_line
 
 TURN_S = 0.1
-"""How long to wait for one graph before looking at the next one."""
+"""Longest wait for one graph before the next one is looked at."""
 
 REPORT_S = 2.0
-"""How long workers may take to report what they run, after a hang."""
+"""Deadline for workers to report what they run, after a hang."""
 
 DEATH_S = 10.0
-"""How long Ray may take to learn of a process that has ended, on a busy machine."""
+"""Deadline for Ray to learn of a process that has ended, on a busy machine."""
 
 RELEASE_S = 3.0
-"""How long workers may take to leave their collectives after these were aborted, before they are killed."""
+"""Deadline for workers to leave aborted collectives, before they are killed."""
 
 QUESTION_S = 1.0
-"""How long a worker may take to answer before it is asked again."""
+"""Deadline for a worker to answer before it is asked again."""
 
 RoleRank = tuple[str, int]
 """A worker, by its role and rank."""

@@ -127,7 +127,7 @@ class Node:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What it reads, in the order of its arguments."""
+        """The sources that it reads, in the order of its arguments."""
         return tuple(arg.node if isinstance(arg, NodeRef) else None for arg in self.args if not isinstance(arg, Constant))
 
     @property

@@ -45,7 +45,7 @@ def group_transports(gpus_per_worker: float) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Role:
-    """What tracing needs to know about a worker group: its layout, its workers' methods (without `self`), its transports."""
+    """A worker group as tracing sees it: its layout, its workers' methods (without `self`), its transports."""
 
     name: str
     layout: ParallelLayout

@@ -151,7 +151,7 @@ class Replay:
 
 @dataclass
 class Durations:
-    """How long the replays of a phase have computed so far, and after what time another one counts as hung.
+    """The longest compute of a phase's replays so far, and the time after which another one counts as hung.
 
     The first replay of a bucket may take any time up to its deadline: it may compile or capture what the warm-up did not.
     """

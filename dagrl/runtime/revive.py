@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 REPORT_S = 1.0
-"""How long a worker may take to answer before it is asked again with the others."""
+"""Deadline for a worker to answer before it is asked again with the others."""
 
 
 @dataclass(frozen=True)
 class Revival:
-    """How many workers of a group kept their processes, and how many are new."""
+    """The numbers of workers of a group that kept their processes, and that are new."""
 
     kept: int
     started: int

@@ -62,10 +62,10 @@ SETTLING_S, SETTLING_REPLAYS = 0.1, 20
 """The most time and replays for which a warm-up repeats an input, until code is specialized and caches are full."""
 
 REPORT_S = 1.0
-"""How long workers have, at least, to say what they run."""
+"""Shortest deadline for workers to say what they run."""
 
 REST_POLL_S = 0.02
-"""How often `at_rest` asks workers what they run."""
+"""Interval at which `at_rest` asks workers what they run."""
 
 SLOW_S = 1.0
 """A first replay that takes longer is not repeated: imports and opening edges alone do not explain its time."""
@@ -77,7 +77,7 @@ _schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    """How phases are compiled and how long anything may take; engine and deadlines are those of the configuration.
+    """Options for compiling and replaying phases; engine and deadlines are those of the configuration.
 
     `engine`: compiled graphs run on dagrl's loop and channels, or on Ray's own. `fuse_shards`: data-parallel shards on the
     same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once.
@@ -143,7 +143,7 @@ class AddedPhase:
 
     @property
     def shards(self) -> int:
-        """How many data-parallel shards (graphs as they were traced) the phase is compiled on."""
+        """The number of data-parallel shards (graphs as they were traced) that the phase is compiled on."""
         return sum(len(graph.shards) for graph in self.compiled)
 
     def warmup_inputs(self) -> list[object]:

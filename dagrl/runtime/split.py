@@ -60,7 +60,7 @@ def check_rows(phase: str, rows: Sequence[npt.NDArray[np.intp]], shards: int, co
 
 @dataclass(frozen=True)
 class Split:
-    """How the rows of a batch were distributed: the rows of each shard, the bucket, and the width of joined tokens."""
+    """The rows of a batch by shard, the bucket they are padded to, and the width of joined tokens."""
 
     rows: tuple[npt.NDArray[np.intp], ...]
     bucket: Bucket

@@ -1,4 +1,4 @@
-"""How long the parts of a worker's start take. The driver logs them when a group has started.
+"""Seconds of the parts of a worker's start. The driver logs them when a group has started.
 
 class MyWorker:
     def __init__(self, context, config):

@@ -1,4 +1,4 @@
-"""What a worker class is given, what it must and may define, and what its methods may ask while a replay runs.
+"""The contract of a worker class: its context, its methods, and the replay that is running.
 
 A worker is any class whose constructor takes `(context, config)`. Phases name its methods; an `async def` runs on the
 actor's event loop, and the node ends when it returns. `WorkerHooks` are the methods that the runtime itself calls. What

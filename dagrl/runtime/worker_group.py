@@ -48,10 +48,10 @@ from dagrl.runtime.worker import check_worker_class
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-"""How often `while_waiting` is called while workers start."""
+"""Interval at which `while_waiting` is called while workers start."""
 
 GRACE_S = 3.0
-"""How long to wait for other workers' reports after one failed in a plain call, or broke a graph."""
+"""Longest wait for other workers' reports after one failed in a plain call, or broke a graph."""
 
 Failure = Callable[..., WorkerFailure]
 """Makes a failure of the worker of a rank; `WorkerGroup.failure`."""

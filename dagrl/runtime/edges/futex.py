@@ -23,7 +23,7 @@ _LARGE = len(os.sched_getaffinity(0)) >= 16
 SHORT_SPIN_S = 30e-6
 LONG_SPIN_S = 20e-3 if _LARGE else 200e-6
 SOON_S = 20e-3 if _LARGE else 400e-6
-"""How long readers spin before they sleep: `LONG_SPIN_S` if the last message came within `SOON_S`, else `SHORT_SPIN_S`.
+"""Spin time before readers sleep: `LONG_SPIN_S` if the last message came within `SOON_S`, else `SHORT_SPIN_S`.
 Waking a sleeper takes 50 to 200 us. So back-to-back replays stay awake, and a worker whose next replay is far away sleeps
 at once. `SOON_S` must exceed the time of a chain of sleepers (64 of them on a large machine), or the chain never wakes.
 On a small machine a spinning reader takes the core that the writer needs.
@@ -32,7 +32,7 @@ On a small machine a spinning reader takes the core that the writer needs.
 LOST_CORE_S = 1e-3 if _LARGE else math.inf
 """If a spinning reader finds this much time gone since it last looked, another process took its core."""
 GIVE_WAY_S = (20e-3, 2.0)
-"""How long the reader then sleeps instead of spinning: the first time, and at most if it loses the core repeatedly."""
+"""Seconds that it then sleeps instead of spinning: the first time, and at most if it loses the core repeatedly."""
 
 let_others_run = ctypes.CDLL(None).sched_yield
 """Yields the core to another process, or another thread of this one."""
@@ -52,7 +52,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Patience:
-    """How long to spin before sleeping: long if the last message came soon and no other process wants the core.
+    """The spin time of a reader: long if the last message came soon and no other process wants the core.
 
     If more processes spin than there are cores, each waits for the others by scheduler slices of milliseconds, and all wait
     for the last. So a process that loses the core stops spinning for a while, on all its edges.

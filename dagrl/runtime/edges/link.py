@@ -69,7 +69,7 @@ _SILENCE_S, _PROBE_S, _PROBES = 30, 6, 5
 
 @dataclass(frozen=True)
 class LinkAddress:
-    """Where the writer listens, and the secret that each side shows the other."""
+    """The address at which the writer listens, and the secret that each side shows the other."""
 
     host: str
     port: int

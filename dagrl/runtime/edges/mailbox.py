@@ -38,7 +38,7 @@ _MASK = 0xFFFF_FFFF
 
 @dataclass(frozen=True)
 class MailboxAddress:
-    """Where another process finds a mailbox."""
+    """The address of a mailbox for other processes of the host."""
 
     memory: MemoryAddress
     writers: int

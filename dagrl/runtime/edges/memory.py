@@ -36,7 +36,7 @@ class MessageTooLargeError(RunError):
 
 @dataclass(frozen=True)
 class MemoryAddress:
-    """Where another process finds the memory: the owner's descriptor, and the file that it must refer to."""
+    """The address of memory for other processes: the owner's descriptor, and the file that it must refer to."""
 
     pid: int
     descriptor: int

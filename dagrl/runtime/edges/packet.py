@@ -1,4 +1,4 @@
-"""What is sent along the edges of a graph: a value, its replay, and the failures met on the way.
+"""Packets on the edges of a graph: a value, its replay, and the failures on the way.
 
 A worker's exception is carried as data and not raised inside Ray. So the graph stays alive, every node still takes its turn,
 and the driver gets one `WorkerFailure` for each worker that failed.
@@ -20,7 +20,7 @@ from dagrl.runtime.shapes import Batch
 
 
 class Header(NamedTuple):
-    """Which replay a packet belongs to.
+    """The replay that a packet belongs to.
 
     `tickets` gives, for each role, this replay's position in its workers' order: one number if it is the same for all
     workers of the graph, else one per worker position.

@@ -55,7 +55,7 @@ _MASK = 0xFFFF_FFFF
 
 @dataclass(frozen=True)
 class RingAddress:
-    """Where another process finds a ring."""
+    """The address of a ring for other processes of the host."""
 
     memory: MemoryAddress
     slots: int

@@ -1,1 +1,1 @@
-"""What runs a `PhaseGraph`: `compiled` (Ray Compiled Graphs) or `eager` (plain actor calls)."""
+"""Executors of a `PhaseGraph`: `compiled` (static graphs) and `eager` (plain actor calls)."""

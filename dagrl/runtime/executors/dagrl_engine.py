@@ -32,16 +32,16 @@ from dagrl.runtime.graph import PhaseGraph, Source, WorkerRef
 from dagrl.runtime.passes.hosts import Hosts
 
 DEATH_S = 10.0
-"""How long to wait for Ray to say which worker died, after edges were closed."""
+"""Deadline for Ray to say which worker died, after edges were closed."""
 
 ASK_S = 0.25
-"""How often a driver that waits for results asks the workers whether they live: a death closes no edge."""
+"""Interval at which a waiting driver asks the workers whether they live: a death closes no edge."""
 
 ANSWER_S = 0.01
-"""How long it waits for the answer before it looks at the results again."""
+"""Longest wait for the answer before it looks at the results again."""
 
 END_POLL_S = 0.005
-"""How often to ask loops that were told to end whether they have."""
+"""Interval at which loops that were told to end are asked whether they have."""
 
 
 class Submitted(NamedTuple):

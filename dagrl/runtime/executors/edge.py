@@ -32,7 +32,7 @@ DRIVER: Reader = -1
 
 @dataclass(frozen=True)
 class EdgeSpec:
-    """What an edge is made from: `in_flight` messages of up to `slot_bytes` bytes; `near` and `far`: readers by their host.
+    """The parameters of an edge: `in_flight` messages of up to `slot_bytes` bytes; `near` and `far`: readers by their host.
 
     `cell`: its place in the driver's mailbox, if only the driver reads it.
     """
@@ -46,7 +46,7 @@ class EdgeSpec:
 
 @dataclass(frozen=True)
 class EdgeAddress:
-    """Where readers find an edge: their ring, in this order, or the link of each."""
+    """The address of an edge for its readers: their ring, in this order, or the link of each."""
 
     ring: RingAddress | None
     near: tuple[Reader, ...]

@@ -68,7 +68,7 @@ class Take:
 
 @dataclass(frozen=True)
 class NodeCall:
-    """What one node does; fixed when the graph is compiled."""
+    """The constant part of one node, fixed when the graph is compiled."""
 
     role: str
     label: str
@@ -197,7 +197,7 @@ _STATE = "_dagrl_node_state"
 
 
 class EventLoopHere:
-    """Is unpickled as the event loop that runs where it is unpickled; None if there is none.
+    """Unpickles as the event loop that runs there; as None if there is none.
 
     Ray unpickles the arguments of an actor's calls on its event loop if its class has `async` methods.
     """
@@ -436,7 +436,7 @@ def where(worker: object) -> tuple[str, int, str, tuple[str, ...]]:
 
 
 class Report(NamedTuple):
-    """What a worker is running: a node of a replay, and the stack of its thread. `what` is empty if it is idle.
+    """The node of a replay that a worker runs, and the stack of its thread. `what` is empty if it is idle.
 
     `starved_s`: for how long its threads have waited for a processor since it started, all together.
     """

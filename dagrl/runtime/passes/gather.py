@@ -1,4 +1,4 @@
-"""Where an output that is a list is assembled: on the workers, in a tree, or in the driver.
+"""Assembles outputs that are lists: on the workers, in a tree, or in the driver.
 
 A tree costs one hop per level, and each level copies large items. The driver reads the items of one host from a mailbox
 (`mailbox.py`) at 1 to 2 us each, or in place if they are large. So trees are used for lists of very many small items, and
@@ -26,7 +26,7 @@ LARGE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class ListItems:
-    """What one output of the graph holds of a list: the item at one position, or (`listed`) those at several."""
+    """The items of a list in one output of the graph: the one at a position, or (`listed`) those at several."""
 
     positions: tuple[int, ...]
     listed: bool
