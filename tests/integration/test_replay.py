@@ -191,7 +191,17 @@ def test_an_exception_names_worker_phase_and_replay_and_the_graph_lives_on(sched
     assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
 
 
-@pytest.mark.parametrize("value", [{"rank": 3, "kind": "unreadable"}, Unreadable()], ids=["result", "input"])
+def test_an_input_that_workers_cannot_unpickle_is_the_failure_of_each_and_the_graph_lives_on(scheduler: Scheduler) -> None:
+    with pytest.raises(PhaseError, match="ValueError: cannot be made again") as caught:
+        scheduler.replay(misbehave, Unreadable()).result()
+    assert {failure.rank for failure in caught.value.failures} == {0, 1, 2, 3} and not caught.value.breaks
+    train = scheduler.groups["train"]
+    assert train.call("was_aborted") == [True] * 4, "peers would wait for them"
+    train.call_function(lambda worker: setattr(worker, "aborted", False))
+    assert scheduler.replay(misbehave, {"rank": -1, "kind": "raise"}).result() == ([0, 2], [1, 3])
+
+
+@pytest.mark.parametrize("value", [{"rank": 3, "kind": "unreadable"}, [Unreadable()]], ids=["result", "in a list"])
 def test_a_value_that_cannot_be_unpickled_is_an_error_that_names_it_and_breaks_the_graph(
     scheduler: Scheduler, value: object
 ) -> None:
