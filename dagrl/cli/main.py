@@ -287,7 +287,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _replay(options: argparse.Namespace) -> None:
-    from dagrl.cli.replay import report
+    from dagrl.run.comparison import report
     from dagrl.run.reexecute import replay_step
     from dagrl.run.train import train
 

@@ -57,6 +57,10 @@ BOUNDS = {"float32": Bounds(1e-3, 1e-2, 1e-5), "bfloat16": Bounds(0.5, 0.1, 2**-
 """By the precision of the weights."""
 
 
+MOST_SHOWN = 10
+"""Differences that the error lists."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """A value of `step` that was not reproduced; `name` is a column of the rollouts, a metric, or a tensor of weights."""
@@ -110,6 +114,22 @@ class Comparison:
             if not weight.largest <= self.bounds.rates * step_size + self.bounds.rounding * weight.scale:
                 where = f" of train worker {weight.rank} at {list(weight.index)}"
                 self.differences.append(Difference(self.last_step, weight.name, where, weight.recorded, weight.found))
+
+
+def report(comparison: Comparison) -> str:
+    """Returns what was equal, or within the bounds. Raises RunError with the differences, the first one first."""
+    first, last, bounds = comparison.first_step, comparison.last_step, comparison.bounds
+    steps = f"step {last}" if first == last else f"steps {first} to {last}"
+    weights = f", {comparison.weights} tensors of weights" if comparison.weights else ""
+    compared = f"{steps}: {comparison.tokens} tokens with their log-probabilities, {comparison.metrics} metrics{weights}"
+    if comparison.differences:
+        lines = [difference.describe() for difference in comparison.differences[:MOST_SHOWN]]
+        more = len(comparison.differences) - len(lines)
+        raise RunError("\n".join([f"{compared} differ", *lines, *([f"and {more} more"] if more else [])]))
+    if bounds == EXACT:
+        return f"bit-equal: {compared}\n"
+    largest = "".join(f"  {name}: differs by at most {size:.3g}\n" for name, size in comparison.largest.items())
+    return f"within bounds ({bounds.nats:g} nats, {bounds.relative:g} of a metric): {compared}\n{largest}"
 
 
 def compare(recorded: Path, found: Path, step: int, bounds: Bounds = EXACT) -> Comparison:

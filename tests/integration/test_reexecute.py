@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dagrl.cli.replay import report
+from dagrl.run.comparison import report
 from dagrl.run.reexecute import replay_step
 from dagrl.run.train import train
 from tests.integration.main_job import SFT_STEPS, Run

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dagrl.cli.replay import report
 from dagrl.config import Config
 from dagrl.errors import ConfigError, RunError
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState
-from dagrl.run.comparison import BOUNDS, EXACT, Bounds, WeightDifference, compare
+from dagrl.run.comparison import BOUNDS, EXACT, Bounds, WeightDifference, compare, report
 from dagrl.run.reexecute import newest_checkpoint, replay_step
 from dagrl.run.session import LastStep
 from dagrl.telemetry.record import read_metrics
