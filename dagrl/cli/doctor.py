@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from dagrl.config.worker_checks import OLDEST_ENGINE
+from dagrl.config.kernel_checks import OLDEST_ENGINE
 from dagrl.machine import DEV_SHM, cpu_count, gpu_count, package_versions
 
 LEFTOVERS = ("sem.hdr", "sem.obj", "-tp:")

@@ -9,6 +9,7 @@ import logging
 from typing import Literal
 
 from dagrl.config import Config, GenerationConfig, PolicyConfig
+from dagrl.config.kernel_checks import check_engine_settings
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TRAIN, role_config
 from dagrl.config.settings import (
@@ -22,7 +23,6 @@ from dagrl.config.settings import (
     unshared_reason,
     width_key,
 )
-from dagrl.config.worker_checks import check_engine_settings
 from dagrl.errors import ConfigError, LayoutError
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings, warn_of_settings
+from dagrl.config.kernel_checks import check_engine, check_float8
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
-from dagrl.config.worker_checks import check_engine, check_float8
 from dagrl.data import Splits, load_splits
 from dagrl.data.examples import preference_of, with_chat, with_tools
 from dagrl.data.tokenization import (

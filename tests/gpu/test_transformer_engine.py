@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dagrl.bench.train_inputs import single_worker
 from dagrl.config import Fp8Config
-from dagrl.config.worker_checks import HOPPER, engine_version
+from dagrl.config.kernel_checks import HOPPER, engine_version
 from dagrl.workers.megatron import cpu
 from tests.gpu.test_float8 import multiplied, rounded_products
 from tests.gpu.test_megatron_packing import SEQUENCES, error, plain_attention

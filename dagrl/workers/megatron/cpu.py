@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dagrl.config.worker_checks import engine_version
+from dagrl.config.kernel_checks import engine_version
 from dagrl.errors import ConfigError
 
 _MODULES = (

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dagrl.config import Fp8Config
-from dagrl.config.worker_checks import check_float8
+from dagrl.config.kernel_checks import check_float8
 from dagrl.errors import ConfigError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

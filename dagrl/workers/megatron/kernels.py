@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from dagrl.config import PolicyConfig
-from dagrl.config.worker_checks import HOPPER, check_engine, engine_version
+from dagrl.config.kernel_checks import HOPPER, check_engine, engine_version
 from dagrl.workers.megatron.attention import SegmentAttention, segment_attention
 from dagrl.workers.megatron.float8 import Products, TensorwiseProducts
 

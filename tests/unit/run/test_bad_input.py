@@ -770,7 +770,7 @@ def test_blocks_in_float8_need_transformer_engine_and_hopper(
     version: str | None, capability: tuple[int, int], reason: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dagrl.run.preflight.gpus", lambda: [Gpu("GPU-a", "NVIDIA G", 81920, "580", capability)])
-    monkeypatch.setattr("dagrl.config.worker_checks.engine_version", lambda: version)
+    monkeypatch.setattr("dagrl.config.kernel_checks.engine_version", lambda: version)
     code, errors = run(*BLOCKWISE, "cluster.num_gpus=2")
     assert code == 2 and f"{MEGATRON}.fp8_cfg.fp8_recipe is blockwise" in errors and reason in errors
 

@@ -44,7 +44,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def set_version(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    for module in ("dagrl.config.worker_checks", "dagrl.workers.megatron.cpu"):
+    for module in ("dagrl.config.kernel_checks", "dagrl.workers.megatron.cpu"):
         monkeypatch.setattr(f"{module}.engine_version", lambda: version)
 
 
