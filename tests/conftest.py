@@ -13,10 +13,12 @@ import pytest
 from dagrl.config import ClusterConfig
 from dagrl.run.cluster import ray_cluster
 
-POOLED = tuple(
-    f"tests/integration/test_{name}" for name in ("failed_starts", "kv_scales", "main_job", "megatron_", "stop", "vllm_")
-)
-"""Tests that share pools of workers or the learned run (tests/integration/conftest.py), which one process has."""
+SHARED = {
+    "Megatron workers": ("megatron_", "failed_starts", "kv_scales"),
+    "vLLM engines": ("vllm_",),
+    "learned run": ("main_job", "stop"),
+}
+"""Starts of the names of integration tests that share processes or a run (tests/integration/conftest.py)."""
 
 # Ray runs its workers at niceness 15, where they would wait for whatever the tests of the other process do.
 os.environ["RAY_worker_niceness"] = "0"
@@ -33,19 +35,25 @@ hypothesis.settings.register_profile("dagrl", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("dagrl")
 
 
+def shared_by(nodeid: str) -> str | None:
+    """Returns what a test shares with other files."""
+    file = nodeid.removeprefix("tests/integration/test_")
+    return next((name for name, starts in SHARED.items() if file != nodeid and file.startswith(starts)), None)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Pooled tests, which take longest, begin first, so that no process waits for them at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith(POOLED))
+    """Tests that share something, which take longest, begin first, so that no process waits for them at the end."""
+    items.sort(key=lambda item: shared_by(item.nodeid) is None)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist: a process that is free takes the next file, or all files that share pools of workers."""
+    """With pytest-xdist: a process that is free takes the next file, or all files that share something."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "pooled" if nodeid.startswith(POOLED) else nodeid.partition("::")[0]
+            return shared_by(nodeid) or nodeid.partition("::")[0]
 
     return ByFile(config, log)
 

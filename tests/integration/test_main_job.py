@@ -15,10 +15,6 @@ from safetensors.torch import load_file
 
 from dagrl.config.file import load_config
 from dagrl.rl.rollout.rollouts import IN_FLIGHT
-from dagrl.run.checkpoint_store import CheckpointStore
-from dagrl.run.preflight import preflight
-from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.rollouts import OTHER, read_rollouts, rollout_files
 from dagrl.telemetry.trace import _ORIGIN_PERIOD_NS
 from tests.integration.main_job import (
@@ -37,7 +33,6 @@ from tests.integration.main_job import (
     train,
     untimed,
 )
-from tests.integration.megatron_pool import MegatronPool
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
@@ -251,29 +246,6 @@ def test_the_first_step_is_timed_from_the_end_of_the_warm_up(learned: Run) -> No
     first = next(line for line in learned.metrics if "timing_s/total" in line)
     origin = first["time"] // (_ORIGIN_PERIOD_NS / 1e9) * (_ORIGIN_PERIOD_NS / 1e9)
     assert first["time"] - first["timing_s/total"] >= origin + warm / 1e6 - 2e-3, "the time is written to a millisecond"
-
-
-def test_the_final_model_equals_the_train_workers(learned: Run, megatron_pool: MegatronPool) -> None:
-    """Log-probabilities by transformers from `final_model`, and by train workers from the last checkpoint."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    final = learned.directory / "final_model"
-    config = load_config(learned.directory / "config.yaml", [f"policy.model_name={final}", "policy.random_init=null"])
-    prompts = preflight(config).validation_prompts[:8]
-    tokens = np.array([[*prompt.tokens, *prompt.tokens[::-1]] for prompt in prompts])
-    batch = Batch({"tokens": tokens, "lengths": np.full(len(tokens), tokens.shape[1])})
-    latest = CheckpointStore(learned.directory / "checkpoints").latest()
-    assert latest is not None and latest.state.step == STEPS
-    first = config.with_keys({"policy.model_name": str(learned.directory / "init_model")})
-    with megatron_pool.group(ParallelLayout(dp=2), first) as group:
-        group.call("load_checkpoint", str(latest.directory / "train"))
-        trained = group.call("logprobs", batch)[0]["logprobs"]
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)(torch.tensor(tokens)).logits
-    expected = logits[:, :-1].log_softmax(-1).gather(-1, torch.tensor(tokens)[:, 1:, None])[..., 0]
-    np.testing.assert_allclose(trained[:, 1:], expected.numpy(), atol=1e-5, rtol=0)
-    text = AutoTokenizer.from_pretrained(final).decode(prompts[0].tokens, skip_special_tokens=True)
-    assert text == prompts[0].text
 
 
 @pytest.mark.slow
