@@ -29,6 +29,7 @@ def test_the_description_of_an_engine_is_its_layout() -> None:
         assert boxes(described[: -len(scales)], "bfloat16") == boxes(wanted, "bfloat16")
 
 
+@pytest.mark.slow  # test_vllm_families.py records the loaders of many families
 def test_a_model_without_rules_of_ours_is_described() -> None:
     pytest.importorskip("vllm")
     config = {**FAMILIES["llama"], "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
