@@ -130,7 +130,7 @@ class _Recorder:
 
 
 def _value(argument: Any) -> Any:
-    """What Ray passes for an argument: the object that a reference refers to, or the argument."""
+    """Returns what Ray would pass for an argument: the object behind a reference, or the argument itself."""
     return ray.get(argument) if isinstance(argument, ray.ObjectRef) else argument
 
 
@@ -155,7 +155,7 @@ def _keeping_values(method: Any) -> Callable[..., Any]:
 
 
 def _references(returned: Any) -> Sequence[Any]:
-    """The object references in what a dispatcher returns: a `MultiWorkerFuture`, a list, or one."""
+    """Returns the object references of a dispatcher's result: a `MultiWorkerFuture`, a list, or one reference."""
     references = getattr(returned, "futures", returned)
     return references if isinstance(references, list) else [references]
 

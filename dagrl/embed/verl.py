@@ -163,7 +163,7 @@ def _fleet_of(actors: Sequence[Any], deadline_s: float, max_bytes: int) -> Fleet
 
 
 def _references(result: Any) -> list[Any]:
-    """What a non-blocking method of verl returns, one by one: object references, or anything else."""
+    """Returns the results of a non-blocking method of verl as a list: object references, or anything else."""
     items = result if isinstance(result, list) else getattr(result, "futures", None) or [result]
     return list(items)
 
@@ -196,12 +196,12 @@ _FUNCTOR = "func_generator.<locals>.Functor"
 
 
 def _target(functor: Any) -> str:
-    """The name of the actor's method, which verl gives to the functor's class."""
+    """Returns the name of the actor's method, which is the name of the functor's class."""
     return type(functor).__name__
 
 
 def _attributes(worker_group: Any, method: str) -> dict[str, Any] | None:
-    """What `@register` has written on the workers' method; None if there is no such method."""
+    """Returns the attributes that `@register` sets on the workers' method; None if there is no such method."""
     from verl.single_controller.base.decorator import MAGIC_ATTR
 
     actor_class = worker_group.ray_cls_with_init
@@ -261,7 +261,7 @@ def _functions(mode: Any) -> tuple[Callable[..., CallArguments], Callable[[Any, 
 
 
 def _dispatch_over_mesh(mesh: str, group: Any, *args: Any, **kwargs: Any) -> CallArguments:
-    """`dispatch_lazy_compute_data_proto` of verl without the object store: the part of its rank in `mesh` for each."""
+    """Gives each worker the part of its rank in `mesh`, as `dispatch_lazy_compute_data_proto` but without the object store."""
     for info, query in ((group._dispatch_info, "_query_dispatch_info"), (group._collect_info, "_query_collect_info")):
         if mesh not in info:
             info[mesh] = getattr(group, query)(mesh)
@@ -328,7 +328,7 @@ def register_reducers(worker: object = None) -> None:
 
 
 def _reduce_data_proto(data: Any) -> tuple[Any, ...]:
-    """The three fields that its own `__getstate__` keeps."""
+    """Reduces a DataProto to the three fields that its own `__getstate__` has."""
     return _data_proto, (data.batch, data.non_tensor_batch, data.meta_info)
 
 
@@ -339,14 +339,14 @@ def _data_proto(batch: Any, non_tensor_batch: Any, meta_info: Any) -> Any:
 
 
 def _reduce_nested(nested: Any) -> Any:
-    """Values and offsets of a plain jagged tensor; any other one as torch does."""
+    """Reduces a plain jagged tensor to values and offsets, any other one as torch does."""
     if _is_plain(nested):
         return _nested, (nested.values().detach(), nested.offsets(), nested.requires_grad)
     return nested.__reduce_ex__(5)
 
 
 def _is_plain(nested: Any) -> bool:
-    """Whether values and offsets describe it: on the CPU, without holes, ragged in the dimension after the rows."""
+    """Returns whether values and offsets describe it: on the CPU, without holes, ragged in the dimension after the rows."""
     return nested.device.type == "cpu" and nested.lengths() is None and nested._ragged_idx == 1
 
 

@@ -111,7 +111,8 @@ class Refit:
         deadline = Deadline(connect_timeout_s, "timeouts.start_s")
         _check_methods(train)
         _check_methods(generation)
-        _check_same_model(train, generation)
+        if all("weight_config" in group.role.methods for group in (train, generation)):
+            check_configs(train.call("weight_config"), generation.call("weight_config"))
         hosts = _hosts(train, generation)
         devices = [*train.call_function(device_of), *generation.call_function(device_of)]
         kind = kind or choose_kind(devices)
@@ -274,11 +275,6 @@ def _check_methods(group: WorkerGroup) -> None:
             f"the {group.role.name} worker has no {' and no '.join(missing)}, which a refit calls; add the methods in the "
             "table of docs/refit.md"
         )
-
-
-def _check_same_model(train: WorkerGroup, generation: WorkerGroup) -> None:
-    if all("weight_config" in group.role.methods for group in (train, generation)):
-        check_configs(train.call("weight_config"), generation.call("weight_config"))
 
 
 def _value(config: Mapping[str, Any], key: str) -> str:

@@ -334,7 +334,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self._bases
 
     def _is_changed(self, tensor: Tensor) -> bool:
-        """Whether a refit changes it. Not what the loader only reads, such as expert maps."""
+        """Returns whether a refit changes it. Expert maps, for example, are only read by the loader."""
         base = self._base(tensor)
         return base.kind != "target" or base.name in self._written
 

@@ -152,7 +152,7 @@ def _plan(
 
 
 def _ranks(store: TCPStore, meeting: Meeting) -> list[tuple[str, int]]:
-    """All ranks; one of generation while none has come."""
+    """Returns all ranks; only the first generation rank while none has arrived."""
     size = int(store.get("generation/size")) if store.check(["generation/size"]) else 1
     return [*(("train", rank) for rank in range(meeting.size)), *(("generation", rank) for rank in range(size))]
 

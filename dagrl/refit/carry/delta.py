@@ -68,12 +68,14 @@ class Delta:
 
     def run(self, keep: BucketCallback, unpack: BucketCallback) -> None:
         """Sends and receives everything. Calls `keep` with each packed bucket, `unpack` to unpack each received one."""
-        refits = self._tell_held()
+        import torch
+
+        refits = self._exchange_refits()
         last, self._sent_last = self._sent_last, _NONE
         positions = {id(memory): position for position, memory in enumerate(self._rounds.sends)}
         packets = self._compare(refits, last, keep)
         self._sending = secrets.randbits(62) | 1
-        lengths = self._tell_lengths(packets)
+        lengths = self._exchange_lengths(packets)
 
         def packed(memory: BucketMemory) -> None:
             keep(memory)
@@ -86,7 +88,7 @@ class Delta:
                 _write(memory, into[id(memory)], lengths[id(memory)])
             unpack(memory)
 
-        instead = {key: [_joined(parts)] if any(map(len, parts)) else [] for key, parts in packets.items()}
+        instead = {key: [torch.cat(parts)] if any(map(len, parts)) else [] for key, parts in packets.items()}
         into = self._buffers(lengths)
         self._in_use += [instead, into]
         self.sent = sum(_bytes(memory, instead) for memory in self._rounds.sends)
@@ -94,17 +96,17 @@ class Delta:
         self._rounds.run(packed, received, into, instead)
 
     def complete(self) -> None:
-        """Called when all messages have arrived and are verified: the next refit may build on this one."""
+        """Lets the next refit build on this one. Call it when all messages have arrived and are verified."""
         self._sent_last, self._held, self._in_use = self._sending, self._receiving, []
 
-    def _tell_held(self) -> dict[int, list[int]]:
-        """Tells each sender which refit this rank holds in each of its buckets. Returns what the receivers tell, by rank."""
+    def _exchange_refits(self) -> dict[int, list[int]]:
+        """Sends each sender the refit that this rank holds in each bucket. Returns those of the receivers, by rank."""
         numbers = {
             peer: [_NONE if memory.casts else self._held.get(peer, _NONE) for memory in some]
             for peer, some in _by_peer(self._rounds.receives).items()
         }
         self._held = {}
-        return self._swap(numbers, {peer: len(some) for peer, some in _by_peer(self._rounds.sends).items()})
+        return self._exchange(numbers, {peer: len(some) for peer, some in _by_peer(self._rounds.sends).items()})
 
     def _compare(self, refits: Mapping[int, list[int]], last: int, keep: BucketCallback) -> Packets:
         """Returns the packets of the buckets to send as changes."""
@@ -123,14 +125,14 @@ class Delta:
                 keep(memory)
         return packets
 
-    def _tell_lengths(self, packets: Packets) -> dict[int, list[int]]:
-        """Tells each receiver the number of this refit and the sizes of all packets. Returns those to receive."""
+    def _exchange_lengths(self, packets: Packets) -> dict[int, list[int]]:
+        """Sends each receiver the number of this refit and the sizes of all packets. Returns the sizes to receive."""
         own: dict[int, list[int]] = {}
         for peer, some in _by_peer(self._rounds.sends).items():
             sizes = [[len(packet) for packet in packets[id(one)]] if id(one) in packets else _whole(one) for one in some]
             own[peer] = [self._sending, *(size for one in sizes for size in one)]
         receives = _by_peer(self._rounds.receives)
-        received = self._swap(own, {peer: 1 + sum(len(_whole(one)) for one in some) for peer, some in receives.items()})
+        received = self._exchange(own, {peer: 1 + sum(len(_whole(one)) for one in some) for peer, some in receives.items()})
         self._receiving = {peer: numbers[0] for peer, numbers in received.items()}
         lengths: dict[int, list[int]] = {}
         for peer, some in receives.items():
@@ -141,7 +143,7 @@ class Delta:
                     lengths[id(memory)] = of_pieces
         return lengths
 
-    def _swap(self, mine: Mapping[int, list[int]], sizes: Mapping[int, int]) -> dict[int, list[int]]:
+    def _exchange(self, mine: Mapping[int, list[int]], sizes: Mapping[int, int]) -> dict[int, list[int]]:
         """Sends numbers to ranks, and returns the `sizes` numbers that ranks send."""
         import torch
 
@@ -202,12 +204,6 @@ def _write(memory: BucketMemory, packet: Sequence[torch.Tensor], lengths: Sequen
 def _whole(memory: BucketMemory) -> list[int]:
     """Returns what is told in place of the sizes of packets, a number for each piece."""
     return [_WHOLE] * sum(len(pieces(message.nbytes)) for message in memory.bucket.messages)
-
-
-def _joined(packets: Sequence[torch.Tensor]) -> torch.Tensor:
-    import torch
-
-    return torch.cat(list(packets))
 
 
 def _bytes(memory: BucketMemory, packets: Mapping[int, Sequence[torch.Tensor]]) -> int:

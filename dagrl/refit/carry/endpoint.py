@@ -138,8 +138,8 @@ class _Endpoint:
         self._carried_once = False
         self._methods: Autotune[Callable[[], None]] | None = None  # to run all rounds, after the first refit
         self._sums: dict[int, torch.Tensor] = {}  # by the id of the bucket's memory
-        self._targets = _in_order(bucket.source for bucket in plan.receives)
-        self._receivers = _in_order(bucket.destination for bucket in plan.sends)
+        self._targets = list(dict.fromkeys(bucket.source for bucket in plan.receives))
+        self._receivers = list(dict.fromkeys(bucket.destination for bucket in plan.sends))
         digest = int(plan.digest[:15], 16) ^ ((plan.verify == "checksum") + 2 * bool(self._delta))
         device = None if self._mapped else self.rounds.device
         self._headers = Handshake(channel, digest, self._targets, self._receivers, device)
@@ -191,10 +191,7 @@ class _Endpoint:
 
     def _carry(self) -> None:
         """Runs all rounds: the first time one by one, which also opens connections, later by the faster method."""
-        if self._delta is not None:
-            self._do(self._run_delta)
-            return
-        if not self._carried_once:
+        if not self._carried_once or self._delta is not None:
             self._do(self._run_rounds)
             self._carried_once = True
             return
@@ -222,14 +219,9 @@ class _Endpoint:
 
         return [recorded] if self._record is True else [recorded, self._run_rounds]
 
-    def _run_delta(self) -> None:
-        assert self._delta is not None
-        self._sums = {}
-        self._delta.run(self._keep, self._unpack)
-
     def _run_rounds(self) -> None:
         self._sums = {}
-        self.rounds.run(self._keep, self._unpack)
+        (self._delta or self.rounds).run(self._keep, self._unpack)
 
     def _keep(self, memory: BucketMemory) -> None:
         """Keeps the checksums of a bucket that is packed, or unpacked."""
@@ -295,7 +287,3 @@ class RefitReceiver(_Endpoint):
         """Makes the next refit send everything, as the tensors have lost their content in their memory."""
         if self._delta is not None:
             self._delta.forget()
-
-
-def _in_order(peers: Iterable[int]) -> list[int]:
-    return list(dict.fromkeys(peers))

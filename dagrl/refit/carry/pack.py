@@ -64,8 +64,8 @@ class BucketMemory:
         self.live = [live_views(move, tensors, side, bucket.relay) for move in bucket.moves]
         self._scales = [live_scales(move, tensors, side) for move in bucket.moves]
         self._direct = [_contiguous_message(message, tensors, side) for message in bucket.messages]
-        self.staged_bytes = _memory_bytes(
-            [message for message, live in zip(bucket.messages, self._direct, strict=True) if live is None]
+        self.staged_bytes = sum(
+            aligned(message.nbytes) for message, live in zip(bucket.messages, self._direct, strict=True) if live is None
         )
         """Bytes that `bind` uses of its buffer, and that packing or unpacking copies."""
         self.messages: list[torch.Tensor] = []
@@ -147,11 +147,21 @@ class BucketMemory:
 
         The gap between a move and its scales in a message is not covered.
         """
-        places = self.bytes_of_moves(self.messages)
-        return [
-            _live_views(move, parts, scales) if _is_sent_unchanged(move, parts) else _message_views(move, place)
-            for move, parts, scales, place in zip(self.bucket.moves, self.live, self._scales, places, strict=True)
-        ]
+        summed: list[list[SummedView]] = []
+        moves = zip(self.bucket.moves, self.live, self._scales, self.bytes_of_moves(self.messages), strict=True)
+        for move, parts, scales, place in moves:
+            pieces: list[SummedView] = []
+            if all(part.dtype == wire_dtype(move) for part in parts):
+                for begin, views_of in ((0, parts), (move.scale_offset, scales)):
+                    for view_of in views_of:
+                        pieces.append((begin, raw(view_of)))
+                        begin += view_of.nbytes
+            elif move.scales is None:
+                pieces = [(0, place)]
+            else:  # FP8: a byte an element
+                pieces = [(0, place[: volume(move.box)]), (move.scale_offset, place[move.scale_offset :])]
+            summed.append(pieces)
+        return summed
 
     def bytes_of_moves(self, messages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the bytes of each move in `messages`, which have the sizes of the bucket's own."""
@@ -172,25 +182,6 @@ class BucketMemory:
             self._copy.run(self.alone)
 
 
-def _is_sent_unchanged(move: Move, parts: Sequence[torch.Tensor]) -> bool:
-    return all(part.dtype == wire_dtype(move) for part in parts)
-
-
-def _live_views(move: Move, parts: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[SummedView]:
-    views: list[SummedView] = []
-    for begin, some in ((0, parts), (move.scale_offset, scales)):
-        for one in some:
-            views.append((begin, raw(one)))
-            begin += one.nbytes
-    return views
-
-
-def _message_views(move: Move, place: torch.Tensor) -> list[SummedView]:
-    if move.scales is None:
-        return [(0, place)]
-    return [(0, place[: volume(move.box)]), (move.scale_offset, place[move.scale_offset :])]  # FP8: a byte an element
-
-
 def bind_staging(memories: Sequence[BucketMemory]) -> int:
     """Binds `memories`, in the order of use, to two buffers in turn. Returns the bytes of the buffers.
 
@@ -205,10 +196,6 @@ def bind_staging(memories: Sequence[BucketMemory]) -> int:
     for index, memory in enumerate(memories):
         memory.bind(slots[index % buffers])
     return buffers * largest
-
-
-def _memory_bytes(messages: Sequence[TransferMessage]) -> int:
-    return sum(aligned(message.nbytes) for message in messages)
 
 
 def wire_dtype(move: Move) -> torch.dtype:

@@ -125,7 +125,7 @@ class MessageBuilder:
         return Move(
             target.name,
             part.box,
-            _wire_dtype(part, target, self._dtype),
+            FP8 if target.scales is not None else next(iter(part.replicas.slices.values())).dtype or self._dtype,
             source.tensor,
             local_box(source, part.box),
             target.tensor,
@@ -133,10 +133,6 @@ class MessageBuilder:
             _scales_of(target, part.box),
             _scales_of(source, part.box),
         )
-
-
-def _wire_dtype(part: SourcePart, target: WeightSlice, dtype: str) -> str:
-    return FP8 if target.scales is not None else next(iter(part.replicas.slices.values())).dtype or dtype
 
 
 def _scales_of(whole: WeightSlice, box: Box) -> Scales | None:

@@ -132,9 +132,14 @@ class RefitPlan:
         """Returns the part of channel rank `rank`, and makes its moves. All ranks need the same `verify` and `delta`."""
         if not 0 <= rank < self.size:
             raise RefitPlanError(f"the rank is {rank}; expected 0 to {self.size - 1} in a refit of {self.size} ranks")
-        mine = [self._transfer(bucket, verify) for bucket in self._of_rank.get(rank, ())]
-        sends = tuple(bucket for bucket in mine if bucket.source == rank)
-        receives = tuple(bucket for bucket in mine if bucket.destination == rank)
+        buckets: list[TransferBucket] = []
+        for bucket in self._of_rank.get(rank, ()):
+            source, to = bucket.source, bucket.destination
+            messages = self._moves.messages(source, to, bucket.groups)
+            mapped = verify == "off" and bool(self.devices) and "" != self.devices[source] == self.devices[to]
+            buckets.append(TransferBucket(bucket.round, source, to, messages, source >= self.sources, mapped))
+        sends = tuple(bucket for bucket in buckets if bucket.source == rank)
+        receives = tuple(bucket for bucket in buckets if bucket.destination == rank)
         return RankPlan(rank, self.size, self.digest, sends, receives, verify, record, delta)
 
     def summary(self) -> PlanSummary:
@@ -142,12 +147,6 @@ class RefitPlan:
         messages = tuple((bucket.round, bucket.source, bucket.destination, bucket.nbytes) for bucket in self.buckets)
         copied = tuple((bucket.packed, bucket.unpacked) for bucket in self.buckets)
         return PlanSummary(messages, copied, self.sources, self.destinations, self.hosts, self.mailboxes)
-
-    def _transfer(self, bucket: PlannedBucket, verify: Verify) -> TransferBucket:
-        source, destination = bucket.source, bucket.destination
-        messages = self._moves.messages(source, destination, bucket.groups)
-        mapped = verify == "off" and bool(self.devices) and "" != self.devices[source] == self.devices[destination]
-        return TransferBucket(bucket.round, source, destination, messages, source >= self.sources, mapped)
 
 
 def plan_refit(
@@ -298,17 +297,17 @@ class _Planner:
         filled = {pair: self._filling.fill(pair, chosen) for pair, chosen in sorted(routes.direct.items())}
         relayed, after = self._relays(filled, routes.relays)
         filled |= relayed
-        durations = {pair: [self._nanoseconds(pair, nbytes) for _, nbytes, *_ in some] for pair, some in filled.items()}
+        durations: dict[RankPair, list[int]] = {}
+        for pair, contents in filled.items():
+            crosses = self._placement is not None and self._placement.crosses(*pair)
+            seconds = [self._speeds.seconds(nbytes, crosses) for _, nbytes, *_ in contents]
+            durations[pair] = [1 + round(1e9 * one) for one in seconds]  # in nanoseconds
         ordered = tuple(
             PlannedBucket(number, source, to, *filled[source, to][position])
             for number, source, to, position in order_rounds(durations, after)
         )
         self._check_complete(ordered)
         return ordered
-
-    def _nanoseconds(self, pair: RankPair, nbytes: int) -> int:
-        crosses = self._placement is not None and self._placement.crosses(*pair)
-        return 1 + round(1e9 * self._speeds.seconds(nbytes, crosses))
 
     def _relays(
         self, filled: Mapping[RankPair, Sequence[BucketContents]], relays: Mapping[RankPair, Sequence[PartGroup]]

@@ -37,7 +37,10 @@ class Placement:
     hosts: tuple[int, ...]
 
     def may_relay(self, sources: int) -> bool:
-        """Whether a destination may relay to another: two are on one host, and not all ranks. The first `sources` send."""
+        """Returns whether a destination may relay to another: two are on one host, which is not that of all ranks.
+
+        The first `sources` ranks send.
+        """
         hosts = self.hosts[sources:]
         return len(set(self.hosts)) > 1 and len(set(hosts)) < len(hosts)
 

@@ -102,7 +102,7 @@ class Bursts:
         return _JoinedFuture(outputs) if non_block else _joined(outputs)
 
     def _possible(self) -> int:
-        """The length of the next burst: as many steps as there is memory for, 1 while a request is prefilled.
+        """Returns the length of the next burst: as many steps as there is memory for, 1 while a request is prefilled.
 
         Waiting requests do not prevent a burst. The scheduler admits one if there is memory for it and the burst, which then
         becomes a step. With less memory, a request admitted now would be preempted before as many steps have passed.
@@ -132,7 +132,7 @@ class Bursts:
 
 
 def _only_decodes(output: SchedulerOutput) -> bool:
-    """Whether each scheduled request continues by one token."""
+    """Returns whether each scheduled request continues by one token."""
     return (
         0 < output.total_num_scheduled_tokens == len(output.num_scheduled_tokens)
         and not output.scheduled_new_reqs
@@ -144,7 +144,7 @@ def _only_decodes(output: SchedulerOutput) -> bool:
 
 
 def _later_step(output: SchedulerOutput, number: int) -> SchedulerOutput:
-    """The step `number` steps after `output`, with the same requests."""
+    """Returns the step `number` steps after `output`, with the same requests."""
     cached = output.scheduled_cached_reqs
     continued = dataclasses.replace(
         cached,
@@ -158,7 +158,7 @@ def _later_step(output: SchedulerOutput, number: int) -> SchedulerOutput:
 
 
 def _joined(outputs: Sequence[ModelRunnerOutput | None]) -> ModelRunnerOutput:
-    """One output with the tokens of all steps. Raises RunError if vLLM computed other requests than it was told."""
+    """Returns one output with the tokens of all steps. Raises RunError if the steps computed different requests."""
     steps = [output for output in outputs if output is not None]
     first = steps[0]
     if len(steps) < len(outputs) or any(step.req_ids != first.req_ids for step in steps):

@@ -177,11 +177,6 @@ class QuantumEngine:
         return self._stepping
 
     @property
-    def unfinished(self) -> int:
-        """Number of waiting and running requests."""
-        return len(self._running)
-
-    @property
     def max_model_len(self) -> int:
         """Maximum length of prompt plus continuation, in tokens."""
         return int(self._engine.model_config.max_model_len)
@@ -321,7 +316,9 @@ class QuantumEngine:
         """
         self.drain()
         if self._running:
-            raise RunError(f"{self.unfinished} requests are running; let them finish or abort them before the engine sleeps")
+            raise RunError(
+                f"{len(self._running)} requests are running; let them finish or abort them, then let the engine sleep"
+            )
         self._engine.sleep(level)
 
     def wake_up(self, tags: tuple[str, ...]) -> None:
@@ -402,7 +399,7 @@ class QuantumEngine:
                 yield new
 
     def _states(self) -> dict[str, Any]:
-        """vLLM's state of each request, by our name for it."""
+        """Returns vLLM's state of each request, by our name for it."""
         return {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
 
     def _progress(self) -> list[RequestProgress]:

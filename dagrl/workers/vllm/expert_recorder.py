@@ -67,7 +67,7 @@ class ExpertRecorder:
             layer.router.set_capture_fn(partial(self._capture, layer.layer_id))
 
     def _capture(self, layer: int, chosen: torch.Tensor) -> None:
-        """Called by a router: `chosen` [tokens, top k], padding included."""
+        """Writes what a router chose, [tokens, top k] with padding, to the buffer."""
         self._buffer[: len(chosen), layer] = chosen
 
     def follow(self, name: str, prompt: Sequence[int], version: int) -> None:
@@ -75,7 +75,7 @@ class ExpertRecorder:
         self._followed[name] = _Followed(prompt, version)
 
     def step(self, runner: Any, scheduled: Any) -> None:
-        """Takes the rows of the step that vLLM's model `runner` has just launched."""
+        """Attributes the rows of the step that vLLM's model `runner` has just launched to its requests."""
         tokens = int(scheduled.total_num_scheduled_tokens)
         if not tokens:
             return

@@ -114,7 +114,7 @@ def mend_draft_temperatures() -> None:
 
 @contextmanager
 def warm_up_sampling(parameters: SamplingParams) -> Iterator[None]:
-    """Engines that start in this block compile only the sampling kernels that `parameters` need, and none for grammars.
+    """Lets engines that start in this block compile only the sampling kernels that `parameters` need, none for grammars.
 
     vLLM's second model runner would compile those of every sampling feature, one after the other. A request that needs
     another kernel has it compiled then. No effect on CPUs, and in releases without this warm-up.
@@ -140,7 +140,7 @@ def warm_up_sampling(parameters: SamplingParams) -> Iterator[None]:
 
 
 def can_sleep() -> bool:
-    """Whether engines on this platform can release their memory and restore it at the same addresses."""
+    """Returns whether engines on this platform can release their memory and restore it at the same addresses."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_sleep_mode_available() and current_platform.is_cumem_allocator_available())

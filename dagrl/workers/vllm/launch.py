@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 SCHEME = "dagrl"
-"""URL scheme of the init methods of `torch.distributed` that `meet` returns."""
+"""URL scheme of the init methods of `torch.distributed` that `make_rendezvous` returns."""
 
 SOCKET = "ipc://"
 """URL scheme of a socket file."""
@@ -81,7 +81,7 @@ class Rendezvous:
     local_rank: int
 
 
-def meet(context: WorkerContext, address: str) -> Rendezvous:
+def make_rendezvous(context: WorkerContext, address: str) -> Rendezvous:
     """Agrees on a rendezvous with the other ranks of this shard at `address`, on the host of its first rank."""
     tp_rank = context.coordinates.tp
     _register_rendezvous()

@@ -37,7 +37,7 @@ class LoadedParameter:
     sample: torch.Tensor
 
     def unchanged(self) -> bool:
-        """Whether the sampled content is unchanged since loading."""
+        """Returns whether the sampled content is unchanged since loading."""
         return _sample(self.tensor).equal(self.sample)
 
 

@@ -27,7 +27,7 @@ _FORM: dict[str, Json] = {"quant_method": "fp8", "activation_scheme": "dynamic",
 
 
 def in_fp8(config: Config, hf_config: Mapping[str, Json]) -> bool:
-    """Whether the engine holds its linear layers in blockwise FP8, by configuration or because the checkpoint does.
+    """Returns whether the engine holds its linear layers in blockwise FP8, by configuration or as the checkpoint does.
 
     Raises ConfigError for a checkpoint in another quantized format.
     """
@@ -79,7 +79,7 @@ def block_fp8(layers: int) -> dict[str, Json]:
 
 
 def quantizes(config: Config, hf_config: Mapping[str, Json]) -> bool:
-    """Whether a plain checkpoint must be quantized while loading."""
+    """Returns whether a plain checkpoint must be quantized while loading."""
     return in_fp8(config, hf_config) and hf_config.get("quantization_config") is None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
@@ -36,7 +36,7 @@ from dagrl.workers.families.hf_config import model_keys
 from dagrl.workers.families.kv_scales import check_family, vllm_kv_scales
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.described import describe_ranks
-from dagrl.workers.vllm.destinations import Destinations, find_destinations
+from dagrl.workers.vllm.destinations import find_destinations
 from dagrl.workers.vllm.engine import Peers, QuantumEngine, Request, sampling_params
 from dagrl.workers.vllm.environment import (
     check_head_size,
@@ -46,7 +46,14 @@ from dagrl.workers.vllm.environment import (
     vllm_environment,
 )
 from dagrl.workers.vllm.expert_recorder import ExpertRecorder
-from dagrl.workers.vllm.launch import break_collectives, end_engine, import_vllm, meet, read_hf_config, start_engine
+from dagrl.workers.vllm.launch import (
+    break_collectives,
+    end_engine,
+    import_vllm,
+    make_rendezvous,
+    read_hf_config,
+    start_engine,
+)
 from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.lora import check_slots, fill_slot, find_slots, lora_request
 from dagrl.workers.vllm.quantization import compute_dtype, quantization_arguments
@@ -138,27 +145,45 @@ class VllmWorker:
     def _start(self, address: str) -> None:
         self._hf_config = read_hf_config(self.config)
         recorder = ExpertRecorder(routed_layers(self._hf_config)) if self.config.policy.router_replay else None
-        rendezvous = meet(self.context, address)
+        rendezvous = make_rendezvous(self.context, address)
         llm = self._llm = start_engine(self.config, self.context, rendezvous, recorder, self.start_parts)
         if recorder is not None:
             recorder.cache_holds(int(llm.vllm_config.cache_config.num_gpu_blocks or 0))
         model, self._device = llm.collective_rpc(lambda worker: (worker.get_model(), worker.device))[0]
         if sends_adapters(self.config):
-            self._destinations = self._find_slots(llm)
+            layers = llm.collective_rpc(fill_slot, args=(self.config.policy.peft.dim,))[0]
+            self._destinations = find_slots(layers, self._hf_config, self.config.policy.peft, llm.model_config.dtype)
         else:
-            self._destinations = self._find_destinations(model, llm)
-        stops = sorted({*self.generation.stop_token_ids, *_eos_token_ids(self._hf_config)})
+            self._destinations = find_destinations(
+                model,
+                take_loaded_model(model),
+                llm.vllm_config,
+                tied=bool(self._hf_config.get("tie_word_embeddings")),
+                scales=vllm_kv_scales(self._hf_config) if has_fp8_kv_cache(self.config) else (),
+            )
+        peers = None
+        if self.context.layout.tp > 1:
+            from vllm.distributed import get_tp_group
+
+            most = llm.vllm_config.scheduler_config.max_num_seqs
+            peers = Peers(get_tp_group().cpu_group, most, self.context.collective_timeout_s)
+        eos = self._hf_config.get("eos_token_id")
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        stops = sorted({*self.generation.stop_token_ids, *ends})
         sampling = partial(sampling_params, self.generation, stops, int(llm.model_config.max_model_len))
         adapter = lora_request() if sends_adapters(self.config) else None
-        self._engine = QuantumEngine(llm, sampling, self._peers(llm), self._burst_steps(), recorder, adapter)
+        self._engine = QuantumEngine(llm, sampling, peers, self._burst_steps(), recorder, adapter)
         if self._device.type == "cuda":
             import torch
 
             self._stream = torch.cuda.current_stream(self._device)
 
     def _burst_steps(self) -> int:
-        """Steps of the model for each run of vLLM's scheduler. One if a string may end a request, which is found later, for
-        router replay, which reads the experts of each step, and with drafts, which every step has of its own."""
+        """Returns the decode steps for each run of vLLM's scheduler.
+
+        1 if a string may end a request, which is found later, for router replay, which reads the experts of each step, and
+        with drafts, which each step has of its own.
+        """
         asked = self.generation.vllm_cfg.num_scheduler_steps
         strings = self.generation.stop_strings or self.config.environment.agent is not None  # whose requests have some too
         if strings or self.generation.drafter or self.config.policy.router_replay:
@@ -362,28 +387,6 @@ class VllmWorker:
         ]
         return engine.warm_up(requests, steps)
 
-    def _peers(self, llm: LLMEngine) -> Peers | None:
-        from vllm.distributed import get_tp_group
-
-        if self.context.layout.tp == 1:
-            return None
-        most = llm.vllm_config.scheduler_config.max_num_seqs
-        return Peers(get_tp_group().cpu_group, most, self.context.collective_timeout_s)
-
-    def _find_destinations(self, model: torch.nn.Module, llm: LLMEngine) -> Destinations:
-        return find_destinations(
-            model,
-            take_loaded_model(model),
-            llm.vllm_config,
-            tied=bool(self._hf_config.get("tie_word_embeddings")),
-            scales=vllm_kv_scales(self._hf_config) if has_fp8_kv_cache(self.config) else (),
-        )
-
-    def _find_slots(self, llm: LLMEngine) -> Destinations:
-        peft = self.config.policy.peft
-        layers = llm.collective_rpc(fill_slot, args=(peft.dim,))[0]
-        return find_slots(layers, self._hf_config, peft, llm.model_config.dtype)
-
     def _enter_device(self) -> None:
         """Sets the CUDA device and stream of the current thread. Phases run on the runtime's threads.
 
@@ -433,8 +436,3 @@ def _requests(batch: Batch) -> list[Request]:
         )
         for row in rows
     ]
-
-
-def _eos_token_ids(hf_config: dict[str, Any]) -> list[int]:
-    eos = hf_config.get("eos_token_id")
-    return [] if eos is None else [int(token) for token in (eos if isinstance(eos, list) else [eos])]

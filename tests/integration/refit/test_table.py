@@ -10,13 +10,10 @@ import torch
 from dagrl.bench.refit_mappings import DEEPSEEK_V3, LARGEST, QWEN3_4B, QWEN3_30B, QWEN3_235B, TABLE, RefitMapping
 from dagrl.errors import RefitPlanError
 from dagrl.refit import TIED_HEAD, LinkSpeeds, RefitPlan, plan_refit
-from dagrl.refit.fp8 import quantize_blocks
 from dagrl.refit.plan.planner import BUCKET_BYTES
-from dagrl.refit.slices import expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
-from tests.unit.refit.fp8_reference import spread
 from tests.unit.refit.memory_channel import run_refit
 from tests.unit.refit.weight_reference import (
     VllmRank,
@@ -169,66 +166,6 @@ def test_run_at_reduced_width(row: RefitMapping) -> None:
     built = [zeros_like(tensors) for tensors in expected]
     run_refit(plan, [*sources, *built])
     assert all(equal(ours, theirs) for ours, theirs in zip(built, expected, strict=True))
-
-
-FP8_IN_CI = {
-    "4b-dp8-to-tp4dp2-fp8",
-    "4b-dp4tp2-to-tp4dp2-fp8",
-    "4b-dp4pp2-to-tp4dp2-fp8",
-    "30b-dp4tp2ep4etp1-to-tp2dp8-fp8",
-    "30b-dp8pp2ep8-to-tp2dp8-fp8",
-}
-
-
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * (str(row) not in FP8_IN_CI)) for row in TABLE if row.fp8], ids=str
-)
-def test_fp8_rows_run_at_reduced_width(row: RefitMapping) -> None:
-    """Every weight that vLLM holds equals the whole model quantized and then split."""
-    wide = {"hidden_size": 128, "head_dim": 128, "num_attention_heads": 8, "intermediate_size": 512, "vocab_size": 200}
-    model = {
-        **row.model,
-        **wide,
-        "num_hidden_layers": max(2, row.train.pp),
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 256,
-    }
-    model |= {"num_experts": 2 * row.train.ep} if "num_experts" in model else {}
-    model.setdefault("tie_word_embeddings", False)
-    plan = plan_of(RefitMapping(model, row.train, row.tp, 2, fp8=True), model, bucket_bytes=1 << 20)
-    weights = {name: torch.randn(tensor.shape).bfloat16() for name, tensor in hf_weights(model).items()}
-    sources = [megatron_tensors(weights, model, row.train, rank, MODULES) for rank in range(row.train.world_size)]
-    slices = [vllm_weight_slices(model, VllmRank(row.tp, rank, fp8=True)) for rank in range(row.tp)] * 2
-    built = [_fp8_tensors(mine) for mine in slices]
-    run_refit(plan, [*sources, *built], verify="checksum")
-    for mine, tensors in zip(slices[: row.tp], built, strict=False):
-        for one in expand(mine):
-            whole, local = weights[one.name], tuple(slice(*part) for part in one.local)
-            cut = tuple(slice(*part) for part in one.box)
-            found = tensors[one.tensor][local]
-            if one.scales is None:
-                assert torch.equal(found.reshape(whole[cut].shape), whole[cut])
-                continue
-            quantized, scales = quantize_blocks(whole)
-            raw = found.view(torch.uint8).reshape(whole[cut].shape)
-            assert torch.equal(raw, quantized[cut].view(torch.uint8)), one
-            blocks = tuple(slice(start // 128, -(-stop // 128)) for start, stop in one.box)
-            held = tensors[one.scales.tensor][tuple(slice(*part) for part in one.scales.local)]
-            assert torch.equal(held.reshape(scales[blocks].shape), scales[blocks]), one
-            error = (quantized.float() * spread(scales, quantized) - whole.float()).abs().max() / whole.float().abs().max()
-            assert error < 0.04  # e4m3 has three mantissa bits
-
-
-def _fp8_tensors(slices: list[Any]) -> dict[str, torch.Tensor]:
-    shapes: dict[str, tuple[torch.dtype, list[int]]] = {}
-    for one in expand(slices):
-        dtype = torch.float8_e4m3fn if one.scales else torch.bfloat16
-        scales = [(one.scales.tensor, torch.float32, one.scales.local)] if one.scales else []
-        for name, kind, box in ((one.tensor, dtype, one.local), *scales):
-            ends = [stop for _, stop in box]
-            known = shapes.get(name, (kind, ends))[1]
-            shapes[name] = (kind, [max(pair) for pair in zip(known, ends, strict=True)])
-    return {name: torch.zeros(shape, dtype=kind) for name, (kind, shape) in shapes.items()}
 
 
 @pytest.mark.parametrize(

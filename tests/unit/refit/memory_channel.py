@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -56,6 +57,27 @@ class MemoryChannel(Channel):
 
     def _check_usable(self) -> None:
         pass
+
+
+class Pair:
+    """The sender (rank 0) and the receiver (rank 1) of a plan, which take turns in one thread."""
+
+    def __init__(
+        self,
+        plan: RefitPlan,
+        sent: Mapping[str, Tensor],
+        received: Mapping[str, Tensor],
+        verify: Verify = "off",
+        channels: tuple[type[MemoryChannel], type[MemoryChannel]] = (MemoryChannel, MemoryChannel),
+    ) -> None:
+        self.queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+        first, second = (kind(rank, 2, self.queues) for rank, kind in enumerate(channels))
+        self.sender = RefitSender(plan.for_rank(0, verify), sent, first)
+        self.receiver = RefitReceiver(plan.for_rank(1, verify), received, second)
+
+    def refit(self, version: int) -> None:
+        self.sender.send(version)
+        self.receiver.receive(version)
 
 
 def copy_mapped(plan: RefitPlan, tensors: Sequence[Mapping[str, Tensor]]) -> None:

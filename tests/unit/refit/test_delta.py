@@ -229,6 +229,8 @@ def test_bad_input() -> None:
     plan = plan_refit([whole()], halves("t"), dtype="bfloat16")
     with pytest.raises(RefitPlanError, match=r"refit.delta is 'lossy'; choose one of off, lossless"):
         plan.for_rank(0, delta="lossy")  # type: ignore[arg-type]
+    with pytest.raises(RefitPlanError, match=r"refit\.verify is 'md5'; choose one of off, checksum"):
+        plan.for_rank(0, "md5")  # type: ignore[arg-type]
     channel = MemoryChannel(0, 3, {})
     channel.spec = replace(channel.spec, kind="ipc")
     with pytest.raises(RefitPlanError, match=r"share GPUs; .* Set refit.delta to off"):

@@ -31,7 +31,7 @@ from dagrl.refit.carry.pack import BucketMemory, bind_staging
 from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.kernels.batched import BatchedCopy
 from dagrl.refit.slices import Box, Scales
-from tests.unit.refit.memory_channel import Done, MemoryChannel, Queues, run_refit
+from tests.unit.refit.memory_channel import Done, MemoryChannel, Pair, Queues, run_refit
 
 WHOLE: Box = ((0, 6), (0, 10))
 
@@ -210,16 +210,12 @@ def test_dtypes_that_cannot_be_cast(sent: str, held: torch.dtype) -> None:
 
 
 def test_a_tensor_with_new_memory_is_bound_again() -> None:
-    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
     sent, held = torch.nn.Parameter(source()), torch.nn.Parameter(torch.zeros(2, 6, 5))
-    plan = plan_of(*columns(), bucket_bytes=64)
-    sender = RefitSender(plan.for_rank(0), {"s": sent}, MemoryChannel(0, 2, queues))
-    receiver = RefitReceiver(plan.for_rank(1), {"t": held}, MemoryChannel(1, 2, queues))
+    ends = Pair(plan_of(*columns(), bucket_bytes=64), {"s": sent}, {"t": held})
     for version in range(4):
         if version > 1:
             sent.data, held.data = source() * version, torch.zeros(2, 6, 5)
-        sender.send(version)
-        receiver.receive(version)
+        ends.refit(version)
         assert torch.equal(held, torch.stack([sent[:, 5:], sent[:, :5]]))
 
 
@@ -228,16 +224,12 @@ def test_scales_with_new_memory_are_bound_again() -> None:
     box: Box = ((0, 128), (0, 256))
     wanted = WeightSlice("p", box, "t", box, "float8_e4m3fn", Scales("s", ((0, 1), (0, 2))))
     plan = plan_refit([[WeightSlice("p", box, "t", box)]], [[wanted]], dtype="float32")
-    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
     weights, scales = torch.full((128, 256), 448.0), torch.nn.Parameter(torch.zeros(1, 2))
-    sender = RefitSender(plan.for_rank(0), {"t": weights}, MemoryChannel(0, 2, queues))
-    held = {"t": torch.zeros(128, 256, dtype=torch.float8_e4m3fn), "s": scales}
-    receiver = RefitReceiver(plan.for_rank(1), held, MemoryChannel(1, 2, queues))
+    ends = Pair(plan, {"t": weights}, {"t": torch.zeros(128, 256, dtype=torch.float8_e4m3fn), "s": scales})
     for version in (1, 2):
         scales.data = torch.zeros(1, 2)
         weights.mul_(version)
-        sender.send(version)
-        receiver.receive(version)
+        ends.refit(version)
         assert scales.tolist() == [[version, version]]
 
 
@@ -337,19 +329,15 @@ def test_an_error_of_one_rank_breaks_its_channel(error: BaseException, at_the_en
     assert channel.told == [("abort", f"{type(error).__name__}: {error}")]
 
 
-def test_an_error_after_the_last_message_is_a_refusal_and_keeps_the_channel() -> None:
-    channel = RecordingChannel(0, 2, {})
-    with pytest.raises(RunError), commit_together(channel, wait=True):
-        raise RunError("p is not what rank 0 sent")
-    assert channel.told == [("agree and wait", "RunError: p is not what rank 0 sent")]
-
-
 @pytest.mark.parametrize("wait", [False, True])
 def test_a_finished_part_releases_memory_and_votes(wait: bool) -> None:
-    channel = RecordingChannel(0, 2, {})
+    """A RunError after the last message is a refusal, and keeps the channel."""
+    channel, vote = RecordingChannel(0, 2, {}), "agree and wait" if wait else "agree"
     with commit_together(channel, wait=wait):
         assert not channel.told
-    assert channel.told == [("release", ""), ("agree and wait" if wait else "agree", "")]
+    with pytest.raises(RunError), commit_together(channel, wait=wait):
+        raise RunError("p is not what rank 0 sent")
+    assert channel.told == [("release", ""), (vote, ""), ("agree and wait", "RunError: p is not what rank 0 sent")]
 
 
 class RecordingChannel(MemoryChannel):

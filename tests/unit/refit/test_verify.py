@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from dagrl.channels.base import as_bytes
-from dagrl.errors import ChannelError, RefitPlanError, RunError
+from dagrl.errors import ChannelError, RunError
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, Verify, plan_refit
 from dagrl.refit.carry.verify import checksum, compare_checksums, contiguous_bytes
 from dagrl.refit.slices import Scales, WeightSlice
 from dagrl.refit.transfers import DIRECT_BYTES
 from dagrl.runtime.layout import ParallelLayout
-from tests.unit.refit.memory_channel import Done, MemoryChannel, run_refit
+from tests.unit.refit.memory_channel import Done, MemoryChannel, Pair, run_refit
 from tests.unit.refit.test_plan import check_megatron_to_vllm, held
 from tests.unit.refit.weight_reference import model_config
 
@@ -53,6 +53,9 @@ def test_one_flipped_bit_is_found(bucket_bytes: int, direct_bytes: int) -> None:
     assert FlippingChannel.flipped
     run_refit(plan, tensors, 8, "checksum", FlippingChannel)  # the next complete refit succeeds
     assert torch.equal(tensors[1]["u"], tensors[0]["u"])
+    FlippingChannel.flipped = False
+    run_refit(plan, tensors, 9, "off", FlippingChannel)  # without verification it is not found
+    assert not (torch.equal(torch.cat(list(tensors[1]["t"]), 1), tensors[0]["t"]) and tensors[1]["u"].equal(tensors[0]["u"]))
 
 
 class SpoilingChannel(MemoryChannel):
@@ -93,26 +96,11 @@ def test_the_channel_stays_usable_after_a_difference() -> None:
     FlippingChannel.flipped = False
     plan, tensors = two_parameters(64)
     assert len(plan.buckets) > 2
-    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
-    sender = RefitSender(plan.for_rank(0, "checksum"), tensors[0], FlippingChannel(0, 2, queues))
-    receiver = RefitReceiver(plan.for_rank(1, "checksum"), tensors[1], MemoryChannel(1, 2, queues))
-    sender.send(1)
+    ends = Pair(plan, *tensors, "checksum", (FlippingChannel, MemoryChannel))
     with pytest.raises(RunError, match="differs from what rank 0 sent"):
-        receiver.receive(1)
-    sender.send(2)
-    receiver.receive(2)
+        ends.refit(1)
+    ends.refit(2)
     assert torch.equal(tensors[1]["u"], tensors[0]["u"])
-
-
-def test_without_verification_it_is_not_found() -> None:
-    FlippingChannel.flipped = False
-    plan, tensors = two_parameters(64)
-    run_refit(plan, tensors, 7, "off", FlippingChannel)
-    assert FlippingChannel.flipped
-    same = torch.equal(torch.cat(list(tensors[1]["t"]), 1), tensors[0]["t"]) and torch.equal(
-        tensors[1]["u"], tensors[0]["u"]
-    )
-    assert not same
 
 
 def test_a_byte_that_changes_in_the_live_tensor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,18 +143,14 @@ def test_packing_that_skips_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     """It sends the old content of staging, an earlier version of the weights, equal on both sides."""
     from dagrl.refit.carry.pack import BucketMemory
 
-    queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
     plan, tensors = two_parameters(1 << 20)
-    sender = RefitSender(plan.for_rank(0, "checksum"), tensors[0], MemoryChannel(0, 2, queues))
-    receiver = RefitReceiver(plan.for_rank(1, "checksum"), tensors[1], MemoryChannel(1, 2, queues))
+    ends = Pair(plan, *tensors, "checksum")
     for version in (1, 2):
-        sender.send(version)
-        receiver.receive(version)
+        ends.refit(version)
     tensors[0]["t"] += 1
     monkeypatch.setattr(BucketMemory, "pack", lambda memory: None)
-    sender.send(3)
     with pytest.raises(RunError, match="parameter 'p'"):
-        receiver.receive(3)
+        ends.refit(3)
 
 
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
@@ -206,12 +190,6 @@ def test_both_sides_need_the_same_verify_mode(sends: Verify, receives: Verify) -
     RefitSender(plan.for_rank(0, sends), tensors[0], MemoryChannel(0, 2, queues)).send(1)
     with pytest.raises(ChannelError, match=r"another refit plan, refit\.verify or"):
         RefitReceiver(plan.for_rank(1, receives), tensors[1], MemoryChannel(1, 2, queues)).receive(1)
-
-
-def test_an_unknown_verify_mode_is_rejected() -> None:
-    plan, tensors = two_parameters(1 << 20)
-    with pytest.raises(RefitPlanError, match=r"refit\.verify is 'md5'; choose one of off, checksum"):
-        RefitSender(plan.for_rank(0, "md5"), tensors[0], MemoryChannel(0, 2, {}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 1024), (0, 1024), (0, 512 << 10), (1024, 513 << 10)])
