@@ -70,7 +70,7 @@ class CallOrder:
                     replay.result()
             self._replays = []
             sent = send()
-            self._plain += [one for one in references(sent) if isinstance(one, ray.ObjectRef)]
+            self._plain += [reference for reference in references(sent) if isinstance(reference, ray.ObjectRef)]
         return sent
 
 
@@ -103,9 +103,9 @@ class Fleet:
         options = SchedulerOptions(fallback="error", fuse_shards=True, replay_s=deadline_s)
         self._scheduler = Scheduler([group], options)
         self._phases = {method: _phase_of(role, method) for method in dict.fromkeys(methods)}
-        for one in self._phases.values():
+        for phase in self._phases.values():
             self._scheduler.add(
-                one,
+                phase,
                 codec=PER_WORKER,
                 warmup_value=[None] * len(actors),
                 input_bytes=max_bytes,

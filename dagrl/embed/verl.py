@@ -261,7 +261,7 @@ def _functions(mode: Any) -> tuple[Callable[..., CallArguments], Callable[[Any, 
 
 
 def _dispatch_over_mesh(mesh: str, group: Any, *args: Any, **kwargs: Any) -> CallArguments:
-    """Gives each worker the part of its rank in `mesh`, as `dispatch_lazy_compute_data_proto` but without the object store."""
+    """Gives each worker the part of its rank in `mesh`: `dispatch_lazy_compute_data_proto` without the object store."""
     for info, query in ((group._dispatch_info, "_query_dispatch_info"), (group._collect_info, "_query_collect_info")):
         if mesh not in info:
             info[mesh] = getattr(group, query)(mesh)

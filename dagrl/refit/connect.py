@@ -194,8 +194,8 @@ def slices_digest(worker: RefitWorker) -> str:
     import hashlib
 
     digest = hashlib.sha256()
-    for one in worker.weight_slices():
-        digest.update(f"{one.name} {one.box} {one.tensor} {one.local} {one.dtype} {one.scales}\n".encode())
+    for weight in worker.weight_slices():
+        digest.update(f"{weight.name} {weight.box} {weight.tensor} {weight.local} {weight.dtype} {weight.scales}\n".encode())
     return digest.hexdigest()
 
 
@@ -255,8 +255,8 @@ def check_configs(train: Sequence[Mapping[str, Any]], generation: Sequence[Mappi
     """Raises RefitPlanError unless all workers describe the same model; names the keys and workers that differ."""
     reference = train[0]
     workers = [
-        *(("train", rank, one) for rank, one in enumerate(train)),
-        *(("generation", n, one) for n, one in enumerate(generation)),
+        *(("train", rank, model) for rank, model in enumerate(train)),
+        *(("generation", n, model) for n, model in enumerate(generation)),
     ]
     for role, rank, config in workers:
         keys = sorted(key for key in {*reference, *config} if reference.get(key, _UNKNOWN) != config.get(key, _UNKNOWN))

@@ -8,6 +8,7 @@ follows vLLM's `per_block_cast_to_fp8` (vllm/utils/deep_gemm.py) operation by op
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dagrl.refit.slices import Box, Scales, WeightSlice
@@ -36,17 +37,17 @@ def in_blocks(box: Box) -> Box:
 def with_scales(slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
     """Yields the slices, those of FP8 weights with their scales, which checkpoints have as parameters of their own."""
     slices = list(slices)
-    scales = {(one.name, one.box): one for one in slices if one.name.endswith(SCALE_SUFFIX)}
+    scales = {(weight.name, weight.box): weight for weight in slices if weight.name.endswith(SCALE_SUFFIX)}
     used: set[int] = set()
     merged: list[WeightSlice] = []
-    for one in slices:
-        own = scales.get((f"{one.name}{SCALE_SUFFIX}", in_blocks(one.box))) if one.dtype == FP8 else None
+    for weight in slices:
+        own = scales.get((f"{weight.name}{SCALE_SUFFIX}", in_blocks(weight.box))) if weight.dtype == FP8 else None
         if own is None:
-            merged.append(one)
+            merged.append(weight)
             continue
         used.add(id(own))
-        merged.append(WeightSlice(one.name, one.box, one.tensor, one.local, one.dtype, Scales(own.tensor, own.local)))
-    yield from (one for one in merged if id(one) not in used)
+        merged.append(replace(weight, scales=Scales(own.tensor, own.local)))
+    yield from (weight for weight in merged if id(weight) not in used)
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -78,16 +78,19 @@ class Recorded:
         device = next(iter(parameters.values())).device
         self._computations, self._held = recording.computations, parameters
         self._inputs = {
-            name: where.empty(dtype, device) for one in recording.computations for name, (where, dtype) in one.inputs.items()
+            name: where.empty(dtype, device)
+            for computation in recording.computations
+            for name, (where, dtype) in computation.inputs.items()
         }
         self.tensors = {**parameters, **self._inputs}
         self.tensors |= {name: view.of(self.tensors[view.tensor]) for name, view in recording.arranged.items()}
 
     def compute(self) -> None:
         """Writes what the loader computes from the weights that a refit has written."""
-        for one in self._computations:
-            target = self._held[one.parameter].as_strided(one.target.shape, one.target.strides, one.target.offset)
-            target.copy_(one.compute(self._inputs))
+        for computation in self._computations:
+            target, parameter = computation.target, self._held[computation.parameter]
+            written = parameter.as_strided(target.shape, target.strides, target.offset)
+            written.copy_(computation.compute(self._inputs))
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -410,7 +413,7 @@ class _Finish:
             missing = tensor.numel() - self._written[name] - constants.get(name, 0)
             if missing > 0 and tensor.dim():  # scalars belong to the KV cache
                 self._found.unwritten[name] = missing
-        fp8 = frozenset(one.name for one in self._slices if one.dtype == FP8)
+        fp8 = frozenset(weight.name for weight in self._slices if weight.dtype == FP8)
         return replace(self._found, slices=stack_experts(with_scales(self._slices)), quantized=fp8)
 
     def _take(self, view: View, tensor: str, memory: Strided, where: Strided, dtype: torch.dtype) -> None:

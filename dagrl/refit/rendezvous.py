@@ -181,13 +181,13 @@ def while_called(work: Callable[[Callable[[], None]], T], calls: Sequence[Callab
         pending = [pool.submit(call) for call in calls]
 
         def check() -> None:
-            for one in pending:
-                if one.done():
-                    one.result()
+            for call_result in pending:
+                if call_result.done():
+                    call_result.result()
 
         result = work(check)
-        for one in pending:
-            one.result()
+        for call_result in pending:
+            call_result.result()
     return result
 
 

@@ -107,16 +107,16 @@ def check_plain(name: str, tensor: Tensor) -> None:
 def _quantized(slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> list[WeightSlice]:
     """Joins FP8 weights with their scales. Raises RefitPlanError if a shard ends inside a block or scales are no float32."""
     joined = list(with_scales(slices))
-    for one in joined:
-        if one.dtype == FP8 and one.scales is None:
+    for weight in joined:
+        if weight.dtype == FP8 and weight.scales is None:
             raise RefitPlanError(
-                f"parameter {one.name!r}: this rank holds {one.box} in FP8 without the scales of just these blocks of "
-                f"{BLOCK}x{BLOCK}; give the module {one.name}{SCALE_SUFFIX}, and shard both between blocks"
+                f"parameter {weight.name!r}: this rank holds {weight.box} in FP8 without the scales of just these blocks of "
+                f"{BLOCK}x{BLOCK}; give the module {weight.name}{SCALE_SUFFIX}, and shard both between blocks"
             )
-        if one.scales is not None and tensors[one.scales.tensor].dtype != torch.float32:
+        if weight.scales is not None and tensors[weight.scales.tensor].dtype != torch.float32:
             raise RefitPlanError(
-                f"parameter {one.name!r}: its scales are {tensors[one.scales.tensor].dtype}, but a refit sends float32, as "
-                f"engines hold them; make {one.scales.tensor} float32, which is exact for powers of two (ue8m0)"
+                f"parameter {weight.name!r}: its scales are {tensors[weight.scales.tensor].dtype}, but a refit sends "
+                f"float32, as engines hold them; make {weight.scales.tensor} float32, exact for powers of two (ue8m0)"
             )
     return joined
 
@@ -178,7 +178,7 @@ def _converted(state: Mapping[str, Tensor], to_hf: ToHf) -> Iterator[tuple[Weigh
                 raise _computed(name)
             swapped = StridedCopy(copy.target, copy.source, tuple((count, own, other) for count, other, own in copy.loops))
             slices, arranged = copied_slices(name, tensor.shape, swapped, source.base.name, Strided.whole(source.base.shape))
-            yield from ((one, arranged) for one in slices)
+            yield from ((weight, arranged) for weight in slices)
 
 
 def _computed(name: str) -> RefitPlanError:

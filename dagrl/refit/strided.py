@@ -146,20 +146,20 @@ def stack_experts(slices: Iterable[WeightSlice]) -> list[WeightSlice]:
     """
     stacked: list[WeightSlice] = []
     runs: dict[tuple[object, ...], list[tuple[int, WeightSlice]]] = defaultdict(list)
-    for one in slices:
-        name, number = stacked_name(one.name)
-        lead = len(one.local) - len(one.box)
+    for weight in slices:
+        name, number = stacked_name(weight.name)
+        lead = len(weight.local) - len(weight.box)
         if number is None or lead != 1:
-            stacked.append(one)
+            stacked.append(weight)
             continue
-        at = one.local[0][0]
+        at = weight.local[0][0]
         shift = number - at
-        scales = one.scales and (one.scales.tensor, one.scales.local[1:], one.scales.local[0][0] - at)
-        runs[name, one.box, one.tensor, one.local[1:], one.dtype, shift, scales].append((at, one))
+        scales = weight.scales and (weight.scales.tensor, weight.scales.local[1:], weight.scales.local[0][0] - at)
+        runs[name, weight.box, weight.tensor, weight.local[1:], weight.dtype, shift, scales].append((at, weight))
     for key, members in runs.items():
         members.sort(key=lambda member: member[0])
         for _, consecutive in groupby(enumerate(members), lambda entry: entry[1][0] - entry[0]):
-            run = [one for _, (_, one) in consecutive]
+            run = [weight for _, (_, weight) in consecutive]
             stacked.append(_stack(str(key[0]), run) if len(run) > 1 else run[0])
     return stacked
 
@@ -173,8 +173,8 @@ def _placed(offset: int, loops: Sequence[Loop], memory: Strided, side: int) -> t
     offset -= memory.offset
     order = sorted((dim for dim, size in enumerate(memory.shape) if size > 1), key=lambda dim: -memory.strides[dim])
     start, rest = [0] * len(memory.shape), offset
-    for one in order:
-        start[one], rest = divmod(rest, memory.strides[one])
+    for axis in order:
+        start[axis], rest = divmod(rest, memory.strides[axis])
     placed: list[tuple[Loop, int, int]] = []
     reached = list(start)
     pending = list(reversed(loops))

@@ -241,13 +241,13 @@ class _Endpoint:
             return torch.cat([self._sums[id(memory)] for memory in memories])
 
         sends, receives = self.rounds.sends, self.rounds.receives
-        own = {peer: sums(one for one in receives if one.bucket.source == peer) for peer in self._targets}
+        own = {peer: sums(memory for memory in receives if memory.bucket.source == peer) for peer in self._targets}
         expected = {peer: torch.empty_like(mine) for peer, mine in own.items()}
-        mine = [(sums(one for one in sends if one.bucket.destination == peer), peer) for peer in self._receivers]
+        mine = [(sums(memory for memory in sends if memory.bucket.destination == peer), peer) for peer in self._receivers]
         wait_all(self._channel.exchange(mine, [(expected[peer], peer) for peer in self._targets]))
         self._channel.synchronize()
         for peer in self._targets:
-            moves = [move for one in receives if one.bucket.source == peer for move in one.bucket.moves]
+            moves = [move for memory in receives if memory.bucket.source == peer for move in memory.bucket.moves]
             compare_checksums(moves, expected[peer], own[peer], peer, version)
 
 

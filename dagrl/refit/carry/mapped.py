@@ -35,8 +35,8 @@ class MappedMoves:
 
         self._plan, self._tensors, self._channel = plan, tensors, channel
         self._ipc = channel if isinstance(channel, IpcChannel) else None
-        self._sends = [one for one in plan.sends if one.mapped and self._ipc and lends]
-        self._receives = [one for one in plan.receives if one.mapped and self._ipc]
+        self._sends = [bucket for bucket in plan.sends if bucket.mapped and self._ipc and lends]
+        self._receives = [bucket for bucket in plan.receives if bucket.mapped and self._ipc]
         self._addresses, self._lends = Addresses({}, ()), lends
         self._done = torch.zeros(1, dtype=torch.int64)
         self.bind()
@@ -47,9 +47,9 @@ class MappedMoves:
     @property
     def rest(self) -> RankPlan:
         """The plan without these buckets."""
-        ours = {id(one) for one in (*self._sends, *self._receives)}
+        ours = {id(bucket) for bucket in (*self._sends, *self._receives)}
         sends, receives = (
-            tuple(one for one in some if id(one) not in ours) for some in (self._plan.sends, self._plan.receives)
+            tuple(bucket for bucket in some if id(bucket) not in ours) for some in (self._plan.sends, self._plan.receives)
         )
         return replace(self._plan, sends=sends, receives=receives)
 
@@ -88,13 +88,13 @@ class MappedMoves:
 
     def drop(self, peers: Sequence[int]) -> bool:
         """Leaves the buckets of these senders to messages. Returns whether there were any."""
-        rest = [one for one in self._receives if one.source not in peers]
+        rest = [bucket for bucket in self._receives if bucket.source not in peers]
         dropped, self._receives = len(rest) < len(self._receives), rest
         return dropped
 
     def read(self, numbers: Mapping[int, int]) -> None:
         """Copies what each sender has lent under its number into this rank's tensors, on the current stream."""
-        for peer in dict.fromkeys(one.source for one in self._receives):
+        for peer in dict.fromkeys(bucket.source for bucket in self._receives):
             assert self._ipc is not None
             with annotate("refit: map"):
                 borrowed = self._ipc.borrow(peer, numbers[peer])
@@ -103,7 +103,7 @@ class MappedMoves:
             if copies is None or bound != where:
                 with annotate("refit: bind"):
                     copies = MappedCopies(
-                        [one for one in self._receives if one.source == peer], borrowed.tensors, self._tensors
+                        [bucket for bucket in self._receives if bucket.source == peer], borrowed.tensors, self._tensors
                     )
                 self._copies[peer] = where, copies
             copies.run()
@@ -112,8 +112,8 @@ class MappedMoves:
         """Returns when this rank's copies are complete, and nobody reads what it has lent."""
         if self._receives:
             self._channel.synchronize()
-        senders = dict.fromkeys(one.source for one in self._receives)
-        receivers = dict.fromkeys(one.destination for one in self._sends)
+        senders = dict.fromkeys(bucket.source for bucket in self._receives)
+        receivers = dict.fromkeys(bucket.destination for bucket in self._sends)
         sends, receives = ([(self._done, peer) for peer in some] for some in (senders, receivers))
         if self:
             wait_all(self._channel.exchange(sends, receives))
@@ -126,7 +126,7 @@ class MappedCopies:
         views = [_views(move, source, target) for bucket in buckets for move in bucket.moves]
         pairs = [pair for copied, _ in views for pair in copied]
         self._copy = BatchedCopy([to for to, _ in pairs], [of for _, of in pairs])
-        self._quantizer = BlockQuantizer([one for _, quantized in views for one in quantized])
+        self._quantizer = BlockQuantizer([part for _, quantized in views for part in quantized])
 
     def run(self) -> None:
         """Launches them on the current stream."""

@@ -172,9 +172,9 @@ class BucketMemory:
         ]
 
     def _pair(self, live: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
-        for one, place in zip(live, places, strict=True):
-            same = one.dtype == place.dtype
-            self._pairs[0].append(raw(one) if same else one)
+        for view, place in zip(live, places, strict=True):
+            same = view.dtype == place.dtype
+            self._pairs[0].append(raw(view) if same else view)
             self._pairs[1].append(raw(place) if same else place)
 
     def _run_copy(self) -> None:
@@ -191,7 +191,7 @@ def bind_staging(memories: Sequence[BucketMemory]) -> int:
 
     largest = max((memory.staged_bytes for memory in memories), default=0)
     device = memories[0].live[0][0].device if memories else torch.device("cpu")
-    buffers = 1 if all(one.bucket.relay and one.side == "source" for one in memories) else 2
+    buffers = 1 if all(memory.bucket.relay and memory.side == "source" for memory in memories) else 2
     slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(buffers)]
     for index, memory in enumerate(memories):
         memory.bind(slots[index % buffers])

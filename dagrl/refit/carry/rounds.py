@@ -58,7 +58,10 @@ class RefitRounds:
         for bucket in plan.receives:
             rounds.setdefault(bucket.round, RefitRound(bucket.round)).receive = BucketMemory(bucket, self._tensors, "target")
         ordered = [rounds[number] for number in sorted(rounds)]
-        sends, receives = [one.send for one in ordered if one.send], [one.receive for one in ordered if one.receive]
+        sends, receives = (
+            [round_.send for round_ in ordered if round_.send],
+            [round_.receive for round_ in ordered if round_.receive],
+        )
         self.staging_bytes = bind_staging(sends) + bind_staging(receives)
         overlaps = self._channel.spec.kind == "nccl"  # messages are kernels that run while others pack and unpack
         for memory in (*sends[:1], *receives[-1:]) if overlaps else (*sends, *receives):
@@ -68,12 +71,12 @@ class RefitRounds:
     @property
     def sends(self) -> list[BucketMemory]:
         """The buckets to send, in order."""
-        return [one.send for one in self._rounds if one.send is not None]
+        return [round_.send for round_ in self._rounds if round_.send is not None]
 
     @property
     def receives(self) -> list[BucketMemory]:
         """The buckets to receive, in order."""
-        return [one.receive for one in self._rounds if one.receive is not None]
+        return [round_.receive for round_ in self._rounds if round_.receive is not None]
 
     @property
     def moved(self) -> bool:
@@ -94,32 +97,32 @@ class RefitRounds:
         """
         into, instead = into or {}, instead or {}
         flying: list[tuple[RefitRound, Sequence[PendingMessage]]] = []
-        for one in self._rounds:
+        for round_ in self._rounds:
             # A relayed bucket was received in an earlier round, which must have been unpacked.
-            depth = 0 if one.send is not None and one.send.bucket.relay else 1
+            depth = 0 if round_.send is not None and round_.send.bucket.relay else 1
             while len(flying) > depth:
                 self._land(*flying.pop(0), received)
-            with annotate(f"refit bucket {one.number}: pack, post"):
-                if one.send is not None and id(one.send) not in instead:
-                    one.send.pack()
-                    packed(one.send)
-                flying.append((one, self._post(one, into, instead)))
+            with annotate(f"refit bucket {round_.number}: pack, post"):
+                if round_.send is not None and id(round_.send) not in instead:
+                    round_.send.pack()
+                    packed(round_.send)
+                flying.append((round_, self._post(round_, into, instead)))
         for landing in flying:
             self._land(*landing, received)
 
     def _post(
-        self, one: RefitRound, into: Mapping[int, Sequence[torch.Tensor]], instead: Mapping[int, Sequence[torch.Tensor]]
+        self, round_: RefitRound, into: Mapping[int, Sequence[torch.Tensor]], instead: Mapping[int, Sequence[torch.Tensor]]
     ) -> Sequence[PendingMessage]:
         """Posts the round as one group. Both ends of a bucket post its messages in the same order."""
-        send, receive = one.send, one.receive
+        send, receive = round_.send, round_.receive
         sends = [(message, send.bucket.destination) for message in instead.get(id(send), send.messages)] if send else []
         receives = (
             [(message, receive.bucket.source) for message in into.get(id(receive), receive.messages)] if receive else []
         )
         return self._channel.exchange(sends, receives) if sends or receives else []
 
-    def _land(self, one: RefitRound, pending: Sequence[PendingMessage], received: BucketCallback) -> None:
-        with annotate(f"refit bucket {one.number}: land"):
+    def _land(self, round_: RefitRound, pending: Sequence[PendingMessage], received: BucketCallback) -> None:
+        with annotate(f"refit bucket {round_.number}: land"):
             wait_all(pending)
-            if one.receive is not None:
-                received(one.receive)
+            if round_.receive is not None:
+                received(round_.receive)

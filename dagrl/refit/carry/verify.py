@@ -57,8 +57,8 @@ def contiguous_bytes(pieces: Sequence[SummedView]) -> torch.Tensor:
         return as_bytes(view.contiguous())
     offset, last = pieces[-1]
     whole = torch.zeros(offset + last.nbytes, dtype=torch.uint8, device=view.device)
-    for at, one in pieces:
-        whole[at : at + one.nbytes] = as_bytes(one.contiguous())
+    for at, piece in pieces:
+        whole[at : at + piece.nbytes] = as_bytes(piece.contiguous())
     return whole
 
 

@@ -31,7 +31,7 @@ class BatchedCopy:
             from dagrl.refit.kernels.copy_kernel import CopyTable
 
             self._kept = pairs  # the table holds addresses only
-            self._table = CopyTable([one for some in rows if some for one in some], targets[0].device)
+            self._table = CopyTable([row for some in rows if some for row in some], targets[0].device)
 
     def run(self, alone: bool = False) -> None:
         """Copies everything, on the current stream. `alone` uses the whole GPU; otherwise most of it is left to NCCL."""

@@ -33,7 +33,7 @@ class CopyTable:
     def __init__(self, rows: Sequence[StridedRows], device: torch.device) -> None:
         import torch
 
-        entries = np.array([_entry(one) for one in rows], np.int64).reshape(-1, _FIELDS)
+        entries = np.array([_entry(row) for row in rows], np.int64).reshape(-1, _FIELDS)
         tiles = -(-entries[:, 3] // _TILE)
         entries[:, 6] = np.cumsum(tiles) - tiles
         owners = np.repeat(np.arange(len(entries), dtype=np.int32), tiles)

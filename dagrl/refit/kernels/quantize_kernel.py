@@ -66,8 +66,8 @@ def _matrices(weight: Tensor, place: Tensor, scales: Tensor) -> Iterator[tuple[T
     if weight.dim() == 2:
         yield weight, place, scales
         return
-    for one in zip(weight, place, scales, strict=True):
-        yield from _matrices(*one)
+    for matrix in zip(weight, place, scales, strict=True):
+        yield from _matrices(*matrix)
 
 
 def _rows(weight: Tensor, place: Tensor, scales: Tensor) -> npt.NDArray[np.int64]:

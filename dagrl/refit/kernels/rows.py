@@ -96,9 +96,9 @@ def entries(moves: Sequence[Sequence[SummedView]]) -> list[ChecksumEntry]:
         for offset, view in pieces:
             rows = as_rows(view, view)
             assert rows is not None, "a view without rows is gathered first"
-            for one in rows:
-                table += _entries(one, offset, owner)
-                offset += one.count * one.nbytes
+            for row in rows:
+                table += _entries(row, offset, owner)
+                offset += row.count * row.nbytes
     return table
 
 

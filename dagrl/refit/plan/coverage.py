@@ -98,7 +98,7 @@ def distinct_lists(ranks: Sequence[Sequence[WeightSlice]]) -> SlicesOfRanks:
         objects[id(slices)].append(index)
     members: dict[tuple[WeightSlice, ...], list[int]] = defaultdict(list)
     for indices in objects.values():
-        members[tuple(one for one in ranks[indices[0]] if volume(one.box))].extend(indices)
+        members[tuple(weight for weight in ranks[indices[0]] if volume(weight.box))].extend(indices)
     return [(slices, tuple(sorted(indices))) for slices, indices in members.items()]
 
 
@@ -107,13 +107,16 @@ def alike_named(*sides: SlicesOfRanks) -> Iterator[SlicesOfRanks]:
 
     A rank that holds one expert of a layer describes it without a stack.
     """
-    names = {one.name for side in sides for slices, _ in side for one in slices}
+    names = {weight.name for side in sides for slices, _ in side for weight in slices}
     mixed = names & {stacked_name(name)[0] for name in names if STACKED not in name}
     for side in sides:
         if not mixed:
             yield side
             continue
-        split = [[part for one in slices for part in (expand([one]) if one.name in mixed else [one])] for slices, _ in side]
+        split = [
+            [part for weight in slices for part in (expand([weight]) if weight.name in mixed else [weight])]
+            for slices, _ in side
+        ]
         yield [(slices, ranks) for slices, (_, ranks) in zip(split, side, strict=True)]
 
 
@@ -122,8 +125,8 @@ def index_sources(sources: SlicesOfRanks) -> SourceIndex:
     holders: dict[str, dict[Box, dict[int, WeightSlice]]] = defaultdict(lambda: defaultdict(dict))
     slices_of: dict[WeightSlice, WeightSlice] = {}
     for slices, ranks in sources:
-        for one in slices:
-            first = slices_of.setdefault(one, one)
+        for weight in slices:
+            first = slices_of.setdefault(weight, weight)
             for rank in ranks:
                 holders[first.name][first.box].setdefault(rank, first)
     rank_lists: dict[tuple[int, ...], tuple[int, ...]] = {}  # one object for equal rank lists, which are compared often

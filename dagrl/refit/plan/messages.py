@@ -51,7 +51,7 @@ class MessageBuilder:
         self._placed_parts: list[PlacedParts] = [*({} for _ in held), *placed_parts]  # of each slice list, of both sides
         self._shapes = [tensor_shapes(slices) for slices, _ in (*held, *wanted)]
         self._dtypes = [
-            {one.tensor: one.dtype or default for one in slices}
+            {weight.tensor: weight.dtype or default for weight in slices}
             for some, default in zip((held, wanted), dtypes, strict=True)
             for slices, _ in some
         ]
@@ -63,8 +63,9 @@ class MessageBuilder:
     def messages(self, source: int, destination: int, groups: Sequence[PartGroup]) -> tuple[TransferMessage, ...]:
         """Returns the messages of one bucket: the large ones, then one message of all small moves."""
         split = [self._split(source, destination, group) for group in groups]
-        small = tuple(move for one in split for move in one.small)
-        return (*(message for one in split for message in one.large), *([TransferMessage(small)] if small else []))
+        large = [message for messages in split for message in messages.large]
+        small = tuple(move for messages in split for move in messages.small)
+        return (*large, *([TransferMessage(small)] if small else []))
 
     def staged_bytes(self, source: int, destination: int, group: PartGroup, alone: bool) -> Staged:
         """Returns how many bytes of a group each end stages: what is not contiguous there, or is cast.

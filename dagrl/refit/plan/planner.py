@@ -187,7 +187,7 @@ def plan_refit(
     held, wanted = alike_named(distinct_lists(sources), distinct_lists(destinations))
     index = index_sources(held)
     check_parameters(index, wanted, aliases or {})
-    most = max((sum(volume(one.box) for one in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
+    most = max((sum(volume(weight.box) for weight in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
     pair = len(sources) + len(destinations) == 2 and (hosts is None or len(set(hosts)) == 1)
     mailboxed = len(destinations) if mailboxes else 0
     placement = None if hosts is None else Placement(tuple(hosts))
@@ -247,7 +247,7 @@ class _Planner:
         self._list_of = {rank: number for number, ranks in enumerate(self._ranks_of) for rank in ranks}
         self._covers: dict[tuple[str, Box, bool], list[SourcePart]] = {}
         self._nbytes: dict[SourcePart, PartBytes] = {}
-        names = {one.name for slices, _ in wanted for one in slices}
+        names = {weight.name for slices, _ in wanted for weight in slices}
         self._places = Counter(source_name(name, index, aliases) for name in names)  # how often each parameter is wanted
         self._placed_parts = [self._placed_parts_of(slices) for slices, _ in wanted]
         self.moves = MessageBuilder(held, wanted, self._placed_parts, sources, dtypes, limits.direct)
@@ -291,17 +291,16 @@ class _Planner:
         wanted_by = {part: keys.setdefault(key, key) for part, numbers in lists.items() for key in (tuple(numbers),)}
         replicas = {key: sum(len(self._ranks_of[number]) for number in key) for key in keys}
         most = self._limits.staged if self._limits.staged == self._limits.bucket else self._limits.staged // GROUPS
-        nbytes = {part: one.aligned * self._places[part.name] for part, one in self._nbytes.items()}
+        nbytes = {part: size.aligned * self._places[part.name] for part, size in self._nbytes.items()}
         groups = group_parts(wanted_by, nbytes, replicas, most)
         routes = choose_routes(groups, self._ranks_of, self._sources, self._limits.staged, self._placement)
         filled = {pair: self._filling.fill(pair, chosen) for pair, chosen in sorted(routes.direct.items())}
         relayed, after = self._relays(filled, routes.relays)
         filled |= relayed
-        durations: dict[RankPair, list[int]] = {}
+        durations: dict[RankPair, list[int]] = {}  # in nanoseconds
         for pair, contents in filled.items():
             crosses = self._placement is not None and self._placement.crosses(*pair)
-            seconds = [self._speeds.seconds(nbytes, crosses) for _, nbytes, *_ in contents]
-            durations[pair] = [1 + round(1e9 * one) for one in seconds]  # in nanoseconds
+            durations[pair] = [1 + round(1e9 * self._speeds.seconds(nbytes, crosses)) for _, nbytes, *_ in contents]
         ordered = tuple(
             PlannedBucket(number, source, to, *filled[source, to][position])
             for number, source, to, position in order_rounds(durations, after)
@@ -375,8 +374,10 @@ def _digest(held: SlicesOfRanks, wanted: SlicesOfRanks, buckets: Sequence[Planne
     digest = hashlib.sha256(repr(options).encode())
     for slices, ranks in (*held, *wanted):
         digest.update(repr(ranks).encode())
-        for one in slices:
-            digest.update(f"{one.name} {one.box} {one.tensor} {one.local} {one.dtype} {one.scales}".encode())
+        for weight in slices:
+            digest.update(
+                f"{weight.name} {weight.box} {weight.tensor} {weight.local} {weight.dtype} {weight.scales}".encode()
+            )
     for bucket in buckets:
         digest.update(f"{bucket.round} {bucket.source} {bucket.destination} {bucket.nbytes}".encode())
     return digest.hexdigest()[:16]

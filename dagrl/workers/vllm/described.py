@@ -153,9 +153,9 @@ def main(directory: str) -> None:
     import_vllm(hf_config)
     do_without_kernels()
     shapes: dict[str, tuple[int, ...]] = {}
-    for one in expand(slices_of(module, dtype=str(dtype).removeprefix("torch."))):
-        ends = tuple(stop for _, stop in one.box)
-        shapes[one.name] = tuple(map(max, shapes.get(one.name, ends), ends))
+    for weight in expand(slices_of(module, dtype=str(dtype).removeprefix("torch."))):
+        ends = tuple(stop for _, stop in weight.box)
+        shapes[weight.name] = tuple(map(max, shapes.get(weight.name, ends), ends))
     checkpoint = [(name, shape, dtype) for name, shape in shapes.items()]
     ranks = []
     for rank in range(request["tp"]):

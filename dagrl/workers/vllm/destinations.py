@@ -67,9 +67,9 @@ def find_destinations(
         raise ConfigError("vLLM's EPLB moves experts at run time, but a refit is planned once; set enable_eplb to false")
     recording, dtype, live = loaded.recording, vllm_config.model_config.dtype, named_tensors(model)
     check_complete(type(model).__name__, recording)
-    recorded = Recorded(recording, {name: one.tensor for name, one in loaded.tensors.items()})
-    slices = [one for one in recording.slices if not (tied and one.name.endswith(HEAD))]
-    names = dict.fromkeys(part.tensor for one in slices for part in (one, one.scales) if part is not None)
+    recorded = Recorded(recording, {name: weight.tensor for name, weight in loaded.tensors.items()})
+    slices = [weight for weight in recording.slices if not (tied and weight.name.endswith(HEAD))]
+    names = dict.fromkeys(part.tensor for weight in slices for part in (weight, weight.scales) if part is not None)
     originals = defaultdict[torch.nn.Module, dict[str, torch.Tensor]](dict)
     for name in names:
         parameter = recording.arranged[name].tensor if name in recording.arranged else name
@@ -92,9 +92,11 @@ def find_destinations(
             )
     device = next(model.parameters()).device
     whole = {name: torch.zeros(shape, dtype=kind, device=device) for name, (shape, kind) in recording.unmapped.items()}
-    others = {name: "" if one.dtype == dtype else str(one.dtype).removeprefix("torch.") for name, one in whole.items()}
-    sent = [replicated(name, f"load_weights({name})", *one.shape, dtype=others[name]) for name, one in whole.items()]
-    tensors = {name: recorded.tensors[name] for name in names} | {one.tensor: whole[one.name] for one in sent}
+    others = {
+        name: "" if weight.dtype == dtype else str(weight.dtype).removeprefix("torch.") for name, weight in whole.items()
+    }
+    sent = [replicated(name, f"load_weights({name})", *weight.shape, dtype=others[name]) for name, weight in whole.items()]
+    tensors = {name: recorded.tensors[name] for name in names} | {weight.tensor: whole[weight.name] for weight in sent}
     hooks: list[RefitHook] = []
     if whole:
         hooks.append(torch.no_grad()(lambda: model.load_weights(iter(whole.items()))))  # type: ignore[operator]
@@ -107,7 +109,7 @@ def find_destinations(
     packed = [module for module in model.modules() if module in originals or hasattr(module, "cpu_linear")]
     hooks += [partial(_repack, module, originals[module], vllm_config) for module in packed]
     hooks += absorbed(model, dtype)
-    for name in dict.fromkeys(one.tensor.rpartition(".")[0] for one in scales):
+    for name in dict.fromkeys(weight.tensor.rpartition(".")[0] for weight in scales):
         pair = _kv_scales(name, model.get_submodule(name))
         tensors |= {f"{name}.{kind}_scale": pair[index : index + 1] for index, kind in enumerate(KINDS)}
         hooks.append(partial(_write_kv_scales, model.get_submodule(name), pair))

@@ -50,7 +50,8 @@ def only_known(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that this vLLM's `EngineArgs` has."""
     from vllm import EngineArgs
 
-    return {name: value for name, value in arguments.items() if name in {one.name for one in dataclasses.fields(EngineArgs)}}
+    fields = {field.name for field in dataclasses.fields(EngineArgs)}
+    return {name: value for name, value in arguments.items() if name in fields}
 
 
 def require_batch_invariance() -> None:

@@ -111,10 +111,10 @@ def find_slots(layers: Any, hf_config: Mapping[str, Json], settings: PeftConfig,
     adapted = targets(shapes, settings)
     in_vllm = find_family(hf_config).names.in_vllm
     slots = _Slots(layers, {in_vllm(name): name for name in shapes}, shapes, settings.dim)
-    checkpoint = [one for name, shape in adapted.items() for one in _checkpoint(name, shape, settings.dim, dtype)]
+    checkpoint = [weight for name, shape in adapted.items() for weight in _checkpoint(name, shape, settings.dim, dtype)]
     recording = record(slots.memory(), checkpoint, dtype, lambda sources: slots.fill(dict(sources)))
     _check_complete(type(layers.model).__name__, recording, adapted, slots)
-    tensors = {one.tensor: slots.tensors[one.tensor] for one in recording.slices}
+    tensors = {weight.tensor: slots.tensors[weight.tensor] for weight in recording.slices}
     return Destinations(recording.slices, tensors, ())
 
 
@@ -146,11 +146,11 @@ class _Slots:
                 for part in ("w13", "w2"):
                     for kind in "ab":
                         stacks = getattr(layer, f"{part}_lora_{kind}_stacked")
-                        yield from ((f"{module}.{part}.lora_{kind}.{n}", one[SLOT]) for n, one in enumerate(stacks))
+                        yield from ((f"{module}.{part}.lora_{kind}.{n}", stack[SLOT]) for n, stack in enumerate(stacks))
                 continue
             for kind in "ab":
                 stacks = getattr(layer, f"lora_{kind}_stacked")
-                yield from ((f"{module}.lora_{kind}.{n}", one[SLOT, 0]) for n, one in enumerate(stacks))
+                yield from ((f"{module}.lora_{kind}.{n}", stack[SLOT, 0]) for n, stack in enumerate(stacks))
 
     def memory(self) -> torch.nn.Module:
         """Returns a module with the slot's memory as buffers, for the recorder."""
@@ -174,9 +174,9 @@ class _Slots:
 
     def _fill_experts(self, module: str, layer: Any, sources: Mapping[str, Tensor]) -> None:
         names = next(
-            [f"{module}.*.{projection}.weight" for projection in one]
-            for one in _EXPERTS
-            if all(f"{module}.*.{projection}.weight" in self.names for projection in one)
+            [f"{module}.*.{projection}.weight" for projection in projections]
+            for projections in _EXPERTS
+            if all(f"{module}.*.{projection}.weight" in self.names for projection in projections)
         )
         pairs = [self._pair(name, sources) for name in names]
         if not any(pairs):
@@ -218,7 +218,7 @@ def _held_experts(module: str, layer: Any) -> slice:
 
 def _check_complete(model: str, recording: Recording, adapted: AdapterShapes, slots: _Slots) -> None:
     """Raises ConfigError unless every adapter has its slot on this rank."""
-    names = {one.name for one in recording.slices}
+    names = {weight.name for weight in recording.slices}
     lacking = [name for name in adapted if not names.issuperset(adapter_names(name))]
     if lacking or recording.arranged or recording.refused:
         which = ", ".join(repr(name) for name in (lacking or [*recording.refused, *recording.arranged])[:3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -59,11 +60,11 @@ FULL_IN_CI = {
 """One of each kind of model; `test_planning_memory.py` plans the largest, and all run at reduced width."""
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=[pytest.mark.slow] * (str(row) not in FULL_IN_CI)) for row in TABLE if row not in LARGEST],
-    ids=str,
-)
+def marked(rows: list[RefitMapping], slow: Callable[[RefitMapping], bool]) -> list[Any]:
+    return [pytest.param(row, marks=[pytest.mark.slow] * slow(row)) for row in rows]
+
+
+@pytest.mark.parametrize("row", marked(TABLE[:-2], lambda row: str(row) not in FULL_IN_CI), ids=str)
 def test_planned_at_full_size(row: RefitMapping) -> None:
     """Every generation rank receives what it holds; a replica receives the model plus what its ranks repeat.
 
@@ -128,11 +129,6 @@ def test_parameter_counts_are_the_published_ones() -> None:
     assert abs(parameters(DEEPSEEK_V3) / 671_026_419_200 - 1) < 1e-5
 
 
-def slow_if_largest(rows: list[RefitMapping]) -> list[Any]:
-    """The rows as parameters. The very largest takes as long as all others together."""
-    return [pytest.param(row, marks=[pytest.mark.slow] * (row is LARGEST[-1])) for row in rows]
-
-
 def reduced(row: RefitMapping) -> dict[str, Any]:
     """The same structure with narrow layers: as many heads, experts and layers as the layouts need."""
     model = {**row.model, **SMALL[row.model["model_type"]]}
@@ -152,7 +148,7 @@ def reduced(row: RefitMapping) -> dict[str, Any]:
     return model
 
 
-@pytest.mark.parametrize("row", slow_if_largest([row for row in TABLE if not row.fp8]), ids=str)
+@pytest.mark.parametrize("row", marked([row for row in TABLE if not row.fp8], LARGEST.__contains__), ids=str)
 def test_run_at_reduced_width(row: RefitMapping) -> None:
     """Equals slices of the whole model bit for bit. The largest run with one replica, which has ranks of every kind."""
     model = reduced(row)
