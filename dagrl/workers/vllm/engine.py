@@ -177,6 +177,11 @@ class QuantumEngine:
         return self._stepping
 
     @property
+    def unfinished(self) -> int:
+        """Number of waiting and running requests."""
+        return len(self._running)
+
+    @property
     def max_model_len(self) -> int:
         """Maximum length of prompt plus continuation, in tokens."""
         return int(self._engine.model_config.max_model_len)
@@ -316,9 +321,7 @@ class QuantumEngine:
         """
         self.drain()
         if self._running:
-            raise RunError(
-                f"{len(self._running)} requests are running; let them finish or abort them, then let the engine sleep"
-            )
+            raise RunError(f"{self.unfinished} requests are running; let them finish or abort them before the engine sleeps")
         self._engine.sleep(level)
 
     def wake_up(self, tags: tuple[str, ...]) -> None:
