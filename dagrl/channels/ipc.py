@@ -50,11 +50,7 @@ class IpcPending(PendingMessage):
     def wait(self) -> None:
         """Returns when the message's tensor may be used. Raises ChannelError, on every call after a failure."""
         self._action()
-        self._action = _nothing  # the former one refers to this message and its tensors, which would end up as garbage
-
-
-def _nothing() -> None:
-    """Does nothing: a message has arrived."""
+        self._action = lambda: None  # the former one refers to this message and its tensors, which would end up as garbage
 
 
 class IpcChannel(Channel):

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from dagrl.runtime.edges.link import POOL, SECRET_BYTES, LinkAddress, LinkReader, LinkWriter, _blocks
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError, MessageTooLargeError
 from dagrl.runtime.edges.packet import Header, Packet
-from dagrl.runtime.shapes import Batch
 
 LIMIT = 32 << 20
 IN_FLIGHT = 2
@@ -81,23 +80,6 @@ def test_arrays_may_be_kept_and_memory_of_freed_ones_is_reused(link: Link) -> No
     assert [set(array.tolist()) for array in kept] == [{number} for number in range(7)]  # type: ignore[attr-defined]
     assert len(set(addresses)) == 1
     assert len(reader._pool) == POOL, "what is kept is the keeper's"
-
-
-def test_the_arrays_of_a_batch_hold_its_memory(link: Link) -> None:
-    """Even if the reader only has arrays of the message, or views of them."""
-    writer, reader = link
-    kept = []
-    with ThreadPoolExecutor(1) as pool:
-        for number in range(1, 13):
-            batch = Batch({"lengths": np.full(100, number), "tokens": np.full((100, 1000), number)})
-            wire = Packet(Header("train_step", number, False, {"train": 0}, 1.0), batch).wire()
-            done = pool.submit(writer.write, parts(wire), PATIENCE_S)
-            read = Packet.from_wire(reader.read(PATIENCE_S)).value
-            assert isinstance(read, Batch)
-            kept.append((read["lengths"], read["tokens"][:, 7]))
-            del read
-            done.result()
-    assert [(set(lengths.tolist()), set(tokens.tolist())) for lengths, tokens in kept] == [({n}, {n}) for n in range(1, 13)]
 
 
 def test_a_read_that_timed_out_resumes(link: Link) -> None:

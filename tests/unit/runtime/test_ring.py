@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 from dagrl.runtime.edges import ring as ring_module
 from dagrl.runtime.edges.mailbox import Mailbox
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError, MessageTooLargeError
-from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.edges.ring import IN_PLACE_BYTES, Ring
-from dagrl.runtime.shapes import Batch
 
 SLOT = 1 << 20
 PATIENCE_S = 30.0  # for what takes a moment, on a machine that does other things
@@ -38,31 +36,6 @@ def ring() -> Iterator[Ring]:
     ring = Ring.create(in_flight=2, slot_bytes=SLOT, readers=1)
     yield ring
     ring.close()
-
-
-def test_arrays_may_be_kept_and_are_never_overwritten(ring: Ring) -> None:
-    kept = []
-    for number in range(20):
-        ring.write(parts(np.full(100_000, number)), 1.0)
-        kept.append(ring.read(0, 1.0))
-    assert [set(array.tolist()) for array in kept] == [{number} for number in range(20)]  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("readers", [1, 2])  # of two, each has read-only views
-def test_the_arrays_of_a_batch_hold_its_slot(readers: int) -> None:
-    """Even if the reader only has arrays of the message, or views of them."""
-    ring, kept = Ring.create(2, SLOT, readers), []
-    second = Ring.open(ring.address)
-    for number in range(1, 21):
-        batch = Batch({"lengths": np.full(100, number), "tokens": np.full((100, 1000), number)})
-        ring.write(parts(Packet(Header("train_step", number, False, {"train": 0}, 1.0), batch).wire()), 1.0)
-        if readers == 2:
-            second.skip(1, 1.0)
-        read = Packet.from_wire(ring.read(0, 1.0)).value
-        assert isinstance(read, Batch)
-        kept.append((read["lengths"], read["tokens"][:, 7]))
-        del read
-    assert [(set(lengths.tolist()), set(tokens.tolist())) for lengths, tokens in kept] == [({n}, {n}) for n in range(1, 21)]
 
 
 def test_a_view_of_an_array_holds_its_slot_and_the_last_one_frees_it(ring: Ring) -> None:

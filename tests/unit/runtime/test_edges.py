@@ -1,4 +1,4 @@
-"""Waits for a message of any kind of edge: their deadline, their end when the edge is closed, and their processor time."""
+"""All kinds of edges: arrays that are kept, and waits that end by a deadline or with the edge."""
 
 from __future__ import annotations
 
@@ -6,38 +6,48 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 
 from dagrl.runtime.edges import futex, link
 from dagrl.runtime.edges.link import LinkReader, LinkWriter
 from dagrl.runtime.edges.mailbox import Mailbox
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeTimeoutError
+from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.pickling import dump
 from dagrl.runtime.edges.ring import Ring
+from dagrl.runtime.shapes import Batch
 
 PATIENCE_S = 30.0  # for what takes a moment, on a machine that does other things
 
 
 @dataclass
 class Edge:
-    """Reads and writes one message; `ends` close it, `patience` is that of its reader."""
+    """Reads and writes messages; `ends` close it, `patience` is that of its reader."""
 
-    read: Callable[[float], object]
-    write: Callable[[], object]
+    read: Callable[[float], Any]
+    write: Callable[[object], None]
     ends: list[Callable[[], None]]
     patience: futex.Patience
 
 
-def of_ring() -> Edge:
-    ring = Ring.create(in_flight=2, slot_bytes=1 << 20, readers=1)
-    other = Ring.open(ring.address)
-    return Edge(
-        lambda seconds: other.read(0, seconds),
-        lambda: ring.write(dump(1), 1.0),
-        [ring.close, other.close],
-        other._watch._patience,
-    )
+def of_ring(readers: int = 1) -> Edge:
+    ring = Ring.create(in_flight=2, slot_bytes=1 << 20, readers=readers)
+    reader, second = Ring.open(ring.address), Ring.open(ring.address)
+
+    def write(value: object) -> None:
+        ring.write(dump(value), 1.0)
+        if readers == 2:
+            second.skip(1, 1.0)
+
+    return Edge(lambda seconds: reader.read(0, seconds), write, [ring.close, reader.close], reader._watch._patience)
+
+
+def of_shared_ring() -> Edge:
+    """Of two readers, each has read-only views."""
+    return of_ring(2)
 
 
 def of_mailbox() -> Edge:
@@ -45,7 +55,7 @@ def of_mailbox() -> Edge:
     writer = Mailbox.open(mailbox.address)
     return Edge(
         lambda seconds: mailbox.collect(1, seconds),
-        lambda: writer.post(0, 1, bytes(dump(1)[0]), 1.0),
+        lambda value: writer.post(0, 1, bytes(dump(value)[0]), 1.0),
         [mailbox.close, writer.close],
         mailbox._watch._patience,
     )
@@ -56,13 +66,27 @@ def of_link() -> Edge:
     reader = LinkReader(writer.address)
     writer.write(dump(0), 1.0)
     assert reader.read(PATIENCE_S) == 0  # it has connected
-    return Edge(reader.read, lambda: writer.write(dump(bytes(1 << 19)), 1.0), [writer.close, reader.close], reader._patience)
+    return Edge(reader.read, lambda value: writer.write(dump(value), 1.0), [writer.close, reader.close], reader._patience)
 
 
 @pytest.fixture(params=[of_ring, of_mailbox, of_link])
 def edge(request: pytest.FixtureRequest) -> Edge:
     made: Edge = request.param()
     return made
+
+
+@pytest.mark.parametrize("make", [of_ring, of_shared_ring, of_link])
+def test_arrays_of_a_batch_hold_its_memory(make: Callable[[], Edge]) -> None:
+    """Even if the reader only keeps arrays of the message, or views of them."""
+    edge, kept = make(), []
+    for number in range(1, 21):
+        batch = Batch({"lengths": np.full(100, number), "tokens": np.full((100, 1000), number)})
+        edge.write(Packet(Header("train_step", number, False, {"train": 0}, 1.0), batch).wire())
+        read = Packet.from_wire(edge.read(PATIENCE_S)).value
+        assert isinstance(read, Batch)
+        kept.append((read["lengths"], read["tokens"][:, 7]))
+        del read
+    assert [(set(lengths.tolist()), set(tokens.tolist())) for lengths, tokens in kept] == [({n}, {n}) for n in range(1, 21)]
 
 
 def test_a_read_without_a_message_ends_by_its_deadline_and_takes_no_processor_time(edge: Edge) -> None:
@@ -99,4 +123,4 @@ def test_closing_wakes_a_waiting_reader_and_ends_the_writer(edge: Edge, end: int
     assert errors and not waiting.is_alive()
     with pytest.raises(EdgeClosedError):
         for _ in range(9):  # what the buffers of a socket have room for may still be taken
-            edge.write()
+            edge.write(1)
