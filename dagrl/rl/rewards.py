@@ -168,12 +168,6 @@ class RewardRunner:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], references: Sequence[str]) -> Rewards:
-        """Returns the rewards [n] of n samples. Raises RunError if too many failed; see `check_failures`."""
-        rewards = rewards_of(self.submit(prompts, completions, references).result())
-        self.check(rewards)
-        return rewards
-
     def check(self, rewards: Rewards, *, may_all_fail: bool = False) -> None:
         """Raises RunError if too many failed; see `check_failures`."""
         failed, total, limit = rewards.failed, len(rewards.values) - rewards.excluded, self._max_failed_share

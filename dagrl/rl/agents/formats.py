@@ -22,11 +22,6 @@ Calls = Sequence[tuple[str, str]]
 """Tool calls: the name and the JSON arguments of each."""
 
 
-def versions_of(result: FinishedRequest) -> list[int]:
-    """Returns the policy versions that made the tokens, in ascending order."""
-    return sorted(set(result.versions))
-
-
 @dataclass(frozen=True)
 class ChatFormat:
     """Formats the answer to one request: `chat.completion`, or chunks of it.
@@ -76,7 +71,7 @@ class ChatFormat:
 
     def _head(self, kind: str, result: FinishedRequest) -> dict[str, Any]:
         head = {"id": f"chatcmpl-{self.identity}", "object": kind, "created": self.created, "model": MODEL}
-        return {**head, "policy_versions": versions_of(result)}
+        return {**head, "policy_versions": sorted(set(result.versions))}
 
     def _usage(self, completion: int) -> dict[str, int]:
         prompt = len(self.prompt)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dagrl.errors import ConfigError, error_text
 from dagrl.rl.agents.conversations import message_key
 from dagrl.rl.agents.episode import AgentEpisode, Limits, Result, Turn
-from dagrl.rl.agents.formats import Calls, ChatFormat, versions_of
+from dagrl.rl.agents.formats import Calls, ChatFormat
 from dagrl.rl.agents.protocol import EndpointError, models, read_body
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.generation import FinishedRequest
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 3600
 """Idle connections stay open: a client that reuses one while the server closes it would see an error."""
-
-VERSIONS = "x-policy-versions"
 
 
 class Inbox:
@@ -151,8 +149,7 @@ class EndpointServer:
         self.inbox.put(episode, turn)
         if body.stream:
             return StreamingResponse(reply.stream(), media_type="text/event-stream")
-        answer, result = await reply.whole(request)
-        return JSONResponse(answer, headers={VERSIONS: ",".join(map(str, versions_of(result)))})
+        return JSONResponse(await reply.whole(request))
 
     def _episode(self, request: Request) -> AgentEpisode:
         """Returns the episode whose API key the request has."""
@@ -176,7 +173,7 @@ class _Reply:
     turn: Turn
     format: ChatFormat
 
-    async def whole(self, request: Request) -> tuple[dict[str, Any], FinishedRequest]:
+    async def whole(self, request: Request) -> dict[str, Any]:
         """Returns the whole answer. A client that goes away cancels its request."""
         gone, future = asyncio.create_task(_disconnected(request)), self.turn.result
         try:
@@ -185,7 +182,7 @@ class _Reply:
                 raise EndpointError("the client has gone", status=499)
             result = _made(future.result())
             text, calls = await self._recorded(result)
-            return self.format.whole(result, text, calls), result
+            return self.format.whole(result, text, calls)
         finally:
             gone.cancel()
             self._leave()

@@ -90,12 +90,8 @@ class FunctionRunner:
         for process in self._processes:
             self._loop.run(process.close())
 
-    def __call__(self, *columns: Sequence[Any]) -> Answers:
-        """Returns one answer per row. Once a process is free, takes no longer than the module's docstring says."""
-        return self.submit(*columns).result()
-
     def submit(self, *columns: Sequence[Any]) -> Future[Answers]:
-        """Starts a call in the background."""
+        """Starts a call, which returns one answer per row. `dagrl.rl.functions` says how long it may take."""
         return self._loop.spawn(self._answers(columns))
 
     async def _answers(self, columns: Sequence[Sequence[Any]]) -> Answers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,23 +130,20 @@ def _prompt(saved: Mapping[str, Any] | None) -> Prompt:
 def _fits(config: Config, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
     """Whether the group has as many sequences as in this run, none of them too long. Warns if not."""
     room, wanted = bucket_widths(config.policy)[-1], config.grpo.num_generations_per_prompt
-    lengths = [
-        len(episode.prompt or prompt) + len(episode.tokens) + (not episode.finish_reason) for episode in group.episodes
-    ]
-    turns = [
-        0 if episode.finish_reason or episode.awaiting else len(episode.tokens) - episode.turn_start
-        for episode in group.episodes
-    ]
-    if len(lengths) == wanted and max(lengths) <= room and all(map(operator.lt, turns, limits)):
+    longest = turn = 0
+    for episode, limit in zip(group.episodes, limits, strict=True):
+        longest = max(longest, len(episode.prompt or prompt) + len(episode.tokens) + (not episode.finish_reason))
+        if not (episode.finish_reason or episode.awaiting):
+            turn = max(turn, len(episode.tokens) - episode.turn_start - limit + 1)
+    if len(group.episodes) == wanted and longest <= room and turn <= 0:
         return True
     logger.warning(
-        "group %d of the checkpoint has %d sequences of up to %d tokens, %d of them in an unfinished turn; this run makes "
-        "%d of up to %d, %d (grpo.num_generations_per_prompt, the largest bucket, policy.generation.max_new_tokens). The "
-        "group is generated again",
+        "group %d of the checkpoint has %d sequences of up to %d tokens; this run makes %d of up to %d tokens, %d a turn "
+        "(grpo.num_generations_per_prompt, the largest bucket, policy.generation.max_new_tokens). The group is generated "
+        "again",
         group.number,
-        len(lengths),
-        max(lengths),
-        max(turns),
+        len(group.episodes),
+        longest,
         wanted,
         room,
         max(limits),

@@ -17,6 +17,7 @@ from dagrl.errors import RunError
 from dagrl.rl.functions.answers import Failed
 from dagrl.rl.functions.runner import FunctionRunner
 from dagrl.rl.rewards import RewardRunner, Rewards, rewards_of
+from tests.unit.rl.in_process import rewarded
 
 FUNCTIONS = "tests.integration.rl.reward_functions"
 
@@ -66,16 +67,16 @@ def test_answers_are_pickled_by_value_and_bad_ones_cost_only_themselves() -> Non
         "number": "it returned a reward that is not a number: not a number after all",
     }
     with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:odd", max_failed_share=1.0)) as runner:
-        assert runner(["p"] * 2, ["shared", "a"], ["r"] * 2).values.tolist() == [2.0, 2.0]
+        assert rewarded(runner, ["p"] * 2, ["shared", "a"], ["r"] * 2).values.tolist() == [2.0, 2.0]
         for bad, message in said.items():
-            rewards = runner(["p"] * 3, ["a", bad, "c"], ["r"] * 3)
+            rewards = rewarded(runner, ["p"] * 3, ["a", bad, "c"], ["r"] * 3)
             assert (rewards.values.tolist(), rewards.failed) == ([2.0, 0.0, 2.0], 1)
             assert rewards.message.startswith(message)
 
 
 def test_the_process_is_reused_and_ends_with_the_runner() -> None:
     with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:pid")) as runner:
-        first, second = (runner(["p"], ["c"], ["r"]).values[0] for _ in range(2))
+        first, second = (rewarded(runner, ["p"], ["c"], ["r"]).values[0] for _ in range(2))
         assert first == second != os.getpid()
         assert Path(f"/proc/{int(first)}").exists()
     assert not Path(f"/proc/{int(first)}").exists()
@@ -83,7 +84,7 @@ def test_the_process_is_reused_and_ends_with_the_runner() -> None:
 
 def test_leftover_tasks_end_with_their_call() -> None:
     with RewardRunner(RewardConfig(function=f"{FUNCTIONS}:leaves_tasks")) as runner:
-        assert [runner(["p"], ["c"], ["r"]).values.tolist() for _ in range(3)] == [[0.0], [1.0], [1.0]]
+        assert [rewarded(runner, ["p"], ["c"], ["r"]).values.tolist() for _ in range(3)] == [[0.0], [1.0], [1.0]]
 
 
 def test_calls_run_in_the_background_in_several_processes(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_an_import_that_fails_only_in_the_process_ends_the_run(tmp_path: Path, m
     monkeypatch.syspath_prepend(str(tmp_path))
     with RewardRunner(RewardConfig(function="fails_there:reward")) as runner:
         with pytest.raises(RunError, match=r"SystemExit: no sandbox.*the process that runs it could not"):
-            runner(["p"], ["c"], ["r"])
+            rewarded(runner, ["p"], ["c"], ["r"])
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -124,7 +125,7 @@ def test_processes_start_before_the_first_call(tmp_path: Path, monkeypatch: pyte
         while waits and len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         if waits:
-            (answered,) = runner(["p"], ["c"], ["r"]).values
+            (answered,) = rewarded(runner, ["p"], ["c"], ["r"]).values
             assert {path.stem for path in tmp_path.glob("*.pid")} > {str(int(answered))}
     assert not [path for path in Path("/proc").glob("[0-9]*") if module in _command(path)]
 
@@ -146,11 +147,11 @@ def test_child_processes_end_with_the_process(tmp_path: Path, session: str) -> N
 def test_a_stopped_process_does_not_block_the_call(function: str) -> None:
     config = RewardConfig(function=f"{FUNCTIONS}:{function}", timeout_s=0.5, max_failed_share=1.0)
     with RewardRunner(config) as runner:
-        process = int(runner(["p"], ["c"], ["r"]).values[0])
+        process = int(rewarded(runner, ["p"], ["c"], ["r"]).values[0])
         os.kill(process, signal.SIGSTOP)
         large = "x" * (4 << 20)  # more than a pipe holds
         assert runner.submit(["p"], [large], ["r"]).result(8.0) == [Failed("no answer within reward.timeout_s = 0.5 s")]
-        assert runner(["p"], ["c"], ["r"]).failed == 0
+        assert rewarded(runner, ["p"], ["c"], ["r"]).failed == 0
 
 
 def test_a_process_that_starts_during_close_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +182,7 @@ def test_a_closed_runner_starts_no_process(tmp_path: Path) -> None:
             time.sleep(0.01)
     ended = [Failed("the process that runs it ended")]
     assert running.result(30.0) == ended
-    assert [runner([str(tmp_path / "calls")], ["ab"], ["r"], [{}]) for _ in range(2)] == [ended] * 2
+    assert [runner.submit([str(tmp_path / "calls")], ["ab"], ["r"], [{}]).result() for _ in range(2)] == [ended] * 2
     assert (tmp_path / "calls").read_text() == "hang\n"
 
 
@@ -194,7 +195,7 @@ def test_a_failed_start_is_reported_by_the_first_call_and_not_repeated(
     monkeypatch.syspath_prepend(str(tmp_path))
     with RewardRunner(RewardConfig(function="slow_once:reward", start_timeout_s=3.0)) as runner:
         with pytest.raises(RunError, match=r"was not imported within reward\.start_timeout_s = 3 s"):
-            runner(["p"], ["c"], ["r"])
+            rewarded(runner, ["p"], ["c"], ["r"])
     assert len(list(tmp_path.glob("*.tried"))) == 1
 
 

@@ -14,6 +14,7 @@ from dagrl.rl.functions.child import answer_singly, answer_together
 from dagrl.rl.functions.episodes import EpisodeHost
 from dagrl.rl.functions.keywords import with_keywords
 from dagrl.rl.functions.process import LoopThread
+from dagrl.rl.rewards import RewardRunner, Rewards, rewards_of
 from dagrl.runtime.deadline import Deadline
 
 
@@ -55,3 +56,10 @@ class InProcess:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the functions of rewards and environments in this process."""
     monkeypatch.setattr("dagrl.rl.functions.runner.FunctionProcess", InProcess)
+
+
+def rewarded(runner: RewardRunner, *texts: Sequence[str]) -> Rewards:
+    """Returns the rewards of samples, of which not too many may fail."""
+    rewards = rewards_of(runner.submit(*texts).result())
+    runner.check(rewards)
+    return rewards

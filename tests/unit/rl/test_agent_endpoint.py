@@ -143,12 +143,6 @@ def test_an_answer_has_its_tokens_logprobs_and_versions(served: Served) -> None:
     assert row.versions == [3] * 4 + [4] * 4 and all(row.sampled)
 
 
-def test_versions_are_in_a_header_too(served: Served) -> None:
-    served.generation.texts.append("x")
-    raw = served.client.chat.completions.with_raw_response.create(model="policy", messages=ASKED)
-    assert raw.headers["x-policy-versions"] == "3"
-
-
 def test_a_longer_conversation_keeps_the_tokens_that_were_sampled(served: Served) -> None:
     """`ab` was sampled as two tokens. Its text has one, so a rendering from text would train on others."""
     first = served.chat(ASKED, "ab")

@@ -25,7 +25,7 @@ from dagrl.rl.rewards import (
     shuffled,
 )
 from dagrl.runtime.deadline import Deadline
-from tests.unit.rl.in_process import in_process
+from tests.unit.rl.in_process import in_process, rewarded
 
 __all__ = ["in_process"]
 
@@ -115,7 +115,7 @@ def with_its_own_loop(prompt: str, completion: str, reference: str) -> float:
 def run(function: str, completions: list[str], timeout_s: float = 5.0) -> tuple[list[float], int, str]:
     config = RewardConfig(function=function, timeout_s=timeout_s, max_failed_share=1.0)
     with RewardRunner(config) as runner:
-        rewards = runner(["p"] * len(completions), completions, ["r"] * len(completions))
+        rewards = rewarded(runner, ["p"] * len(completions), completions, ["r"] * len(completions))
     return rewards.values.tolist(), rewards.failed, rewards.message
 
 
@@ -215,7 +215,7 @@ def test_wrong_results() -> None:
 def test_one_warning_if_a_batch_fails_but_its_samples_do_not(caplog: pytest.LogCaptureFixture) -> None:
     with RewardRunner(RewardConfig(function=f"{__name__}:short")) as runner:
         for rows in (2, 2, 3, 1):
-            assert runner(["p"] * rows, ["a"] * rows, ["r"] * rows).values.tolist() == [1.0] * rows
+            assert rewarded(runner, ["p"] * rows, ["a"] * rows, ["r"] * rows).values.tolist() == [1.0] * rows
     assert [record.getMessage() for record in caplog.records] == [
         "reward.function fails for a batch but answers each of its rows alone, which takes longer: "
         f"it returned 1 answers; expected: a list of {rows} (warned once)"
@@ -239,7 +239,7 @@ def test_shuffled_permutes_the_rewards() -> None:
 def test_coroutines_of_single_samples_run_concurrently_and_fail_alone() -> None:
     """None of the twenty ends before all have started."""
     with RewardRunner(RewardConfig(function=f"{__name__}:together", batched=False, timeout_s=60.0)) as runner:
-        rewards = runner(["20"] * 20, ["raise", *["ab"] * 19], ["r"] * 20)
+        rewards = rewarded(runner, ["20"] * 20, ["raise", *["ab"] * 19], ["r"] * 20)
     assert rewards.values.tolist() == [0.0, *[2.0] * 19]
     assert rewards.failed == 1 and rewards.message.startswith("ValueError: no such answer (")
 
@@ -249,18 +249,18 @@ def test_the_event_loop_is_shared_by_all_calls(function: str, batched: bool) -> 
     """A semaphore, like a judge's HTTP client, is bound to its event loop."""
     with RewardRunner(RewardConfig(function=f"{__name__}:{function}", batched=batched)) as runner:
         for _ in range(3):
-            assert runner(["p"] * 3, ["a", "", "abc"], ["r"] * 3).values.tolist() == [1.0, 0.0, 3.0]
+            assert rewarded(runner, ["p"] * 3, ["a", "", "abc"], ["r"] * 3).values.tolist() == [1.0, 0.0, 3.0]
 
 
 def test_a_function_of_single_samples_may_run_its_own_loop() -> None:
     with RewardRunner(RewardConfig(function=f"{__name__}:with_its_own_loop", batched=False)) as runner:
-        assert runner(["p"] * 2, ["a", "abc"], ["r"] * 2).values.tolist() == [1.0, 3.0]
+        assert rewarded(runner, ["p"] * 2, ["a", "abc"], ["r"] * 2).values.tolist() == [1.0, 3.0]
 
 
 def test_a_hanging_coroutine_costs_only_itself_and_no_retry(tmp_path: Path) -> None:
     noted = tmp_path / "calls"
     with RewardRunner(RewardConfig(function=f"{__name__}:stuck", batched=False, timeout_s=1.0)) as runner:
-        rewards = runner([str(noted)] * 20, ["hang", *["ab"] * 19], ["r"] * 20)
+        rewards = rewarded(runner, [str(noted)] * 20, ["hang", *["ab"] * 19], ["r"] * 20)
     assert noted.read_text().splitlines() == ["hang", *["ab"] * 19], "each is asked once"
     assert rewards.values.tolist() == [0.0, *[2.0] * 19]
     assert (rewards.failed, rewards.message) == (1, "no answer within reward.timeout_s = 1 s")
@@ -302,9 +302,9 @@ def test_with_may_all_fail_only_the_share_counts(total: int, caplog: pytest.LogC
 
 def test_failures_of_a_call_count_towards_the_limit() -> None:
     with RewardRunner(RewardConfig(function=f"{__name__}:picky", max_failed_share=0.4)) as runner:
-        assert runner(["p"] * 3, ["raise", "a", "b"], ["r"] * 3).failed == 1
+        assert rewarded(runner, ["p"] * 3, ["raise", "a", "b"], ["r"] * 3).failed == 1
         with pytest.raises(RunError, match=r"2 of 3 samples, more than reward\.max_failed_share = 0\.4"):
-            runner(["p"] * 3, ["raise", "a", "raise"], ["r"] * 3)
+            rewarded(runner, ["p"] * 3, ["raise", "a", "raise"], ["r"] * 3)
 
 
 def test_overlong_penalty_is_dapos_equation_13() -> None:
