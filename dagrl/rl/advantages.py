@@ -57,7 +57,7 @@ def configured_advantages(
         return batch_advantages(table, baseline=chosen.group_baseline, valid=mask, epsilon=chosen.std_epsilon)
     function = advantage_function(chosen)
     with running(chosen.name, KEY):
-        advantages = function(np.where(mask, table, 0.0), mask, **chosen.args, **asked_lengths(function, lengths))
+        advantages = function(np.where(mask, table, 0.0), mask, **chosen.args, **lengths_argument(function, lengths))
     return checked_advantages(advantages, mask, f"{KEY}: {chosen.name}")
 
 
@@ -75,12 +75,12 @@ def checked_advantages(advantages: npt.ArrayLike, valid: npt.NDArray[np.bool_], 
 def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
     """Returns the user's function. Raises ConfigError if there is none, or if it does not take `advantage.args`."""
     function = load_named(config.name, (GROUP, BATCH), KEY)
-    arguments = {**config.args, **asked_lengths(function, lambda: None)}
+    arguments = {**config.args, **lengths_argument(function, lambda: None)}
     check_arguments(function, arguments, config.name, "advantage.args", positional=["rewards", "valid"])
     return function
 
 
-def asked_lengths(function: AdvantageFunction, lengths: Lengths) -> dict[str, npt.ArrayLike | None]:
+def lengths_argument(function: AdvantageFunction, lengths: Lengths) -> dict[str, npt.ArrayLike | None]:
     """Returns the argument `lengths`, if the function has such a parameter."""
     return {"lengths": lengths()} if "lengths" in inspect.signature(function).parameters else {}
 

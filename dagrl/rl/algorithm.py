@@ -29,10 +29,10 @@ from dagrl.imports import load_class, running
 from dagrl.rl.advantages import (
     Floats,
     Lengths,
-    asked_lengths,
     checked_advantages,
     checked_rewards,
     configured_advantages,
+    lengths_argument,
 )
 
 if TYPE_CHECKING:
@@ -139,7 +139,9 @@ def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.Array
     with running(algorithm.config.algorithm, KEY):
         if type(algorithm).advantages is Algorithm.advantages:
             return configured_advantages(algorithm.config, table, mask, lengths)
-        advantages = algorithm.advantages(np.where(mask, table, 0.0), mask, **asked_lengths(algorithm.advantages, lengths))
+        advantages = algorithm.advantages(
+            np.where(mask, table, 0.0), mask, **lengths_argument(algorithm.advantages, lengths)
+        )
     return checked_advantages(advantages, mask, f"{KEY}: {algorithm.config.algorithm}")
 
 

@@ -38,7 +38,7 @@ from dagrl.config import EnvironmentConfig, Json
 from dagrl.data.tokenization import Prompt, with_opening
 from dagrl.errors import ConfigError, UserError
 from dagrl.imports import check_arguments, load_callable, require_package
-from dagrl.rl.functions.answers import Answers, Failed, joined
+from dagrl.rl.functions.answers import Answers, Failed, join_futures
 from dagrl.rl.functions.episodes import Step
 from dagrl.rl.functions.runner import FunctionRunner
 
@@ -181,7 +181,7 @@ class EnvironmentRunner:
             for question in questions
         ]
         answers = self._runners[worker].submit([question.key for question in questions], requests)
-        return joined([answers], lambda: [self._reply(*pair) for pair in zip(questions, answers.result(), strict=True)])
+        return join_futures([answers], lambda: [*map(self._reply, questions, answers.result())])
 
     def close(self, key: str) -> None:
         """Closes the environment of an episode that has ended, in the background."""

@@ -2,9 +2,9 @@
 
 A reward function takes `(prompts, completions, references)`, three lists of texts of equal length, and returns one answer
 per sample. With `reward.batched: false` it takes one text of each and returns one answer. It may be a coroutine function.
-Further parameters are filled by name: a column of the data, or one of `GIVEN`. An answer is a number, a dictionary of named
-parts (numbers, weighted by `reward.weights`), or None for a sample to exclude. Functions run in processes of their own
-(`dagrl.rl.functions`). A sample for which one raises or hangs is counted as failed. Excluded and failed samples are in no
+Further parameters are filled by name: a column of the data, or one of `SAMPLE_VALUES`. An answer is a number, a dictionary
+of named parts (numbers, weighted by `reward.weights`), or None for a sample to exclude. Functions run in processes of their
+own (`dagrl.rl.functions`). A sample for which one raises or hangs counts as failed. Excluded and failed samples are in no
 loss, baseline or mean.
 """
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from dagrl.config import FunctionConfig, RewardConfig, RewardShapingConfig
 from dagrl.errors import ConfigError, RunError
 from dagrl.imports import load_callable
-from dagrl.rl.functions.answers import Answers, Failed, joined
+from dagrl.rl.functions.answers import Answers, Failed, join_futures
 from dagrl.rl.functions.keywords import keywords_of, takes_texts
 from dagrl.rl.functions.runner import FunctionRunner
 
@@ -39,7 +39,7 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 ENVIRONMENT = "environment"
 """Name of the part of the reward that the environment gave."""
 
-GIVEN = ("messages", "prompt_ids", "completion_ids", "logprobs", "columns", "task", "metadata")
+SAMPLE_VALUES = ("messages", "prompt_ids", "completion_ids", "logprobs", "columns", "task", "metadata")
 """Names of parameters that every sample has a value for; `dagrl.rl.rollout.scoring` makes them."""
 
 
@@ -49,7 +49,7 @@ def exact_match(prompts: list[str], completions: list[str], references: list[str
 
 
 @dataclass(frozen=True)
-class Judged:
+class SampleReward:
     """The reward of a sample and its parts, NaN where it has none; `value` is None if all functions exclude it."""
 
     value: float | None
@@ -110,9 +110,8 @@ def reward_functions(config: RewardConfig) -> list[RewardFunction]:
 
 
 def check_keywords(config: RewardConfig, columns: Iterable[str]) -> None:
-    """Raises ConfigError if a function does not take the texts, or has a parameter that is neither in `GIVEN` nor one of the
-    data's `columns`."""
-    known = sorted({*GIVEN, *columns})
+    """Raises ConfigError if a function does not take the texts, or has a parameter that no sample has a value for."""
+    known = sorted({*SAMPLE_VALUES, *columns})
     for item in reward_functions(config):
         function = load_callable(item.path, f"{item.key}.function")
         if not takes_texts(function):
@@ -208,10 +207,10 @@ class RewardRunner:
             places = [place for place, row in enumerate(rows) if item.tasks is None or row.get("task") in item.tasks]
             columns = [[column[place] for place in places] for column in (prompts, completions, references, keywords)]
             calls.append((places, runner.submit(*columns) if places else None))
-        return joined([future for _, future in calls if future], lambda: self._judge(len(prompts), calls))
+        return join_futures([future for _, future in calls if future], lambda: self._join(len(prompts), calls))
 
-    def _judge(self, count: int, calls: Sequence[tuple[Sequence[int], Future[Answers] | None]]) -> Answers:
-        """Joins the answers of all functions to one per sample: `Judged`, or the first `Failed`."""
+    def _join(self, count: int, calls: Sequence[tuple[Sequence[int], Future[Answers] | None]]) -> Answers:
+        """Joins the answers of all functions to one per sample: `SampleReward`, or the first `Failed`."""
         parts: list[dict[str, float]] = [{} for _ in range(count)]
         failed: dict[int, Failed] = {}
         for item, (places, future) in zip(self._functions, calls, strict=True):
@@ -222,13 +221,13 @@ class RewardRunner:
                     parts[place] |= _named(item.name, answer)
         return [failed.get(place) or self._weighted(sample) for place, sample in enumerate(parts)]
 
-    def _weighted(self, parts: dict[str, float]) -> Judged:
+    def _weighted(self, parts: dict[str, float]) -> SampleReward:
         numbers = {name: part for name, part in parts.items() if not math.isnan(part)}
         if not numbers:
-            return Judged(None if self._functions else 0.0, parts)
+            return SampleReward(None if self._functions else 0.0, parts)
         value = math.fsum(self._weights.get(name, 1.0) * part for name, part in numbers.items())
         parts.pop("", None)  # a single number is the reward itself
-        return Judged(value, parts)
+        return SampleReward(value, parts)
 
 
 def _named(name: str, answer: float | Mapping[str, float] | None) -> dict[str, float]:
@@ -241,13 +240,13 @@ def _named(name: str, answer: float | Mapping[str, float] | None) -> dict[str, f
 def rewards_of(answers: Answers) -> Rewards:
     """Converts the answers of a `RewardRunner` to rewards."""
     messages = [answer.message for answer in answers if isinstance(answer, Failed)]
-    rewards = [Judged(None) if isinstance(answer, Failed) else answer for answer in answers]
+    rewards = [SampleReward(None) if isinstance(answer, Failed) else answer for answer in answers]
     names = dict.fromkeys(name for item in rewards for name in item.parts)
     return Rewards(
         np.array([item.value or 0.0 for item in rewards], np.float32),
         np.array([item.value is not None for item in rewards], np.bool_),
         messages[0] if messages else "",
-        sum(isinstance(answer, Judged) and answer.value is None for answer in answers),
+        sum(isinstance(answer, SampleReward) and answer.value is None for answer in answers),
         {name: np.array([item.parts.get(name, np.nan) for item in rewards], np.float32) for name in names},
     )
 

@@ -132,7 +132,7 @@ class CallParser:
         # A policy that learns makes calls that cannot be parsed, and vLLM's parsers log a traceback of each.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         self._schemas, self._name = schemas, name
-        self._request = self._asked("auto")
+        self._request = self._request_of("auto")
         self._parser = ToolParserManager.get_tool_parser(name)(tokenizer, self._request.tools)
 
     def __call__(self, text: str, choice: Choice = "auto") -> Calls:
@@ -148,7 +148,7 @@ class CallParser:
 
         With a JSON `schema`, a turn may be what that allows instead. Raises ConfigError if vLLM has none for the parser.
         """
-        request = self._asked(choice)
+        request = self._request_of(choice)
         tag = None if self._parser.supports_required_and_named else self._parser.get_structural_tag(request)
         if tag is not None:
             content = tag.model_dump()
@@ -167,7 +167,7 @@ class CallParser:
             )
         return constraint
 
-    def _asked(self, choice: Choice) -> Any:
+    def _request_of(self, choice: Choice) -> Any:
         """Returns vLLM's request with these tools. Arguments follow the schemas, unless a tool has `strict: false`."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from dagrl.rl.rollout.record import Kept, TokenTexts, rollout_rows, untrained_rows
+from dagrl.rl.rollout.record import LogprobColumns, TokenTexts, rollout_rows, untrained_rows
 from dagrl.rl.rollout.scoring import ScoredGroup, Untrained
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.shapes import Array, Batch
@@ -78,7 +78,7 @@ class RolloutLog:
         """Writes a step's samples in the thread."""
         self._writing.append(self._pool.submit(self._write, prepared, step))
 
-    def _rows(self, groups: Sequence[ScoredGroup], batch: Batch, kept: Future[Kept], step: int) -> Prepared:
+    def _rows(self, groups: Sequence[ScoredGroup], batch: Batch, kept: Future[LogprobColumns], step: int) -> Prepared:
         rows = rollout_rows(groups, batch, kept.result(), step, self._texts)
         return table_of(rows)
 
@@ -106,7 +106,7 @@ class KeptSamples:
 
     log: RolloutLog
     step: int
-    columns: Future[Kept]
+    columns: Future[LogprobColumns]
     prepared: Future[Prepared]
 
     def write(self) -> None:
@@ -115,7 +115,7 @@ class KeptSamples:
         self.log.write(self.prepared, self.step)
 
 
-def kept_columns(train: WorkerGroup, deadline: Deadline) -> Kept:
+def kept_columns(train: WorkerGroup, deadline: Deadline) -> LogprobColumns:
     """Returns what all train workers keep for the current step; nothing from a worker class without the method."""
     if METHOD not in train.role.methods:
         return {}

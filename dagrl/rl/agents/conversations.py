@@ -41,24 +41,24 @@ class Context:
 class Answer:
     """An answer of the policy in its context.
 
-    `said` is its key as a message of a later request. It is not `trained` on if its sampling parameters differ from the
+    `key` is its key as a message of a later request. It is not `trained` on if its sampling parameters differ from the
     run's.
     """
 
     context: Context
-    made: FinishedRequest
-    said: str
+    result: FinishedRequest
+    key: str
     trained: bool
     followed: bool = False
 
     def whole(self) -> list[int]:
         """Returns all tokens of the conversation up to the end of this answer."""
-        return [*self.context.whole(), *self.made.tokens]
+        return [*self.context.whole(), *self.result.tokens]
 
     @property
     def messages(self) -> tuple[str, ...]:
         """Keys of the messages up to this answer."""
-        return (*self.context.messages, self.said)
+        return (*self.context.messages, self.key)
 
     def path(self) -> list[Answer]:
         """Returns the answers from the start of the conversation to this one."""
@@ -93,7 +93,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Kept:
+class EpisodeRows:
     """The conversations of an episode: those trained on and the others, and how many sampled tokens are not trained on.
 
     In `others`, `sampled` is True on all tokens of the policy.
@@ -123,7 +123,7 @@ class Conversations:
         # max takes the first of equals: reversed, the latest answer
         return max(reversed(extended), key=lambda answer: (len(answer.messages), not answer.followed), default=None)
 
-    def rows(self, most: int) -> Kept:
+    def rows(self, most: int) -> EpisodeRows:
         """Returns up to `most` conversations to train on, those with the most tokens to learn first, and the others."""
         ends = [answer for answer in self.answers if not answer.followed]
         left = {id(answer) for answer in self.answers if answer.trained}
@@ -136,21 +136,21 @@ class Conversations:
             rows.append(_row(best.path(), left))
             left -= {id(answer) for answer in best.path()}
         learned = sum(sum(row.sampled) for row in rows)
-        untrained = sum(len(answer.made.tokens) for answer in self.answers) - learned
+        untrained = sum(len(answer.result.tokens) for answer in self.answers) - learned
         every = {id(answer) for answer in self.answers}
-        return Kept(rows, [_row(end.path(), every) for end in ends], untrained)
+        return EpisodeRows(rows, [_row(end.path(), every) for end in ends], untrained)
 
 
 def _learned(end: Answer, left: set[int]) -> int:
-    return sum(len(answer.made.tokens) for answer in end.path() if id(answer) in left)
+    return sum(len(answer.result.tokens) for answer in end.path() if id(answer) in left)
 
 
 def _row(path: Sequence[Answer], left: set[int]) -> Row:
     """Returns the row of a path of answers. Answers that are not `left` to learn are context."""
     first = path[0].context
-    row = Row(first.text, first.tokens, first.given, finish_reason=path[-1].made.finish_reason)
+    row = Row(first.text, first.tokens, first.given, finish_reason=path[-1].result.finish_reason)
     for answer in path:
-        result = answer.made
+        result = answer.result
         if answer is not path[0]:
             version = row.versions[-1] if row.versions else result.versions[0]
             row.extend(answer.context.tokens, (), [version] * len(answer.context.tokens), sampled=False)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from dagrl.rl.agents.conversations import Answer, Context, Conversations, Kept
+from dagrl.rl.agents.conversations import Answer, Context, Conversations, EpisodeRows
 from dagrl.rl.agents.protocol import ChatBody, EndpointError
 from dagrl.rl.generation import FinishedRequest, RequestOptions
 
@@ -62,7 +62,7 @@ class AgentEpisode:
         self._lock = threading.Lock()
         self._conversations = Conversations()
         self._open: set[Turn] = set()
-        self._asked = 0
+        self._requests = 0
         self._ended = ""
 
     def ask(self, body: ChatBody, context: Callable[[Conversations], Context], constraint: str) -> Turn:
@@ -70,13 +70,13 @@ class AgentEpisode:
         with self._lock:
             if self._ended:
                 raise EndpointError(self._ended, status=401, code="episode_ended")
-            if self._asked >= self._limits.max_turns:
+            if self._requests >= self._limits.max_turns:
                 raise EndpointError(
                     f"the episode has made environment.max_turns = {self._limits.max_turns} requests; raise it, or ask less",
                     code="max_turns",
                 )
             turn = self._turn(body, context(self._conversations), constraint)
-            self._asked += 1
+            self._requests += 1
             self._open.add(turn)
             return turn
 
@@ -89,20 +89,20 @@ class AgentEpisode:
             self._open.remove(turn)
             return True
 
-    def record(self, turn: Turn, result: FinishedRequest, said: str) -> None:
+    def record(self, turn: Turn, result: FinishedRequest, key: str) -> None:
         """Adds an answer to the conversations, before the client gets it. Raises EndpointError if the episode has ended."""
         with self._lock:
             if turn not in self._open:
                 why = self._ended or "the client of this request has gone"
                 raise EndpointError(why, status=401, code="episode_ended")
             self._open.remove(turn)
-            self._conversations.add(Answer(turn.context, result, said, turn.trained))
+            self._conversations.add(Answer(turn.context, result, key, turn.trained))
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Resets the episode: the agent's process was lost, and another one starts it again."""
         with self._lock:
             self._cancel_open()
-            self._conversations, self._asked = Conversations(), 0
+            self._conversations, self._requests = Conversations(), 0
 
     def end(self, why: str) -> None:
         """Refuses further requests, and answers the open ones with an error."""
@@ -112,7 +112,7 @@ class AgentEpisode:
         for turn in turns:
             turn.finish(EndpointError(why, status=401, code="episode_ended"))
 
-    def rows(self, most: int) -> Kept:
+    def rows(self, most: int) -> EpisodeRows:
         """Returns the conversations; see `Conversations.rows`."""
         with self._lock:
             return self._conversations.rows(most)
@@ -141,4 +141,4 @@ class AgentEpisode:
         options = RequestOptions(temperature, body.top_p, body.stop, constraint)
         most = min(body.most_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
         trained = body.temperature in (None, limits.temperature) and body.top_p in (None, limits.top_p)
-        return Turn(context, prompt, self._asked, most, body.seed, options, trained)
+        return Turn(context, prompt, self._requests, most, body.seed, options, trained)

@@ -89,7 +89,7 @@ class Renderer:
         options = body.chat_template_kwargs
         try:
             if after is not None:
-                closed = list(after.made.tokens[-1:]) == [self._tokenizer.eos_token_id]
+                closed = list(after.result.tokens[-1:]) == [self._tokenizer.eos_token_id]
                 return reply_text(self._tokenizer, messages, closed=closed, **options)
             return str(
                 self._tokenizer.apply_chat_template(

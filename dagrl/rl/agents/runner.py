@@ -76,7 +76,7 @@ class AgentRunner:
         endpoint = {"base_url": self._server.base_url, "api_key": episode.api_key, "model": MODEL}
 
         def again() -> None:
-            episode.begin_again()
+            episode.restart()
             self.inbox.wake()
 
         episode.answer = self._pool.submit(key, {"example": dict(example), "endpoint": endpoint}, again)

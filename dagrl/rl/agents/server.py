@@ -180,7 +180,7 @@ class _Reply:
             await asyncio.wait((gone, future), return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
                 raise EndpointError("the client has gone", status=499)
-            result = _made(future.result())
+            result = _checked(future.result())
             text, calls = await self._recorded(result)
             return self.format.whole(result, text, calls)
         finally:
@@ -192,7 +192,7 @@ class _Reply:
         try:
             yield _event(self.format.first())
             try:
-                result = _made(await self.turn.result)
+                result = _checked(await self.turn.result)
                 text, calls = await self._recorded(result)
             except EndpointError as error:
                 yield _event(error.body())
@@ -212,8 +212,8 @@ class _Reply:
             parsed = await asyncio.to_thread(self.server.renderer.parse_calls, self.format.body, text)
             text, calls = parsed.text, parsed.calls
         functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
-        said = message_key({"role": "assistant", "content": text, "tool_calls": functions})
-        self.episode.record(self.turn, result, said)
+        key = message_key({"role": "assistant", "content": text, "tool_calls": functions})
+        self.episode.record(self.turn, result, key)
         return text, calls
 
     def _leave(self) -> None:
@@ -221,7 +221,7 @@ class _Reply:
             self.server.inbox.wake()
 
 
-def _made(result: Result) -> FinishedRequest:
+def _checked(result: Result) -> FinishedRequest:
     if isinstance(result, EndpointError):
         raise result
     if result.finish_reason not in ("stop", "length"):

@@ -71,21 +71,21 @@ class AgentPool:
 
     async def _answer(self, request: Mapping[str, Any], again: Callable[[], None]) -> Any:
         room = min(self._rooms, key=lambda room: room.load)
-        company = math.inf
+        limit = math.inf
         while True:
             try:
-                async with room.place(company):
-                    if company < math.inf:
+                async with room.place(limit):
+                    if limit < math.inf:
                         again()  # its old process is gone, and its new one waits for this
                     return await room.process.request(request, self._deadline.seconds + GRACE_S)
             except TimeoutError:
                 return Failed(f"its process did not answer within {self._deadline.key} = {self._deadline.seconds:g} s")
             except LostError as error:
-                if error.company == 1:
+                if error.requests == 1:
                     return Failed(str(error))
-                if error.company:
-                    logger.warning("%s: %s; one of its %d episodes starts again", KEY, error, error.company)
-                    company = max(1, error.company // 2)
+                if error.requests:
+                    logger.warning("%s: %s; one of its %d episodes starts again", KEY, error, error.requests)
+                    limit = max(1, error.requests // 2)
 
 
 @dataclass
@@ -100,11 +100,11 @@ class _Room:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @asynccontextmanager
-    async def place(self, company: float) -> AsyncIterator[None]:
-        """Waits for a place among at most `company` episodes. Episodes that were lost with a process go first."""
-        lost, running = company < math.inf, 0
+    async def place(self, limit: float) -> AsyncIterator[None]:
+        """Waits for a place among at most `limit` episodes. Episodes that were lost with a process go first."""
+        lost, running = limit < math.inf, 0
         self.load += 1
-        self.limits += [company] if lost else []
+        self.limits += [limit] if lost else []
         try:
             async with self.changed:
                 await self.changed.wait_for(
@@ -116,6 +116,6 @@ class _Room:
         finally:
             self.load, self.running = self.load - 1, self.running - running
             if lost:
-                self.limits.remove(company)
+                self.limits.remove(limit)
             async with self.changed:
                 self.changed.notify_all()

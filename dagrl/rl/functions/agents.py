@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from dagrl.rl.functions.answers import Failed, is_coroutine, raised, without_exit
+from dagrl.rl.functions.answers import Failed, described, is_coroutine, without_exit
 from dagrl.runtime.deadline import Deadline
 
 THREADS = 256
@@ -63,4 +63,4 @@ class AgentHost:
                         return await self._function(*arguments)
                     return await asyncio.get_running_loop().run_in_executor(self._threads, self._function, *arguments)
         except Exception as error:
-            return Failed(self._deadline.missed if limit.expired() else raised(error))
+            return Failed(self._deadline.missed if limit.expired() else described(error))

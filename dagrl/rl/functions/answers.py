@@ -31,7 +31,7 @@ class Failed:
     message: str
 
 
-def raised(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """Describes an error of a user's function and its line: the deepest one outside installed packages."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
@@ -69,7 +69,7 @@ def split_done(items: Iterable[Item], future: Callable[[Item], Future[Any]]) -> 
     return done, pending
 
 
-def joined(futures: Sequence[Future[Any]], result: Callable[[], Item]) -> Future[Item]:
+def join_futures(futures: Sequence[Future[Any]], result: Callable[[], Item]) -> Future[Item]:
     """Returns a future of `result()`, which is called when all `futures` are done; an error or a cancellation passes on."""
     whole: Future[Item] = Future()
     left, lock = len(futures), threading.Lock()

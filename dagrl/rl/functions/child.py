@@ -38,7 +38,7 @@ from typing import IO, Any, TypeVar
 from dagrl.errors import UserError, error_text
 from dagrl.imports import load_callable
 from dagrl.rl.functions.agents import AgentHost
-from dagrl.rl.functions.answers import Failed, is_coroutine, raised, without_exit
+from dagrl.rl.functions.answers import Failed, described, is_coroutine, without_exit
 from dagrl.rl.functions.episodes import EpisodeHost
 from dagrl.rl.functions.keywords import with_keywords
 from dagrl.rl.functions.process import BYTES, LoopThread
@@ -131,7 +131,7 @@ def answer_together(
             if isinstance(answers, Iterable):
                 return list(answers)
     except Exception as error:
-        return raised(error)
+        return described(error)
     return (
         f"it returned a {type(answers).__name__}; expected: a list of {len(columns[0])} answers. A function of one sample "
         "needs batched=false"
@@ -152,7 +152,7 @@ async def answer_singly(
                 async with limit:
                     return await _awaited(function(*row))
             except Exception as error:
-                return Failed(deadline.missed if limit.expired() else raised(error))
+                return Failed(deadline.missed if limit.expired() else described(error))
 
     return list(await asyncio.gather(*map(one, rows)))
 

@@ -45,11 +45,11 @@ _READ_BYTES = 1 << 20
 
 
 class LostError(Exception):
-    """The process ended or was given up. `company` is the number of requests that it had; 0 if it had not started."""
+    """The process ended or was given up. `requests` is the number of requests that it had; 0 if it had not started."""
 
-    def __init__(self, reason: str, company: int = 1) -> None:
+    def __init__(self, reason: str, requests: int = 1) -> None:
         super().__init__(reason)
-        self.company = company
+        self.requests = requests
 
 
 class LoopThread:
@@ -121,9 +121,9 @@ class FunctionProcess:
 
         `limit` replaces the deadline for this call. Raises RunError if the function was never imported in time.
         """
-        patience_s = self._patience_s(len(columns[0])) if limit is None else limit.seconds
+        seconds = self._seconds(len(columns[0])) if limit is None else limit.seconds
         try:
-            answers: Answers | str = await self.request([list(column) for column in columns], patience_s)
+            answers: Answers | str = await self.request([list(column) for column in columns], seconds)
             return answers
         except TimeoutError:
             return (limit or self._deadline).missed
@@ -165,7 +165,7 @@ class FunctionProcess:
         self._closed = True
         await self._end()
 
-    def _patience_s(self, rows: int) -> float:
+    def _seconds(self, rows: int) -> float:
         """Seconds to wait for the answers to `rows` rows, of which `concurrency` are under way at once."""
         if self._batched:
             return self._deadline.seconds

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.agents.conversations import Kept, Row
+from dagrl.rl.agents.conversations import EpisodeRows, Row
 from dagrl.rl.agents.episode import AgentEpisode
 from dagrl.rl.agents.episode import Turn as Request
 from dagrl.rl.agents.runner import AgentRunner, agent_rewards
@@ -123,7 +123,7 @@ class AgentTurns:
         rows = running.agent.rows(self._runner.max_conversations)
         if not rows.rows and not failure:
             failure = "the agent returned without an answer of the policy"
-        fill(running.episode, rows, rewards)
+        set_conversations(running.episode, rows, rewards)
         running.episode.turns = running.agent.answers
         if failure:
             running.episode.failure, running.episode.finish_reason = failure, FAILED
@@ -137,7 +137,7 @@ class AgentTurns:
             )
 
 
-def fill(episode: Episode, conversations: Kept, rewards: dict[str, float]) -> None:
+def set_conversations(episode: Episode, conversations: EpisodeRows, rewards: dict[str, float]) -> None:
     """Makes `episode` the first of its agent's conversations, with the others in `more` and `others`."""
     rows, episode.others = (
         [_conversation(episode.prompt, row) for row in part] for part in (conversations.rows, conversations.others)

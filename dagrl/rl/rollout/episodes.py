@@ -183,7 +183,7 @@ def _decoded(tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]]) -> 
     return cast("list[str]", backend.decode_batch(sequences, skip_special_tokens=True))
 
 
-def half_stop(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
+def stop_prefix(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
     """Returns how many of the last tokens may begin one of the strings `stops`: their text ends with a prefix of one."""
     text = decode(tokens)
     begun = max((size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)

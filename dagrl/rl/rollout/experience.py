@@ -47,7 +47,7 @@ from dagrl.rl.rollout.scoring import (
     with_turn_rewards,
 )
 from dagrl.rl.rollout.trajectories import TOO_OLD, TrajectoryBuffer
-from dagrl.rl.rollout.trajectory_file import SavedGroup, can_go_on, read_trajectories, write_trajectories
+from dagrl.rl.rollout.trajectory_file import SavedGroup, can_continue, read_trajectories, write_trajectories
 from dagrl.rl.rollout.turns import Turns
 from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, EQUAL_GROUPS, REWARD, REWARD_MEAN, STALENESS, VALIDATION
 
@@ -340,7 +340,7 @@ class Experience:
         config, version, prompt = self._config, self.buffer.version, self._prompts.train[key]
         seeds = [episode.seed for episode in saved.group.episodes]
         limits = [episode.max_new_tokens for episode in new_group(config, number, key, prompt, seeds).episodes]
-        whole = saved.whole and self._turns.can_wait and can_go_on(config, version, prompt, saved.group, limits)
+        whole = saved.whole and self._turns.can_wait and can_continue(config, version, prompt, saved.group, limits)
         self.buffer.restart(number, saved.version if whole else version)
         if not whole:
             self.rollouts.start(self._new_group(number, key))

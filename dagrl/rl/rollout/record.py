@@ -14,20 +14,20 @@ from dagrl.runtime.shapes import Array, Batch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Kept = Mapping[str, Mapping[int, Array]]
+LogprobColumns = Mapping[str, Mapping[int, Array]]
 """Log-probabilities of the train workers, by name and row id: float32 [tokens] of the whole row."""
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes a part of a character to."""
 
-KEPT = {"train_logprobs": "prev_logprobs", "reference_logprobs": "reference_logprobs", "entropy": "entropy"}
+LOGPROBS = {"train_logprobs": "prev_logprobs", "reference_logprobs": "reference_logprobs", "entropy": "entropy"}
 
 NO_REWARD, OVERLONG = "no_reward", "overlong"
 """Why a sample of a batch is not trained on: its reward failed or excludes it, or `grpo.overlong_filtering` does."""
 
 
 def rollout_rows(
-    groups: Sequence[ScoredGroup], batch: Batch, columns: Kept, step: int, texts: TokenTexts
+    groups: Sequence[ScoredGroup], batch: Batch, columns: LogprobColumns, step: int, texts: TokenTexts
 ) -> list[dict[str, Any]]:
     """Returns one row per sample of `groups`. `batch` is the step's, with as many rows for each, in the same order."""
     rows: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ def untrained_rows(untrained: Sequence[Untrained], step: int, texts: TokenTexts)
         {
             **_row(group.group, place, step, group.split, group.dropped, texts),
             "advantage": 0.0,
-            **dict.fromkeys(KEPT),
+            **dict.fromkeys(LOGPROBS),
             "conversations": _conversations(group.group.samples[place], texts),
         }
         for group in untrained
@@ -102,12 +102,12 @@ def _advantage(batch: Batch, row: int) -> float:
 
 
 def _conversations(
-    sample: Sample, texts: TokenTexts, columns: Kept | None = None, row_ids: Sequence[int] | Array = ()
+    sample: Sample, texts: TokenTexts, columns: LogprobColumns | None = None, row_ids: Sequence[int] | Array = ()
 ) -> list[dict[str, Any]]:
     """Returns an agent's conversations after the first. `row_ids` are the ids of their rows."""
     episode = sample.completion
     trained = [_logprobs(row, columns or {}, int(row_id)) for row, row_id in zip(episode.more, row_ids, strict=False)]
-    unknown = [dict.fromkeys(KEPT)] * (len(episode.more) - len(trained) + len(episode.others))
+    unknown = [dict.fromkeys(LOGPROBS)] * (len(episode.more) - len(trained) + len(episode.others))
     return [
         {"trained": place < len(trained), **_conversation(row, texts), **values}
         for place, (row, values) in enumerate(zip([*episode.more, *episode.others], [*trained, *unknown], strict=True))
@@ -142,9 +142,9 @@ def _turns(episode: Episode, pieces: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(episode: Episode, columns: Kept, row_id: int) -> dict[str, Any]:
+def _logprobs(episode: Episode, columns: LogprobColumns, row_id: int) -> dict[str, Any]:
     start, values = len(episode.prompt), {}
-    for name, source in KEPT.items():
+    for name, source in LOGPROBS.items():
         row = columns.get(source, {}).get(row_id)
         values[name] = None if row is None else np.asarray(row[start:], np.float32)
     return values

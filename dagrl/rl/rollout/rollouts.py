@@ -28,7 +28,7 @@ from dagrl.errors import WorkerError
 from dagrl.rl.generation import QUANTUM_SECONDS, FinishedRequest, Generated, fitting, options_text
 from dagrl.rl.rollout.dispatch import LengthHistory, PendingRequest, QuantumSize, ShardLoad, dispatch
 from dagrl.rl.rollout.engines import GenerationEngines, Quantum
-from dagrl.rl.rollout.episodes import RolloutGroup, Turn, half_stop, token_rows, turn_seed
+from dagrl.rl.rollout.episodes import RolloutGroup, Turn, stop_prefix, token_rows, turn_seed
 from dagrl.rl.rollout.turns import Turns
 from dagrl.runtime.shapes import Batch
 
@@ -132,7 +132,7 @@ class Rollouts:
         """Calls `settle`, and takes unfinished requests out of the engines. They wait here, with their tokens."""
         complete = self.settle()
         if any(shard.requests for shard in self._shards):
-            tokens = self._made_so_far()
+            tokens = self._unfinished()
             running = [request for shard in self._shards for request in shard.requests]
             self._engines.abort(running)
             self._move(running, tokens)
@@ -166,17 +166,17 @@ class Rollouts:
 
     def snapshot(self) -> list[RolloutGroup]:
         """Returns copies of the unfinished groups with all tokens made so far. Call `settle` first."""
-        partial = self._made_so_far()
+        partial = self._unfinished()
         return [self._copy(group, partial) for group in self._groups.values()]
 
-    def _made_so_far(self) -> Mapping[int, FinishedRequest]:
+    def _unfinished(self) -> Mapping[int, FinishedRequest]:
         """Returns the tokens of each request in the engines. Replaces engines that died since the last quantum."""
         assert not self._quanta
         try:
             return self._engines.unfinished()
         except WorkerError as error:
             self._replace(error, [])
-            return self._made_so_far()
+            return self._unfinished()
 
     def _copy(self, group: RolloutGroup, partial: Mapping[int, FinishedRequest]) -> RolloutGroup:
         requests = {id(episode): request for request, (_, episode) in self._requests.items()}
@@ -195,7 +195,7 @@ class Rollouts:
             if stops:
                 # Engines search the tokens of one request only: a prefix of a stop string is generated again.
                 decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-                episode.take_back(half_stop(episode.tokens[episode.turn_start :].tolist(), stops, decode))
+                episode.take_back(stop_prefix(episode.tokens[episode.turn_start :].tolist(), stops, decode))
             request, self._next_request = self._next_request, self._next_request + 1
             self._requests[request] = (group, episode)
             expected = max(self.history.expected(group.key) - (len(episode.tokens) - episode.turn_start), 1.0)
@@ -256,7 +256,7 @@ class Rollouts:
             raise error
         for part in parts:
             self._take_all(part.values())
-        tokens = self._made_so_far()
+        tokens = self._unfinished()
         for number, shard in enumerate(self._shards):
             if number in replaced:
                 shard.slots = 0

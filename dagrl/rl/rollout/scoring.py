@@ -71,7 +71,7 @@ def reward_texts(samples: Sequence[Sample]) -> tuple[list[str], list[str], list[
 def reward_values(
     group: RolloutGroup, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerFast
 ) -> list[dict[str, Any]]:
-    """Returns the values of each sample by name: those of `GIVEN`, which win, and the columns of its example."""
+    """Returns the values of each sample by name: those of `SAMPLE_VALUES`, which win, and the columns of its example."""
     return [
         {
             **sample.prompt.columns,

@@ -28,7 +28,7 @@ TOO_OLD = "too_old"
 
 
 @dataclass(frozen=True)
-class Taken(Generic[Payload]):
+class FinishedGroup(Generic[Payload]):
     """A finished group in a training batch. `version` is the version it was started with."""
 
     number: int
@@ -58,8 +58,8 @@ class TrajectoryBuffer(Generic[Payload]):
         self.version = version
         self.next_number = 0
         self._generating: dict[int, int] = {}  # number -> version it was started with
-        self._finished: dict[int, Taken[Payload]] = {}
-        self._taken: tuple[Taken[Payload], ...] = ()
+        self._finished: dict[int, FinishedGroup[Payload]] = {}
+        self._taken: tuple[FinishedGroup[Payload], ...] = ()
         self._started = self._trained = 0
         self._dropped: Counter[str] = Counter()
 
@@ -82,7 +82,7 @@ class TrajectoryBuffer(Generic[Payload]):
 
     def finish(self, number: int, payload: Payload) -> None:
         """Marks a group as generated and scored."""
-        self._finished[number] = Taken(number, self._generating.pop(number), payload)
+        self._finished[number] = FinishedGroup(number, self._generating.pop(number), payload)
 
     def drop(self, number: int, reason: str) -> None:
         """Drops a group that is not taken yet, counts it under `reason`, and frees its room."""
@@ -90,7 +90,7 @@ class TrajectoryBuffer(Generic[Payload]):
             del self._finished[number]
         self._dropped[reason] += 1
 
-    def take(self) -> list[Taken[Payload]] | None:
+    def take(self) -> list[FinishedGroup[Payload]] | None:
         """Returns the next batch by number; None if too few groups are finished, or if taking it would make others late."""
         assert not self._taken, "take() before advance(): the batch taken last is still being trained on"
         if len(self._finished) < self.groups_per_step:
@@ -134,11 +134,11 @@ class TrajectoryBuffer(Generic[Payload]):
         """Returns the generating groups: number -> version it was started with."""
         return dict(self._generating)
 
-    def finished(self) -> list[Taken[Payload]]:
+    def finished(self) -> list[FinishedGroup[Payload]]:
         """Returns the finished groups that are not taken, by number."""
         return sorted(self._finished.values(), key=lambda group: group.number)
 
-    def untrained(self) -> list[Taken[Payload]]:
+    def untrained(self) -> list[FinishedGroup[Payload]]:
         """Returns the finished groups that are not trained on, by number, including those taken for an unfinished step."""
         return sorted((*self._finished.values(), *self._taken), key=lambda group: group.number)
 
@@ -161,7 +161,7 @@ class TrajectoryBuffer(Generic[Payload]):
                 beyond.append(number)
         return beyond
 
-    def _makes_others_late(self, batch: Sequence[Taken[Payload]]) -> bool:
+    def _makes_others_late(self, batch: Sequence[FinishedGroup[Payload]]) -> bool:
         """Returns whether, after `batch`, more groups are due by some step than training takes until then."""
         numbers = {group.number for group in batch}
         others = [version for number, version in self._started_at().items() if number not in numbers]

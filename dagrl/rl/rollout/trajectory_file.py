@@ -82,7 +82,7 @@ def read_trajectories(directory: Path) -> SavedTrajectories | None:
     return SavedTrajectories(groups, index["state"])
 
 
-def can_go_on(config: Config, version: int, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
+def can_continue(config: Config, version: int, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
     """Whether this run can continue a group of an earlier process, whose configuration may differ.
 
     `version` is the current policy version. `limits` are the new tokens that a turn of each sequence may have in this run.
@@ -98,7 +98,7 @@ def _describe(saved: SavedGroup) -> dict[str, Json]:
         {
             **{name: getattr(episode, name) for name in KEPT_FIELDS},
             "length": len(episode.tokens),
-            "prompt": _given(episode),
+            "prompt": _prompt_json(episode),
             EXPERTS: [0, 0] if episode.experts is None else list(episode.experts.shape),
         }
         for episode in (group.episodes if saved.whole else ())
@@ -113,7 +113,7 @@ def _describe(saved: SavedGroup) -> dict[str, Json]:
     }
 
 
-def _given(episode: Episode) -> Json:
+def _prompt_json(episode: Episode) -> Json:
     """Returns the prompt that the environment gave; None if the prompt is that of the data."""
     prompt = episode.prompt
     if not episode.opened:

@@ -83,11 +83,11 @@ class EnvironmentTurns:
     ) -> None:
         self._tokenizer, self._environment = tokenizer, environment
         self._room = bucket_widths(config.policy)[-1]
-        self._asked: list[tuple[Sequence[Turn], Future[list[Reply]]]] = []  # calls of the environment
+        self._calls: list[tuple[Sequence[Turn], Future[list[Reply]]]] = []  # calls of the environment
 
     @property
     def pending(self) -> list[Future[Any]]:
-        return [replies for _, replies in self._asked]
+        return [replies for _, replies in self._calls]
 
     @property
     def awaited(self) -> list[Future[Any]]:
@@ -114,12 +114,12 @@ class EnvironmentTurns:
         return self._environment.opens and not (episode.opened or len(episode.tokens))
 
     def take(self) -> list[Turn]:
-        answered, self._asked = split_done(self._asked, lambda call: call[1])
+        answered, self._calls = split_done(self._calls, lambda call: call[1])
         replied = [pair for turns, replies in answered for pair in zip(turns, replies.result(), strict=True)]
         for (group, episode), reply in replied:
             if not episode.finish_reason:  # not aborted since
-                go_on = self._go_on if episode.turns else self._begin
-                go_on(group, episode, reply)
+                proceed = self._continue if episode.turns else self._begin
+                proceed(group, episode, reply)
         return [turn for turn, _ in replied if not turn[1].finish_reason]
 
     def finish(self, ended: Sequence[tuple[Turn, FinishedRequest]]) -> None:
@@ -137,7 +137,7 @@ class EnvironmentTurns:
                 self._end(group, episode, ABORTED)
 
     def leave(self) -> None:
-        self._asked.clear()
+        self._calls.clear()
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
         return {} if self._environment is None else environment_failures(samples)
@@ -152,7 +152,7 @@ class EnvironmentTurns:
             parts.setdefault(worker, []).append((group, episode))
         for worker, part in parts.items():
             assert self._environment is not None
-            self._asked.append((part, self._environment.submit(worker, [self._question(*turn) for turn in part])))
+            self._calls.append((part, self._environment.submit(worker, [self._question(*turn) for turn in part])))
 
     def _begin(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
         """Begins the first turn, after the prompt that the environment gave."""
@@ -164,7 +164,7 @@ class EnvironmentTurns:
         if episode.failure:
             episode.finish_reason = FAILED
 
-    def _go_on(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
+    def _continue(self, group: RolloutGroup, episode: Episode, reply: Reply) -> None:
         assert self._environment is not None
         episode.awaiting, episode.failure = False, reply.failure
         episode.turn_rewards += [] if reply.reward is None else [reply.reward]

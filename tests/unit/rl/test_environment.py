@@ -16,7 +16,7 @@ from tokenizers.normalizers import Replace
 from dagrl.config import Config, EnvironmentConfig, RewardConfig
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply, Step
-from dagrl.rl.rewards import Judged, RewardRunner, rewards_of
+from dagrl.rl.rewards import RewardRunner, SampleReward, rewards_of
 from dagrl.rl.rollout.episodes import Episode, Sample
 from dagrl.rl.rollout.scoring import with_turn_rewards
 from dagrl.run.model import character_tokenizer
@@ -246,7 +246,7 @@ def test_turn_rewards_are_a_weighted_part_of_the_reward() -> None:
     reward = RewardConfig(function=None, weights={"environment": 0.5})
     with RewardRunner(reward) as runner:
         answers = runner.submit(["1"] * 3, [""] * 3, [""] * 3).result()
-    assert answers == [Judged(0.0)] * 3
+    assert answers == [SampleReward(0.0)] * 3
     config = Config.model_construct(reward=reward)
     found = with_turn_rewards(config, rewards_of(answers), samples)
     assert found.values.tolist() == [1.5, 0.0, 2.0]

@@ -9,7 +9,7 @@ import pytest
 
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.generation import FinishedRequest, pack_generated
-from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, half_stop, turn_seed
+from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, stop_prefix, turn_seed
 
 WORDS = ("a", "b", "\n", "\n\n", "Us", "er", "ser:", "\nU")
 
@@ -34,7 +34,7 @@ def decode(tokens: Sequence[int]) -> str:
 )
 def test_tokens_that_may_begin_a_stop_string_are_found(text: list[str], stops: list[str], again: int) -> None:
     tokens = [WORDS.index(word) for word in text]
-    assert half_stop(tokens, stops, decode) == again
+    assert stop_prefix(tokens, stops, decode) == again
 
 
 def test_take_back_removes_tokens_from_every_column() -> None:

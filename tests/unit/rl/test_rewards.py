@@ -12,7 +12,7 @@ import pytest
 
 from dagrl.config import RewardConfig, RewardShapingConfig
 from dagrl.errors import ConfigError, RunError
-from dagrl.rl.functions.answers import is_coroutine, raised
+from dagrl.rl.functions.answers import described, is_coroutine
 from dagrl.rl.rewards import (
     RewardRunner,
     Rewards,
@@ -139,7 +139,7 @@ def test_sample_that_raises_costs_only_itself(name: str, caplog: pytest.LogCaptu
 def test_an_error_of_a_package_names_the_users_line() -> None:
     with pytest.raises(np.linalg.LinAlgError) as caught:
         np.linalg.cholesky(np.ones(3))
-    message = raised(caught.value)
+    message = described(caught.value)
     assert message.startswith("LinAlgError: ") and message.endswith(f"({__file__}, line {caught.traceback[0].lineno + 1})")
 
 

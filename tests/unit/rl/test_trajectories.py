@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagrl.rl.rollout.trajectories import TOO_OLD, Taken, TrajectoryBuffer
+from dagrl.rl.rollout.trajectories import TOO_OLD, FinishedGroup, TrajectoryBuffer
 
 
 class Run:
@@ -22,7 +22,7 @@ class Run:
         self.trained: Counter[int] = Counter()
         self.dropped: Counter[str] = Counter()
         self.ages: list[int] = []
-        self.batch: list[Taken[str]] | None = None
+        self.batch: list[FinishedGroup[str]] | None = None
 
     def start(self) -> None:
         if self.buffer.room():

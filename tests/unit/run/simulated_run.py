@@ -33,7 +33,7 @@ from dagrl.rl.generation import (
     quantum_steps,
     quantum_streams,
 )
-from dagrl.rl.rewards import Judged, Rewards, check_failures
+from dagrl.rl.rewards import Rewards, SampleReward, check_failures
 from dagrl.rl.rollout import experience
 from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.experience import Experience
@@ -270,9 +270,9 @@ class Reward:
         most = 60 if self._world.random.random() < 0.1 else 3  # some scores are late
         return self._world.later(most, lambda: self._score_all(prompts, completions))
 
-    def _score_all(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[Judged | Failed]:
+    def _score_all(self, prompts: Sequence[str], completions: Sequence[str]) -> Sequence[SampleReward | Failed]:
         self.answers.append([self._score(*pair) for pair in zip(prompts, completions, strict=True)])
-        return [answer if isinstance(answer, Failed) else Judged(answer) for answer in self.answers[-1]]
+        return [answer if isinstance(answer, Failed) else SampleReward(answer) for answer in self.answers[-1]]
 
     def check(self, rewards: Rewards, *, may_all_fail: bool = False) -> None:
         """Like `RewardRunner.check`."""

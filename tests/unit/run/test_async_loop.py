@@ -27,7 +27,7 @@ from dagrl.errors import CheckpointError, RunError
 from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED
 from dagrl.rl.functions.answers import Failed
 from dagrl.rl.generation import FIRST_QUANTUM, Generated, RequestProgress, pack_generated
-from dagrl.rl.rewards import Judged
+from dagrl.rl.rewards import SampleReward
 from dagrl.rl.rollout.episodes import Episode, new_group
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
@@ -251,12 +251,12 @@ def test_drop_reasons_are_counted(generations: int) -> None:
 
 
 @pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
-@pytest.mark.parametrize(("second", "equal", "failed"), [(Failed("no words"), "0", r"\1"), (Judged(1.0), r"\1", "0")])
+@pytest.mark.parametrize(("second", "equal", "failed"), [(Failed("no words"), "0", r"\1"), (SampleReward(1.0), r"\1", "0")])
 def test_a_run_that_drops_all_groups_ends_with_the_reason(
-    loop: Mapping[str, Any], second: Judged | Failed, equal: str, failed: str, monkeypatch: pytest.MonkeyPatch
+    loop: Mapping[str, Any], second: SampleReward | Failed, equal: str, failed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two samples in each group has a reward, which `max_failed_share` allows; or both have the same one."""
-    monkeypatch.setattr(Reward, "_score_all", lambda *_: [Judged(1.0), second])
+    monkeypatch.setattr(Reward, "_score_all", lambda *_: [SampleReward(1.0), second])
     match = (
         rf"(\d+) of \1 groups .*: {equal} because their rewards are equal .*, "
         rf"{failed} because .* failed for all of their samples but one"
