@@ -100,7 +100,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         tokens, rows = query.shape[:2]
         q, k, v = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
         if segments.key_order is not None:
-            k, v = gather_keys(k, v, segments.key_order, self.group)
+            both = gather_from_sequence_parallel_region(torch.stack((k, v), dim=1), group=self.group)
+            k, v = both.index_select(0, segments.key_order).unbind(1)
         out = self.attend(q, k, v, segments, self.scale)
         return out.view(rows, tokens, -1).transpose(0, 1)
 
@@ -110,7 +111,8 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segme
 
     `query` [queries, heads, d], `key` and `value` [keys, kv_heads, d] -> like `query`.
     """
-    if _flash_takes(query):
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and half and query.shape[-1] <= 256 and torch.backends.cuda.is_flash_attention_available():
         # Variable-length FlashAttention 2: differentiable, causal from the end of each segment.
         if segments.prefixes is not None:
             out: Tensor = _PrefixAttention.apply(query, key, value, segments, scale)  # type: ignore[no-untyped-call]
@@ -176,11 +178,6 @@ def _seen(parts: Sequence[Tensor], heads: Sequence[int]) -> Sequence[Tensor]:
     return [torch.cat((parts[head], own), 2) if head >= 0 else own for own, head in zip(parts, heads, strict=True)]
 
 
-def _flash_takes(query: Tensor) -> bool:
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and query.shape[-1] <= 256 and torch.backends.cuda.is_flash_attention_available()
-
-
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Computes attention, causal from the end. `query` [b, heads, q, d], `key` and `value` [b, kv_heads, k, d]; q <= k."""
     queries, keys = query.shape[2], key.shape[2]
@@ -191,9 +188,3 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-
-
-def gather_keys(key: Tensor, value: Tensor, order: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Gathers keys and values [len(order), kv_heads, d] of all context-parallel workers, from [tokens, kv_heads, d]."""
-    both = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=group).index_select(0, order)
-    return both[:, 0], both[:, 1]

@@ -202,14 +202,14 @@ def _replayed(choice: _Choice, valid: Tensor, experts: int) -> tuple[Tensor, Ten
 
 def pass_tokens_to_routers(model: Any) -> None:
     """Makes each expert layer of a model give its router the microbatch that runs."""
+
+    def pass_tokens(layer: Any, _: Any, named: dict[str, Any]) -> None:
+        inputs = named["packed_seq_params"]
+        layer.mlp.router.tokens = None if inputs is None else inputs.routed
+
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
-            layer.register_forward_pre_hook(_pass_tokens, with_kwargs=True)
-
-
-def _pass_tokens(layer: Any, _: Any, named: dict[str, Any]) -> None:
-    inputs = named["packed_seq_params"]
-    layer.mlp.router.tokens = None if inputs is None else inputs.routed
+            layer.register_forward_pre_hook(pass_tokens, with_kwargs=True)
 
 
 def routers(chunks: Any) -> Iterator[Router]:

@@ -79,9 +79,13 @@ def _sharded(trainer: Trainer, weights: Mapping[str, Tensor]) -> list[ShardedPar
     parameters: list[ShardedParameter] = []
     for name, weight in sorted(weights.items()):
         layout = sharded[id(weight)]
+        # Megatron marks experts, which have replicas of their own, by `allreduce`.
+        dense = getattr(weight, "allreduce", True)
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group = replicas if dense else parallel_state.get_expert_data_parallel_group()
         boxes = layout.build() if isinstance(layout, ShardedTensorFactory) else [layout]
         assert all(box.data.is_contiguous() for box in boxes), f"{layout.key} is not split along its first axis"
-        parameters.append(ShardedParameter(name, weight, boxes, any(layout.replica_id[:-1]), _replica_group(weight)))
+        parameters.append(ShardedParameter(name, weight, boxes, any(layout.replica_id[:-1]), group))
     return parameters
 
 
@@ -110,13 +114,6 @@ def pieces_to_load(trainer: Trainer, reference: Mapping[str, Tensor] | None) -> 
     for shard in _sharded(trainer, trainer.model.trained()):
         yield from shard.weights(reference)
         yield from shard.states(trainer)
-
-
-def _replica_group(parameter: Tensor) -> Any:
-    """Returns the group of a parameter's replicas. Megatron marks experts, which have their own, by `allreduce`."""
-    if getattr(parameter, "allreduce", True):
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return parallel_state.get_expert_data_parallel_group()
 
 
 def _is_sharded(trainer: Trainer) -> bool:

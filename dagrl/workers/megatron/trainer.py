@@ -225,7 +225,8 @@ def make_trainer(model: ModelChunks, steps: OptimizerSteps, settings: Config, la
         DistributedDataParallel(model.config, ddp, chunk, disable_bucketing=stage > 0)
         for stage, chunk in enumerate(model.chunks)
     ]
-    model.config.finalize_model_grads_func = sum_gradients
+    # Gradients are sums: Megatron divides them by the number of tokens otherwise.
+    model.config.finalize_model_grads_func = lambda chunks, _=None, **options: finalize_model_grads(chunks, None, **options)
     if settings.policy.peft.enabled:
         model.config.finalize_model_grads_func = sum_adapter_gradients
     if ddp_settings.overlap_grad_reduce:  # as in megatron/training/training.py
@@ -248,11 +249,6 @@ def frozen_trainer(model: ModelChunks, settings: Config, layout: ParallelLayout)
     for chunk in model.chunks:
         chunk.requires_grad_(False)
     return Trainer(model, list(model.chunks), None, OptimizerSteps(settings), settings, layout)
-
-
-def sum_gradients(model: Any, num_tokens: Any = None, **kwargs: Any) -> None:
-    """Calls Megatron's `finalize_model_grads` without dividing by the number of tokens."""
-    finalize_model_grads(model, None, **kwargs)
 
 
 def _wait_for_output_weight(chunk: Any) -> None:

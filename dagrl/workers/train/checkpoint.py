@@ -204,16 +204,13 @@ class StagingBuffers:
         ends = zip(self._buckets, self._filled, strict=True)
         number = next((number for number, (bucket, filled) in enumerate(ends) if filled + size <= bucket.nbytes), None)
         if number is None:
-            number = self._add_bucket(size)
+            number, least = len(self._buckets), max(size, BUCKET_BYTES)
+            pinned = torch.cuda.is_available()
+            self._buckets.append(torch.empty(1 << (least - 1).bit_length(), dtype=torch.uint8, pin_memory=pinned))
+            self._filled.append(0)
         start, self._filled[number] = self._filled[number], self._filled[number] + size
         memory = self._buckets[number].numpy()
         return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
-
-    def _add_bucket(self, least: int) -> int:
-        size = 1 << (max(least, BUCKET_BYTES) - 1).bit_length()
-        self._buckets.append(torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()))
-        self._filled.append(0)
-        return len(self._buckets) - 1
 
 
 def _copied(pieces: Sequence[Piece]) -> list[Piece]:

@@ -111,17 +111,13 @@ def scored_tokens(masks: Sequence[Tensor], rows: Sequence[Collection[int]], batc
     inside = np.arange(1, batch.tokens) < batch["lengths"][:, None]  # the first token is never predicted
     per_row = ((batch["loss_mask"][:, 1:] != 0) & inside).sum(1).tolist()
     counts = [sum(per_row[row] for row in indices if row >= 0) for indices in rows]
-    return [_indices(mask.flatten() != 0, count) for mask, count in zip(masks, counts, strict=True)]
-
-
-def _indices(selected: Tensor, count: int) -> Tensor:
-    """Returns the indices of the `count` true entries of `selected` [n], in order; index 0 if there is none.
-
-    `torch.nonzero` would wait for the device to know the count.
-    """
-    indices = torch.zeros(max(count, 1) + 1, dtype=torch.int64, device=selected.device)
-    places = torch.where(selected, selected.cumsum(0) - 1, len(indices) - 1)
-    return indices.scatter_(0, places, torch.arange(len(selected), device=selected.device))[:-1]
+    scored: list[Tensor] = []
+    for mask, count in zip(masks, counts, strict=True):  # `torch.nonzero` would wait for the device to know the count
+        inside_mask = mask.flatten() != 0
+        indices = torch.zeros(max(count, 1) + 1, dtype=torch.int64, device=mask.device)  # 0 if there is none
+        places = torch.where(inside_mask, inside_mask.cumsum(0) - 1, len(indices) - 1)
+        scored.append(indices.scatter_(0, places, torch.arange(mask.numel(), device=mask.device))[:-1])
+    return scored
 
 
 def scored_logprobs(hidden: Tensor, labels: Tensor, scored: Tensor | None, head: TokenHead) -> tuple[Tensor, Tensor]:

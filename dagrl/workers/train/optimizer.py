@@ -70,11 +70,15 @@ class OptimizerSteps:
         weight decay would change weights without a learning signal.
         """
         import torch
+        import torch.distributed as dist
 
         rate, limit = self.rate if lr is None else lr, self.config.policy.optimizer.clip_grad
         with torch.no_grad():
             total = model.gradient_norm()
-            norm, usable = torch.stack([total, _all_agree(torch.isfinite(total) & (total > 0))]).tolist()
+            agreed = (torch.isfinite(total) & (total > 0)).float()
+            if dist.is_initialized():
+                dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+            norm, usable = torch.stack([total, agreed]).tolist()
             if usable and 0 < limit < norm + CLIP_EPSILON:
                 model.clip(limit, total)
             if usable and apply:
@@ -84,13 +88,3 @@ class OptimizerSteps:
             self.skipped += 1
             logger.warning("gradient norm is %s: step skipped, weights unchanged (%d so far)", norm, self.skipped)
         return {GRAD_NORM: norm, "lr": rate, SKIPPED_STEPS: float(self.skipped)}
-
-
-def _all_agree(condition: Tensor) -> Tensor:
-    """Returns 1 if the condition holds on every worker, else 0. A collective over all workers."""
-    import torch.distributed as dist
-
-    flag = condition.float()
-    if dist.is_initialized():
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return flag

@@ -45,14 +45,8 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
     """Returns a device's peak TFLOP/s in bfloat16. None if unknown; there is no MFU then."""
     if precision != "bfloat16":
         return None
-    return next((peak for name, peak in GPU_TFLOPS if _names(name, device_name)), None)
-
-
-def _names(name: str, device_name: str) -> bool:
-    """Whether whole words match: `H20` does not match an `H200`."""
-    words = device_name.replace("-", " ").split()
-    parts = name.split()
-    return any(words[start : start + len(parts)] == parts for start in range(len(words)))
+    words = f" {device_name.replace('-', ' ')} "  # whole ones, as `H20` is no `H200`
+    return next((peak for name, peak in GPU_TFLOPS if f" {name} " in words), None)
 
 
 def throughput_metrics(

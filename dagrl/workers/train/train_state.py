@@ -45,15 +45,16 @@ def start_saving(
         "steps": backend.model.step_count(),
         "skipped_steps": steps.skipped,
     }
-    run_on_all_ranks(group, lambda: None if rank else _write_head(Path(directory), head))
+
+    def write_head() -> None:
+        if rank == 0:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            write_whole(Path(directory) / WORKER, json.dumps(head, indent=1))
+
+    run_on_all_ranks(group, write_head)
     with torch.no_grad():
         pieces = [*backend.pieces_to_save(reference), *_random_pieces(random_states(), rank)]
     return Saving(directory, pieces, group, background=background)
-
-
-def _write_head(directory: Path, head: Mapping[str, object]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    write_whole(directory / WORKER, json.dumps(head, indent=1))
 
 
 def load_checkpoint(directory: str, backend: Backend, rank: int, identity: Mapping[str, Json]) -> dict[str, Tensor] | None:

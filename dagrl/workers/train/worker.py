@@ -237,7 +237,8 @@ class TrainWorker:
 
         backend, rate = self.backend("weights", "gradients"), batch.number("lr") if "lr" in batch.scalars else None
         algorithm = algorithm_for(loss, self.config)
-        batch = self._with_kept(batch, algorithm)
+        last = self.context.coordinates.pp == self.context.layout.pp - 1  # the stage that computes the loss
+        batch = self._kept.join(batch, algorithm.columns, required=last and not in_warmup())
         started = time.perf_counter()
         with self._running(training=True):
             for microbatches in self._microbatches(batch, "train"):
@@ -368,11 +369,6 @@ class TrainWorker:
         batches = [part for part in parts if part is not None]
         assert len(batches) <= 1, f"{len(batches)} workers of one shard gave rows"
         return batches[0] if batches else None
-
-    def _with_kept(self, batch: Batch, algorithm: Algorithm) -> Batch:
-        """Adds the columns that this worker keeps. Only the last stage, which computes the loss, keeps any."""
-        last = self.context.coordinates.pp == self.context.layout.pp - 1
-        return self._kept.join(batch, algorithm.columns, required=last and not in_warmup())
 
     def _logprobs(self, batch: Batch, model: ModelName) -> list[Tensor]:
         """Returns log-probabilities and entropy [rows, tokens] on the last stage (0 in padding), else an empty list."""
