@@ -138,20 +138,6 @@ def test_a_step_with_infinite_gradients_is_skipped_and_counted(
         assert following["skipped_steps"] == 1 and np.isfinite(following["loss"])
 
 
-def test_reference_stays_while_the_policy_learns(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    batch = reference.make_batch()
-    with megatron_pool.group(TP2PP2, reference.make_config(tiny_models["qwen3"])) as group:
-        with pytest.raises(WorkerError, match="snapshot_reference"):
-            logprobs(group, batch, "reference")
-        first = logprobs(group, batch)
-        group.call("snapshot_reference")
-        train(group, batch)
-        learned = logprobs(group, batch)
-        np.testing.assert_array_equal(logprobs(group, batch, "reference")["logprobs"], first["logprobs"])
-        np.testing.assert_array_equal(logprobs(group, batch)["logprobs"], learned["logprobs"])
-    assert np.abs(learned["logprobs"] - first["logprobs"]).max() > 1e-3
-
-
 def test_learning_rates_follow_the_schedule_or_the_batch(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     schedule = {"lr_decay_style": "linear", "lr_decay_iters": 4, "lr_warmup_iters": 2}
     config = reference.make_config(tiny_models["qwen3"], scheduler=schedule)
@@ -193,13 +179,6 @@ def test_steps_below_bfloat16_precision_accumulate(megatron_pool: MegatronPool, 
         rounded = torch.from_numpy(moved[name]).bfloat16().float().numpy()
         assert (rounded != moved[name]).any()
         np.testing.assert_array_equal(began_anew[name], rounded, err_msg=name)
-
-
-def test_evaluate_is_the_loss_without_a_step(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    batch = reference.make_batch()
-    with megatron_pool.group(ParallelLayout(), reference.make_config(tiny_models["qwen3"])) as group:
-        losses = [group.call("evaluate", batch, "likelihood")[0].flat()["loss"] for _ in range(2)]
-        assert losses[0] == losses[1] == pytest.approx(train(group, batch)["loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("aborted", [0, 1], ids=["peer", "itself"])

@@ -115,23 +115,17 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float(difference / norm) if norm else float(difference)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    counts=st.sampled_from(COUNTS) | st.lists(st.integers(0, 20), min_size=1, max_size=9),
+)
 def test_outputs_and_gradients_equal_sequential_experts(kind: str, counts: list[int]) -> None:
     inputs = inputs_of(counts)
     found = run(make_experts("grouped", len(counts), kind), counts, inputs)
     expected = run(make_experts("sequential", len(counts), kind), counts, inputs)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-@settings(max_examples=25, deadline=None)
-@given(counts=st.lists(st.integers(0, 20), min_size=1, max_size=9))
-def test_experts_take_any_number_of_tokens(counts: list[int]) -> None:
-    inputs = inputs_of(counts)
-    found = run(make_experts("grouped", len(counts)), counts, inputs)
-    for name, value in run(make_experts("sequential", len(counts)), counts, inputs).items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
@@ -144,15 +138,6 @@ def test_bfloat16_is_as_close_to_float32_as_sequential_experts(counts: list[int]
     for name, value in exact.items():
         assert found[name].dtype is near[name].dtype
         assert relative(found[name], value) < 1.2 * relative(near[name], value) + 1e-3 < 0.03, name
-
-
-def test_experts_without_tokens_have_gradients_of_zero() -> None:
-    counts = [4, 0, 2]
-    found = run(make_experts("grouped", 3), counts, inputs_of(counts))
-    weights = {name: value for name, value in found.items() if name.startswith("local_experts.")}
-    assert len(weights) == 6
-    for name, value in weights.items():
-        assert bool(value.any()) is (".1." not in name), name
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [4, 4]], ids=str)

@@ -71,17 +71,13 @@ def test_a_language_model_has_none(tmp_path: Path) -> None:
     assert not loaded(tmp_path, 3)["output_layer.weight"].any()
 
 
-def test_a_head_of_another_size_is_an_error(tmp_path: Path) -> None:
+def test_another_head_is_an_error(tmp_path: Path) -> None:
     weights = write(tmp_path, head=True)
+    with pytest.raises(CheckpointError, match=r"'score\.weight'"):
+        check_hf(tmp_path, parameter_shapes(MODEL))  # a policy is not read from a critic
     save_file({**weights, SCORE: torch.randn(2, 16)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"'score.weight' has shape \[2, 16\], expected \[1, 16\]"):
         check_hf(tmp_path, parameter_shapes(CRITIC))
-
-
-def test_a_policy_is_not_read_from_a_critic(tmp_path: Path) -> None:
-    write(tmp_path, head=True)
-    with pytest.raises(CheckpointError, match=r"'score\.weight'"):
-        check_hf(tmp_path, parameter_shapes(MODEL))
 
 
 def test_a_critic_computes_no_logits() -> None:

@@ -1,4 +1,4 @@
-"""Our rotary embedding, RMSNorm and SwiGLU kernels against plain torch in float64."""
+"""Our Triton kernels against plain torch, in float64 or byte for byte."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.kernels import DEVICE, kernel_tests, large
+from dagrl.workers.megatron.float8 import E4M3, E5M2, quantize
+from tests.gpu.kernels import DEVICE, exact_in_fp8, kernel_tests, large, rounds_fp8
 
 pytest.importorskip("triton")
 pytestmark = kernel_tests
@@ -96,3 +97,80 @@ def test_megatron_calls_the_kernels() -> None:
         use_layer_kernels(config)
         torch.testing.assert_close(mlp.MLP.forward(module, states, probabilities)[0], expected, rtol=1e-5, atol=1e-6)
         config.bias_activation_fusion = False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "chosen", "width"), [(1, 1, 40), (33, 8, 2048), (0, 2, 64), (5, 3, 1)])
+def test_rows_of_a_token_are_summed(tokens: int, chosen: int, width: int, dtype: torch.dtype) -> None:
+    from dagrl.workers.megatron.triton_kernels import sum_rows_on_gpu
+
+    states = torch.randn(max(tokens * chosen, 1), width, device=DEVICE).to(dtype)
+    rows = torch.randperm(tokens * chosen, device=DEVICE).view(tokens, chosen)
+    expected = states.double()[rows].sum(1)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(sum_rows_on_gpu(states, rows).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("counts", [[0, 3, 0, 0, 2, 0], [0, 0], [4]], ids=str)
+def test_only_matrices_of_experts_without_rows_are_cleared(counts: list[int]) -> None:
+    from dagrl.workers.megatron.triton_kernels import clear_empty
+
+    matrices = torch.randn(len(counts), 70, 90, device=DEVICE)
+    expected = matrices.clone()
+    expected[torch.tensor(counts, device=DEVICE) == 0] = 0
+    clear_empty(matrices, torch.tensor(counts, device=DEVICE).cumsum(0))
+    assert torch.equal(matrices, expected)
+
+
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=rounds_fp8)], ids=["exact", "rounded"])
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (37, 48), (256, 192), large((1000, 2560))], ids=str)
+def test_rows_and_columns_are_those_of_torch(shape: tuple[int, int], form: torch.dtype, exact: bool) -> None:
+    from dagrl.workers.megatron.triton_kernels import quantize_to
+
+    torch.manual_seed(1)
+    drawn = exact_in_fp8(shape, form, 1) if exact else torch.randn(shape) * torch.logspace(-6, 3, shape[1])
+    matrix = drawn.bfloat16()
+    expected = quantize(matrix, form, columns=True)
+    wide = torch.nn.functional.pad(matrix.to(DEVICE), (3, 5))
+    for states in (matrix.to(DEVICE), wide[:, 3:-5], matrix.to(DEVICE).t().contiguous().t()):
+        rows, columns = (torch.full(one.shape, 7.0, device=DEVICE).to(form) for one in (expected.rows, expected.columns))
+        quantize_to(rows, columns, states, expected.scale.to(DEVICE))
+        assert torch.equal(rows.cpu().float(), expected.rows.float())  # -0 equals 0
+        assert torch.equal(columns.cpu().float(), expected.columns.float())
+        columns.zero_()
+        quantize_to(rows[:0], columns, states, expected.scale.to(DEVICE))
+        assert torch.equal(columns.cpu().float(), expected.columns.float())
+
+
+@pytest.mark.parametrize("size", [1, 300, 9000])
+@pytest.mark.parametrize("kept", [False, True], ids=["computed", "kept"])
+def test_sums_and_gradients_are_those_of_float64(size: int, kept: bool) -> None:
+    """Two of the labels are another worker's. Exponentials are kept in bfloat16, relative to the top of their tile."""
+    from dagrl.workers.train.logprob_kernels import TILE, chunk_sums, logit_gradients
+
+    torch.manual_seed(size)
+    rows = 7
+    logits = torch.randn(rows, size, device=DEVICE) * 4
+    columns = torch.randint(0, size, (rows,), device=DEVICE)
+    inside = torch.arange(rows, device=DEVICE) >= 2
+    exact = logits.double()
+    highest, chosen = exact.amax(-1), exact.gather(-1, columns[:, None])[:, 0]
+    weights = (exact - highest[:, None]).exp()
+    expected = torch.stack((weights.sum(-1), (weights * (exact - highest[:, None])).sum(-1), torch.where(inside, chosen, 0)))
+    values = torch.empty(rows, size, dtype=torch.bfloat16, device=DEVICE)
+    tops = torch.empty(rows, -(-size // TILE), device=DEVICE)
+    found_highest, found = chunk_sums(logits.clone(), columns, inside, (values, tops) if kept else None)
+    torch.testing.assert_close(found_highest.double(), highest)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+    normaliser, scale = highest + expected[0].log(), torch.randn(rows, device=DEVICE)
+    probabilities = (exact - normaliser[:, None]).exp()
+    truth = -scale.double()[:, None] * probabilities
+    own = torch.where(inside, scale * (1 - (chosen - normaliser).exp()), truth.gather(-1, columns[:, None])[:, 0])
+    truth.scatter_(-1, columns[:, None], own[:, None])
+    labels = columns, inside, -torch.expm1(chosen - normaliser).float()
+    source = values if kept else logits.clone()
+    gradients = logit_gradients(source, tops if kept else None, normaliser.float(), scale, labels, torch.bfloat16)
+    assert gradients.dtype is torch.bfloat16
+    torch.testing.assert_close(gradients.double(), truth, rtol=2e-2, atol=1e-6)
