@@ -255,8 +255,8 @@ class MegatronBackend:
         """Writes the model with merged weights, and any adapters in PEFT's format."""
         slices = [self.slices_of(rank) for rank in range(self.context.layout.world_size)]
         with self._merged():
-            tensors = self.trainer.model.tensors()
-            export_hf(self._source, directory, slices, tensors, self.context.rank, self.files_group)
+            tensors, precision = self.trainer.model.tensors(), self.config.policy.precision
+            export_hf(self._source, directory, slices, tensors, self.context.rank, self.files_group, precision)
             self._export_adapters(Path(directory) / "adapter", slices)
 
     def _export_adapters(self, directory: Path, slices: list[list[WeightSlice]]) -> None:

@@ -77,7 +77,7 @@ class Model(Protocol):
     def weights(self) -> Mapping[str, Tensor]:
         """Returns parameters, and buffers that training changes, by local name; adapters are not among them.
 
-        Live objects, whose `.data` a reference policy may replace for a while.
+        Live tensors, whose content a reference policy swaps with its own for a while.
         """
         ...
 
@@ -103,11 +103,11 @@ class TrainedModel(Model, Gradients, Protocol):
         ...
 
     def step_count(self) -> float:
-        """Returns the optimizer's own count of updates, which its bias corrections depend on."""
+        """Returns the optimizer's count of updates, on which its bias corrections depend; 0 if the pieces have it."""
         ...
 
     def set_step_count(self, count: float) -> None:
-        """Sets the optimizer's own count of updates."""
+        """Sets the optimizer's count of updates, unless the pieces have it."""
         ...
 
     def step_metrics(self) -> StepMetrics:

@@ -1,21 +1,54 @@
-"""Process groups of any train worker: what all ranks do together with files, and how their collectives are broken."""
+"""Process groups of any train worker: joining and leaving them, aborting collectives, and waiting for each other's files."""
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dagrl.errors import CheckpointError
-from dagrl.runtime.process_groups import break_groups
+from dagrl.runtime.process_groups import break_groups, reset_group_names
+from dagrl.runtime.store import open_tcp_store
+from dagrl.runtime.worker import WorkerContext
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+GC_PASSES = 5  # at most, until the garbage collector finds nothing
+
 _dropping = threading.Lock()
 
 Result = TypeVar("Result")
+
+
+def join_group(context: WorkerContext, address: str) -> None:
+    """Creates the default group with the other ranks at `address` (host:port of rank 0), with the context's deadline."""
+    import torch
+    import torch.distributed as dist
+
+    size, timeout = context.layout.world_size, timedelta(seconds=context.collective_timeout_s)
+    host, _, port = address.rpartition(":")
+    store = open_tcp_store(host, int(port), size, serves=context.rank == 0, timeout=timeout)
+    kind = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(kind, store=store, rank=context.rank, world_size=size, timeout=timeout)
+
+
+def leave_group() -> None:
+    """Destroys the default group and all others, also after an abort or a failed join.
+
+    Dropped models and optimizers are in reference cycles and hold groups, whose threads wake 100 times a second. They are
+    collected here. Those of sharded optimizers need a second pass.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    reset_group_names()
+    for _ in range(GC_PASSES):
+        if not gc.collect():
+            break
 
 
 def start_checkpoint_group(checkpoint_s: float) -> ProcessGroup:

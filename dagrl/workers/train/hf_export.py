@@ -39,18 +39,21 @@ def export_hf(
     tensors: Mapping[str, Tensor],
     rank: int,
     group: ProcessGroup | None,
+    precision: str,
 ) -> None:
     """Writes the model of all ranks to `directory`, with the configuration and tokenizer of `source`.
 
-    `slices` are those of every rank, in rank order. All ranks call this together. Rank 0 receives and writes; the others
+    `slices` are those of every rank, in rank order. Those without a dtype are written in `precision`. All ranks call this
+    together. Rank 0 receives and writes; the others
     wait in `group`, a Gloo group with a long deadline. The files are written to `<directory>.partial`, which then replaces
     an earlier model. Raises CheckpointError on all ranks if the directory holds anything else, a rank cannot read its part,
     or writing fails. If a rank ends or misses the deadline, that also breaks `group` permanently.
     """
+    import torch
     from huggingface_hub import split_state_dict_into_shards_factory
 
     target, partial = Path(directory), Path(f"{directory}.partial")
-    dtype = next(iter(tensors.values())).dtype
+    dtype = getattr(torch, precision)
     parameters = _parameters(slices, dtype)
     files = split_state_dict_into_shards_factory(
         parameters,
@@ -150,7 +153,7 @@ def _read(parameters: Sequence[_Parameter], tensors: Mapping[str, Tensor], rank:
                     whole[_index(box)] = part
                 held[parameter.name] = {parameter.box: whole}
             else:
-                held[parameter.name] = {box: part.contiguous().cpu() for box, part in parts.items()}
+                held[parameter.name] = {box: part.to("cpu", parameter.dtype).contiguous() for box, part in parts.items()}
     except Exception as error:
         raise CheckpointError(f"cannot read the weights to export: {error}") from error
     return held

@@ -1,8 +1,8 @@
 """The reference policy: earlier weights of the policy, or a model of its own, kept where `policy.reference_weights` says.
 
-`ReferencePolicy` swaps its weights with the policy's for log-probabilities. `device`: a second copy in GPU memory, to which
-parameters point temporarily. `host`: a copy in pinned host memory, exchanged with the policy's weights tensor by tensor in
-both directions at once, without a second copy on the GPU. Without a GPU both are a copy to which parameters point.
+`ReferencePolicy` swaps its weights with the policy's for log-probabilities, tensor by tensor, in the policy's memory.
+`device`: a second copy in GPU memory. `host`: a copy in pinned host memory, exchanged in both directions at once, without a
+second copy on the GPU. Without a GPU both are a copy in host memory.
 
 `ReferenceModel` may have another size or family than the policy's, such as a teacher. It has the policy's layout and process
 groups. With `host` its weights are on the GPU only while it is used. Imported only where torch is.
@@ -36,21 +36,12 @@ class ReferencePolicy:
     @contextmanager
     def in_place_of(self, policy: Parameters) -> Iterator[None]:
         """Gives `policy` the reference's weights for the block; afterwards it has its own, in the original memory."""
-        if self.where == "host" and next(iter(policy.values())).is_cuda:
-            _exchange(policy, self.tensors)
-            try:
-                yield
-            finally:
-                _exchange(policy, self.tensors)
-            return
-        own = {name: parameter.data for name, parameter in policy.items()}
+        exchange = _exchange if self.where == "host" and next(iter(policy.values())).is_cuda else _swap
+        exchange(policy, self.tensors)
         try:
-            for name, parameter in policy.items():
-                parameter.data = self.tensors[name]
             yield
         finally:
-            for name, parameter in policy.items():
-                parameter.data = own[name]
+            exchange(policy, self.tensors)
 
 
 def _placed(tensor: Tensor, where: ReferencePlacement, device: torch.device) -> Tensor:
@@ -60,8 +51,16 @@ def _placed(tensor: Tensor, where: ReferencePlacement, device: torch.device) -> 
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
 
 
+def _swap(policy: Parameters, reference: Mapping[str, Tensor]) -> None:
+    """Swaps contents in one memory."""
+    for name, parameter in policy.items():
+        own = parameter.data.clone()
+        parameter.data.copy_(reference[name])
+        reference[name].copy_(own)
+
+
 def _exchange(policy: Parameters, reference: Mapping[str, Tensor]) -> None:
-    """Swaps contents. Copies in each direction have their own stream; the current stream waits for them."""
+    """Swaps contents between device and host. Each direction has its own stream; the current stream waits for both."""
     current = torch.cuda.current_stream()
     loading, storing = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     buffers = [_Buffer(max(tensor.nbytes for tensor in reference.values()), current.device) for _ in range(IN_FLIGHT)]

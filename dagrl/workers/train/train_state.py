@@ -1,7 +1,7 @@
 """Checkpoints of a train worker: the backend's pieces, random generators, and `worker.json`.
 
     train/
-      worker.json                     model, layout, schedule and step counts (`worker_file.py`)
+      worker.json                     model, layout, schedule and step counts (`identity.py`)
       .metadata __<rank>_*.distcp     torch's distributed format (`checkpoint.py`)
 
 Imported only where torch is.
@@ -22,7 +22,7 @@ from dagrl.files import write_whole
 from dagrl.workers.train.backend import Backend
 from dagrl.workers.train.checkpoint import Piece, Saving, load, whole
 from dagrl.workers.train.groups import run_on_all_ranks
-from dagrl.workers.train.worker_file import WORKER, read_worker_file
+from dagrl.workers.train.identity import WORKER, read_worker_file
 
 
 def start_saving(

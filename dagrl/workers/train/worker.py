@@ -36,9 +36,9 @@ from dagrl.runtime.worker import WorkerContext, current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 from dagrl.workers.families.hf_config import model_keys, with_scalar_head
 from dagrl.workers.train.backend import Backend, Model, ModelSpec, Score
+from dagrl.workers.train.identity import identity_of, read_worker_file
 from dagrl.workers.train.kept_logprobs import KeptLogprobs
 from dagrl.workers.train.throughput import throughput_metrics
-from dagrl.workers.train.worker_file import identity_of, read_worker_file
 
 if TYPE_CHECKING:
     import torch

@@ -65,7 +65,9 @@ def worker(rank: int, port: int, failing: int, directory: Path, kinds: list[str]
     for kind in kinds:
         tensors = KINDS[kind if rank == failing else "well"](mine)
         try:
-            export_hf(directory, directory / "out", [slices_of(one) for one in range(RANKS)], tensors, rank, group)
+            export_hf(
+                directory, directory / "out", [slices_of(one) for one in range(RANKS)], tensors, rank, group, "float32"
+            )
             connection.send("")
         except Exception as error:
             connection.send(f"{type(error).__name__}: {error}")

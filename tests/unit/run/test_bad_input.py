@@ -29,7 +29,7 @@ from dagrl.telemetry.record import RunPaths, lock_run
 from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.megatron.backend import MegatronBackend
 from dagrl.workers.train.hf_load import read_hf_config
-from dagrl.workers.train.worker_file import WORKER, identity_of
+from dagrl.workers.train.identity import WORKER, identity_of
 from tests.integration.unigram_workers import UnigramTrainer
 from tests.unit.run.saving import saving
 

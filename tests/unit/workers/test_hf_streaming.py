@@ -180,7 +180,7 @@ def test_an_export_holds_no_more_than_a_file(
     slices = megatron_weight_slices(MODEL, ParallelLayout(), 0)
     tensors = local_tensors(slices)
     hf_load.load_hf(directory, slices, parameter_shapes(MODEL), tensors)
-    hf_export.export_hf(directory, tmp_path / "out", [slices], tensors, 0, None)
+    hf_export.export_hf(directory, tmp_path / "out", [slices], tensors, 0, None, "float32")
     found = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
         assert path.stat().st_size < limit + (1 << 16)  # and its header
@@ -226,7 +226,7 @@ def test_layers_for_multi_token_prediction_are_not_read(
     tensors = local_tensors(slices)
     hf_load.check_hf(source, parameter_shapes(model))
     hf_load.load_hf(source, slices, parameter_shapes(model), tensors)
-    hf_export.export_hf(source, out, [slices], tensors, 0, None)
+    hf_export.export_hf(source, out, [slices], tensors, 0, None, "float32")
     assert hf_load.read_hf_config(out)["num_nextn_predict_layers"] == 0
     hf_load.check_hf(out, parameter_shapes(model))
 
@@ -239,7 +239,7 @@ def test_a_complete_export_replaces_the_previous_one(
     tensors, out = local_tensors(slices), tmp_path / "out"
     hf_load.load_hf(directory, slices, parameter_shapes(MODEL), tensors)
     monkeypatch.setattr(hf_export, "FILE_BYTES", sum(weight.nbytes for weight in weights.values()) // 5)
-    hf_export.export_hf(directory, out, [slices], tensors, 0, None)
+    hf_export.export_hf(directory, out, [slices], tensors, 0, None, "float32")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
     def fails(*args: object, **options: object) -> None:
@@ -249,11 +249,11 @@ def test_a_complete_export_replaces_the_previous_one(
         tensor.zero_()
     with monkeypatch.context() as patched, pytest.raises(OSError, match="disk is full"):
         patched.setattr(hf_export, "_copy_companions", fails)
-        hf_export.export_hf(directory, out, [slices], tensors, 0, None)
+        hf_export.export_hf(directory, out, [slices], tensors, 0, None, "float32")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
     monkeypatch.setattr(hf_export, "FILE_BYTES", 1 << 40)
-    hf_export.export_hf(directory, out, [slices], tensors, 0, None)
+    hf_export.export_hf(directory, out, [slices], tensors, 0, None, "float32")
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]  # no index of old files
     assert not any(tensor.any() for tensor in load_file(out / "model.safetensors").values())
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["out"]
@@ -264,5 +264,5 @@ def test_an_export_over_other_files_is_rejected(checkpoint: tuple[Path, dict[str
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match="mine is not a Hugging Face model directory"):
-        hf_export.export_hf(checkpoint[0], tmp_path / "mine", [slices], local_tensors(slices), 0, None)
+        hf_export.export_hf(checkpoint[0], tmp_path / "mine", [slices], local_tensors(slices), 0, None, "float32")
     assert (tmp_path / "mine" / "thesis.tex").exists()

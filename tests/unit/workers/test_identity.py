@@ -11,7 +11,7 @@ import pytest
 from dagrl.config import PolicyConfig
 from dagrl.errors import CheckpointError
 from dagrl.workers.megatron.backend import MegatronBackend
-from dagrl.workers.train.worker_file import WORKER, identity_of, read_worker_file
+from dagrl.workers.train.identity import WORKER, identity_of, read_worker_file
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
