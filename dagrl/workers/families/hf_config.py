@@ -23,7 +23,7 @@ CHECKPOINT_KEYS = frozenset(
 """Keys that describe the checkpoint, not the model. Train and generation workers may differ in them."""
 
 SCALAR_HEAD = "scalar_head"
-"""A key of ours: the model ends in one number per token, the value of a critic or the score of a reward model, in place of
+"""A key of dagrl: the model ends in one number per token, the value of a critic or the score of a reward model, in place of
 logits. The parameter is `SCORE`, as in transformers' `ForSequenceClassification` with one label."""
 
 SCORE = "score.weight"

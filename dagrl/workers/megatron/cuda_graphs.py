@@ -39,7 +39,7 @@ def plain_pass(chunk: Any, microbatch: Microbatch) -> Tensor:
 
 @dataclass(frozen=True)
 class _Capacity:
-    """The segments that a recording has room for. Count and lengths are rounded up; kernels skip empty segments."""
+    """Capacity of a recording for segments. Count and lengths are rounded up; kernels skip empty segments."""
 
     number: int
     longest_query: int

@@ -89,7 +89,7 @@ def check_grouped_kernel() -> None:
 
 def row_offsets(tokens_per_expert: Tensor, rows: Tensor) -> Tensor:
     """Returns where the rows of each expert end [experts], int32 on the device of `rows`, without waiting for it."""
-    counted = not tokens_per_expert.is_cuda  # otherwise nobody knows yet
+    counted = not tokens_per_expert.is_cuda  # reading it from the device would wait
     assert not counted or int(tokens_per_expert.sum()) == len(rows), f"{len(rows)} rows for experts with {tokens_per_expert}"
     return tokens_per_expert.cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
 
@@ -108,7 +108,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
     if not regular or any(tensor.shape != first.shape or tensor.stride() != first.stride() for tensor in tensors):
         return None
     memory = first.untyped_storage()
-    if places[-1] + first.numel() * size > memory.data_ptr() + memory.nbytes():  # those of others, by chance behind
+    if places[-1] + first.numel() * size > memory.data_ptr() + memory.nbytes():  # other tensors may follow by chance
         return None
     return first.as_strided((len(tensors), *first.shape), (step // size, *first.stride()))
 
@@ -207,7 +207,7 @@ class LocalDispatcher:
         return rows, probs.flatten().index_select(0, self._order.tokens * probs.shape[1] + experts)
 
     def token_dispatch(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows stay on this worker."""
+        """Returns its arguments: rows stay on this worker."""
         return rows, probs
 
     def dispatch_postprocess(self, rows: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,7 +215,7 @@ class LocalDispatcher:
         return rows, self._counts, probs
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
-        """Outputs are sorted already, and stay on this worker."""
+        """Returns its argument: outputs are sorted already, and stay on this worker."""
         return outputs
 
     token_combine = combine_preprocess

@@ -157,7 +157,7 @@ class AdaptedWeight:
         return torch.addmm(self.base, *self.stack.factors(), alpha=self.scale)
 
     def running(self) -> tuple[AdapterStack, Factors] | None:
-        """Returns what `merge` merged, until `forget`."""
+        """Returns the merged adapters between `merge` and `forget`."""
         factors = self.module.__dict__.get("factors")
         return None if factors is None else (self.stack, factors)
 
@@ -268,7 +268,7 @@ def add_adapters(
 
 
 Running = Callable[[], tuple[AdapterStack, Factors] | None]
-"""Returns what the running pass merged, without gradients; None if the layer runs without adapters."""
+"""Returns the adapters merged for the running pass, without gradients; None if the layer runs without adapters."""
 
 
 def leave_weight_out(module: torch.nn.Module, running: Running, scale: float) -> None:

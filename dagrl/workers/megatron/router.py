@@ -86,7 +86,7 @@ class StepCounts:
 
 
 class _Choice:
-    """Megatron's `router_replay` argument: takes recorded experts where there are any. `own` are the router's."""
+    """Megatron's `router_replay` argument: uses recorded experts where there are any. `own` are the router's choice."""
 
     def __init__(self, recorded: Tensor | None) -> None:
         self.recorded, self.own, self.chosen = recorded, torch.empty(0), torch.empty(0)
@@ -110,7 +110,7 @@ def has_record(recorded: Tensor, experts: int) -> Tensor:
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """See the module's docstring. `tokens` are of the microbatch that runs.
+    """Megatron's router with the module's losses and counts. `tokens` are those of the running microbatch.
 
     `counts` are this layer's, None outside of training steps. `chosen` are the last experts [tokens, top k].
     """

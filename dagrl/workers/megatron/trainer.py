@@ -63,7 +63,7 @@ class Trainer:
         return self.model.weights()
 
     def head(self, temperature: float) -> TokenHead | None:
-        """Returns what makes log-probabilities of the last hidden states, on the last pipeline stage."""
+        """Returns the output layer as a function of the last hidden states, on the last pipeline stage."""
         layer = self.model.output_layer(temperature, self.settings.policy.logprob_chunk_size)
         return None if layer is None else partial(token_logprobs, layer=layer)
 

@@ -17,11 +17,11 @@ from dagrl.errors import CheckpointError, ConfigError
 WORKER = "worker.json"
 
 Computed = Callable[[Mapping[str, Json]], Mapping[str, Json]]
-"""Returns what decides the computation of the model of a `config.json`; equal for models that compute the same."""
+"""Returns the settings that affect the computation, given a `config.json`; equal for models that compute the same."""
 
 
 def identity_of(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns what `read_worker_file` compares between the writing and the reading run."""
+    """Returns the settings that `read_worker_file` compares between the writing and the reading run."""
     peft = policy.peft
     adapters = peft.model_dump(mode="json", exclude={"enabled", "adapter_path", "refit"}) if peft.enabled else None
     return {"precision": policy.precision, "adapters": adapters, "model": dict(sorted(hf_config.items()))}

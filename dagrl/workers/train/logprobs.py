@@ -7,7 +7,7 @@ cross-entropy (Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989, section 3.2).
 On a GPU with memory to spare, exponentials of the logits are kept in half precision instead, and the backward pass turns
 them into gradients in place. That saves one product of four, and the weight's gradient is summed over few large products.
 
-A loss reads nothing outside its mask, so only the tokens in it are computed: neither prompts nor padding. The output layer
+A loss reads nothing outside its mask, so prompts and padding are not computed. The output layer
 is a quarter of the arithmetic of a model with 0.6 B parameters. The host counts these tokens, so the device finds them
 without a wait. Imported only where torch is.
 """
@@ -318,6 +318,6 @@ def _adds_products(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         torch.ops.aten.addmm.dtype_out(total, identity, identity, torch.float32, out=total)
     except RuntimeError as error:  # also raised for arguments that an operator does not support
-        logger.info("products are added apart, torch's own cannot: %s", error)
+        logger.info("torch cannot add half-precision products to a float32 matrix, so they are added separately: %s", error)
         return False
     return bool((total == 1 + identity).all())

@@ -27,7 +27,7 @@ Report = Mapping[str, Mapping[str, Tensor]]
 class MicrobatchLoss:
     """A `Score` that computes a microbatch's share of the loss.
 
-    `head` is None for a scalar head, whose numbers take the place of log-probabilities, and on stages without outputs.
+    `head` is None for a scalar head, whose values take the place of log-probabilities, and on stages without outputs.
     `group`: the context-parallel workers, which hold parts of the same sequences; None if there is one.
     """
 

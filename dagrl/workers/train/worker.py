@@ -248,10 +248,10 @@ class TrainWorker:
             self.offloader.require(("optimizer",), "an optimizer step")
             shared = backend.model.steps.take(backend.model, rate, apply=not in_warmup())
             metrics = merge_step_metrics([read_reports(reports, microbatches), StepMetrics(shared=shared)])
-            of_model = backend.model.step_metrics()
+            model_metrics = backend.model.step_metrics()
         seconds = time.perf_counter() - started
         tflop = backend.train_tflop(batch["lengths"]) - backend.train_tflop(microbatches.saved)
-        figures = throughput_metrics(
+        throughput = throughput_metrics(
             self.config.policy,
             self.context,
             self._device,
@@ -259,7 +259,7 @@ class TrainWorker:
             tokens=int(batch["lengths"].sum()),
             seconds=seconds,
         )
-        return merge_step_metrics([metrics if self._reports else StepMetrics(), of_model, figures])
+        return merge_step_metrics([metrics if self._reports else StepMetrics(), model_metrics, throughput])
 
     def evaluate(self, batch: Batch, loss: str) -> StepMetrics:
         """Computes the losses of `train_step` without a step."""
@@ -319,11 +319,13 @@ class TrainWorker:
         if not in_warmup():
             yield split_batch(batch, rule, backend.place, backend.routed)
             return
-        batch = with_empty_record(batch)  # its ids are made up
+        batch = with_empty_record(batch)  # warm-up ids are made up
         seen = self._warm_widths.setdefault(current_replay().phase, set())
         for item in warmup_batches(batch, rule, backend.place, seen):
             for _ in range(2 if backend.captures else 1):
-                whole = split_batch(item, rule, backend.place, backend.routed, masked=False)  # the most memory, all held
+                whole = split_batch(
+                    item, rule, backend.place, backend.routed, masked=False
+                )  # all tokens, which needs the most memory
                 yield whole.for_warmup()
 
     # ---- log-probabilities
@@ -373,7 +375,7 @@ class TrainWorker:
     def _logprobs(self, batch: Batch, model: ModelName) -> list[Tensor]:
         """Returns log-probabilities and entropy [rows, tokens] on the last stage (0 in padding), else an empty list."""
         if model == "reference" and self._reference_model is not None:
-            batch = without_record(batch)  # of experts that another model does not have
+            batch = without_record(batch)  # another model has other experts
         with self._running(), self._model(model) as chosen:
             head = chosen.head(self._temperature)
 
@@ -572,13 +574,13 @@ class TrainWorker:
         return identity_of(self.config.policy, self.backend().hf_config)
 
     def compare_checkpoint(self, directory: str) -> tuple[int, list[WeightDifference]]:
-        """Loads a checkpoint as `load_checkpoint`. Returns the number of its tensors here, and those that differ from what
-        this worker had, in the model's order."""
-        had = {name: tensor.detach().clone() for name, tensor in self.weight_tensors().items()}
+        """Loads a checkpoint. Returns the number of its tensors here, and those that differ from this worker's weights
+        before, in the model's order."""
+        before = {name: tensor.detach().clone() for name, tensor in self.weight_tensors().items()}
         self.load_checkpoint(directory)
-        pairs = ((name, tensor, had[name]) for name, tensor in self.weight_tensors().items())
-        found = [_different_weights(name, self.context.rank, saved, mine) for name, saved, mine in pairs]
-        return len(had), [one for one in found if one is not None]
+        pairs = ((name, tensor, before[name]) for name, tensor in self.weight_tensors().items())
+        differences = [_different_weights(name, self.context.rank, saved, current) for name, saved, current in pairs]
+        return len(before), [difference for difference in differences if difference is not None]
 
     def export_hf(self, directory: str) -> None:
         """Writes the policy as a Hugging Face directory that transformers can load; all workers together.
@@ -622,7 +624,7 @@ def _sums_of(batch: Batch, column: Array) -> Batch:
 
 
 def _different_weights(name: str, rank: int, recorded: Tensor, found: Tensor) -> WeightDifference | None:
-    """Returns how two tensors of one shape differ; None if they are equal bit for bit."""
+    """Compares two tensors of one shape. Returns None if they are equal bit for bit."""
     unequal = recorded != found
     if not unequal.any():
         return None
