@@ -7,7 +7,7 @@ Megatron-Core (0.16.1) requires CUDA in six ways:
 2. Recomputation restores the state of the CUDA generator. It gets the CPU generator.
 3. It calls `tensor.cuda()` for tied embeddings across pipeline stages and for optimizer state. It becomes a no-op.
 4. Experts sharded over etp gather parts of unequal size, which Gloo does not support. The parts are padded.
-5. Its optimizers compare `tensor.type()` with "torch.cuda.FloatTensor". `cuda_type_names()` makes that true.
+5. Its optimizers, when built, compare `tensor.type()` with "torch.cuda.FloatTensor". `cuda_type_names()` makes that true.
 6. Inductor compiles its fused functions, which costs 2 s per start and needs a C++ compiler. They run uncompiled.
 """
 

@@ -145,11 +145,10 @@ class Trainer:
         Without Transformer Engine or Apex, Megatron's own reads each parameter's norm from the device separately.
         """
         squares: dict[dist.ProcessGroup, Tensor] = {}
-        with cuda_type_names():
-            self.optimizer.prepare_grads()
-            for part in self.optimizers():
-                group, norm = part.get_grad_stats_parallel_group(), get_total_norm(part.get_main_grads_for_grad_norm())
-                squares[group] = squares.get(group, 0.0) + norm.to(self._device).square()
+        self.optimizer.prepare_grads()
+        for part in self.optimizers():
+            group, norm = part.get_grad_stats_parallel_group(), get_total_norm(part.get_main_grads_for_grad_norm())
+            squares[group] = squares.get(group, 0.0) + norm.to(self._device).square()
         for group, square in squares.items():
             dist.all_reduce(square, group=group)
         return torch.stack(list(squares.values())).sum().sqrt()
@@ -163,8 +162,7 @@ class Trainer:
         """Updates the weights, and what has no gradients: the expert biases."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
-        with cuda_type_names():
-            self.optimizer.step_with_ready_grads()
+        self.optimizer.step_with_ready_grads()
         self.load.update_expert_biases()
 
     def reset_optimizer(self) -> None:
@@ -172,8 +170,7 @@ class Trainer:
         for _, state in self._states():
             for value in state.values():
                 value.zero_()
-        with cuda_type_names():
-            self.optimizer.reload_model_params()
+        self.optimizer.reload_model_params()
 
     def state(self, part: StatePart) -> list[Tensor]:
         """Returns the tensors of a part of the state.
