@@ -21,7 +21,7 @@ FP8 = "float8_e4m3fn"
 LARGEST = 448.0  # of e4m3
 SMALLEST_PEAK = 1e-4
 SCALE_SUFFIX = "_scale_inv"
-"""Added to the name of a weight in a checkpoint, gives that of its scales."""
+"""A weight's name in a checkpoint with this suffix is that of its scales."""
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

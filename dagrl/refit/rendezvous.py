@@ -1,4 +1,4 @@
-"""A refit between processes that no `WorkerGroup` holds: torchrun's, a vLLM server's. They meet at one address.
+"""Refits between processes outside a `WorkerGroup`, such as torchrun's or a vLLM server's, which meet at one address.
 
     plan, channel = meet(Meeting("10.0.0.1:29600", "train", rank, size), slices, dtype="bfloat16")     # on each trainer rank
     plan, channel = meet(Meeting("10.0.0.1:29600", "generation", rank, size), slices)                  # on each engine rank
@@ -40,7 +40,7 @@ _MODULES = ("dagrl.refit.slices", "dagrl.refit.transfers", "dagrl.channels.spec"
 """Anyone on the network may write to the store, so messages name only dataclasses and errors of these."""
 
 POLL_S = 0.05
-"""How often train rank 0 looks for the others."""
+"""Seconds between looks of train rank 0 for missing ranks."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def while_called(work: Callable[[Callable[[], None]], T], calls: Sequence[Callab
 
 
 def write_message(value: object) -> bytes:
-    """Returns the message. An error that is not ours becomes a RunError with its text."""
+    """Returns `value` as a message. An error that is not dagrl's becomes a RunError with its text."""
     if isinstance(value, Exception) and type(value).__module__ != DagrlError.__module__:
         value = RunError(error_text(value))
     return pickle.dumps(value)
@@ -202,7 +202,7 @@ def read_message(message: bytes, sender: str) -> Any:
     """Returns what `write_message` was given. Raises ChannelError for any other message; `sender` is named in it."""
     try:
         return _PlanUnpickler(io.BytesIO(message)).load()
-    except Exception as error:  # whatever its bytes make of it
+    except Exception as error:  # unpickling a foreign message may raise anything
         raise ChannelError(
             f"the message of {sender} is not one of dagrl ({error_text(error)}); look for another process that writes to "
             "this address, and for another version of dagrl"

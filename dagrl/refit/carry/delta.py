@@ -2,8 +2,8 @@
 
 A sender keeps a copy of what it last sent of each bucket. Every refit then has three steps:
 
-1. Receivers tell their senders which refit they hold. Each refit of a sender has a random number. A receiver knows none as
-   long as its weights may be torn.
+1. Receivers tell their senders which refit they hold. Each refit of a sender has a random number. A receiver has none
+   while its weights may be torn.
 2. Senders pack the buckets that their receivers hold, compare them with the copies, and tell the sizes of the packets.
 3. All rounds run, with packets (`changes.py`) in place of messages. A receiver writes the changes into the live tensors.
 

@@ -72,20 +72,20 @@ class Handshake:
         pinned = device is not None and device.type == "cuda"
         self._channel, self._digest = channel, digest
         self._senders, self._receivers = senders, receivers
-        self._told = torch.zeros(3, dtype=torch.int64, pin_memory=pinned)
-        self._read = torch.zeros(len(senders), 3, dtype=torch.int64, pin_memory=pinned)
-        self._mine = torch.zeros(3, dtype=torch.int64, device=device)
-        self._theirs = torch.zeros(len(senders), 3, dtype=torch.int64, device=device)
+        self._own_host = torch.zeros(3, dtype=torch.int64, pin_memory=pinned)
+        self._others_host = torch.zeros(len(senders), 3, dtype=torch.int64, pin_memory=pinned)
+        self._own = torch.zeros(3, dtype=torch.int64, device=device)
+        self._others = torch.zeros(len(senders), 3, dtype=torch.int64, device=device)
 
     def post(self, version: int, number: int = 0) -> None:
         """Sends this rank's header and receives the others'."""
         if not self._senders and not self._receivers:
             return
-        self._told[0], self._told[1], self._told[2] = self._digest, version, number
-        self._mine.copy_(self._told, non_blocking=True)
-        sends = [(self._mine, peer) for peer in self._receivers]
-        wait_all(self._channel.exchange(sends, list(zip(self._theirs, self._senders, strict=True))))
-        self._read.copy_(self._theirs, non_blocking=True)
+        self._own_host[0], self._own_host[1], self._own_host[2] = self._digest, version, number
+        self._own.copy_(self._own_host, non_blocking=True)
+        sends = [(self._own, peer) for peer in self._receivers]
+        wait_all(self._channel.exchange(sends, list(zip(self._others, self._senders, strict=True))))
+        self._others_host.copy_(self._others, non_blocking=True)
 
     def check(self, version: int) -> dict[int, int]:
         """Returns the number of each sender, when all of them have announced this plan and `version`.
@@ -95,7 +95,7 @@ class Handshake:
         if not self._senders:
             return {}
         self._channel.synchronize()
-        for (digest, sent, _), peer in zip(self._read.tolist(), self._senders, strict=True):
+        for (digest, sent, _), peer in zip(self._others_host.tolist(), self._senders, strict=True):
             if digest != self._digest:
                 raise self._broken(
                     f"rank {peer} has another refit plan, refit.verify or refit.delta; give every rank its part of one plan"
@@ -105,7 +105,7 @@ class Handshake:
                     f"rank {peer} sends version {sent}, but this rank receives version {version}; "
                     "replay one version on all ranks"
                 )
-        return dict(zip(self._senders, self._read[:, 2].tolist(), strict=True))
+        return dict(zip(self._senders, self._others_host[:, 2].tolist(), strict=True))
 
     def _broken(self, difference: str) -> ChannelError:
         self._channel.abort(difference)

@@ -102,10 +102,10 @@ def distinct_lists(ranks: Sequence[Sequence[WeightSlice]]) -> SlicesOfRanks:
     return [(slices, tuple(sorted(indices))) for slices, indices in members.items()]
 
 
-def alike_named(*sides: SlicesOfRanks) -> Iterator[SlicesOfRanks]:
-    """Yields the lists of each side. A parameter that some ranks have in a stack and others do not is in no stack there.
+def without_mixed_stacks(*sides: SlicesOfRanks) -> Iterator[SlicesOfRanks]:
+    """Yields the lists of each side, without stacks of parameters that some rank describes outside a stack.
 
-    A rank that holds one expert of a layer describes it without a stack.
+    A rank that holds one expert of a layer describes it so.
     """
     names = {weight.name for side in sides for slices, _ in side for weight in slices}
     mixed = names & {stacked_name(name)[0] for name in names if STACKED not in name}

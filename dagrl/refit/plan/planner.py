@@ -20,21 +20,20 @@ from dataclasses import dataclass, field
 from dagrl.channels.base import MAILBOX_SLOTS
 from dagrl.errors import RefitPlanError
 from dagrl.refit.fp8 import FP8
-from dagrl.refit.plan.buckets import BucketContents, BucketFiller, BucketLimits, PartBytes
+from dagrl.refit.plan.buckets import BucketContents, BucketFiller, BucketLimits, MessageBuilder, PartBytes
 from dagrl.refit.plan.coverage import (
     PlacedPart,
     SlicesOfRanks,
     SourceIndex,
     SourcePart,
-    alike_named,
     check_parameters,
     cover,
     distinct_lists,
     index_sources,
     prove_covered,
     source_name,
+    without_mixed_stacks,
 )
-from dagrl.refit.plan.messages import MessageBuilder
 from dagrl.refit.plan.ordering import BucketPosition, LinkSpeeds, order_rounds
 from dagrl.refit.plan.routes import PartGroup, Placement, RankPair, choose_routes, group_parts
 from dagrl.refit.plan.summary import RELAYING_BUCKETS, PlanSummary
@@ -184,7 +183,7 @@ def plan_refit(
         raise RefitPlanError(
             f"got {len(hosts)} hosts for a refit of {len(sources) + len(destinations)} ranks; give one per rank"
         )
-    held, wanted = alike_named(distinct_lists(sources), distinct_lists(destinations))
+    held, wanted = without_mixed_stacks(distinct_lists(sources), distinct_lists(destinations))
     index = index_sources(held)
     check_parameters(index, wanted, aliases or {})
     most = max((sum(volume(weight.box) for weight in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
