@@ -175,31 +175,24 @@ def test_a_rejected_refit_is_followed_by_a_whole_one_for_that_receiver() -> None
     assert ends.run(3)[0].bytes_sent < 0.3 * nbytes
 
 
-def test_a_receiver_that_lost_its_weights_gets_all_of_them() -> None:
+@pytest.mark.parametrize("lost", ["forgotten", "moved", "new ends"])
+def test_receivers_that_lost_their_weights_get_all_of_them(lost: str) -> None:
+    """A sender's new memory has the content that it compares. New ends come after a restart or with a replaced worker."""
     ends, live, received, nbytes = small()
-    received[0]["t"].zero_()
-    ends.ends[1].forget()
+    if lost == "new ends":
+        ends = Ends(plan_refit([whole()], halves("t"), dtype="bfloat16"), [live, *received])
+    elif lost == "moved":
+        received[0]["t"].data = torch.zeros_like(received[0]["t"])
+        live["s"].data = live["s"].clone()
+    else:
+        received[0]["t"].zero_()
+        ends.ends[1].forget()
     reports = ends.run(1)
     check_halves(live, received)
-    assert reports[1].bytes_received == nbytes // 2 > reports[2].bytes_received
-
-
-def test_moved_tensors() -> None:
-    """A receiver with new memory gets everything; a sender's new memory has the content that it compares."""
-    ends, live, received, nbytes = small()
-    received[0]["t"].data = torch.zeros_like(received[0]["t"])
-    live["s"].data = live["s"].clone()
-    reports = ends.run(1)
-    check_halves(live, received)
-    assert reports[1].bytes_received == nbytes // 2 > 3 * reports[2].bytes_received
-
-
-def test_new_ends_start_with_a_whole_refit() -> None:
-    """As after a restart or with a replaced worker, which connect again."""
-    _, live, received, nbytes = small()
-    again = Ends(plan_refit([whole()], halves("t"), dtype="bfloat16"), [live, *received])
-    assert again.run(1)[0].bytes_sent == nbytes
-    check_halves(live, received)
+    if lost == "new ends":
+        assert reports[0].bytes_sent == nbytes
+    else:
+        assert reports[1].bytes_received == nbytes // 2 > 3 * reports[2].bytes_received
 
 
 def test_a_sender_that_failed_sends_everything_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
