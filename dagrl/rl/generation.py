@@ -51,7 +51,7 @@ def quantum_streams(batch: Batch) -> bool:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How a request is sampled where it differs from the configuration (None), and which strings end it too.
+    """Sampling parameters of a request that differ from the configuration (None: as configured), and its stop strings.
 
     `constraint` limits the tokens to a grammar: the JSON of one field of vLLM's `StructuredOutputsParams` and its value.
     """

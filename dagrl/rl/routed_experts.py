@@ -1,4 +1,4 @@
-"""Which experts processed each token during generation, recorded to be replayed in training (`policy.router_replay`).
+"""The experts that processed each token during generation, recorded to be replayed in training (`policy.router_replay`).
 
 Rollout Routing Replay (Ma et al. 2025, arXiv:2510.11370): training uses the experts that generation chose, with its own
 probabilities of them, so that the log-probabilities of both differ less. A record has an id for each token, layer and
@@ -37,7 +37,7 @@ NOTHING: Record = np.zeros((0, 0), np.uint8)
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """What a record holds: `layers` of the model, dense ones included, `chosen` of the `experts` of each."""
+    """The sizes of a record: `layers` of the model, dense ones included, and `chosen` of the `experts` of each layer."""
 
     layers: int
     experts: int

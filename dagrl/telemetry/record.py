@@ -57,7 +57,7 @@ class _Below:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run writes. Paths are absolute, because workers have other working directories."""
+    """The paths that a run writes. They are absolute, because workers have other working directories."""
 
     directory: Path
     checkpoints: Path

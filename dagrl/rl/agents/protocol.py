@@ -32,7 +32,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
 """Parameters that are accepted with these values only."""
 
 MAX_STOP_BYTES = 256
-"""Of a request's stop strings."""
+"""Maximum size of a request's stop strings."""
 
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 3600
-"""Idle connections stay open: a client that reuses one while the server closes it would see an error."""
+"""Seconds that idle connections stay open: a client that reuses one while it is closed would see an error."""
 
 
 class Inbox:

@@ -45,7 +45,7 @@ class Ppo(Grpo):
 
 
 class Values(Algorithm):
-    """What a critic learns: its outputs, in place of log-probabilities, are values of tokens."""
+    """The loss of a critic, whose outputs are values of tokens in place of log-probabilities."""
 
     columns = ()
 

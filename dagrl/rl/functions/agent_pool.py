@@ -1,4 +1,4 @@
-"""Processes that run a user's agents, under deadlines; the parent's side of `dagrl.rl.functions.agents`.
+"""Runs a user's agents in processes, under deadlines; the parent's side of `dagrl.rl.functions.agents`.
 
 pool = AgentPool("my_task:agent", config.environment)
 future = pool.submit("3/0", {"example": ..., "endpoint": ...})    # what the agent returned, or `Failed`

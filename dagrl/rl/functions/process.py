@@ -1,4 +1,4 @@
-"""A child process that runs a user's function: started, asked, killed at a deadline, replaced when lost."""
+"""Starts a child process that runs a user's function, asks it, kills it at a deadline, and replaces it when it is lost."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ START_TRIES = 3
 """Processes in a row that may end while they import the function."""
 
 BYTES = struct.Struct("!Q")
-"""Before each message of the process: its size. Messages to it are pickles, one after the other."""
+"""The size before each message of the process. Messages to the process are pickles, one after the other."""
 
 _READ_BYTES = 1 << 20
 
 
 class LostError(Exception):
-    """The process ended or was given up. `requests` is the number of requests that it had; 0 if it had not started."""
+    """The process ended or was killed. `requests` is the number of requests that it had; 0 if it had not started."""
 
     def __init__(self, reason: str, requests: int = 1) -> None:
         super().__init__(reason)

@@ -17,7 +17,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1)
 END_S = 10.0
-"""How long it goes on killing what starts other processes."""
+"""Seconds to go on killing processes that start other ones."""
 
 
 def main() -> None:

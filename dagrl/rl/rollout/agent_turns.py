@@ -67,30 +67,30 @@ class AgentTurns:
 
     def start(self, groups: Iterable[RolloutGroup]) -> list[Turn]:
         """Starts an agent for each sequence of the groups, which begins afresh."""
-        for group, episode in [(one, episode) for one in groups for episode in one.episodes]:
-            key, self._begun = f"{group.number}/{self._begun}", self._begun + 1
-            example = example_of(episode.prompt, episode.seed, group.episodes[0].seed)
-            agent = self._runner.begin(key, example, greedy=episode.greedy)
-            self._running[id(agent)] = _Running(group, episode, agent)
+        for group in groups:
+            for episode in group.episodes:
+                key, self._begun = f"{group.number}/{self._begun}", self._begun + 1
+                example = example_of(episode.prompt, episode.seed, group.episodes[0].seed)
+                agent = self._runner.begin(key, example, greedy=episode.greedy)
+                self._running[id(agent)] = _Running(group, episode, agent)
         return []  # they have to ask first
 
     def take(self) -> list[Turn]:
         """Ends the sequences whose agents have returned. Returns the requests that have come since the last call."""
-        for key, one in list(self._running.items()):
-            if one.agent.answer.done():
+        for key, running in list(self._running.items()):
+            if running.agent.answer.done():
                 del self._running[key]
-                self._end(one, one.agent.answer.result())
-        found: list[Turn] = []
+                self._end(running, running.agent.answer.result())
+        turns: list[Turn] = []
         for agent, turn in self._runner.inbox.take():
-            running = self._running.get(id(agent))
-            if running is not None and not turn.cancelled:
+            if id(agent) in self._running and not turn.cancelled:
+                running = self._running[id(agent)]
                 prompt = Prompt("", np.array(turn.prompt, np.int64), "", running.episode.prompt.source)
                 stream = turn.number if turn.seed is None else SEEDED + abs(turn.seed)
                 (seed,) = request_seeds(running.episode.seed, stream, 1)
-                found.append(
-                    (running.group, TurnEpisode(prompt, seed, turn.max_new_tokens, options=turn.options, turn=turn))
-                )
-        return found
+                episode = TurnEpisode(prompt, seed, turn.max_new_tokens, options=turn.options, turn=turn)
+                turns.append((running.group, episode))
+        return turns
 
     def finish(self, ended: Sequence[tuple[Turn, FinishedRequest]]) -> None:
         """Answers the requests."""

@@ -30,7 +30,7 @@ _NO_TOKENS: dict[str, npt.NDArray[Any]] = {name: np.zeros(0, dtype) for name, dt
 
 @dataclass(eq=False)
 class Episode:
-    """A sequence in the making: the tokens that follow its prompt. Its arrays are replaced, never written to.
+    """A sequence that is being generated: the tokens that follow its prompt. Its arrays are replaced, never written to.
 
     `sampled` is False on tokens of an environment; they have log-probability 0 and the version of their turn. `opened` is
     True once the environment's `reset` has given the prompt. `awaiting` is True until it answers that or a turn. `failure`

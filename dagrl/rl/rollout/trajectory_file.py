@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 INDEX, ARRAYS = "trajectories.json", "trajectories.npz"
 NO_PROMPT = Prompt("", np.zeros(0, np.int64), "", "")
-"""Stands for a prompt of the data, which the group's key finds. Only those that an environment gave are saved."""
+"""Stands for a prompt of the data, which the group's key names. Only prompts given by an environment are saved."""
 EXPERTS = "experts"
 KEPT_FIELDS = (
     "seed", "max_new_tokens", "finish_reason", "turns", "turn_start", "opened", "awaiting", "failure", "turn_rewards"
