@@ -123,10 +123,6 @@ def test_exact_match() -> None:
     assert exact_match(["1+1="] * 3, ["2", " 2\n", "22"], ["2", "2", "2"]) == [1.0, 1.0, 0.0]
 
 
-def test_rewards_of_a_list() -> None:
-    assert run(f"{__name__}:length", ["a", "", "abc"]) == ([1.0, 0.0, 3.0], 0, "")
-
-
 @pytest.mark.parametrize("name", ["picky", "one_by_one"])
 def test_sample_that_raises_costs_only_itself(name: str, caplog: pytest.LogCaptureFixture) -> None:
     values, failed, message = run(f"{__name__}:{name}", ["ab", "raise", "abc"])
