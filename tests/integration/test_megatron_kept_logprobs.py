@@ -12,7 +12,7 @@ from dagrl.config import LossConfig
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
-from tests.integration.megatron_pool import Group, MegatronPool, WorkerError
+from tests.integration.megatron_pool import Group, MegatronPool
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, shard_batches, train
 
 LOSS = LossConfig(reference_policy_kl_penalty=0.1)
@@ -22,18 +22,11 @@ CASES: dict[str, tuple[ParallelLayout, dict[str, Any]]] = {
 }
 
 
-def keep(group: Group, batch: Batch, model: str, *, exchanged: bool = False) -> None:
-    """On the shards that train on the rows, or with `exchanged` on the others."""
-    shards = shard_batches(batch, group.layout)[:: -1 if exchanged else 1]
-    ranks = range(group.layout.world_size)
-    group.call("keep_logprobs", per_rank=[(shards[group.layout.coordinates(rank).dp], model) for rank in ranks])
-
-
-def keep_columns(group: Group, batch: Batch) -> None:
-    """Gives the workers columns that others computed."""
+def keep(group: Group, batch: Batch, model: str) -> None:
+    """On the shards that train on the rows."""
     shards = shard_batches(batch, group.layout)
     ranks = range(group.layout.world_size)
-    group.call("keep_columns", per_rank=[(shards[group.layout.coordinates(rank).dp],) for rank in ranks])
+    group.call("keep_logprobs", per_rank=[(shards[group.layout.coordinates(rank).dp], model) for rank in ranks])
 
 
 def identified(batch: Batch) -> Batch:
@@ -67,24 +60,6 @@ def test_losses_and_gradients_are_equal(
     assert found[0] == expected[0] and expected[0]["grad_norm"] > 0.01
     for name, gradient in expected[1].items():
         np.testing.assert_array_equal(found[1][name], gradient, err_msg=name)
-
-
-def test_a_row_that_another_shard_computed_is_an_error(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
-    config = reference.make_config(tiny_models["qwen3"], optimizer=UNCLIPPED).model_copy(update={"loss_fn": LOSS})
-    batch = identified(reference.make_batch(grpo=True).with_scalars(lr=0.0))
-    with megatron_pool.group(ParallelLayout(dp=2), config) as group:
-        group.call("snapshot_reference")
-        for model in ("policy", "reference"):
-            keep(group, batch, model)
-        found = train(group, batch, "policy")
-        later = batch.with_scalars(step=9)  # now the reference policy's come from elsewhere
-        keep(group, later, "policy")
-        given = {"reference_logprobs": logprobs(group, later, "reference")["logprobs"], "row_ids": batch["row_ids"]}
-        keep_columns(group, Batch({**given, "lengths": batch["lengths"]}, later.scalars))
-        assert train(group, later, "policy") == found
-        keep(group, batch.with_scalars(step=8), "policy", exchanged=True)
-        with pytest.raises(WorkerError, match="rows whose prev_logprobs this worker does not hold"):
-            train(group, batch.with_scalars(step=8), "policy")
 
 
 def test_a_forced_ratio_needs_no_logprobs_before_the_step(megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:

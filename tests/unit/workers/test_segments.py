@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dagrl.workers.train.microbatches import Segments, make_segments, zigzag
+from dagrl.workers.train.microbatches import Segments, make_segments
 
 CPU = torch.device("cpu")
 SIZES = [2, 3, 4]
@@ -61,13 +61,6 @@ def parts(starts: Tensor, tokens: list[tuple[int, int, int]]) -> list[list[tuple
     return [tokens[start:stop] for start, stop in pairwise(starts.tolist())]
 
 
-def test_a_single_worker_has_one_segment_per_sequence() -> None:
-    segments = make_segments([[3, 1, 4], [8]], 1, 0, CPU)
-    assert segments.query_lengths == segments.key_lengths == (3, 1, 4, 8)
-    assert segments.query_starts.tolist() == segments.key_starts.tolist() == [0, 3, 4, 8, 16]
-    assert (segments.longest_query, segments.longest_key, segments.key_order) == (8, 8, None)
-
-
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=6))
 def test_queries_after_a_prefix_see_its_keys_and_others_none(groups: list[list[int]]) -> None:
     """The first segment of each group is the prefix of the others."""
@@ -93,13 +86,3 @@ def test_queries_after_a_prefix_see_its_keys_and_others_none(groups: list[list[i
 
 def starts_of(segments: Segments) -> list[list[int]]:
     return [segments.query_starts.tolist(), segments.key_starts.tolist()]
-
-
-@pytest.mark.parametrize("size", [1, *SIZES])
-def test_positions_of_a_workers_tokens(size: int) -> None:
-    for rank in range(size):
-        chunks = [held(length, size, rank) for length in (2 * size, 6 * size)]
-        positions = [position for sequence in chunks for chunk in sequence for position in chunk]
-        counts = torch.tensor([2, 6]).repeat_interleave(torch.tensor([2, 6]))
-        found = zigzag(torch.cat([torch.arange(2), torch.arange(6)]), counts, size, rank)
-        assert found.tolist() == positions

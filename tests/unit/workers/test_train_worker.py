@@ -81,6 +81,13 @@ def test_a_step_reads_the_columns_that_the_worker_kept(make: Callable[..., Plain
     inside = batch["loss_mask"] > 0
     entropy = np.concatenate([kept["entropy"][row + 40][inside[row, : len(kept["entropy"][row + 40])]] for row in range(8)])
     assert metrics["policy/entropy"] == pytest.approx(entropy.mean(), rel=1e-5)
+    column = np.full(batch["tokens"].shape, -2.0, np.float32)  # computed by another group
+    worker.keep_columns(Batch({"lengths": batch["lengths"], "row_ids": ids, "reference_logprobs": column}, {"step": 2.0}))
+    assert {row: values.tolist() for row, values in worker.kept_logprobs()["reference_logprobs"].items()} == {
+        row: [-2.0] * length for row, length in zip(ids.tolist(), batch["lengths"].tolist(), strict=True)
+    }
+    with pytest.raises(RunError, match="rows whose prev_logprobs this worker does not hold"):
+        worker.train_step(step.with_scalars(step=2.0), "policy")
 
 
 def test_the_reference_policy_keeps_its_weights(make: Callable[..., PlainWorker], model: Path) -> None:
@@ -116,6 +123,7 @@ def test_a_checkpoint_continues_and_names_what_differs(make: Callable[..., Plain
         assert [step[name] for step in again] == [step[name] for step in went_on]
     worker.reset_optimizer()
     assert worker.train_step(batch, "likelihood").shared["lr"] == pytest.approx(1e-3)
+    assert worker.train_step(batch.with_scalars(lr=3e-4), "likelihood").shared["lr"] == 3e-4, "in place of the schedule's"
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step(make: Callable[..., PlainWorker]) -> None:
