@@ -55,8 +55,6 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         `tokens_per_expert` [experts] is int64, on the device (`LocalDispatcher`) or on the host (Megatron's dispatcher).
         `probs` [tokens] are the router's weights.
         """
-        if self.config.moe_apply_probs_on_input:
-            hidden, probs = (probs.unsqueeze(-1) * hidden).to(hidden.dtype), torch.ones_like(probs)
         offsets = row_offsets(tokens_per_expert, hidden)
 
         def linear(weights: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, None]:

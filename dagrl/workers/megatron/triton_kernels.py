@@ -30,7 +30,8 @@ def use_layer_kernels(config: Any) -> None:
 
     rope_utils.fused_apply_rotary_pos_emb = rotate
     config.apply_rope_fusion = True
-    mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = _biased_swiglu, _weighted_swiglu
+    mlp.bias_swiglu_impl = lambda states, _, *options: swiglu(states)  # linear layers of MLPs have no bias
+    mlp.weighted_bias_swiglu_impl = lambda states, _, weights, *options: swiglu(states, weights)
     config.bias_activation_fusion = True
 
 
@@ -38,14 +39,6 @@ def swiglu(states: Tensor, weights: Tensor | None = None) -> Tensor:
     """Returns silu(a) * b for `states` [..., 2 d], whose first half is a and second half b, times `weights` [..., 1]."""
     activated: Tensor = _Swiglu.apply(states, weights)  # type: ignore[no-untyped-call]
     return activated
-
-
-def _biased_swiglu(states: Tensor, bias: Tensor | None, *_: Any) -> Tensor:
-    return swiglu(states if bias is None else states + bias)
-
-
-def _weighted_swiglu(states: Tensor, bias: Tensor | None, weights: Tensor, *_: Any) -> Tensor:
-    return swiglu(states if bias is None else states + bias, weights)
 
 
 def rotate(states: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:

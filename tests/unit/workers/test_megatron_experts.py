@@ -25,7 +25,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "swiglu": SWIGLU,
     "clamped": SWIGLU | {"activation_func_clamp_value": 0.05, "glu_linear_offset": 1.0},
     "gelu": {"gated_linear_unit": False, "activation_func": gelu, "moe_router_topk": 2},
-    "probs-on-input": SWIGLU | {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
 }
 COUNTS = [[3, 0, 1, 8, 5], [0, 16, 0], [0, 0, 0], [7], [1, 1, 1, 1]]
 
