@@ -286,38 +286,6 @@ def refit(place: Place) -> object:
     return bytes_
 
 
-def delta(place: Place) -> object:
-    """Three versions that differ in one parameter: the later two are sent as changes. Returns the bytes of each refit."""
-    half = place.size // 2
-    plan, layout = _refit_plan(place.size)
-    channel, is_source = place.open(), place.rank < half
-    mine = plan.for_rank(place.rank, "checksum", delta="lossless")
-
-    def held(version: int) -> dict[str, torch.Tensor]:
-        weights = hf_weights(CONFIG)
-        weights["model.norm.weight"] += version
-        if is_source:
-            return megatron_tensors(weights, CONFIG, layout, place.rank)
-        return vllm_tensors(weights, CONFIG, half, place.rank - half)
-
-    live = {
-        name: tensor.clone().to(place.device) for name, tensor in (held(0) if is_source else zeros_like(held(0))).items()
-    }
-    end = (RefitSender if is_source else RefitReceiver)(mine, live, channel)
-    sizes = []
-    for version in range(3):
-        expected = held(version)
-        if isinstance(end, RefitSender):
-            for name, tensor in live.items():
-                tensor.copy_(expected[name])
-            sizes.append(end.send(version).bytes_sent)
-        else:
-            sizes.append(end.receive(version).bytes_received)
-            assert equal({name: tensor.cpu() for name, tensor in live.items()}, expected), version
-    channel.close()
-    return sizes
-
-
 def relayed(place: Place) -> object:
     """One source, three replicas on another host: each byte is sent there once and relayed."""
     layout, wanted = ParallelLayout(), vllm_weight_slices(CONFIG, VllmRank())

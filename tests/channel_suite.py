@@ -10,14 +10,6 @@ from tests import channel_cases as cases
 from tests.channel_cases import Case, Kind, run_case
 
 
-def check_delta(results: list[object]) -> None:
-    """Sizes of a whole refit, and of two after which one norm has changed."""
-    for sizes in results:
-        assert isinstance(sizes, list), sizes
-        whole, *deltas = sizes
-        assert all(0 < size < whole / 20 for size in deltas), sizes
-
-
 class ChannelSuite:
     """`ranks` is an even number of at least 2."""
 

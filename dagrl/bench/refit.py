@@ -5,7 +5,6 @@
     dagrl bench refit --cases "4B TP1->TP1 colocated"     two processes on one GPU, over CUDA IPC
     dagrl bench refit --trial                             a tiny model on the CPU, to try the benchmark
     dagrl bench refit --plan --cases 235b dsv3            time and memory of planning, without weights
-    dagrl bench refit --delta                             whole and delta refits over a slow link
     dagrl bench refit --architectures --json F            every architecture that vLLM builds, at tiny size
 
 A step of a side is one transfer of the whole model: the seconds of the slowest rank from a common start until the last byte
@@ -52,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--trial", action="store_true", help="measure a tiny model on the CPU")
     what.add_argument("--plan", action="store_true", help="measure `dagrl inspect --phase refit` of full-size models")
-    what.add_argument("--delta", action="store_true", help="measure delta refits; needs root, `ip` and `tc`")
     what.add_argument("--architectures", action="store_true", help="refit tiny models of all architectures")
     parser.add_argument(
         "--cases", nargs="*", default=[], help='only cases with these prefixes, e.g. "4B" "30B EP2->TP2 fp8"'
@@ -69,10 +67,10 @@ def run(options: argparse.Namespace) -> None:
 
         refit_architectures.run(options)
         return
-    if options.plan or options.delta:
-        from dagrl.bench import refit_delta, refit_plan
+    if options.plan:
+        from dagrl.bench import refit_plan
 
-        (refit_plan if options.plan else refit_delta).run(options)
+        refit_plan.run(options)
         return
     cases, left_out = chosen(options)
     with ExitStack() as stack:

@@ -151,8 +151,5 @@ def _refit_text(config: Config, hf_config: Mapping[str, Json]) -> str:
     plan = plan_config_refit(config, hf_config)
     if plan is None:
         return "no refit plan: a worker class has no static describe(config, hf_config, layout, rank)"
-    train, summary = RunPlan.of(config).layouts["train"].world_size, plan.summary()
-    text = str(summary)
-    if config.refit.delta != "off":
-        text += f"\n  refit.delta: a train rank keeps a copy of what it sends, at most {max(summary.sent) / 1e6:,.3f} MB"
-    return f"{text}\n  the first {train} ranks are train workers, the others generation workers"
+    train = RunPlan.of(config).layouts["train"].world_size
+    return f"{plan.summary()}\n  the first {train} ranks are train workers, the others generation workers"

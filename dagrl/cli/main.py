@@ -36,7 +36,7 @@ quarter of the processor time before the first worker starts goes into these loo
 
 BENCHES = {
     "overhead": "steps over 1 to 64 workers that do no work: dagrl, Ray's compiled graphs, actor calls",
-    "refit": "refits from Megatron to vLLM: broadcasts, vLLM's own transfers, plans, deltas, all architectures",
+    "refit": "refits from Megatron to vLLM: broadcasts, vLLM's own transfers, plans, all architectures",
     "step": "whole runs of `dagrl train`: any configuration, with other keys on each side",
     "train": "SFT steps compared with a plain Megatron loop: time, MFU, losses",
     "generate": "the generation of a step, compared with `LLM.generate` and vLLM's async engine",

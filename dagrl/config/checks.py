@@ -219,11 +219,6 @@ def _check_shared_gpus(config: Config, plan: RunPlan) -> None:
                 "reference policy on the GPU during generation; set policy.reference_weights to host, or "
                 "policy.generation.colocated.exchange to never"
             )
-        if config.refit.delta != "off":
-            raise ConfigError(
-                "refit.delta is lossless and policy.generation.colocated.enabled is true: copies inside a GPU are faster "
-                "than comparing, and the kept copy would take its memory. Set refit.delta=off"
-            )
     share = config.cluster.gpus_per_worker
     for role, layout in plan.layouts.items() if share is not None and 0 < share < 1 else ():
         if layout.world_size > 1:

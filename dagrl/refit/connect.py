@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dagrl.channels.spec import ChannelKind, ChannelSpec
 from dagrl.errors import RefitPlanError
-from dagrl.refit.carry.delta import check_delta
 from dagrl.refit.plan.ordering import LinkSpeeds
 from dagrl.refit.plan.planner import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.slices import WeightSlice
-from dagrl.refit.transfers import DeltaMode, RankPlan, Verify
+from dagrl.refit.transfers import RankPlan, Verify
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.phase import Input, Phase, Shard, Value, join, phase
 
@@ -82,7 +81,6 @@ class Refit:
         tied_embeddings: bool = False,
         kind: ChannelKind | None = None,
         verify: Verify = "off",
-        delta: DeltaMode = "off",
         bucket_bytes: int | None = None,
         timeout_s: float = 60.0,
         connect_timeout_s: float = 600.0,
@@ -99,8 +97,6 @@ class Refit:
         - `tied_embeddings`: fill a generation head of its own from the embedding.
         - `kind`: of the channel. None chooses `gloo` without GPUs, `ipc` where workers of one host share a GPU, else `nccl`.
         - `verify`: `off` or `checksum`.
-        - `delta`: `lossless` sends only what changed since the last refit, never as a CUDA graph. Each sender keeps a copy
-          of what it sends.
         - `bucket_bytes`: see `plan_refit`.
         - `timeout_s`: limit of every wait in a refit. `connect_timeout_s`: limit of this call.
 
@@ -125,7 +121,6 @@ class Refit:
             dtype=dtype,
             target_dtype=target_dtype,
             tied_embeddings=tied_embeddings,
-            delta=delta,
             bucket_bytes=bucket_bytes,
         )
         connected = cls(plan)
@@ -133,7 +128,7 @@ class Refit:
 
         address = train.call_function(free_address, deadline=deadline)[0]
         arguments = [
-            (plan.for_rank(rank, verify, delta=delta), ChannelSpec(kind, address, rank, plan.size, timeout_s))
+            (plan.for_rank(rank, verify), ChannelSpec(kind, address, rank, plan.size, timeout_s))
             for rank in range(plan.size)
         ]
         offset = train.layout.world_size
@@ -162,12 +157,10 @@ def plan_between(
     dtype: str,
     target_dtype: str | None = None,
     tied_embeddings: bool = False,
-    delta: DeltaMode = "off",
     bucket_bytes: int | None = None,
 ) -> RefitPlan:
     """Plans a refit over a channel of `kind` between ranks on these hosts and GPUs; see `Refit.connect` and `plan_refit`."""
     check_devices(kind, hosts, devices)
-    check_delta(delta, kind)
     return plan_refit(
         sources,
         destinations,

@@ -26,7 +26,7 @@ from dagrl.errors import ChannelError, DagrlError, RunError, error_text
 from dagrl.refit.connect import choose_kind, device_name, plan_between
 from dagrl.refit.plan.planner import RefitPlan
 from dagrl.refit.slices import WeightSlice
-from dagrl.refit.transfers import DeltaMode, RankPlan, Verify
+from dagrl.refit.transfers import RankPlan, Verify
 from dagrl.runtime.store import open_tcp_store, reserve_port
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ def meet(
     target_dtype: str | None = None,
     tied_embeddings: bool = False,
     verify: Verify = "off",
-    delta: DeltaMode = "off",
     while_waiting: Callable[[], object] = lambda: None,
 ) -> tuple[RankPlan, ChannelSpec]:
     """Returns this rank's plan and its end of the channel. Call it in all processes of both sides at once.
@@ -92,10 +91,8 @@ def meet(
         store.set(f"{meeting.side}/size", str(meeting.size))
         store.set(f"{meeting.side}/{meeting.rank}", write_message(here))  # type: ignore[arg-type]
         if meeting.leads:
-            between = partial(
-                plan_between, dtype=dtype, target_dtype=target_dtype, tied_embeddings=tied_embeddings, delta=delta
-            )
-            _plan(meeting, store, between, verify, delta, while_waiting)
+            between = partial(plan_between, dtype=dtype, target_dtype=target_dtype, tied_embeddings=tied_embeddings)
+            _plan(meeting, store, between, verify, while_waiting)
         message = read_message(store.get(f"plan/{meeting.side}/{meeting.rank}"), "train rank 0")
         store.set(f"read/{meeting.side}/{meeting.rank}", "")
         if meeting.leads:  # the store ends with this process's object
@@ -129,7 +126,6 @@ def _plan(
     store: TCPStore,
     between: Callable[..., RefitPlan],
     verify: Verify,
-    delta: DeltaMode,
     while_waiting: Callable[[], object],
 ) -> None:
     """Plans with what all ranks hold, and tells each its part, or all the error."""
@@ -143,7 +139,7 @@ def _plan(
         plan = between(slices[: meeting.size], slices[meeting.size :], hosts, devices, kind)
         address = f"{meeting.address.rpartition(':')[0]}:{reserve_port()}"
         specs = [ChannelSpec(kind, address, rank, plan.size, meeting.timeout_s) for rank in range(plan.size)]
-        answers = [(plan.for_rank(rank, verify, delta=delta), specs[rank]) for rank in range(plan.size)]
+        answers = [(plan.for_rank(rank, verify), specs[rank]) for rank in range(plan.size)]
     except Exception as error:
         ranks = _ranks(store, meeting)
         answers = [error.with_traceback(None)] * len(ranks)

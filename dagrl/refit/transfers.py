@@ -183,16 +183,13 @@ Verify = Literal["off", "checksum"]
 RecordMode = bool | Literal["auto"]
 """Whether refits are replayed as one CUDA graph. `auto`: the first refits measure both ways, later ones use the faster."""
 
-DeltaMode = Literal["off", "lossless"]
-"""Whether a refit sends only what changed since the last one; see `carry/delta.py`."""
-
 
 @dataclass(frozen=True)
 class RankPlan:
     """What one channel rank sends and receives in a refit, in order, and how it is verified and replayed.
 
-    `digest` identifies the whole plan and is equal on all ranks; `verify` and `delta` must be too. Raises RefitPlanError for
-    an unknown `verify` or `delta`.
+    `digest` identifies the whole plan and is equal on all ranks; `verify` must be too. Raises RefitPlanError for
+    an unknown `verify`.
     """
 
     rank: int
@@ -202,12 +199,10 @@ class RankPlan:
     receives: tuple[TransferBucket, ...]
     verify: Verify = "off"
     record: RecordMode = "auto"
-    delta: DeltaMode = "off"
 
     def __post_init__(self) -> None:
-        for key, value, choices in (("verify", self.verify, get_args(Verify)), ("delta", self.delta, get_args(DeltaMode))):
-            if value not in choices:
-                raise RefitPlanError(f"refit.{key} is {value!r}; choose one of {', '.join(choices)}")
+        if self.verify not in get_args(Verify):
+            raise RefitPlanError(f"refit.verify is {self.verify!r}; choose one of {', '.join(get_args(Verify))}")
 
 
 @dataclass(frozen=True)

@@ -390,7 +390,6 @@ def connect_refit(config: Config, plan: RunPlan, train: WorkerGroup, generation:
         tied_embeddings=bool(inputs.hf_config.get("tie_word_embeddings")),
         kind="ipc" if plan.colocated else None,
         verify=config.refit.verify,
-        delta=config.refit.delta,
         timeout_s=config.timeouts.collective_s,
         connect_timeout_s=config.timeouts.start_s,
     )

@@ -7,9 +7,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from tests import channel_cases as cases
 from tests.channel_cases import Kind, Place, run_case
-from tests.channel_suite import ChannelSuite, check_delta
+from tests.channel_suite import ChannelSuite
 
 pytest.importorskip("cupy", reason="needs cupy (dagrl[cu13] or dagrl[cu12])")
 
@@ -47,12 +46,6 @@ def in_stream_order(place: Place) -> object:
 def test_messages_keep_the_order_of_streams() -> None:
     ahead, seen = run_case(in_stream_order, "nccl", 2)
     assert ahead is True and seen == [[float(number)] for number in range(1, 7)]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_delta_refits_send_only_what_changed() -> None:
-    check_delta(run_case(cases.delta, "nccl", 2))
 
 
 @pytest.mark.gpu

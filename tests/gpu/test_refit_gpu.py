@@ -11,7 +11,6 @@ from dagrl.refit import RecordMode, Verify
 from dagrl.refit.carry.endpoint import TRIALS
 from tests import channel_cases as cases
 from tests.channel_cases import Place, run_case
-from tests.gpu.test_refit_kernels import random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -25,23 +24,6 @@ def test_casts_and_transposed_views_in_a_bucket_are_left_to_torch() -> None:
     turned = torch.zeros(64, 64, device="cuda")
     BatchedCopy([cast, same, turned], [source, source, source.t()]).run()
     assert torch.equal(cast, source.bfloat16()) and torch.equal(same, source) and torch.equal(turned, source.t())
-
-
-@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
-def test_changes_on_the_gpu_are_exact(share: float) -> None:
-    """Also in views that start anywhere in a word. Packets are those of the CPU."""
-    from dagrl.refit.carry.changes import apply, encode
-
-    for skip, length in ((0, 40 << 20), (3, 70_001)):
-        old = random((skip + length,), torch.uint8)[skip:]
-        new = torch.where(torch.rand(length, device="cuda") < share, random((length,), torch.uint8), old)
-        received, on_host = old.clone(), old.cpu()
-        packets = encode(new, old, 3 * length)
-        expected = encode(new.cpu(), on_host, 3 * length)
-        assert packets is not None and expected is not None
-        assert all(torch.equal(one.cpu(), other) for one, other in zip(packets, expected, strict=True))
-        apply(packets, received)
-        assert torch.equal(received, new) and torch.equal(old, new)
 
 
 def moved(place: Place) -> object:

@@ -186,7 +186,6 @@ def scheduler(case: Case, groups: Groups) -> Iterator[Scheduler]:
         dtype="float32",
         tied_embeddings=case.model == "qwen3_tied",
         verify="checksum",
-        delta="lossless" if case.generation_tp == 2 else "off",
     )
     assert connected.plan.sources == case.layout.world_size and connected.plan.destinations == case.generation_tp
     assert 0 < connected.floor_s and f"to {case.generation_tp} ranks" in str(connected)
@@ -211,7 +210,7 @@ def test_after_a_refit_both_sides_give_the_same_logprobs(case: Case, scheduler: 
         (reports,) = scheduler.replay(refit, version).result()
         received = sum(report.bytes_received for report in reports)
         assert len(pickle.dumps(reports)) < 10_000
-        assert received > 100_000 or case.generation_tp == 2  # a delta of weights that the warm-up has sent may be empty
+        assert received > 100_000
         batch, sampled = sample(scheduler, version)
         scored = scheduler.replay(logprob_rows, batch).result()["logprobs"]
         inside = sampled != 0

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dagrl.channels.base import Channel, wait_all
 from dagrl.errors import ChannelError, RefitPlanError
-from dagrl.refit.carry.delta import Delta, check_delta
 from dagrl.refit.carry.mapped import MappedMoves
 from dagrl.refit.carry.pack import BucketMemory
 from dagrl.refit.carry.rounds import RefitRounds
@@ -98,7 +97,7 @@ class Handshake:
         for (digest, sent, _), peer in zip(self._others_host.tolist(), self._senders, strict=True):
             if digest != self._digest:
                 raise self._broken(
-                    f"rank {peer} has another refit plan, refit.verify or refit.delta; give every rank its part of one plan"
+                    f"rank {peer} has another refit plan or refit.verify; give every rank its part of one plan"
                 )
             if sent != version:
                 raise self._broken(
@@ -129,18 +128,16 @@ class _Endpoint:
                 f"{channel.spec.size}; make the plan for the ranks that the channel joins"
             )
         self._channel, self._verify, self._record = channel, plan.verify, plan.record
-        check_delta(plan.delta, channel.spec.kind)
         self._mapped = MappedMoves(plan, tensors, channel, lends)
         self.rounds = RefitRounds(self._mapped.rest, tensors, channel)
         """The rounds of this rank, bound to memory."""
-        self._delta = Delta(self.rounds, channel) if plan.delta == "lossless" else None
         self._prepare()
         self._carried_once = False
         self._methods: Autotune[Callable[[], None]] | None = None  # to run all rounds, after the first refit
         self._sums: dict[int, torch.Tensor] = {}  # by the id of the bucket's memory
         self._targets = list(dict.fromkeys(bucket.source for bucket in plan.receives))
         self._receivers = list(dict.fromkeys(bucket.destination for bucket in plan.sends))
-        digest = int(plan.digest[:15], 16) ^ ((plan.verify == "checksum") + 2 * bool(self._delta))
+        digest = int(plan.digest[:15], 16) ^ (plan.verify == "checksum")
         device = None if self._mapped else self.rounds.device
         self._headers = Handshake(channel, digest, self._targets, self._receivers, device)
         self._sent = sum(bucket.nbytes for bucket in plan.sends)
@@ -164,20 +161,13 @@ class _Endpoint:
         if self._verify == "checksum":
             self._compare_sums(version)
         self._channel.synchronize()
-        sent, received = self._sent, self._received
-        if self._delta is not None:
-            self._delta.complete()
-            sent, received = self._delta.sent, self._delta.received
-        return RefitReport(version, sent, received, time.perf_counter() - start)
+        return RefitReport(version, self._sent, self._received, time.perf_counter() - start)
 
     def _prepare(self) -> None:
         """Uploads what verifying needs. During a refit an upload would wait for messages, without the channel's deadline."""
         if self._verify == "checksum":
             for memory in (*self.rounds.sends, *self.rounds.receives):
                 prepare_checksums(memory)
-        if self._delta is not None:
-            for memory in self.rounds.receives:
-                memory.prepare_reload()
 
     def _follow_memory(self) -> None:
         """Binds again if a tensor has new memory; otherwise views, tables and graphs would use freed memory."""
@@ -185,13 +175,11 @@ class _Endpoint:
             self._mapped.bind()
             self._methods, self._carried_once = None, False
             self.rounds.bind(self._mapped.rest)
-            if self._delta is not None:
-                self._delta.forget()
             self._prepare()
 
     def _carry(self) -> None:
         """Runs all rounds: the first time one by one, which also opens connections, later by the faster method."""
-        if not self._carried_once or self._delta is not None:
+        if not self._carried_once:
             self._do(self._run_rounds)
             self._carried_once = True
             return
@@ -221,7 +209,7 @@ class _Endpoint:
 
     def _run_rounds(self) -> None:
         self._sums = {}
-        (self._delta or self.rounds).run(self._keep, self._unpack)
+        self.rounds.run(self._keep, self._unpack)
 
     def _keep(self, memory: BucketMemory) -> None:
         """Keeps the checksums of a bucket that is packed, or unpacked."""
@@ -282,8 +270,3 @@ class RefitReceiver(_Endpoint):
         After an error the weights may be torn and must not be used until a complete refit succeeds.
         """
         return self._run(version)
-
-    def forget(self) -> None:
-        """Makes the next refit send everything, as the tensors have lost their content in their memory."""
-        if self._delta is not None:
-            self._delta.forget()

@@ -72,7 +72,6 @@ class BucketMemory:
         """The bytes of each message, after `bind`."""
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # live views, and their views in messages
         self._copy: BatchedCopy | None = None  # of staged messages
-        self._reload: BatchedCopy | None = None  # the copy back; made by `prepare_reload`
         self._quantizer = BlockQuantizer([])
         self.checksums: ChecksumTable | None = None  # made by `verify.prepare_checksums`
         self.alone = False  # no message needs multiprocessors while it is packed, unpacked or summed
@@ -126,21 +125,6 @@ class BucketMemory:
     def unpack(self) -> None:
         """Copies the messages into the live views, with a cast if dtypes differ."""
         self._run_copy()
-
-    @property
-    def casts(self) -> bool:
-        """Whether some of the bucket has another dtype in its message than in its tensor."""
-        return any(live.dtype != place.dtype for live, place in zip(*self._pairs, strict=True))
-
-    def prepare_reload(self) -> None:
-        """Uploads the table of `reload`."""
-        parts, places = self._pairs
-        self._reload = BatchedCopy(places, parts) if parts else None
-
-    def reload(self) -> None:
-        """Copies the live views into the messages of a received bucket, as they were when it was last unpacked."""
-        if self._reload is not None:
-            self._reload.run(self.alone)
 
     def summed(self) -> list[list[SummedView]]:
         """Returns the memory that each move's checksum covers: live views and scales, or the message if cast or quantized.

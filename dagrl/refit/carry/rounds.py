@@ -83,19 +83,8 @@ class RefitRounds:
         """Whether a tensor has new memory, so that the bound memory must not be used."""
         return self._addresses.moved
 
-    def run(
-        self,
-        packed: BucketCallback,
-        received: BucketCallback,
-        into: Mapping[int, Sequence[torch.Tensor]] | None = None,
-        instead: Mapping[int, Sequence[torch.Tensor]] | None = None,
-    ) -> None:
-        """Sends and receives all buckets. Calls `packed` with each bucket before it is sent, `received` to unpack each.
-
-        `into` has other memory to receive into, by the `id` of the bucket's `BucketMemory`; `instead` has other messages to
-        send, of buckets that are then not packed.
-        """
-        into, instead = into or {}, instead or {}
+    def run(self, packed: BucketCallback, received: BucketCallback) -> None:
+        """Sends and receives all buckets. Calls `packed` with each bucket before it is sent, `received` to unpack each."""
         flying: list[tuple[RefitRound, Sequence[PendingMessage]]] = []
         for round_ in self._rounds:
             # A relayed bucket was received in an earlier round, which must have been unpacked.
@@ -103,22 +92,18 @@ class RefitRounds:
             while len(flying) > depth:
                 self._land(*flying.pop(0), received)
             with annotate(f"refit bucket {round_.number}: pack, post"):
-                if round_.send is not None and id(round_.send) not in instead:
+                if round_.send is not None:
                     round_.send.pack()
                     packed(round_.send)
-                flying.append((round_, self._post(round_, into, instead)))
+                flying.append((round_, self._post(round_)))
         for landing in flying:
             self._land(*landing, received)
 
-    def _post(
-        self, round_: RefitRound, into: Mapping[int, Sequence[torch.Tensor]], instead: Mapping[int, Sequence[torch.Tensor]]
-    ) -> Sequence[PendingMessage]:
+    def _post(self, round_: RefitRound) -> Sequence[PendingMessage]:
         """Posts the round as one group. Both ends of a bucket post its messages in the same order."""
         send, receive = round_.send, round_.receive
-        sends = [(message, send.bucket.destination) for message in instead.get(id(send), send.messages)] if send else []
-        receives = (
-            [(message, receive.bucket.source) for message in into.get(id(receive), receive.messages)] if receive else []
-        )
+        sends = [(message, send.bucket.destination) for message in send.messages] if send else []
+        receives = [(message, receive.bucket.source) for message in receive.messages] if receive else []
         return self._channel.exchange(sends, receives) if sends or receives else []
 
     def _land(self, round_: RefitRound, pending: Sequence[PendingMessage], received: BucketCallback) -> None:

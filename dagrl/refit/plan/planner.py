@@ -42,7 +42,6 @@ from dagrl.refit.transfers import (
     ALIGNMENT,
     DIRECT_BYTES,
     ITEM_BYTES,
-    DeltaMode,
     RankPlan,
     RecordMode,
     TransferBucket,
@@ -127,8 +126,8 @@ class RefitPlan:
         """Number of channel ranks."""
         return self.sources + self.destinations
 
-    def for_rank(self, rank: int, verify: Verify = "off", record: RecordMode = "auto", delta: DeltaMode = "off") -> RankPlan:
-        """Returns the part of channel rank `rank`, and makes its moves. All ranks need the same `verify` and `delta`."""
+    def for_rank(self, rank: int, verify: Verify = "off", record: RecordMode = "auto") -> RankPlan:
+        """Returns the part of channel rank `rank`, and makes its moves. All ranks need the same `verify`."""
         if not 0 <= rank < self.size:
             raise RefitPlanError(f"the rank is {rank}; expected 0 to {self.size - 1} in a refit of {self.size} ranks")
         buckets: list[TransferBucket] = []
@@ -139,7 +138,7 @@ class RefitPlan:
             buckets.append(TransferBucket(bucket.round, source, to, messages, source >= self.sources, mapped))
         sends = tuple(bucket for bucket in buckets if bucket.source == rank)
         receives = tuple(bucket for bucket in buckets if bucket.destination == rank)
-        return RankPlan(rank, self.size, self.digest, sends, receives, verify, record, delta)
+        return RankPlan(rank, self.size, self.digest, sends, receives, verify, record)
 
     def summary(self) -> PlanSummary:
         """Returns bytes per pair and link, balance, staging memory and duration."""

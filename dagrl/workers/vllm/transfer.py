@@ -35,7 +35,7 @@ from dagrl.refit.carry.commit import commit_together
 from dagrl.refit.carry.endpoint import RefitReceiver, RefitSender
 from dagrl.refit.rendezvous import Meeting, meet, while_called
 from dagrl.refit.sources import ToHf, slices_of, tensors_of
-from dagrl.refit.transfers import DeltaMode, Verify
+from dagrl.refit.transfers import Verify
 from dagrl.workers.vllm.destinations import find_destinations
 from dagrl.workers.vllm.loader import take_loaded_model
 from dagrl.workers.vllm.plugin import BACKEND
@@ -60,8 +60,7 @@ class DagrlTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
     `address` is a free `host:port` on the host of rank 0, `world_size` the number of trainer ranks. `target_dtype`: the
     engine's dtype if it differs from the source's. `tied_embeddings`: fill an engine's own head from the embedding.
-    `delta`: `lossless` sends only what changed since the last update. `timeout_s` limits the meeting and every wait of a
-    refit.
+    `timeout_s` limits the meeting and every wait of a refit.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -70,7 +69,6 @@ class DagrlTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     target_dtype: str | None = None
     tied_embeddings: bool = False
     verify: Verify = "off"
-    delta: DeltaMode = "off"
     timeout_s: float = 300.0
 
 
@@ -177,7 +175,6 @@ class DagrlTrainer(TrainerWeightTransferEngine[DagrlTrainerInitInfo]):  # type: 
                 target_dtype=init_info.target_dtype,
                 tied_embeddings=init_info.tied_embeddings,
                 verify=init_info.verify,
-                delta=init_info.delta,
                 while_waiting=check,
             )
             channel = open_channel(spec)

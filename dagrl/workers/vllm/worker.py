@@ -266,8 +266,6 @@ class VllmWorker:
         self._asleep = set(features.SLEEP_TAGS)
         if level == 2:
             self._torn = "the engine slept at level 2 and dropped them"
-            if self._receiver is not None:
-                self._receiver.forget()
         return self._free_bytes() - before
 
     def wake_up(self, tags: Sequence[str] = features.SLEEP_TAGS) -> None:

@@ -188,7 +188,7 @@ def test_both_sides_need_the_same_verify_mode(sends: Verify, receives: Verify) -
     plan, tensors = two_parameters(1 << 20)
     queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
     RefitSender(plan.for_rank(0, sends), tensors[0], MemoryChannel(0, 2, queues)).send(1)
-    with pytest.raises(ChannelError, match=r"another refit plan, refit\.verify or"):
+    with pytest.raises(ChannelError, match=r"another refit plan or refit\.verify"):
         RefitReceiver(plan.for_rank(1, receives), tensors[1], MemoryChannel(1, 2, queues)).receive(1)
 
 

@@ -538,10 +538,6 @@ OVERRIDES = [
         "policy.generation.colocated.enabled ... take turns",
     ),
     (
-        "policy.generation.colocated.enabled=true; refit.delta=lossless",
-        "refit.delta ... policy.generation.colocated.enabled",
-    ),
-    (
         "loss_fn.name=distill; loss_fn.reference_policy_kl_penalty=0",
         "loss_fn.name ... there is no reference policy ... policy.reference_model_name",
     ),
