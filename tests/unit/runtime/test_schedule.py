@@ -621,7 +621,10 @@ def test_a_replay_that_an_interrupt_left_to_be_taken_out_makes_room(
         assert scheduler.replay(other, 1).result() == (2,) and replay.result() == (1,)
 
 
-def test_a_teardown_while_a_result_is_read_ends_that_replay_alone(scheduler: Scheduler, made: list[Graph]) -> None:
+def test_a_teardown_while_a_result_is_read_ends_that_replay_alone(
+    scheduler: Scheduler, made: list[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dagrl.runtime.failures.GRACE_S", 0.1)
     replay = scheduler.replay(other, 1)
 
     def closed(submitted: Packet, timeout_s: float) -> list[Packet]:
