@@ -247,19 +247,20 @@ def test_replays_are_numbered_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [graph.submit(Packet(HEADER, 0)).number for _ in range(2)] == [1, 2]
 
 
-@pytest.mark.parametrize(("may_kill", "killed"), [(True, ["b", "c"]), (False, [])])
+STAY = {"a": [False, True], "b": [False], "c": [], "died": [ActorDiedError()]}
+
+
+@pytest.mark.parametrize(
+    ("answers", "may_kill", "killed", "until"),
+    [(STAY, True, ["b", "c"], 104.0), (STAY, False, [], 104.0), ({"a": [True], "b": [False, False, True]}, True, [], 100.5)],
+    ids=["some stay", "not ours", "all stop"],
+)
 def test_only_workers_of_ours_whose_loops_go_on_are_killed_within_the_one_deadline(
-    monkeypatch: pytest.MonkeyPatch, may_kill: bool, killed: list[str]
+    monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[Any]], may_kill: bool, killed: list[str], until: float
 ) -> None:
-    rays = Rays({"a": [False, True], "b": [False], "c": [], "died": [ActorDiedError()]})
+    rays = Rays({actor: list(given) for actor, given in answers.items()})
     live_graph(monkeypatch, rays, may_kill=may_kill).teardown(4.0)
-    assert sorted(rays.killed) == killed and rays.now <= 104.0
-
-
-def test_a_graph_that_stops_is_waited_for_and_nobody_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rays = Rays({"a": [True], "b": [False, False, True]})
-    live_graph(monkeypatch, rays).teardown(4.0)
-    assert not rays.killed and rays.now < 100.5
+    assert sorted(rays.killed) == killed and rays.now <= until
 
 
 def test_edges_to_other_hosts_are_refused_where_ray_encrypts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,10 +84,8 @@ def test_arrays_may_be_kept_and_memory_of_freed_ones_is_reused(link: Link) -> No
 
 def test_a_read_that_timed_out_resumes(link: Link) -> None:
     writer, reader = link
-    started = time.monotonic()
     with pytest.raises(EdgeTimeoutError):
         reader.read(0.1)
-    assert 0.1 <= time.monotonic() - started < PATIENCE_S
     writer.write(parts("first"), PATIENCE_S)
     assert reader.read(PATIENCE_S) == "first"
     with ThreadPoolExecutor(1) as pool:
@@ -261,10 +259,8 @@ def test_a_message_over_the_limit_is_an_error_and_the_link_survives(link: Link) 
     writer, reader = link
     with pytest.raises(MessageTooLargeError, match="does not fit an edge"):
         writer.write(parts(np.zeros(LIMIT)), 1.0)
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(writer.write, parts("fits"), PATIENCE_S)
-        assert reader.read(PATIENCE_S) == "fits"
-        done.result()
+    writer.write(parts("fits"), PATIENCE_S)
+    assert reader.read(PATIENCE_S) == "fits"
 
 
 def test_a_process_without_the_secret_gets_nothing_and_does_not_block_the_reader(
@@ -275,10 +271,8 @@ def test_a_process_without_the_secret_gets_nothing_and_does_not_block_the_reader
     address = writer.address
     stranger = socket.create_connection((address.host, address.port))
     stranger.sendall(bytes(SECRET_BYTES))
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(writer.write, parts("for the reader alone"), PATIENCE_S)
-        assert reader.read(PATIENCE_S) == "for the reader alone"
-        done.result()
+    writer.write(parts("for the reader alone"), PATIENCE_S)
+    assert reader.read(PATIENCE_S) == "for the reader alone"
     stranger.settimeout(PATIENCE_S)
     assert stranger.recv(1) == b""
     with pytest.raises(OSError):
@@ -307,11 +301,9 @@ def test_a_stranger_that_sends_slowly_does_not_block_the_reader(link: Link, monk
 def test_a_reader_unpickles_nothing_from_a_writer_without_the_secret(link: Link) -> None:
     writer = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
     reader = LinkReader(replace(writer.address, writer_secret=bytes(SECRET_BYTES)))
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(writer.write, parts("not from my writer"), PATIENCE_S)
-        with pytest.raises(EdgeClosedError, match="does not know its secret"):
-            reader.read(PATIENCE_S)
-        done.result()
+    writer.write(parts("not from my writer"), PATIENCE_S)
+    with pytest.raises(EdgeClosedError, match="does not know its secret"):
+        reader.read(PATIENCE_S)
 
 
 def read_from_a_writer(raw: bytes) -> object:
