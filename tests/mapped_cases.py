@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from dagrl.channels import lent
+from dagrl.channels import loans
 from dagrl.channels.ipc import IpcChannel
 from dagrl.channels.ipc_memory import HostSegment
 from dagrl.channels.loans import BORROWED
@@ -55,7 +55,7 @@ def mapped_refit(place: cases.Place) -> object:
     channel, memory = place.open(), SharedMemory()
     assert isinstance(channel, IpcChannel)
     if place.device == "cpu":
-        lent.allocation_of = memory.allocation_of  # type: ignore[assignment]
+        loans.allocation_of = memory.allocation_of  # type: ignore[assignment]
     weights = hf_weights(cases.CONFIG)
     expected = vllm_tensors(weights, cases.CONFIG, 1, 0)
     held = megatron_tensors(weights, cases.CONFIG, layout, 0) if place.rank == 0 else zeros_like(expected)
@@ -78,7 +78,7 @@ def mapped_refit(place: cases.Place) -> object:
                 end.reclaim()
                 assert not channel._table[1, BORROWED]
             if version == 5:
-                lent.allocation_of = lambda tensor: None
+                loans.allocation_of = lambda tensor: None
             for name, tensor in allocated({name: one.data for name, one in live.items()}).items():
                 live[name].data = tensor
         _ = end.send(version) if isinstance(end, RefitSender) else end.receive(version)
