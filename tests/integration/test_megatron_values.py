@@ -149,7 +149,7 @@ def test_a_critic_resumes_in_another_layout(
         assert train(group, batch, "value")["loss"] == pytest.approx(step["loss"], abs=1e-5)
     with (
         megatron_pool.group(ParallelLayout(), config) as group,
-        pytest.raises(WorkerError, match="scalar_head = True"),
+        pytest.raises(WorkerError, match="model scalar = True"),
     ):
         group.call("load_checkpoint", directory)
 
