@@ -941,7 +941,7 @@ def save_checkpoint(config: Config, model: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("policy.random_init.hf_config.num_hidden_layers=4",), "num_hidden_layers = 2 (this run: 4)"),
+        (("policy.random_init.hf_config.num_hidden_layers=4",), "model layers = 2 (this run: 4)"),
         (("policy.precision=bfloat16",), "precision float32, this run has bfloat16"),
         (("policy.peft={enabled: true, dim: 4}",), "LoRA adapters none, this run has {"),
         (("policy.random_init.tokenizer_characters=+=0123456789",), "use the same data, data.seed, data.shuffle, tokenizer"),
