@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -185,49 +184,33 @@ def test_a_new_run_rejects_checkpoints_of_an_earlier_one(store: CheckpointStore)
         store.recover(resume=False)
 
 
-def truncate(directory: Path) -> None:
-    (directory / "train" / "rank_0.pt").write_bytes(b"wei")
+WEIGHTS, STATE, MANIFEST = "train/rank_0.pt", "state.json", "manifest.json"
 
 
-def flip(directory: Path) -> None:
-    (directory / "train" / "rank_0.pt").write_bytes(b"weights of step X")
-
-
-def lose(directory: Path) -> None:
-    (directory / "train" / "rank_0.pt").unlink()
-
-
-def lose_manifest(directory: Path) -> None:
-    (directory / "manifest.json").unlink()
-
-
-def tear_state(directory: Path) -> None:
-    (directory / "state.json").write_text('{"format": 2, "st')
-
-
-def other_format(directory: Path) -> None:
-    (directory / "manifest.json").write_text('{"format": 99}')
-
-
-def lists_nothing(directory: Path) -> None:
-    (directory / "manifest.json").write_text('{"format": 2, "files": {}}')
+def damage(path: Path, content: str | Path | None) -> None:
+    """Overwrites a file, links it to another, or removes it."""
+    if not isinstance(content, str):
+        path.unlink()
+    if isinstance(content, Path):
+        path.symlink_to(content)
+    elif content is not None:
+        path.write_text(content)
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("file", "content", "message"),
     [
-        (truncate, "train/rank_0.pt is damaged: it has 3 bytes, the manifest says 17; remove .*/step_00000001 to resume"),
-        (flip, "train/rank_0.pt is damaged: its CRC-32 differs"),
-        (lose, "train/rank_0.pt is missing; remove .*/step_00000001 to resume from the checkpoint before it"),
-        (lose_manifest, "has no manifest.json"),
-        (tear_state, "state.json is damaged: it has 17 bytes"),
-        (other_format, r"manifest.json.format is not of this version of dagrl \(Input should be 2\)"),
-        (lists_nothing, "does not list state.json"),
+        (WEIGHTS, "wei", "0.pt is damaged: it has 3 bytes, the manifest says 17; remove .*/step_00000001 to resume"),
+        (WEIGHTS, "weights of step X", "train/rank_0.pt is damaged: its CRC-32 differs"),
+        (WEIGHTS, None, "rank_0.pt is missing; remove .*/step_00000001 to resume from the checkpoint before it"),
+        (MANIFEST, None, "has no manifest.json"),
+        (STATE, '{"format": 2, "st', "state.json is damaged: it has 17 bytes"),
+        (MANIFEST, '{"format": 99}', r"format is not of this version of dagrl \(Input should be 2\)"),
+        (MANIFEST, '{"format": 2, "files": {}}', "does not list state.json"),
     ],
 )
-def test_damage_is_an_error_naming_the_file(store: CheckpointStore, damage: Callable[[Path], None], message: str) -> None:
-    directory = save(store, 1)
-    damage(directory)
+def test_damage_is_an_error_naming_the_file(store: CheckpointStore, file: str, content: str | None, message: str) -> None:
+    damage(save(store, 1) / file, content)
     with pytest.raises(CheckpointError, match=message):
         store.latest()
 
@@ -239,9 +222,9 @@ def test_large_files_of_workers_are_read_by_those_who_load_them(
     monkeypatch.setattr(checkpoint_store, "SMALL_FILE_BYTES", 10)
     directory = save(store, 1)
     assert list(large_files(directory, "train")) == ["train/rank_0.pt"] and not large_files(directory, "critic")
-    flip(directory)
+    damage(directory / WEIGHTS, "weights of step X")
     assert store.latest() is not None
-    truncate(directory)
+    damage(directory / WEIGHTS, "wei")
     with pytest.raises(CheckpointError, match="the manifest says 17"):
         store.latest()
     directory = save(store, 2)
@@ -250,30 +233,15 @@ def test_large_files_of_workers_are_read_by_those_who_load_them(
         store.latest()
 
 
-def lose_state(directory: Path) -> None:
-    (directory / "state.json").unlink()
-
-
-def shield_state(directory: Path) -> None:
-    """The state exists but cannot be read, even by root."""
-    lose_state(directory)
-    (directory / "state.json").symlink_to("/proc/self/mem")
-
-
-@pytest.mark.parametrize("damage", [tear_state, lose_state, shield_state])
+@pytest.mark.parametrize("content", ["torn", None, Path("/proc/self/mem")], ids=["torn", "lost", "not readable by root"])
 @pytest.mark.parametrize(("best", "last", "kept"), [(None, 2, [3, 4]), (1, None, [1, 4]), (1, 2, [1, 3, 4])])
 def test_an_unreadable_checkpoint_is_kept_and_not_counted(
-    tmp_path: Path,
-    damage: Callable[[Path], None],
-    best: int | None,
-    last: int | None,
-    kept: list[int],
-    caplog: pytest.LogCaptureFixture,
+    content: str | Path | None, best: int | None, last: int | None, kept: list[int], tmp_path: Path, caplog: Any
 ) -> None:
     store = CheckpointStore(tmp_path, keep_top_k=best, keep_last_k=last)
     save(store, 1, 0.9)
     damaged = save(store, 2, 0.8)
-    damage(damaged)
+    damage(damaged / STATE, content)
     with caplog.at_level(logging.WARNING, "dagrl.run.checkpoint_store"):
         for step in (3, 4):
             save(store, step, 0.1)
