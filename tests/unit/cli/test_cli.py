@@ -57,15 +57,6 @@ def test_config_schema_describes_every_key_of_a_configuration(capsys: pytest.Cap
     assert undescribed == []
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [([], "dagrl config needs a CONFIG, or --schema"), (["--schema", EXAMPLE], "--schema takes no configuration; found")],
-)
-def test_config_takes_a_file_or_schema(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_sft_quickstart_accepts_chat_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,24 +116,6 @@ def test_a_path_that_cannot_be_written_is_one_message(
         main(["inspect", EXAMPLE, "--debug"])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["init", "--model", "m", "--data", "d", "--reward", "", "-o", "/proc/x.yaml"], "-o /proc/x.yaml: cannot write in"),
-        (["view", "docs", "--export", "docs"], "--export docs is a directory; expected: a file"),
-        (["view", "docs", "--export", "page.html", "--samples", "-1"], "--samples is -1; expected 0 or more"),
-        (["examples", "own_loss", "-o", "/proc/x"], "-o /proc/x: cannot write in /proc"),
-        (["examples", "own_loss", "-o", "README.md"], "-o README.md: cannot write in"),
-    ],
-)
-def test_outputs_are_checked_first(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith(f"dagrl: error: {message}")
-
-
 def test_a_reader_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As in `dagrl config --schema | head`."""
     reader, writer = os.pipe()
@@ -180,11 +153,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"dagrl {project['version']}\n"
 
 
-@pytest.mark.parametrize(("command", "needed"), [("train", "CONFIG"), ("inspect", "CONFIG"), ("bench", "NAME")])
-def test_missing_arguments(command: str, needed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([command])
-    assert capsys.readouterr().err.endswith(f"the following arguments are required: {needed}\n")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train"], "the following arguments are required: CONFIG"),
+        (["inspect"], "the following arguments are required: CONFIG"),
+        (["bench"], "the following arguments are required: NAME"),
+        (["train", EXAMPLE, "--dry", "--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_missing_and_unknown_arguments(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2 and capsys.readouterr().err.endswith(f"{message}\n")
 
 
 def test_bench_help_describes_each_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,18 +180,26 @@ def test_bench_help_describes_each_benchmark(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["overhead", "--json", "/proc/x/y.json"], "--json /proc/x/y.json: cannot write in /proc"),
-        (["overhead", "--plot", "step.png"], "--plot step.png needs the package 'matplotlib'"),
-        (["overhead", "--workers", "0"], "argument --workers: found '0'; expected a number of 1 or more"),
-        (["train", "--micro", "-1"], "argument --micro: found '-1'; expected a number of 1 or more"),
-        (["step", "--sides", "synch"], "--sides: found 'synch'; expected 'NAME: a.b=c ...' or one of sync; eager"),
+        (["config"], "dagrl config needs a CONFIG, or --schema"),
+        (["config", "--schema", EXAMPLE], "--schema takes no configuration; found"),
+        (["init", "--model", "m", "--data", "d", "--reward", "", "-o", "/proc/x.yaml"], "-o /proc/x.yaml: cannot write in"),
+        (["view", "docs", "--export", "docs"], "--export docs is a directory; expected: a file"),
+        (["view", "docs", "--export", "page.html", "--samples", "-1"], "--samples is -1; expected 0 or more"),
+        (["examples", "own_loss", "-o", "/proc/x"], "-o /proc/x: cannot write in /proc"),
+        (["examples", "own_loss", "-o", "README.md"], "-o README.md: cannot write in"),
+        (["bench", "overhead", "--json", "/proc/x/y.json"], "--json /proc/x/y.json: cannot write in /proc"),
+        (["bench", "overhead", "--plot", "step.png"], "--plot step.png needs the package 'matplotlib'"),
+        (["bench", "overhead", "--workers", "0"], "argument --workers: found '0'; expected a number of 1 or more"),
+        (["bench", "train", "--micro", "-1"], "argument --micro: found '-1'; expected a number of 1 or more"),
+        (["bench", "step", "--sides", "synch"], "--sides: found 'synch'; expected 'NAME: a.b=c ...' or one of sync; eager"),
     ],
 )
-def test_invalid_benchmark_options_fail_before_measuring(
+def test_arguments_are_checked_first(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(ROOT)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", *words]) == 2
+    assert main(words) == 2
     assert f"dagrl: error: {message}" in capsys.readouterr().err
 
 
@@ -220,10 +209,3 @@ def test_benchmark_settings_are_in_the_wheel() -> None:
     for path in set((ROOT / "bench").rglob("*.yaml")) - set((ROOT / "bench" / "results").rglob("*")):
         package = ".".join(("dagrl", *path.relative_to(ROOT).parts[:-1]))
         assert any(path.match(pattern) for pattern in data[package]), path
-
-
-def test_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", EXAMPLE, "--dry", "--fast"])
-    assert stopped.value.code == 2
-    assert "unrecognized arguments: --fast" in capsys.readouterr().err

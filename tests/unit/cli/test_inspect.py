@@ -148,17 +148,6 @@ def test_workers_without_describe_have_no_plan() -> None:
     assert "no refit plan: a worker class has no static describe" in inspect_config(config, "refit")
 
 
-def test_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("inspect must not start Ray")
-
-    monkeypatch.setattr(ray, "init", refuse)
-    monkeypatch.setattr(ray, "remote", refuse)
-    assert inspect_config(load_config(GRPO))
-
-
 def test_mistakes() -> None:
     config = load_config(SFT)
     with pytest.raises(

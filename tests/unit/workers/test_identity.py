@@ -12,15 +12,10 @@ from dagrl.config import PolicyConfig
 from dagrl.errors import CheckpointError
 from dagrl.workers.megatron.backend import MegatronBackend
 from dagrl.workers.train.identity import WORKER, identity_of, read_worker_file
+from tests.unit.workers.test_megatron_architecture import QWEN3 as MODEL
 
 QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 200,
+    **MODEL,
     "rope_theta": 1000000,
     "rope_scaling": None,
     "eos_token_id": 3,
@@ -46,8 +41,8 @@ MOE = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_to
 FORMAT = MegatronBackend.checkpoint_format
 
 
-def read(directory: Path, model: dict[str, Any], precision: Literal["float32", "bfloat16"] = "float32") -> dict[str, Any]:
-    identity = identity_of(PolicyConfig(precision=precision), model)
+def read(directory: Path, model: dict[str, Any]) -> dict[str, Any]:
+    identity = identity_of(PolicyConfig(precision="float32"), model)
     return read_worker_file(directory, FORMAT, identity, MegatronBackend.computed)
 
 
@@ -85,11 +80,7 @@ def test_equal_models_load_however_they_are_written(tmp_path: Path, saved: dict[
         (QWEN3, SCALED, r"model rope_type = default \(this run: llama3\), factor = None \(this run: 8\.0\)"),
         (SCALED, {**SCALED, "rope_scaling": {"type": "llama3", **LLAMA3, "factor": 4}}, r"model factor = 8\.0 .*: 4\.0\);"),
         (MOE, {**MOE, "norm_topk_prob": True}, r"model normalize_expert_weights = False \(this run: True\);"),
-        (
-            MOE,
-            {**MOE, "mlp_only_layers": [1]},
-            r"moe_layers = .* \(this run: \[True, False, True, True\]\);",
-        ),
+        (MOE, {**MOE, "mlp_only_layers": [1]}, r"moe_layers = .* \(this run: \[True, False, True, True\]\);"),
         ({**QWEN3, "model_type": "gpt2"}, QWEN3, "a model that this version does not train: model_type is 'gpt2'"),
     ],
 )
@@ -101,26 +92,16 @@ def test_another_model_is_rejected_with_the_differing_keys(
         read(tmp_path, mine)
 
 
-def test_another_precision_is_rejected(tmp_path: Path) -> None:
-    write(tmp_path, of(QWEN3))
-    with pytest.raises(CheckpointError, match="written with precision float32, this run has bfloat16"):
-        read(tmp_path, QWEN3, "bfloat16")
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([of(QWEN3)], f"has format 'list', expected '{FORMAT}'"),
-        ({}, f"has format None, expected '{FORMAT}'"),
+        (json.dumps(of(QWEN3, "bfloat16")), "written with precision bfloat16, this run has float32"),
+        (json.dumps([of(QWEN3)]), rf"worker\.json has format 'list', expected '{FORMAT}'"),
+        ("{}", rf"worker\.json has format None, expected '{FORMAT}'"),
+        ("\xff{", r"cannot read .*worker\.json.*written by save_checkpoint"),
     ],
 )
-def test_other_files_are_rejected_with_what_was_found(tmp_path: Path, content: object, message: str) -> None:
-    write(tmp_path, content)
-    with pytest.raises(CheckpointError, match=rf"worker\.json {message}"):
-        read(tmp_path, QWEN3)
-
-
-def test_invalid_json_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / WORKER).write_bytes(b"\xff{")
-    with pytest.raises(CheckpointError, match=r"cannot read .*worker\.json.*written by save_checkpoint"):
+def test_other_files_are_rejected_with_what_was_found(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / WORKER).write_bytes(content.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=message):
         read(tmp_path, QWEN3)
