@@ -9,80 +9,82 @@ from typing import Any
 import pytest
 
 from dagrl.machine import DeviceMemory
-from dagrl.run.colocated import (
-    AMPLE,
-    MARGIN,
-    TRAIN_PARTS,
-    Exchange,
-    MeasuredMemory,
-    SharedDevices,
-)
+from dagrl.run.colocated import AMPLE, MARGIN, TRAIN_PARTS, Exchange, MeasuredMemory, SharedDevices
 from dagrl.runtime.deadline import Deadline
 
 PARTS = {"weights": 10, "optimizer": 60, "gradients": 20}
 GENERATION = {"weights": 10, "kv_cache": 190}
+SIZES = {
+    "train": PARTS,
+    "critic": {"weights": 8, "optimizer": 30, "gradients": 10},
+    "teacher": {"weights": 40, "optimizer": 0, "gradients": 0},
+    "generation": GENERATION,
+}
+STATES = ("train", "critic", "teacher")
 ACTIVATIONS = 50
 ROLES = (("train",), ("train", "generation"), ("generation",))
+DEADLINE = Deadline(1, "timeouts.replay_s")
 
 
 class SimulatedGpu:
-    """Counts the bytes of both sides, and is the worker group of both. A training phase caches memory."""
+    """Counts the bytes of generation and of train states, each of whose phases caches `ACTIVATIONS` until an offload."""
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.state: set[str] = set()
-        self.cached = 0
-        self.awake = set(GENERATION)
-        self.calls: list[str] = []
+    def __init__(self, total: int, *states: str, measures: bool = True) -> None:
+        self.total, self.measures = total, measures
+        self.held: dict[str, set[str]] = {**{role: set() for role in states}, "generation": set(GENERATION)}
+        self.cached = dict.fromkeys(states, 0)
+        self.running = set[str]()
+        self.moved = list[tuple[str, str]]()
+
+    def shared(self, exchange: Exchange, resident: bool = False) -> SharedDevices:
+        """Shares it between a group of one worker for each role."""
+        groups: dict[str, Any] = {role: Group(self, role) for role in self.held}
+        generation = groups.pop("generation")
+        shared = SharedDevices(groups, generation, 2, unmeasured, DEADLINE, exchange, resident)
+        shared.finish = self.running.discard
+        return shared
 
     @property
-    def used(self) -> int:
-        return sum(PARTS[part] for part in self.state) + self.cached + sum(GENERATION[part] for part in self.awake)
+    def free(self) -> int:
+        used = sum(SIZES[role][part] for role, parts in self.held.items() for part in parts)
+        return self.total - used - sum(self.cached.values())
 
-    def call(self, method: str, *args: Any, deadline: Deadline) -> list[Any]:
-        if method != "device_memory":
-            self.calls.append(method)
-        answer = getattr(self, method)(*args)
-        assert self.used <= self.total, f"out of memory after {self.calls}"
-        return [answer]
-
-    def offload(self, parts: tuple[str, ...]) -> None:
-        assert self.state >= set(parts)
-        self.state -= set(parts)
-        self.cached = 0
-
-    def reload(self, parts: tuple[str, ...]) -> None:
-        assert not self.state & set(parts)
-        self.state |= set(parts)
-
-    def sleep(self, level: int) -> int:
-        assert self.awake == set(GENERATION), "vLLM falls asleep only from wide awake"
-        self.awake = set()
-        return sum(GENERATION.values())
-
-    def wake_up(self, tags: tuple[str, ...]) -> None:
-        self.awake |= set(tags)
-
-    def device_memory(self) -> DeviceMemory | None:
-        return DeviceMemory(self.total - self.used, self.total, PARTS)
+    def called(self, role: str, method: str, *args: Any) -> Any:
+        if method == "device_memory":
+            return DeviceMemory(self.free, self.total, SIZES[role]) if self.measures else None
+        assert role not in self.running, f"{method} of {role} while its replay runs"
+        self.moved.append((role, method))
+        if method in ("offload", "sleep"):
+            gone = set(args[0]) if method == "offload" else set(GENERATION)
+            assert self.held[role] >= gone
+            self.held[role] -= gone
+            self.cached[role] = 0
+            return sum(GENERATION.values())
+        assert not self.held[role] & set(args[0])
+        self.held[role] |= set(args[0])
+        assert self.free >= 0, f"out of memory after {self.moved}"
+        return None
 
     def work(self, roles: tuple[str, ...]) -> None:
-        """Runs a phase of `roles`."""
-        if roles == ("train",):
-            assert self.state == set(TRAIN_PARTS)
-            self.cached = ACTIVATIONS
-        if roles == ("generation",):
-            assert self.awake == set(GENERATION)
+        """Begins a phase of `roles`, which runs until `finish`."""
         if len(roles) == 2:
-            assert "weights" in self.state and "weights" in self.awake
-        assert self.used <= self.total, f"out of memory in {roles} after {self.calls}"
+            assert all("weights" in self.held[role] for role in roles)
+        else:
+            assert self.held[roles[0]] == set(SIZES[roles[0]]), roles
+            if roles[0] in STATES:
+                self.cached[roles[0]] = ACTIVATIONS
+                self.running.add(roles[0])
+        assert self.free >= 0, f"out of memory in {roles} after {self.moved}"
 
 
-class HostAlone(SimulatedGpu):
-    """A machine without a GPU."""
+class Group:
+    """A group of one worker on a simulated GPU."""
 
-    def device_memory(self) -> None:
-        return None
+    def __init__(self, gpu: SimulatedGpu, role: str) -> None:
+        self.gpu, self.role = gpu, role
+
+    def call(self, method: str, *args: Any, deadline: Deadline) -> list[Any]:
+        return [self.gpu.called(self.role, method, *args)]
 
 
 @contextmanager
@@ -103,9 +105,12 @@ def calls_of_a_step(gpu: SimulatedGpu, exchange: Exchange) -> list[str]:
 
 def started(gpu: SimulatedGpu, exchange: Exchange, resident: bool) -> SharedDevices:
     if resident:
-        gpu.state = set(TRAIN_PARTS)
-    deadline = Deadline(1, "timeouts.replay_s")
-    return SharedDevices({"train": gpu}, gpu, 2, unmeasured, deadline, exchange, resident)  # type: ignore[arg-type, dict-item]
+        gpu.held["train"] = set(TRAIN_PARTS)
+    return gpu.shared(exchange, resident)
+
+
+def calls_of(gpu: SimulatedGpu) -> list[str]:
+    return [method for _, method in gpu.moved]
 
 
 def warm_up(gpu: SimulatedGpu, shared: SharedDevices, late: int, *turns: tuple[str, ...]) -> None:
@@ -119,12 +124,12 @@ def warm_up(gpu: SimulatedGpu, shared: SharedDevices, late: int, *turns: tuple[s
 
 def third_step(gpu: SimulatedGpu, shared: SharedDevices) -> list[str]:
     for _ in range(3):
-        gpu.calls.clear()
+        gpu.moved.clear()
         for roles in ROLES:
             shared.give_to(roles)
             gpu.work(roles)
-    assert shared.moves == bool(gpu.calls)
-    return gpu.calls
+    assert shared.moves == bool(gpu.moved)
+    return calls_of(gpu)
 
 
 def total_for(used: int) -> int:
@@ -153,7 +158,7 @@ WHOLLY = ["sleep", "reload", "offload", "wake_up", "offload", "wake_up"]
     ],
 )
 def test_auto_keeps_what_fits(total: int, calls: list[str]) -> None:
-    assert calls_of_a_step(SimulatedGpu(total), "auto") == calls
+    assert calls_of_a_step(SimulatedGpu(total, "train"), "auto") == calls
 
 
 ALONE = ["sleep", "offload", "wake_up"]
@@ -175,97 +180,34 @@ def test_a_start_with_both_roles_moves_nothing_that_fits(
     total: int, late: int, at_start: list[str], calls: list[str]
 ) -> None:
     """Planning a refit, then the warm-up in the order of a run. Generation takes `late` more bytes than at its start."""
-    gpu = SimulatedGpu(total)
+    gpu = SimulatedGpu(total, "train")
     shared = started(gpu, "auto", resident=True)
     shared.give_to(("train", "generation"))
-    assert gpu.calls == []
+    assert gpu.moved == []
     shared.measure_turns()
     warm_up(gpu, shared, late, ("train",), ("generation",), ("train", "generation"))
-    assert gpu.calls == at_start
+    assert calls_of(gpu) == at_start
     assert third_step(gpu, shared) == calls
 
 
 def test_always_and_never() -> None:
-    assert calls_of_a_step(SimulatedGpu(10 * EVERYTHING), "always") == WHOLLY
-    assert calls_of_a_step(SimulatedGpu(EVERYTHING), "never") == []
+    assert calls_of_a_step(SimulatedGpu(10 * EVERYTHING, "train"), "always") == WHOLLY
+    assert calls_of_a_step(SimulatedGpu(EVERYTHING, "train"), "never") == []
     with pytest.raises(AssertionError, match="out of memory"):
-        calls_of_a_step(SimulatedGpu(EVERYTHING - 1), "never")
+        calls_of_a_step(SimulatedGpu(EVERYTHING - 1, "train"), "never")
 
 
 def test_auto_without_a_gpu_moves_nothing() -> None:
-    assert calls_of_a_step(HostAlone(10 * EVERYTHING), "auto") == []
+    assert calls_of_a_step(SimulatedGpu(10 * EVERYTHING, "train", measures=False), "auto") == []
 
 
-class Group:
-    """A group of one worker on the simulated GPU of `States`."""
-
-    def __init__(self, gpu: States, role: str) -> None:
-        self.gpu, self.role = gpu, role
-
-    def call(self, method: str, *args: Any, deadline: Deadline) -> list[Any]:
-        return [self.gpu.called(self.role, method, *args)]
-
-
-SIZES = {
-    "train": {"weights": 10, "optimizer": 60, "gradients": 20},
-    "critic": {"weights": 8, "optimizer": 30, "gradients": 10},
-    "teacher": {"weights": 40, "optimizer": 0, "gradients": 0},
-    "generation": GENERATION,
-}
-STATES = ("train", "critic", "teacher")
 STEP = (("critic",), ("train",), ("teacher",), ("critic",), ("train",), ("train", "generation"), ("generation",))
-
-
-class States:
-    """A simulated GPU with four groups. Every phase of a train state caches `ACTIVATIONS` until an offload."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.held: dict[str, set[str]] = {**{role: set() for role in STATES}, "generation": set(GENERATION)}
-        self.cached = dict.fromkeys(STATES, 0)
-        self.running = set[str]()
-        self.moved = list[tuple[str, str]]()
-
-    @property
-    def free(self) -> int:
-        used = sum(SIZES[role][part] for role, parts in self.held.items() for part in parts)
-        return self.total - used - sum(self.cached.values())
-
-    def called(self, role: str, method: str, *args: Any) -> Any:
-        if method == "device_memory":
-            return DeviceMemory(self.free, self.total, SIZES[role])
-        assert role not in self.running, f"{method} of {role} while its replay runs"
-        self.moved.append((role, method))
-        if method in ("offload", "sleep"):
-            gone = set(args[0]) if method == "offload" else set(GENERATION)
-            assert self.held[role] >= gone
-            self.held[role] -= gone
-            self.cached[role] = 0
-            return sum(GENERATION.values())
-        assert not self.held[role] & set(args[0])
-        self.held[role] |= set(args[0])
-        assert self.free >= 0, f"out of memory after {self.moved}"
-        return None
-
-    def work(self, roles: tuple[str, ...]) -> None:
-        """Begins a phase of `roles`, which runs until `finish`."""
-        if len(roles) == 2:
-            assert all("weights" in self.held[role] for role in roles)
-        else:
-            assert self.held[roles[0]] == set(SIZES[roles[0]]), roles
-            if roles[0] in STATES:
-                self.cached[roles[0]] = ACTIVATIONS
-                self.running.add(roles[0])
-        assert self.free >= 0, f"out of memory in {roles} after {self.moved}"
 
 
 def turns_of_a_step(total: int, exchange: Exchange) -> list[tuple[str, str]]:
     """Returns what moves in the third step of PPO with a teacher, after the warm-up."""
-    gpu = States(total)
-    groups: dict[str, Any] = {role: Group(gpu, role) for role in SIZES}
-    generation = groups.pop("generation")
-    shared = SharedDevices(groups, generation, 2, unmeasured, Deadline(1, "timeouts.replay_s"), exchange)
-    shared.finish = gpu.running.discard
+    gpu = SimulatedGpu(total, *STATES)
+    shared = gpu.shared(exchange)
     for roles in (("train", "generation"), ("generation",), ("train",), ("critic",), ("teacher",)):
         shared.give_to((*roles, "judge"), keep_generation_weights=True)  # a judge on other GPUs
         gpu.work(roles)
@@ -314,13 +256,9 @@ def test_states_stay_next_to_each_other_while_generation_sleeps() -> None:
 
 def test_no_moves_without_exchange() -> None:
     everything = ALL_STATES + sum(GENERATION.values()) + 3 * ACTIVATIONS
-    gpu = States(everything)
-    groups: dict[str, Any] = {role: Group(gpu, role) for role in SIZES}
-    generation = groups.pop("generation")
-    for group in groups.values():
-        group.call("reload", TRAIN_PARTS, deadline=Deadline(1, "timeouts.replay_s"))
-    gpu.moved.clear()
-    shared = SharedDevices(groups, generation, 2, unmeasured, Deadline(1, "timeouts.replay_s"), "never", True)
+    gpu = SimulatedGpu(everything, *STATES)
+    gpu.held.update({role: set(TRAIN_PARTS) for role in STATES})
+    shared = gpu.shared("never", resident=True)
     for roles in (*STEP, *STEP):
         shared.give_to(roles)
     assert gpu.moved == []
