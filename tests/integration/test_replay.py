@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from dagrl.errors import ConfigError, DeadlineError, PhaseError, RunError, WorkerError
+from dagrl.errors import ConfigError, DeadlineError, PhaseError, WorkerError
 from dagrl.run.local_cluster import cluster_processes
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.executors.node import drain_runs
@@ -143,41 +143,10 @@ def test_rows_come_back_in_input_order_without_padding(scheduler: Scheduler, len
     np.testing.assert_array_equal(result["lengths"], lengths)
 
 
-def test_tokens_are_counted_once_and_constants_arrive(scheduler: Scheduler) -> None:
-    assert sum(scheduler.replay(count_tokens, ragged([5, 1, 3, 8])).result()) == 17 * 3
-
-
-def test_every_worker_answers_in_shard_order(scheduler: Scheduler) -> None:
-    assert scheduler.replay(ranks, "x").result() == ([0, 2], [1, 3])  # shard 0 is ranks 0 and 2: Megatron's order
-
-
-def test_stages_pass_values_on(scheduler: Scheduler) -> None:
-    assert scheduler.replay(chain, 40).result() == (42, 42)
-
-
-def test_groups_of_different_shards_share_one_graph(scheduler: Scheduler) -> None:
-    assert scheduler.replay(both, "x").result() == ([0, 2, 1, 3, 0, 1],)
-
-
-def test_several_outputs(scheduler: Scheduler) -> None:
-    assert scheduler.replay(two_outputs, "x").result() == ((0, 1), ([0, 2], [1, 3]))
-
-
-def test_a_batch_over_the_largest_bucket_is_refused(scheduler: Scheduler) -> None:
-    with pytest.raises(ConfigError, match=r"no bucket holds .* largest is 4 x 8"):
-        scheduler.replay(double, ragged([9, 1]))
-    assert scheduler.replay(ranks, "after").result() == ([0, 2], [1, 3])
-
-
 def test_a_result_over_its_channel_is_an_error_that_names_the_limit(scheduler: Scheduler) -> None:
     with pytest.raises(PhaseError, match="raise SchedulerOptions"):
         scheduler.replay(large, 1 << 20).result()
     assert len(scheduler.replay(large, 10).result()) == 2
-
-
-def test_an_input_over_its_channel_is_refused(scheduler: Scheduler) -> None:
-    with pytest.raises(RunError, match="has room for"):
-        scheduler.replay(ranks, "x" * 100_000)
 
 
 def test_an_exception_names_worker_phase_and_replay_and_the_graph_lives_on(scheduler: Scheduler) -> None:
@@ -259,13 +228,6 @@ def test_a_thread_that_waits_does_not_hold_up_replays_of_other_phases(scheduler:
         finally:
             released.touch()
         assert waiting.result() == ("done", "done")
-
-
-def test_rows_can_be_dealt_out_by_the_caller(scheduler: Scheduler) -> None:
-    lengths = np.array([3, 1, 2], np.int64)
-    batch = Batch({"tokens": np.ones((3, 3), np.int64), "lengths": lengths})
-    dealt = [np.array([1], np.intp), np.array([0, 2], np.intp)]
-    assert scheduler.replay(count_tokens, batch, rows=dealt).result() == (1 * 3, 5 * 3)
 
 
 def test_more_replays_than_fit_in_flight_wait_for_the_oldest(scheduler: Scheduler) -> None:
