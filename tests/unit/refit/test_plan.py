@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit import TIED_HEAD, RefitPlan, Verify, WeightSlice, plan_refit
-from dagrl.refit.plan.coverage import PlacedPart, cover, distinct_lists, index_sources, prove_covered, split, subtract
-from dagrl.refit.slices import Box, Scales, expand, intersect, volume
+from dagrl.refit.plan.coverage import PlacedPart, cover, distinct_lists, index_sources, prove_covered
+from dagrl.refit.slices import Box, Scales, expand, volume
 from dagrl.refit.strided import stack_experts
 from dagrl.refit.transfers import DIRECT_BYTES, aligned
 from dagrl.runtime.layout import ParallelLayout
@@ -372,28 +372,6 @@ def test_the_proof_finds_a_lost_and_a_duplicated_part() -> None:
     shifted = PlacedPart(replace(pieces[1].part, box=((4, 7), (0, 4))), wanted)
     with pytest.raises(RefitPlanError, match="every element must be written exactly once"):
         prove_covered([wanted], [pieces[0], shifted])
-
-
-boxes = st.lists(st.tuples(st.integers(0, 6), st.integers(1, 6)).map(lambda p: (p[0], p[0] + p[1])), min_size=3, max_size=3)
-
-
-@given(boxes, boxes)
-def test_subtract_leaves_a_partition(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
-    box = tuple(first)
-    hole = intersect(box, tuple(second))
-    if hole is not None:
-        rest = subtract(box, hole)
-        assert sum(map(volume, rest)) + volume(hole) == volume(box)
-        parts = [*rest, hole]
-        assert all(intersect(a, b) is None for i, a in enumerate(parts) for b in parts[i + 1 :])
-
-
-@given(boxes, st.integers(1, 50))
-def test_split_is_a_partition_of_bounded_parts(first: list[tuple[int, int]], elements: int) -> None:
-    parts = list(split(tuple(first), elements))
-    assert sum(map(volume, parts)) == volume(tuple(first))
-    assert all(volume(part) <= elements for part in parts)
-    assert all(intersect(a, b) is None for i, a in enumerate(parts) for b in parts[i + 1 :])
 
 
 def test_a_rank_with_one_expert_of_a_layer_describes_it_without_a_stack() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from dagrl.config import RewardConfig, RewardShapingConfig
 from dagrl.errors import ConfigError, RunError
-from dagrl.rl.functions.answers import described, is_coroutine
+from dagrl.rl.functions.answers import described
 from dagrl.rl.rewards import (
     RewardRunner,
     Rewards,
@@ -260,14 +260,6 @@ def test_a_hanging_coroutine_costs_only_itself_and_no_retry(tmp_path: Path) -> N
     assert noted.read_text().splitlines() == ["hang", *["ab"] * 19], "each is asked once"
     assert rewards.values.tolist() == [0.0, *[2.0] * 19]
     assert (rewards.failed, rewards.message) == (1, "no answer within reward.timeout_s = 1 s")
-
-
-def test_an_object_with_an_async_call_is_a_coroutine_function() -> None:
-    class Judge:
-        async def __call__(self, prompt: str) -> float:
-            return 0.0
-
-    assert is_coroutine(Judge()) and is_coroutine(Judge().__call__) and not is_coroutine(exact_match)
 
 
 def test_a_single_sample_is_not_retried(tmp_path: Path) -> None:

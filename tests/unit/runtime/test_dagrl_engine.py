@@ -89,15 +89,6 @@ def test_what_was_read_is_not_looked_for_again_where_the_next_message_may_be() -
     assert [value for value, *_ in outputs.read(Submitted(2, HEADER), 1.0)] == ["near 2", "other"]
 
 
-def test_a_mailbox_that_stays_empty_is_a_timeout() -> None:
-    mailbox = Mailbox.create(1, 4)
-    outputs = outputs_of([Posted()], mailbox)
-    with pytest.raises(EdgeTimeoutError):
-        outputs.read(Submitted(1, HEADER), 0.05)
-    mailbox.post(0, 1, pickle.dumps(("late", 0.1, ())), 1.0)
-    assert outputs.read(Submitted(1, HEADER), 1.0) == [("late", 0.1, ())]
-
-
 def failure(rank: int) -> WorkerFailure:
     return WorkerFailure("train", rank, "", "", rank, "phase", 7, "train.step", "raised", "ValueError", "traceback", rank)
 

@@ -62,23 +62,23 @@ def own() -> tuple[Any, str]:
     return segment_attention, "own"
 
 
-def test_auto_takes_what_is_faster(engine: Any) -> None:
-    assert chosen(policy()) == (engine.faster_attention, "tensorwise")
-
-
-def test_always_takes_everything(engine: Any) -> None:
-    assert chosen(policy("always")) == (engine.segment_attention, "tensorwise")
-
-
-def test_never_takes_nothing_but_the_recipe_that_is_its_own(engine: Any) -> None:
-    assert chosen(policy("never")) == own()
-    assert chosen(policy("never", "blockwise")) == (own()[0], "blockwise")
-
-
-def test_auto_takes_nothing_on_gpus_where_nothing_was_measured(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert chosen(policy()) == own()
-    assert chosen(policy("always")) == (engine.segment_attention, "tensorwise")
+@pytest.mark.parametrize(
+    ("wanted", "recipe", "capability", "attention"),
+    [
+        ("auto", "tensorwise", 9, "faster_attention"),
+        ("always", "tensorwise", 9, "segment_attention"),
+        ("never", "tensorwise", 9, None),
+        ("never", "blockwise", 9, None),  # except for the recipe, which is its own
+        ("auto", "tensorwise", 10, None),  # where nothing was measured
+        ("always", "tensorwise", 10, "segment_attention"),
+    ],
+)
+def test_what_is_taken_of_it(
+    wanted: str, recipe: str, capability: int, attention: str | None, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    attend, float8 = own() if attention is None else (getattr(engine, attention), "tensorwise")
+    assert chosen(policy(wanted, recipe)) == (attend, recipe if recipe == "blockwise" else float8)
 
 
 @pytest.mark.parametrize(
