@@ -124,7 +124,7 @@ def test_bf16_steps_are_as_close_to_float32_as_with_sequential_experts(
         def join_weights(self) -> None: ...
 
     monkeypatch.setattr("dagrl.workers.megatron.model.GroupedExperts", Sequential)
-    near, near_loss, near_norm = step_of(models[name], "bfloat16", SequentialMLP, **WAYS[way])
+    near, near_loss, near_norm = step_of(models[name], "bfloat16", Sequential, **WAYS[way])
     assert error(near, truth.gradients) < 0.05
     assert error(found, truth.gradients) < 1.2 * error(near, truth.gradients) + 1e-3
     assert loss == pytest.approx(near_loss, rel=2e-3)

@@ -63,7 +63,7 @@ def test_steps_equal_those_of_sequential_experts(
         def join_weights(self) -> None: ...
 
     monkeypatch.setattr("dagrl.workers.megatron.model.GroupedExperts", Sequential)
-    expected, expected_loss, expected_norm = step_of(tiny_models[name], "float32", SequentialMLP, **WAYS[way])
+    expected, expected_loss, expected_norm = step_of(tiny_models[name], "float32", Sequential, **WAYS[way])
     assert found.keys() == expected.keys()
     for key, gradient in expected.items():
         np.testing.assert_allclose(found[key], gradient, rtol=1e-4, atol=1e-6, err_msg=key)
