@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import re
 import socket
 import threading
@@ -22,16 +21,12 @@ from hypothesis import strategies as st
 from dagrl.runtime.edges.link import POOL, SECRET_BYTES, LinkAddress, LinkReader, LinkWriter, _blocks
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError, MessageTooLargeError
 from dagrl.runtime.edges.packet import Header, Packet
+from dagrl.runtime.edges.pickling import dump
 
 LIMIT = 32 << 20
 IN_FLIGHT = 2
 LARGE = 16 << 20  # more than the buffers of a socket hold
 PATIENCE_S = 30.0  # for what takes a moment, on a machine that does other things
-
-
-def parts(value: object) -> list[bytes | memoryview]:
-    buffers: list[pickle.PickleBuffer] = []
-    return [pickle.dumps(value, protocol=5, buffer_callback=buffers.append), *(buffer.raw() for buffer in buffers)]
 
 
 @pytest.fixture
@@ -58,7 +53,7 @@ def test_messages_of_any_size_arrive_in_order(link: Link) -> None:
         *(np.full(size, 7, np.uint8) for size in np.random.default_rng(0).choice([1, 1000, 100_000, 5_000_000], 40)),
     ]  # sent at once, and later by a thread
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(lambda: [link[0].write(parts(value), PATIENCE_S) for value in values])
+        done = pool.submit(lambda: [link[0].write(dump(value), PATIENCE_S) for value in values])
         for value in values:
             np.testing.assert_equal(link[1].read(PATIENCE_S), value)
         done.result()
@@ -68,7 +63,7 @@ def test_arrays_may_be_kept_and_memory_of_freed_ones_is_reused(link: Link) -> No
     writer, reader = link
     kept, addresses = [], []
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(lambda: [writer.write(parts(np.full(200_000, number)), PATIENCE_S) for number in range(12)])
+        done = pool.submit(lambda: [writer.write(dump(np.full(200_000, number)), PATIENCE_S) for number in range(12)])
         for number in range(12):
             array = reader.read(PATIENCE_S)
             if number < 7:
@@ -86,10 +81,10 @@ def test_a_read_that_timed_out_resumes(link: Link) -> None:
     writer, reader = link
     with pytest.raises(EdgeTimeoutError):
         reader.read(0.1)
-    writer.write(parts("first"), PATIENCE_S)
+    writer.write(dump("first"), PATIENCE_S)
     assert reader.read(PATIENCE_S) == "first"
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(writer.write, parts(np.arange(1_000_000)), PATIENCE_S)
+        done = pool.submit(writer.write, dump(np.arange(1_000_000)), PATIENCE_S)
         while True:
             try:
                 array = reader.read(0.0)
@@ -107,7 +102,7 @@ def test_two_links_written_before_they_are_read_do_not_deadlock() -> None:
     for _ in range(2):  # before the readers have connected, and afterwards
         for number in range(IN_FLIGHT):
             for side, writer in enumerate(writers):
-                writer.write(parts(np.full(LARGE, 10 * number + side, np.uint8)), PATIENCE_S)
+                writer.write(dump(np.full(LARGE, 10 * number + side, np.uint8)), PATIENCE_S)
         for number in range(IN_FLIGHT):
             for side, reader in enumerate(readers):
                 array = reader.read(PATIENCE_S)
@@ -120,7 +115,7 @@ def test_two_links_written_before_they_are_read_do_not_deadlock() -> None:
 def test_written_buffers_may_be_changed_afterwards(link: Link) -> None:
     writer, reader = link
     array = np.ones(LARGE, np.uint8)
-    writer.write(parts(array), PATIENCE_S)
+    writer.write(dump(array), PATIENCE_S)
     array[:] = 2
     assert (reader.read(PATIENCE_S) == np.ones(LARGE, np.uint8)).all()  # type: ignore[attr-defined]
 
@@ -129,23 +124,23 @@ def test_a_write_waits_for_room_until_its_deadline_and_the_link_survives(link: L
     """The reader has not connected at first. Unsent messages must not pile up."""
     writer, reader = link
     for number in range(IN_FLIGHT):
-        writer.write(parts(number), PATIENCE_S)
+        writer.write(dump(number), PATIENCE_S)
     started = time.monotonic()
     with pytest.raises(EdgeTimeoutError, match="unconnected reader"):
-        writer.write(parts("too many"), 0.1)
+        writer.write(dump("too many"), 0.1)
     assert 0.1 <= time.monotonic() - started < PATIENCE_S
     assert [reader.read(PATIENCE_S) for _ in range(IN_FLIGHT)] == list(range(IN_FLIGHT))
-    writer.write(parts("after"), PATIENCE_S)
+    writer.write(dump("after"), PATIENCE_S)
     assert reader.read(PATIENCE_S) == "after"
 
 
 def unread(link: Link, messages: int = IN_FLIGHT) -> None:
     """Fills a link whose reader has connected and reads no more."""
     writer, reader = link
-    writer.write(parts("come"), PATIENCE_S)
+    writer.write(dump("come"), PATIENCE_S)
     assert reader.read(PATIENCE_S) == "come"
     for _ in range(messages):
-        writer.write(parts(np.zeros(LARGE, np.uint8)), PATIENCE_S)
+        writer.write(dump(np.zeros(LARGE, np.uint8)), PATIENCE_S)
 
 
 def senders() -> list[threading.Thread]:
@@ -173,18 +168,18 @@ def test_a_reader_that_is_gone_is_an_error_that_names_both_ends(link: Link, wait
     assert threads
     with ThreadPoolExecutor(1) as pool:
         if waits:
-            done = pool.submit(writer.write, parts(1), None)
+            done = pool.submit(writer.write, dump(1), None)
             time.sleep(0.1)
             cut(reader, killed)
         else:
             cut(reader, killed)
             assert gone(threads)
-            done = pool.submit(writer.write, parts(1), None)
+            done = pool.submit(writer.write, dump(1), None)
         with pytest.raises(EdgeLostError, match=rf"from {host}:{port} to 127\.0\.0\.1:\d+: "):
             done.result(PATIENCE_S)
     assert gone(threads) and writer.lost is not None and not writer._unsent
     with pytest.raises(EdgeLostError):
-        writer.write(parts(1), PATIENCE_S)
+        writer.write(dump(1), PATIENCE_S)
 
 
 def test_a_writer_that_is_gone_is_an_error_that_names_both_ends(link: Link) -> None:
@@ -204,11 +199,11 @@ def test_closing_ends_the_thread_and_pending_calls_and_is_not_a_loss(connected: 
         unread((writer, reader))
     else:
         for _ in range(IN_FLIGHT):
-            writer.write(parts(1), PATIENCE_S)
+            writer.write(dump(1), PATIENCE_S)
     threads = senders()
     assert threads
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(writer.write, parts(1), None)
+        done = pool.submit(writer.write, dump(1), None)
         time.sleep(0.1)
         writer.close()
         with pytest.raises(EdgeClosedError) as caught:
@@ -234,7 +229,7 @@ def test_links_that_are_closed_leave_no_threads_and_no_sockets() -> None:
 def test_the_threads_of_unsent_messages_do_not_keep_the_process() -> None:
     never, full = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT), LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
     reader = LinkReader(full.address)
-    never.write(parts(1), PATIENCE_S)
+    never.write(dump(1), PATIENCE_S)
     unread((full, reader))
     threads = senders()
     assert len(threads) == 2 and all(thread.daemon for thread in threads)
@@ -258,8 +253,8 @@ def test_a_dead_host_is_noticed_within_a_minute(link: Link) -> None:
 def test_a_message_over_the_limit_is_an_error_and_the_link_survives(link: Link) -> None:
     writer, reader = link
     with pytest.raises(MessageTooLargeError, match="does not fit an edge"):
-        writer.write(parts(np.zeros(LIMIT)), 1.0)
-    writer.write(parts("fits"), PATIENCE_S)
+        writer.write(dump(np.zeros(LIMIT)), 1.0)
+    writer.write(dump("fits"), PATIENCE_S)
     assert reader.read(PATIENCE_S) == "fits"
 
 
@@ -271,7 +266,7 @@ def test_a_process_without_the_secret_gets_nothing_and_does_not_block_the_reader
     address = writer.address
     stranger = socket.create_connection((address.host, address.port))
     stranger.sendall(bytes(SECRET_BYTES))
-    writer.write(parts("for the reader alone"), PATIENCE_S)
+    writer.write(dump("for the reader alone"), PATIENCE_S)
     assert reader.read(PATIENCE_S) == "for the reader alone"
     stranger.settimeout(PATIENCE_S)
     assert stranger.recv(1) == b""
@@ -292,7 +287,7 @@ def test_a_stranger_that_sends_slowly_does_not_block_the_reader(link: Link, monk
     with socket.create_connection((writer.address.host, writer.address.port)) as stranger:
         dripping = threading.Thread(target=drip, args=(stranger,))
         dripping.start()
-        writer.write(parts("value"), 1.0)
+        writer.write(dump("value"), 1.0)
         assert reader.read(5.0) == "value"
         over.set()
         dripping.join()
@@ -301,7 +296,7 @@ def test_a_stranger_that_sends_slowly_does_not_block_the_reader(link: Link, monk
 def test_a_reader_unpickles_nothing_from_a_writer_without_the_secret(link: Link) -> None:
     writer = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
     reader = LinkReader(replace(writer.address, writer_secret=bytes(SECRET_BYTES)))
-    writer.write(parts("not from my writer"), PATIENCE_S)
+    writer.write(dump("not from my writer"), PATIENCE_S)
     with pytest.raises(EdgeClosedError, match="does not know its secret"):
         reader.read(PATIENCE_S)
 
@@ -339,7 +334,7 @@ def test_bytes_that_are_no_message_end_the_link_without_their_memory(prefix: int
 
 
 PACKET = Packet(Header("phase", 7, True, {"train": (1, 2)}, 10.0), {"loss": 0.5, "rows": bytearray(9)}, 0.5)
-MESSAGE = b"".join(_blocks(parts(PACKET.wire())))
+MESSAGE = b"".join(_blocks(dump(PACKET.wire())))
 
 
 @settings(deadline=None, max_examples=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.link import LinkWriter
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Header, Packet, PacketBody, payload_bytes
+from dagrl.runtime.edges.pickling import dump
 from dagrl.runtime.edges.ring import Ring
 from dagrl.runtime.executors.base import GraphLimits, node_calls, result_rooms
 from dagrl.runtime.executors.node import install, run_node
@@ -171,8 +171,7 @@ def test_a_list_has_room_for_all_of_its_results(workers: int, far: int) -> None:
 
 def fits(packet: Packet, room: int, results: int) -> None:
     """Write a packet to an edge of either kind with that room, which is not much more than its results'."""
-    buffers: list[pickle.PickleBuffer] = []
-    parts = [pickle.dumps(packet.wire(), protocol=5, buffer_callback=buffers.append), *[buffer.raw() for buffer in buffers]]
+    parts = dump(packet.wire())
     link = LinkWriter("127.0.0.1", room, 1)
     link.write(parts, 1.0)
     link.close()

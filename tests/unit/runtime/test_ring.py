@@ -19,16 +19,11 @@ from hypothesis import strategies as st
 from dagrl.runtime.edges import ring as ring_module
 from dagrl.runtime.edges.mailbox import Mailbox
 from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError, MessageTooLargeError
-from dagrl.runtime.edges.pickling import UnreadableError
+from dagrl.runtime.edges.pickling import UnreadableError, dump
 from dagrl.runtime.edges.ring import IN_PLACE_BYTES, Ring
 
 SLOT = 1 << 20
 PATIENCE_S = 30.0  # for what takes a moment, on a machine that does other things
-
-
-def parts(value: object) -> list[bytes | memoryview]:
-    buffers: list[pickle.PickleBuffer] = []
-    return [pickle.dumps(value, protocol=5, buffer_callback=buffers.append), *(buffer.raw() for buffer in buffers)]
 
 
 @pytest.fixture
@@ -39,19 +34,19 @@ def ring() -> Iterator[Ring]:
 
 
 def test_a_view_of_an_array_holds_its_slot_and_the_last_one_frees_it(ring: Ring) -> None:
-    ring.write(parts(np.full(100_000, 1)), 1.0)
+    ring.write(dump(np.full(100_000, 1)), 1.0)
     first = ring.read(0, 1.0)
     address = first.__array_interface__["data"]  # type: ignore[attr-defined]
     view = first[10:20]  # type: ignore[index]
     del first
     gc.collect()
-    ring.write(parts(np.full(100_000, 2)), 1.0)
+    ring.write(dump(np.full(100_000, 2)), 1.0)
     second = ring.read(0, 1.0)
     assert second.__array_interface__["data"] != address  # type: ignore[attr-defined]
     assert view.tolist() == [1] * 10
     del view, second
     gc.collect()
-    ring.write(parts(np.full(100_000, 3)), 1.0)
+    ring.write(dump(np.full(100_000, 3)), 1.0)
     third = ring.read(0, 1.0)
     assert third.__array_interface__["data"] == address  # type: ignore[attr-defined]
 
@@ -61,7 +56,7 @@ def test_readers_that_keep_different_messages_do_not_block_the_writer() -> None:
     readers = [Ring.open(writer.address) for _ in range(3)]
     kept: list[list[object]] = [[], [], []]
     for number in range(30):
-        writer.write(parts(np.full(50_000, number)), 1.0)
+        writer.write(dump(np.full(50_000, number)), 1.0)
         for place, reader in enumerate(readers):
             value = reader.read(place, 1.0)
             assert not value.flags.writeable or len(kept[place]) >= 2  # type: ignore[attr-defined]
@@ -74,18 +69,18 @@ def test_readers_that_keep_different_messages_do_not_block_the_writer() -> None:
 
 def test_more_messages_than_may_be_in_flight_wait_for_their_readers(ring: Ring) -> None:
     for number in range(4):  # two in flight, and two slots for messages that the reader may keep
-        ring.write(parts(number), 1.0)
+        ring.write(dump(number), 1.0)
     with pytest.raises(EdgeTimeoutError, match="has not read"):
-        ring.write(parts(4), 0.05)
+        ring.write(dump(4), 0.05)
     assert [ring.read(0, 1.0) for _ in range(4)] == [0, 1, 2, 3]
-    ring.write(parts(4), 1.0)
+    ring.write(dump(4), 1.0)
     assert ring.read(0, 1.0) == 4
 
 
 def test_a_message_that_does_not_fit_is_an_error_and_the_ring_survives(ring: Ring) -> None:
     with pytest.raises(MessageTooLargeError, match="does not fit a slot"):
-        ring.write(parts(np.zeros(SLOT)), 1.0)
-    ring.write(parts("fits"), 1.0)
+        ring.write(dump(np.zeros(SLOT)), 1.0)
+    ring.write(dump("fits"), 1.0)
     assert ring.read(0, 1.0) == "fits"
 
 
@@ -99,7 +94,7 @@ def test_parts_copied_by_several_threads_are_whole(monkeypatch: pytest.MonkeyPat
     sent = [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in (100_001, 40_000, 65_536, 99_999)]
     kept = []
     for number, values in enumerate(sent):
-        ring.write(parts([values, values[::-1].copy(), number]), 1.0)
+        ring.write(dump([values, values[::-1].copy(), number]), 1.0)
         kept.append(ring.read(0, 1.0))
     for number, (values, found) in enumerate(zip(sent, kept, strict=True)):
         np.testing.assert_array_equal(found[0], values)  # type: ignore[index]
@@ -119,15 +114,15 @@ def test_message_numbers_wrap_around() -> None:
     for slot in range(writer.address.slots):
         writer._acknowledge(0, slot, start)
     for number in range(12):
-        writer.write(parts(number), 0.5)
+        writer.write(dump(number), 0.5)
         assert reader.read(0, 0.5) == number
 
 
 def test_a_skipped_message_makes_room(ring: Ring) -> None:
     for number in range(5):
-        ring.write(parts(number), 1.0)
+        ring.write(dump(number), 1.0)
         ring.skip(0, 1.0)
-    ring.write(parts("read"), 1.0)
+    ring.write(dump("read"), 1.0)
     assert ring.read(0, 1.0) == "read"
 
 
@@ -173,7 +168,7 @@ def test_a_file_that_reuses_the_descriptor_of_an_edge_is_left_alone(tmp_path: Pa
 def test_a_damaged_header_is_an_error_and_takes_no_memory(word: int, value: int, large: bool) -> None:
     """A word of the table of slots, the number of parts, or the size of one; with another size a pickle is cut."""
     ring = Ring.create(in_flight=1, slot_bytes=1 << 16, readers=1)
-    ring.write(parts(np.arange(5000 if large else 3)), 1.0)
+    ring.write(dump(np.arange(5000 if large else 3)), 1.0)
     if word == 0:
         ring._words[ring_module._SLOTS + 1] = value & 0xFFFF_FFFF
     else:
