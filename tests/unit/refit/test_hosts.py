@@ -15,8 +15,8 @@ from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.plan.routes import _split_parts
 from dagrl.refit.slices import volume
 from dagrl.runtime.layout import ParallelLayout
-from tests.unit.refit.memory_channel import MemoryChannel
-from tests.unit.refit.test_plan import check_megatron_to_vllm, megatron_slices
+from tests.unit.refit.memory_channel import MemoryChannel, run_refit
+from tests.unit.refit.test_plan import check_megatron_to_vllm, held, megatron_slices
 from tests.unit.refit.weight_reference import (
     Config,
     VllmRank,
@@ -40,7 +40,7 @@ def test_a_byte_is_sent_to_each_host_once() -> None:
     """Two engines of two ranks on one host, one on another: each host gets the model once, although ranks share norms."""
     hosts = [0, 0, 1, 1, 1, 1, 2, 2]
     plan = plan_of(CONFIG, 3, hosts)
-    unique = {(held.name, held.box) for rank in range(2) for held in vllm_weight_slices(CONFIG, VllmRank(2, rank))}
+    unique = {(one.name, one.box) for rank in range(2) for one in vllm_weight_slices(CONFIG, VllmRank(2, rank))}
     nbytes = 4 * sum(volume(box) for _, box in unique)
     links = plan.summary().links
     for host in (1, 2):
@@ -64,9 +64,8 @@ def test_a_relaying_rank_has_staging_for_both_directions() -> None:
     weights = hf_weights(CONFIG)
     tensors = [megatron_tensors(weights, CONFIG, layout, rank) for rank in range(2)]
     tensors += [vllm_tensors(weights, CONFIG, 2, rank) for rank in range(2)] * 3
-    taken = []
-    for rank, held in enumerate(tensors):
-        taken.append(RefitRounds(plan.for_rank(rank), held, MemoryChannel(rank, 8, {})).staging_bytes)
+    bound = [RefitRounds(plan.for_rank(rank), mine, MemoryChannel(rank, 8, {})) for rank, mine in enumerate(tensors)]
+    taken = [one.staging_bytes for one in bound]
     largest = max(bucket.nbytes for bucket in plan.buckets)
     assert 2 * largest < max(taken) <= plan.summary().staging_bytes <= 2 * 8192
     boxes = replace(plan, mailboxes=True).summary().staging_bytes
@@ -105,9 +104,6 @@ def test_a_wrong_number_of_hosts_is_rejected() -> None:
 
 def test_relays_keep_the_dtype_of_a_destination_that_casts() -> None:
     """A float32 trainer and a bfloat16 engine: the second rank gets through the first what it would get directly."""
-    from tests.unit.refit.memory_channel import run_refit
-    from tests.unit.refit.test_plan import held
-
     box = ((0, 8), (0, 4))
     plan = plan_refit([[held(box)]], [[held(box)]] * 2, dtype="float32", hosts=[0, 1, 1])
     weights = torch.randn(8, 4)
@@ -119,9 +115,6 @@ def test_relays_keep_the_dtype_of_a_destination_that_casts() -> None:
 @pytest.mark.parametrize(("sources", "destinations"), [("ss", "abcb"), ("sso", "abba"), ("soosp", "abcbac")])
 def test_every_rank_sends_from_its_own_tensors(sources: str, destinations: str) -> None:
     """Tensor names may differ per rank. Sent and relayed bytes come from the sender's own tensors."""
-    from tests.unit.refit.memory_channel import run_refit
-    from tests.unit.refit.test_plan import held
-
     whole = held(((0, 64), (0, 8)))
     sides = [[[replace(whole, tensor=name)] for name in names] for names in (sources, destinations)]
     hosts = [0] * len(sources) + [1 + 2 * at // len(destinations) for at in range(len(destinations))]

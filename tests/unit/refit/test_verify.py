@@ -13,6 +13,7 @@ from torch import Tensor
 from dagrl.channels.base import as_bytes
 from dagrl.errors import ChannelError, RunError
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, Verify, plan_refit
+from dagrl.refit.carry.pack import BucketMemory
 from dagrl.refit.carry.verify import checksum, compare_checksums, contiguous_bytes
 from dagrl.refit.slices import Scales, WeightSlice
 from dagrl.refit.transfers import DIRECT_BYTES
@@ -105,8 +106,6 @@ def test_the_channel_stays_usable_after_a_difference() -> None:
 
 def test_a_byte_that_changes_in_the_live_tensor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums cover the live tensors after unpacking, not the received message."""
-    from dagrl.refit.carry.pack import BucketMemory
-
     plan, tensors = two_parameters(1 << 20)
     unpack = BucketMemory.unpack
 
@@ -122,8 +121,6 @@ def test_a_byte_that_changes_in_the_live_tensor_is_found(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("direct_bytes", [1, DIRECT_BYTES], ids=["all direct", "one message"])
 def test_a_byte_that_packing_changes_is_found(direct_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums cover the sent tensors, not the packed message, so they find packing errors that repeat."""
-    from dagrl.refit.carry.pack import BucketMemory
-
     plan, tensors = two_parameters(1 << 20, direct_bytes)
     pack, spoiled = BucketMemory.pack, []
 
@@ -141,8 +138,6 @@ def test_a_byte_that_packing_changes_is_found(direct_bytes: int, monkeypatch: py
 
 def test_packing_that_skips_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sends the old content of staging, an earlier version of the weights, equal on both sides."""
-    from dagrl.refit.carry.pack import BucketMemory
-
     plan, tensors = two_parameters(1 << 20)
     ends = Pair(plan, *tensors, "checksum")
     for version in (1, 2):
