@@ -21,7 +21,6 @@ EXTRAS = {
     "tensorboard": ("tracking",),
     "matplotlib": ("tracking",),
     "wandb": ("tracking",),
-    "mlflow": ("tracking",),
     "math_verify": ("math",),
     "datasets": ("datasets",),
     "verifiers": ("verifiers",),

@@ -90,12 +90,6 @@ class MegatronConfig(LayoutConfig):
     recompute_granularity: Literal["full", "selective"] = "full"
     """What `activation_checkpointing` recomputes: whole layers, or the attention core alone."""
 
-    recompute_method: Literal["uniform", "block"] = "uniform"
-    """For granularity `full`: recompute all layers (`uniform`) or the first ones of each pipeline stage (`block`)."""
-
-    recompute_num_layers: PositiveInt = 1
-    """`uniform`: layers per saved input. `block`: layers per pipeline stage that are recomputed."""
-
     moe_router_load_balancing_type: Literal["none", "aux_loss", "global_aux_loss"] = "none"
     """The load-balancing loss of a mixture of experts. It compares each expert's probability with its share of the tokens
     of the microbatch (`aux_loss`), or of the step so far on all shards (`global_aux_loss`)."""

@@ -104,20 +104,6 @@ class WandbConfig(Section):
     """Name of the run. null: `name`."""
 
 
-class MlflowConfig(Section):
-    """MLflow."""
-
-    experiment_name: str = "dagrl"
-    """Experiment of the run; created if it does not exist."""
-
-    run_name: str | None = None
-    """Name of the run. null: `name`."""
-
-    tracking_uri: str | None = None
-    """Server or store, such as `http://mlflow:5000` or `sqlite:///runs/mlflow.db`. null: `MLFLOW_TRACKING_URI`, or MLflow's
-    own default."""
-
-
 class LoggerConfig(Section):
     """Logs and metrics."""
 
@@ -128,11 +114,6 @@ class LoggerConfig(Section):
     """Send metrics to Weights & Biases."""
 
     wandb: WandbConfig = WandbConfig()
-
-    mlflow_enabled: bool = False
-    """Send metrics to MLflow."""
-
-    mlflow: MlflowConfig = MlflowConfig()
 
     rollouts_max_bytes: NonNegativeInt | None = 10 << 30
     """Largest size of `rollouts/`, which has every sample for `dagrl view`: trained on, validated and dropped. Above it the

@@ -92,7 +92,7 @@ def _prepare(config: Config, directory: Path, step: int, start: Path | None) -> 
 
     It writes no checkpoints, and nothing to trackers.
     """
-    silent = ("tensorboard", "wandb", "mlflow", "trace")
+    silent = ("tensorboard", "wandb", "trace")
     config = config.with_keys(
         {
             "name": f"step_{step:06d}",

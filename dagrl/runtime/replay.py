@@ -117,13 +117,6 @@ class Replay:
         values = {shard: tuple(packet.value for packet in mine) for shard, mine in self._by_shard(whole).items()}
         return {shard: mine[0] if len(mine) == 1 else mine for shard, mine in values.items()}
 
-    def ready(self) -> bool:
-        """Returns whether `result` would return or raise at once. Does not wait."""
-        if not self.done:
-            with suppress(DeadlineError):
-                self._queue.finish(self, time.monotonic())
-        return self.done
-
     def succeed(self, packets: Sequence[Sequence[Packet]]) -> None:
         """Sets the result from the packets of every graph. Raises PhaseError if the shards' results do not fit together."""
         try:

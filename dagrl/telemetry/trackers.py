@@ -1,4 +1,4 @@
-"""Trackers of metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases and MLflow, any of them together.
+"""Trackers of metrics besides `metrics.jsonl`: TensorBoard and Weights & Biases, or both.
 
 Each is switched on by `logger.<name>_enabled`. A resumed run continues in the tracker's own run, whose id is kept in the
 run's directory. Metrics of stage `grpo` are named `grpo/<metric>`.
@@ -105,41 +105,9 @@ class WandbTracker:
         self._run.finish()
 
 
-class MlflowTracker:
-    """Logs to an MLflow server, or to the files that MLflow chooses without one."""
-
-    def __init__(self, config: Config, directory: Path, resumed_step: int) -> None:
-        import mlflow
-
-        section = config.logger.mlflow
-        self._client = mlflow.MlflowClient(section.tracking_uri)
-        experiment = self._client.get_experiment_by_name(section.experiment_name)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(section.experiment_name)
-        name = section.run_name or config.name
-
-        def create() -> str:
-            return str(self._client.create_run(number, run_name=name).info.run_id)
-
-        self._run = _saved_id(directory / "mlflow_id", create)
-        self._client.update_run(self._run, status="RUNNING")
-        if not resumed_step:
-            self._client.log_dict(self._run, config.model_dump(mode="json"), "config.yaml")
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        from mlflow.entities import Metric
-        from mlflow.utils.time import get_current_time_millis
-
-        now = get_current_time_millis()
-        self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in metrics.items()])
-
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
-
-
 TRACKERS: Mapping[str, type[Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
 }
 """Trackers by the name of their package, which is that of their key `logger.<name>_enabled`."""
 

@@ -126,7 +126,8 @@ def test_one_shard_is_replaced_while_another_role_computes(cluster: None, tmp_pa
             assert [setups for *_, setups in other.call("story")] == [1, 1]
             with pytest.raises(DeadlineError, match="train workers still run"), scheduler.at_rest(0.3):
                 pass
-            assert not working.ready()
+            with pytest.raises(DeadlineError):
+                working.result(timeout_s=0)
             done.touch()
             assert working.result() == ("done",)
             with scheduler.at_rest(START_S):

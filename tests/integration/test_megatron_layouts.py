@@ -69,7 +69,7 @@ CASES = [
     case("qwen3", "tp2cp2-sp-packed", sequence_parallel=True, packed=True, tp=2, cp=2),
     case("qwen3", "tp2pp2", tp=2, pp=2),
     case("qwen3", "pp2vpp2", pp=2, vpp=2),
-    case("qwen3", "pp2-uneven-block", pp=2, first_stage_layers=1, recompute={"recompute_method": "block"}),
+    case("qwen3", "pp2-uneven-recomputed", pp=2, first_stage_layers=1, recompute={}),
     case("qwen3", "pp2cp2-packed", packed=True, pp=2, cp=2),
     case("qwen3", "tp2pp2-sharded-sp-recomputed", sharded=True, sequence_parallel=True, recompute={}, tp=2, pp=2),
     case("qwen3", "dp2cp2-sharded-packed", sharded=True, packed=True, dp=2, cp=2),
@@ -208,9 +208,7 @@ def test_gradients_are_those_of_plain_torch(item: Case, runs: Runs, truth: Truth
         np.testing.assert_allclose(found[name] / scale, gradient / scale, atol=2e-4, rtol=0, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("recompute", "twice"), [({}, 4), ({"recompute_method": "block"}, 1), (None, 0)], ids=["all", "block", "none"]
-)
+@pytest.mark.parametrize(("recompute", "twice"), [({}, 4), (None, 0)], ids=["all", "none"])
 def test_activations_are_recomputed_where_asked(
     recompute: dict[str, Any] | None, twice: int, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:

@@ -309,11 +309,7 @@ def _recomputation(settings: MegatronConfig) -> dict[str, Any]:
         return {}
     if settings.recompute_granularity == "selective":
         return {"recompute_granularity": "selective"}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": settings.recompute_method,
-        "recompute_num_layers": settings.recompute_num_layers,
-    }
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _experts(architecture: Architecture, settings: MegatronConfig) -> dict[str, Any]:

@@ -79,15 +79,3 @@ def records(content: bytes) -> list[bytes]:
             found.append(parts)
             parts = b""
     return found
-
-
-def test_mlflow(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    run_twice(tmp_path, mlflow_enabled=True, mlflow={"tracking_uri": uri, "experiment_name": "mine"})
-    client = mlflow.MlflowClient(uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
-    history = client.get_metric_history(run.info.run_id, "grpo/reward/mean")
-    assert sorted((metric.step, metric.value) for metric in history) == EXPECTED
-    assert (run.info.run_name, run.info.status) == ("tiny", "FINISHED")
-    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
