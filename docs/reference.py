@@ -212,9 +212,9 @@ def parsed(module: str) -> ast.Module:
 
 
 def exported(module: str) -> list[str]:
-    """The names in a module's `__all__`, without dunders."""
-    assigned = next(node for node in parsed(module).body if isinstance(node, ast.Assign) and "__all__" in names_of(node))
-    return [name for name in ast.literal_eval(assigned.value) if not name.startswith("__")]
+    """The names that a module passes on (`from x import y as y`)."""
+    imports = (node for node in ast.walk(parsed(module)) if isinstance(node, ast.ImportFrom))
+    return sorted(alias.name for node in imports for alias in node.names if alias.asname == alias.name)
 
 
 def names_of(node: ast.stmt) -> list[str]:

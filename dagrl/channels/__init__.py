@@ -1,9 +1,7 @@
 """Channels: move tensors between workers outside Ray's object store."""
 
-from dagrl.channels.base import Channel
-from dagrl.channels.spec import ChannelSpec
-
-__all__ = ["Channel", "ChannelSpec", "open_channel"]
+from dagrl.channels.base import Channel as Channel
+from dagrl.channels.spec import ChannelSpec as ChannelSpec
 
 
 def open_channel(spec: ChannelSpec) -> Channel:

@@ -1,58 +1,41 @@
 """The configuration of a run: all of its sections."""
 
 from dagrl.config.algorithm import (
-    ALGORITHMS,
-    AdvantageConfig,
-    GrpoConfig,
-    LossConfig,
-    PreferenceConfig,
-    RewardShapingConfig,
-    SftConfig,
+    ALGORITHMS as ALGORITHMS,
+    AdvantageConfig as AdvantageConfig,
+    GrpoConfig as GrpoConfig,
+    LossConfig as LossConfig,
+    PreferenceConfig as PreferenceConfig,
+    RewardShapingConfig as RewardShapingConfig,
+    SftConfig as SftConfig,
 )
-from dagrl.config.generation import ForcedLengths, GenerationConfig, VllmConfig
-from dagrl.config.megatron import Fp8Config, MegatronConfig
-from dagrl.config.models import CriticConfig
-from dagrl.config.policy import PeftConfig, PolicyConfig, RandomInit, SequencePackingConfig, TokenizerConfig
+from dagrl.config.generation import (
+    ForcedLengths as ForcedLengths,
+    GenerationConfig as GenerationConfig,
+    VllmConfig as VllmConfig,
+)
+from dagrl.config.megatron import Fp8Config as Fp8Config, MegatronConfig as MegatronConfig
+from dagrl.config.models import CriticConfig as CriticConfig
+from dagrl.config.policy import (
+    PeftConfig as PeftConfig,
+    PolicyConfig as PolicyConfig,
+    RandomInit as RandomInit,
+    SequencePackingConfig as SequencePackingConfig,
+    TokenizerConfig as TokenizerConfig,
+)
 from dagrl.config.run import (
-    CheckpointConfig,
-    ClusterConfig,
-    Config,
-    ExecutorConfig,
-    LoggerConfig,
-    TimeoutConfig,
+    CheckpointConfig as CheckpointConfig,
+    ClusterConfig as ClusterConfig,
+    Config as Config,
+    ExecutorConfig as ExecutorConfig,
+    LoggerConfig as LoggerConfig,
+    TimeoutConfig as TimeoutConfig,
 )
-from dagrl.config.section import Json
-from dagrl.config.task import DataConfig, EnvironmentConfig, FunctionConfig, ProcessConfig, RewardConfig
-
-__all__ = [
-    "ALGORITHMS",
-    "AdvantageConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "CriticConfig",
-    "DataConfig",
-    "EnvironmentConfig",
-    "ExecutorConfig",
-    "ForcedLengths",
-    "Fp8Config",
-    "FunctionConfig",
-    "GenerationConfig",
-    "GrpoConfig",
-    "Json",
-    "LoggerConfig",
-    "LossConfig",
-    "MegatronConfig",
-    "PeftConfig",
-    "PolicyConfig",
-    "PreferenceConfig",
-    "ProcessConfig",
-    "RandomInit",
-    "RewardConfig",
-    "RewardShapingConfig",
-    "SequencePackingConfig",
-    "SftConfig",
-    "TimeoutConfig",
-    "TokenizerConfig",
-    "VllmConfig",
-]
+from dagrl.config.section import Json as Json
+from dagrl.config.task import (
+    DataConfig as DataConfig,
+    EnvironmentConfig as EnvironmentConfig,
+    FunctionConfig as FunctionConfig,
+    ProcessConfig as ProcessConfig,
+    RewardConfig as RewardConfig,
+)

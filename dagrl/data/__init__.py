@@ -1,15 +1,10 @@
 """Data: examples, the order in which a run draws them, and their tokens."""
 
-from dagrl.data.examples import Example, Message, Splits, load_splits, read_jsonl
-from dagrl.data.sampler import MixtureSampler, Sampler, open_sampler
-
-__all__ = [
-    "Example",
-    "Message",
-    "MixtureSampler",
-    "Sampler",
-    "Splits",
-    "load_splits",
-    "open_sampler",
-    "read_jsonl",
-]
+from dagrl.data.examples import (
+    Example as Example,
+    Message as Message,
+    Splits as Splits,
+    load_splits as load_splits,
+    read_jsonl as read_jsonl,
+)
+from dagrl.data.sampler import MixtureSampler as MixtureSampler, Sampler as Sampler, open_sampler as open_sampler

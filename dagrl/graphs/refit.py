@@ -1,5 +1,3 @@
 """The refit phase. It is defined next to `dagrl.refit.Refit`, which connects the groups that it runs on."""
 
-from dagrl.refit.connect import refit
-
-__all__ = ["refit"]
+from dagrl.refit.connect import refit as refit

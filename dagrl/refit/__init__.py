@@ -12,31 +12,17 @@ A refit has six steps, in this order:
 `Refit` connects two worker groups and runs all of it. `kernels/` holds the batched copies, quantization and checksums.
 """
 
-from dagrl.refit.carry.commit import commit_together
-from dagrl.refit.carry.endpoint import RefitReceiver, RefitSender
-from dagrl.refit.connect import Refit
-from dagrl.refit.plan.ordering import LinkSpeeds
-from dagrl.refit.plan.planner import TIED_HEAD, RefitPlan, plan_refit
-from dagrl.refit.plan.summary import PlanSummary
-from dagrl.refit.slices import Box, WeightSlice, expand
-from dagrl.refit.transfers import RankPlan, RecordMode, RefitReport, Verify, merge_reports
-
-__all__ = [
-    "TIED_HEAD",
-    "Box",
-    "LinkSpeeds",
-    "PlanSummary",
-    "RankPlan",
-    "RecordMode",
-    "Refit",
-    "RefitPlan",
-    "RefitReceiver",
-    "RefitReport",
-    "RefitSender",
-    "Verify",
-    "WeightSlice",
-    "commit_together",
-    "expand",
-    "merge_reports",
-    "plan_refit",
-]
+from dagrl.refit.carry.commit import commit_together as commit_together
+from dagrl.refit.carry.endpoint import RefitReceiver as RefitReceiver, RefitSender as RefitSender
+from dagrl.refit.connect import Refit as Refit
+from dagrl.refit.plan.ordering import LinkSpeeds as LinkSpeeds
+from dagrl.refit.plan.planner import TIED_HEAD as TIED_HEAD, RefitPlan as RefitPlan, plan_refit as plan_refit
+from dagrl.refit.plan.summary import PlanSummary as PlanSummary
+from dagrl.refit.slices import Box as Box, WeightSlice as WeightSlice, expand as expand
+from dagrl.refit.transfers import (
+    RankPlan as RankPlan,
+    RecordMode as RecordMode,
+    RefitReport as RefitReport,
+    Verify as Verify,
+    merge_reports as merge_reports,
+)

@@ -39,13 +39,11 @@ from dagrl.data.tokenization import Prompt, with_opening
 from dagrl.errors import ConfigError, UserError
 from dagrl.imports import check_arguments, load_callable, require_package
 from dagrl.rl.functions.answers import Answers, Failed, join_futures
-from dagrl.rl.functions.episodes import Step
+from dagrl.rl.functions.episodes import Step as Step
 from dagrl.rl.functions.runner import FunctionRunner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-__all__ = ["ENDED", "FAILED", "EnvironmentRunner", "Question", "Reply", "Step"]
 
 logger = logging.getLogger(__name__)
 

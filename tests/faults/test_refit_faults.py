@@ -25,8 +25,7 @@ from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker_group import WorkerGroup, call_together
 from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.train import worker as train_worker
-from dagrl.workers.vllm import VllmWorker
-from dagrl.workers.vllm import worker as vllm_worker
+from dagrl.workers.vllm import VllmWorker, worker as vllm_worker
 from tests.integration.megatron_reference import VOCABULARY, make_model
 from tests.integration.vllm_ranks import requests
 

@@ -14,8 +14,7 @@ import torch
 from dagrl.config import Config
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
-from tests.integration import megatron_reference as reference
-from tests.integration import vllm_calls
+from tests.integration import megatron_reference as reference, vllm_calls
 from tests.integration.megatron_pool import MegatronPool
 from tests.integration.vllm_models import chosen, hf_logprobs, make_checkpoint, make_config
 from tests.integration.vllm_ranks import Engine, Ranks, requests

@@ -12,8 +12,7 @@ import numpy as np
 
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.agents.conversations import EpisodeRows, Row
-from dagrl.rl.agents.episode import AgentEpisode
-from dagrl.rl.agents.episode import Turn as Request
+from dagrl.rl.agents.episode import AgentEpisode, Turn as Request
 from dagrl.rl.agents.runner import AgentRunner, agent_rewards
 from dagrl.rl.environments import FAILED, example_of
 from dagrl.rl.generation import FinishedRequest

@@ -15,8 +15,6 @@ from dagrl.workers.families.mamba import MAMBA
 from dagrl.workers.families.megatron import Family
 from dagrl.workers.families.mla import MLA
 
-__all__ = ["FAMILIES", "find_family"]
-
 FAMILIES: tuple[Family, ...] = (DENSE, MOE, MLA, MAMBA)
 
 

@@ -9,6 +9,4 @@ Where to find what:
     others     `expert_recorder.py` records routing; `plugin.py` and `transfer.py` are a backend of vLLM's weight transfers
 """
 
-from dagrl.workers.vllm.worker import VllmWorker
-
-__all__ = ["VllmWorker"]
+from dagrl.workers.vllm.worker import VllmWorker as VllmWorker

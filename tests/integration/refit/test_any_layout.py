@@ -6,8 +6,7 @@ import pickle
 from typing import get_args
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dagrl.refit import plan_refit
 from dagrl.refit.transfers import DIRECT_BYTES

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from dagrl.channels import ChannelSpec
-from dagrl.channels import nccl as module
+from dagrl.channels import ChannelSpec, nccl as module
 from dagrl.channels.agreement import Agreement
 from dagrl.channels.nccl import NcclChannel
 from dagrl.errors import ChannelError

@@ -7,8 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dagrl.config import DataConfig
 from dagrl.data import MixtureSampler, load_splits, open_sampler

@@ -6,8 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dagrl.errors import DataError, GraphError
 from dagrl.graphs.pipeline import PipelineWorker, pipeline_phase, split_microbatches

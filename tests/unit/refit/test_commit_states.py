@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.distributed import HashStore
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dagrl.refit.plan.ordering import order_rounds, simulate
 from dagrl.refit.plan.routes import RankPair

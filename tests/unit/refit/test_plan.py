@@ -10,8 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dagrl.errors import RefitPlanError
 from dagrl.refit import TIED_HEAD, RefitPlan, Verify, WeightSlice, plan_refit

@@ -6,8 +6,7 @@ import ctypes
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from dagrl.refit.kernels.rows import as_rows

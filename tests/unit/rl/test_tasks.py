@@ -6,8 +6,7 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dagrl.data import Example
 from dagrl.rl.tasks import arithmetic

@@ -18,8 +18,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dagrl.config import Config, RewardConfig, RewardShapingConfig
 from dagrl.data.tokenization import Prompt

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dagrl.errors import LayoutError
 from dagrl.runtime.layout import Coordinates, ParallelLayout

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.link import LinkWriter

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dagrl.errors import GraphError
 from dagrl.runtime.graph import Constant, InputRef, Node, NodeRef, PhaseGraph, Static, WorkerRef

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dagrl.errors import RunError
 from dagrl.runtime.edges.packet import Header, Packet, payload_bytes

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dagrl.runtime.edges import ring as ring_module
 from dagrl.runtime.edges.mailbox import Mailbox

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ray.exceptions import RayChannelError
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dagrl.errors import ConfigError, DataError
 from dagrl.runtime.shapes import Batch, Bucket, Field, choose_bucket, empty_batch, pad_rows, padding_share

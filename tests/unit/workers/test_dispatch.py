@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")

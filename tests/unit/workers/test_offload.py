@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dagrl.workers.train import checkpoint
 from dagrl.workers.train.checkpoint import StagingBuffers

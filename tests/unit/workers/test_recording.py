@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from dagrl.errors import ConfigError

@@ -6,8 +6,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from dagrl.workers.train.microbatches import Segments, make_segments
