@@ -109,7 +109,8 @@ class Refit:
         _check_methods(generation)
         if all("weight_config" in group.role.methods for group in (train, generation)):
             check_configs(train.call("weight_config"), generation.call("weight_config"))
-        hosts = _hosts(train, generation)
+        names = [location.host for group in (train, generation) for location in group.locations]
+        hosts = list(map(list(dict.fromkeys(names)).index, names))  # as numbers
         devices = [*train.call_function(device_of), *generation.call_function(device_of)]
         kind = kind or choose_kind(devices)
         plan = plan_between(
@@ -272,10 +273,3 @@ def _check_methods(group: WorkerGroup) -> None:
 
 def _value(config: Mapping[str, Any], key: str) -> str:
     return repr(config[key]) if key in config else "missing"
-
-
-def _hosts(train: WorkerGroup, generation: WorkerGroup) -> list[int]:
-    """Returns the host of each channel rank, as a number."""
-    names = [location.host for group in (train, generation) for location in group.locations]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return [numbers[name] for name in names]

@@ -244,7 +244,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tracked = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_tracked(leaf)]
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        tracked = [tensor for tensor in tensors if tensor.untyped_storage()._cdata in self._bases]
         if not tracked or (not func._schema.is_mutable and not any(map(self._is_changed, tracked))):
             return func(*args, **kwargs)
         if func is _ATEN.copy_.default:
@@ -332,9 +333,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(storage)
         self._bases[storage._cdata] = base
         return tensor
-
-    def _is_tracked(self, leaf: object) -> bool:
-        return isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self._bases
 
     def _is_changed(self, tensor: Tensor) -> bool:
         """Returns whether a refit changes it. Expert maps, for example, are only read by the loader."""

@@ -164,8 +164,13 @@ class Generated:
     digest: str = field(default="")
 
     def __post_init__(self) -> None:
-        if not self.digest:
-            object.__setattr__(self, "digest", _digest(self))
+        if self.digest:
+            return
+        counts = (len(self), self.engine_steps, *self.tokens.shape)
+        digest = hashlib.blake2b(repr((counts, self.finish_reasons)).encode(), digest_size=16)
+        for part in (self.request_ids, self.lengths, self.tokens, self.versions, self.running):
+            digest.update(np.ascontiguousarray(part).tobytes())
+        object.__setattr__(self, "digest", digest.hexdigest())
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -244,14 +249,6 @@ def disagreement(what: str) -> RunError:
         f"tensor-parallel ranks of a generation shard disagree: {what}. They must sample the same tokens; restart the "
         "generation workers, and keep vLLM's custom all-reduce off"
     )
-
-
-def _digest(generated: Generated) -> str:
-    counts = (len(generated), generated.engine_steps, *generated.tokens.shape)
-    digest = hashlib.blake2b(repr((counts, generated.finish_reasons)).encode(), digest_size=16)
-    for part in (generated.request_ids, generated.lengths, generated.tokens, generated.versions, generated.running):
-        digest.update(np.ascontiguousarray(part).tobytes())
-    return digest.hexdigest()
 
 
 def _difference(first: Generated, second: Generated) -> str:

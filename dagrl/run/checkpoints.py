@@ -50,7 +50,9 @@ class Checkpoints:
         if self.resumed is None:
             return
         self.state = self.resumed.state
-        self._load(self.resumed.directory)
+        for role, group in self.groups.items():
+            self._hold(role)
+            load_role(group, role, self.resumed.directory, self.config.timeouts.checkpoint)
         self.saved_step = self.state.step
 
     def resumed_in(self, counter: str) -> Checkpoint | None:
@@ -125,11 +127,6 @@ class Checkpoints:
         """Calls a method that writes a role's part. Returns the files that workers know, by their path in the checkpoint."""
         answers = self._call(self.groups[role], method, *arguments)
         return {f"{role}/{name}": entry for files in answers for name, entry in (files or {}).items()}
-
-    def _load(self, directory: Path) -> None:
-        for role, group in self.groups.items():
-            self._hold(role)
-            load_role(group, role, directory, self.config.timeouts.checkpoint)
 
     def _hold(self, role: str) -> None:
         """Moves the role's memory to the GPU, where groups share GPUs."""

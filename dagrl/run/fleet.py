@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from subprocess import Popen
 from threading import Event
 from types import TracebackType
@@ -119,23 +119,15 @@ class Fleet:
 
     def leave(self, error: BaseException | None) -> None:
         """Ends the workers and Ray, unless `error` may be followed by a restart."""
-        if self.restarts and isinstance(error, WorkerError | DeadlineError) and self._lives():
-            return
+        if self.restarts and isinstance(error, WorkerError | DeadlineError) and self._joined:
+            with suppress(ClusterError):  # then nothing lives that a restart could use
+                self.check_nodes()
+                return
         try:
             self._workers.close()
         finally:
             self._cluster.close()
             self._groups, self._processes, self._joined, self._settled = [], [], False, False
-
-    def _lives(self) -> bool:
-        """Returns whether Ray lives. Not if it was not started or joined."""
-        if not self._joined:
-            return False
-        try:
-            self.check_nodes()
-        except ClusterError:
-            return False
-        return True
 
     def _revive(self, config: Config, check: Callable[[], None], warm_up: WarmUp) -> None:
         """Replaces dead workers, in all groups at once. `warm_up` is called with the groups that are ready first."""

@@ -102,8 +102,12 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     require_extras(config.logger)
     workers = worker_classes(config, plan)
     check_machine(config, plan)
-    _check_outputs(config)
-    resumed = find_checkpoint(RunPaths.of(config), resume=config.checkpointing.resume) if checkpoints else None
+    paths, saving = RunPaths.of(config), config.checkpointing
+    check_run_directory(paths)
+    require_writable(paths.directory, f"output_dir {config.output_dir}")
+    if saving.enabled and saving.checkpoint_dir is not None:
+        require_writable(paths.checkpoints, f"checkpointing.checkpoint_dir {saving.checkpoint_dir}")
+    resumed = find_checkpoint(paths, resume=saving.resume) if checkpoints else None
     trace_phases(config, plan, workers)
     if plan.generates:
         _check_rewards(config)
@@ -223,14 +227,6 @@ def _check_metric(inputs: Inputs, plan: RunPlan) -> None:
             f"checkpointing.metric_name is {name!r}, but nothing is held out for validation; set data.val_fraction, "
             "data.val_path or data.val_split, or rank by a metric of training"
         )
-
-
-def _check_outputs(config: Config) -> None:
-    paths = RunPaths.of(config)
-    check_run_directory(paths)
-    require_writable(paths.directory, f"output_dir {config.output_dir}")
-    if config.checkpointing.enabled and config.checkpointing.checkpoint_dir is not None:
-        require_writable(paths.checkpoints, f"checkpointing.checkpoint_dir {config.checkpointing.checkpoint_dir}")
 
 
 def check_machine(config: Config, plan: RunPlan) -> None:

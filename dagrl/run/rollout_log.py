@@ -72,32 +72,25 @@ class RolloutLog:
         """
         self._check()
         columns = self._pool.submit(kept_columns, self._train, self._deadline)
-        return KeptSamples(self, step, columns, self._pool.submit(self._rows, groups, batch, columns, step))
+        prepared = self._pool.submit(lambda: table_of(rollout_rows(groups, batch, columns.result(), step, self._texts)))
+        return KeptSamples(self, step, columns, prepared)
 
     def write(self, prepared: Future[Prepared], step: int) -> None:
         """Writes a step's samples in the thread."""
-        self._writing.append(self._pool.submit(self._write, prepared, step))
-
-    def _rows(self, groups: Sequence[ScoredGroup], batch: Batch, kept: Future[LogprobColumns], step: int) -> Prepared:
-        rows = rollout_rows(groups, batch, kept.result(), step, self._texts)
-        return table_of(rows)
+        self._writing.append(self._pool.submit(lambda: self._files.write_table(step, prepared.result())))
 
     def keep_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
         """Keeps samples that no step trains on. Raises the OSError of an earlier file."""
         if untrained:
             self._check()
-            self._writing.append(self._pool.submit(self._write_untrained, untrained, step))
+            self._writing.append(
+                self._pool.submit(lambda: self._files.write(step, untrained_rows(untrained, step, self._texts), OTHER))
+            )
 
     def _check(self, most: int = WAITING) -> None:
         """Raises the error of a file that was not written; waits while more than `most` files are not written yet."""
         while self._writing and (len(self._writing) > most or self._writing[0].done()):
             self._writing.popleft().result()
-
-    def _write(self, prepared: Future[Prepared], step: int) -> None:
-        self._files.write_table(step, prepared.result())
-
-    def _write_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
-        self._files.write(step, untrained_rows(untrained, step, self._texts), OTHER)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,10 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._finish(failed=error is not None)
         self._stop_live()
-        self._detach_logging()
+        for name, level in self._levels.items():
+            logging.getLogger(name).propagate = True
+            logging.getLogger(name).removeHandler(self._handler)
+            logging.getLogger(name).setLevel(level)
 
     def stage(self, name: str, row: str = "start-up") -> None:
         """Begins a stage without steps and finishes the previous one. Its time is added to `row` of the summary."""
@@ -192,12 +195,6 @@ class Progress:
             logging.getLogger(name).setLevel(self._level)
             logging.getLogger(name).addHandler(self._handler)
             logging.getLogger(name).propagate = False  # else a handler of the root logger repeats everything
-
-    def _detach_logging(self) -> None:
-        for name, level in self._levels.items():
-            logging.getLogger(name).propagate = True
-            logging.getLogger(name).removeHandler(self._handler)
-            logging.getLogger(name).setLevel(level)
 
 
 def _title(stage: Setup | Training) -> str:

@@ -35,17 +35,16 @@ class Tracker(Protocol):
 def open_trackers(config: Config, directory: Path, resumed_step: int) -> list[Tracker]:
     """Opens the enabled trackers of the run in `directory`. One that fails is left out if the run resumes or restarts."""
     opened: list[Tracker] = []
+
+    def open_one(kind: type[Tracker]) -> None:
+        opened.append(kind(config, directory, resumed_step))
+
     for kind in (TRACKERS[name] for name in TRACKERS if getattr(config.logger, f"{name}_enabled")):
-        act = partial(_open, opened, kind, config, directory, resumed_step)
         if config.checkpointing.resume:
-            attempt(kind, act)
+            attempt(kind, partial(open_one, kind))
         else:
-            act()
+            open_one(kind)
     return opened
-
-
-def _open(opened: list[Tracker], kind: type[Tracker], config: Config, directory: Path, resumed_step: int) -> None:
-    opened.append(kind(config, directory, resumed_step))
 
 
 def attempt(kind: type[Tracker], act: Callable[[], None]) -> bool:
@@ -88,11 +87,13 @@ class WandbTracker:
     def __init__(self, config: Config, directory: Path, resumed_step: int) -> None:
         import wandb
 
-        section = config.logger.wandb
+        section, saved = config.logger.wandb, directory / "wandb_id"
+        if not saved.exists():
+            write_whole(saved, uuid.uuid4().hex)
         self._run = wandb.init(
             project=section.project,
             name=section.name or config.name,
-            id=_saved_id(directory / "wandb_id", lambda: uuid.uuid4().hex),
+            id=saved.read_text(encoding="utf-8"),
             resume="allow",
             dir=str(directory),
             config=config.model_dump(mode="json"),
@@ -110,10 +111,3 @@ TRACKERS: Mapping[str, type[Tracker]] = {
     "wandb": WandbTracker,
 }
 """Trackers by the name of their package, which is that of their key `logger.<name>_enabled`."""
-
-
-def _saved_id(path: Path, make: Callable[[], str]) -> str:
-    """Returns the id in the file; makes one and saves it for a run that has none yet."""
-    if not path.exists():
-        write_whole(path, make())
-    return path.read_text(encoding="utf-8")

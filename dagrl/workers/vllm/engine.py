@@ -395,11 +395,17 @@ class QuantumEngine:
         return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "unfinished", experts)
 
     def _new(self) -> Iterator[FinishedRequest]:
-        """Yields the new tokens of the running requests, without a finish reason."""
+        """Yields the new tokens of the running requests, without a finish reason. Long sequences are not read again."""
         states = self._states()
         for name, running in self._running.items():
-            if name in states and (new := _new_tokens(running, states[name])):
-                yield new
+            if name in states:
+                begin, parts = running.streamed, states[name].logprobs_processor.logprobs
+                tokens = [int(token) for token in states[name].detokenizer.output_token_ids[begin:]]
+                logprobs = _flat(parts[running.streamed_parts :])
+                running.streamed, running.streamed_parts = begin + len(tokens), len(parts)
+                versions = _token_versions(running.starts, running.streamed)[begin:]
+                if tokens:
+                    yield FinishedRequest(running.request.request_id, tokens, logprobs, versions, "")
 
     def _states(self) -> dict[str, Any]:
         """Returns vLLM's state of each request, by our name for it."""
@@ -431,16 +437,6 @@ class SampledLogprobs:
         """Adds those of the tokens that a step made. The sampled token is in the first column."""
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs.logprobs[:, 0])
-
-
-def _new_tokens(running: _Running, state: Any) -> FinishedRequest | None:
-    """Returns the tokens that were made since the last call, if any. Long sequences are not read again."""
-    begin, parts = running.streamed, state.logprobs_processor.logprobs
-    tokens = [int(token) for token in state.detokenizer.output_token_ids[begin:]]
-    logprobs = _flat(parts[running.streamed_parts :])
-    running.streamed, running.streamed_parts = begin + len(tokens), len(parts)
-    versions = _token_versions(running.starts, running.streamed)[begin:]
-    return FinishedRequest(running.request.request_id, tokens, logprobs, versions, "") if tokens else None
 
 
 def _flat(parts: Any) -> list[float]:
