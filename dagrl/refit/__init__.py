@@ -15,7 +15,6 @@ A refit has six steps, in this order:
 from dagrl.refit.carry.commit import commit_together as commit_together
 from dagrl.refit.carry.endpoint import RefitReceiver as RefitReceiver, RefitSender as RefitSender
 from dagrl.refit.connect import Refit as Refit
-from dagrl.refit.plan.ordering import LinkSpeeds as LinkSpeeds
 from dagrl.refit.plan.planner import TIED_HEAD as TIED_HEAD, RefitPlan as RefitPlan, plan_refit as plan_refit
 from dagrl.refit.plan.summary import PlanSummary as PlanSummary
 from dagrl.refit.slices import Box as Box, WeightSlice as WeightSlice, expand as expand

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dagrl.channels.spec import ChannelKind, ChannelSpec
 from dagrl.errors import RefitPlanError
-from dagrl.refit.plan.ordering import LinkSpeeds
 from dagrl.refit.plan.planner import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import RankPlan, Verify
@@ -141,8 +140,8 @@ class Refit:
 
     @property
     def floor_s(self) -> float:
-        """Seconds that the busiest link needs at the default `LinkSpeeds`: no schedule of this plan is faster."""
-        return self.plan.summary().floor_s(LinkSpeeds())
+        """Seconds that the busiest link needs at an H200's speeds: no schedule of this plan is faster."""
+        return self.plan.summary().floor_s
 
     def __str__(self) -> str:
         return str(self.plan.summary())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from dagrl.refit.plan.routes import RankPair
 
@@ -20,16 +19,13 @@ OrderedBucket = tuple[int, int, int, int]
 """(round, sender, receiver, position within the pair)"""
 
 
-@dataclass(frozen=True)
-class LinkSpeeds:
-    """Bytes per second of one rank, per direction. The defaults are an H200's NVLink in a host and NDR between hosts."""
+IN_HOST, BETWEEN_HOSTS = 450e9, 50e9
+"""Bytes per second of one rank, per direction: an H200's NVLink in a host and NDR between hosts."""
 
-    in_host: float = 450e9
-    between_hosts: float = 50e9
 
-    def seconds(self, nbytes: int, crosses: bool) -> float:
-        """Returns the duration of a message; `crosses`: from one host to another."""
-        return nbytes / (self.between_hosts if crosses else self.in_host)
+def message_s(nbytes: int, crosses: bool) -> float:
+    """Returns the seconds that a message takes; `crosses`: from one host to another."""
+    return nbytes / (BETWEEN_HOSTS if crosses else IN_HOST)
 
 
 def order_rounds(

@@ -34,7 +34,7 @@ from dagrl.refit.plan.coverage import (
     source_name,
     without_mixed_stacks,
 )
-from dagrl.refit.plan.ordering import BucketPosition, LinkSpeeds, order_rounds
+from dagrl.refit.plan.ordering import BucketPosition, message_s, order_rounds
 from dagrl.refit.plan.routes import PartGroup, Placement, RankPair, choose_routes, group_parts
 from dagrl.refit.plan.summary import RELAYING_BUCKETS, PlanSummary
 from dagrl.refit.slices import Box, WeightSlice, volume
@@ -156,7 +156,6 @@ def plan_refit(
     aliases: Mapping[str, str] | None = None,
     bucket_bytes: int | None = None,
     hosts: Sequence[int] | None = None,
-    speeds: LinkSpeeds | None = None,
     direct_bytes: int | None = None,
     mailboxes: bool = False,
     devices: Sequence[str] = (),
@@ -169,7 +168,6 @@ def plan_refit(
     - `bucket_bytes`: most bytes of a bucket (None: chosen by the bytes of a destination).
     - `hosts`: the host of each channel rank (None: all on one). Sources on the destination's host are preferred. From
       another host a byte is sent once, to one rank that wants it, which relays it to the others.
-    - `speeds`: the speeds that buckets are ordered for.
     - `direct_bytes`: contiguous runs of at least this size are sent directly between tensors, as messages of their own
       (None: `DIRECT_BYTES` between two ranks in a host and with `mailboxes`, otherwise only what fills a bucket alone).
     - `mailboxes`: the channel sends messages through memory of the sender (`channels/ipc.py`). `devices`: then the UUID of
@@ -191,10 +189,10 @@ def plan_refit(
     placement = None if hosts is None else Placement(tuple(hosts))
     relays = placement is not None and placement.may_relay(len(sources))
     limits = _limits(most, pair, mailboxed, bucket_bytes, direct_bytes, relays)
-    dtypes, speeds = (dtype, target_dtype or dtype), speeds or LinkSpeeds()
+    dtypes = (dtype, target_dtype or dtype)
     # Planning creates millions of objects and no cyclic garbage; collections would take a third of the time.
     with gc_paused():
-        planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement, speeds)
+        planner = _Planner(index, held, wanted, len(sources), dtypes, aliases or {}, limits, placement)
         buckets = planner.buckets()
     digest = _digest(held, wanted, buckets, (dtype, aliases, limits))
     return RefitPlan(
@@ -237,10 +235,9 @@ class _Planner:
         aliases: Mapping[str, str],
         limits: BucketLimits,
         placement: Placement | None,
-        speeds: LinkSpeeds,
     ) -> None:
         self._index, self._sources, self._dtype = index, sources, dtypes[0]
-        self._aliases, self._limits, self._placement, self._speeds = aliases, limits, placement, speeds
+        self._aliases, self._limits, self._placement = aliases, limits, placement
         self._ranks_of = [tuple(sources + rank for rank in ranks) for _, ranks in wanted]
         self._list_of = {rank: number for number, ranks in enumerate(self._ranks_of) for rank in ranks}
         self._covers: dict[tuple[str, Box, bool], list[SourcePart]] = {}
@@ -298,7 +295,7 @@ class _Planner:
         durations: dict[RankPair, list[int]] = {}  # in nanoseconds
         for pair, contents in filled.items():
             crosses = self._placement is not None and self._placement.crosses(*pair)
-            durations[pair] = [1 + round(1e9 * self._speeds.seconds(nbytes, crosses)) for _, nbytes, *_ in contents]
+            durations[pair] = [1 + round(1e9 * message_s(nbytes, crosses)) for _, nbytes, *_ in contents]
         ordered = tuple(
             PlannedBucket(number, source, to, *filled[source, to][position])
             for number, source, to, position in order_rounds(durations, after)

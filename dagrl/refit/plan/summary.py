@@ -1,4 +1,4 @@
-"""Summarizes a refit plan: bytes per pair and link, balance, staging memory, duration at given link speeds."""
+"""Summarizes a refit plan: bytes per pair and link, balance, staging memory, duration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dagrl.channels.base import MAILBOX_SLOTS
-from dagrl.refit.plan.ordering import LinkSpeeds, simulate
+from dagrl.refit.plan.ordering import BETWEEN_HOSTS, IN_HOST, message_s, simulate
 from dagrl.refit.plan.routes import RankPair
 
 SHOWN_PAIRS = 64
@@ -95,27 +95,30 @@ class PlanSummary:
         """Bytes that are sent from one host to another."""
         return sum(count for (first, second), count in self.links.items() if first != second)
 
-    def floor_s(self, speeds: LinkSpeeds) -> float:
-        """Returns the seconds that the busiest link needs at least: no schedule of this plan is faster."""
+    @property
+    def floor_s(self) -> float:
+        """The seconds that the busiest link needs at least: no schedule of this plan is faster."""
         needed: dict[tuple[int, int, bool], float] = defaultdict(float)  # (rank, sends or receives, to another host)
         for pair, count in self.pairs.items():
             crosses = self._crosses(*pair)
             for side, rank in enumerate(pair):
-                needed[rank, side, crosses] += speeds.seconds(count, crosses)
+                needed[rank, side, crosses] += message_s(count, crosses)
         return max(needed.values(), default=0.0)
 
-    def busiest_s(self, speeds: LinkSpeeds) -> float:
-        """Returns the seconds that the busiest rank needs at least if it sends and receives one message at a time."""
+    @property
+    def busiest_s(self) -> float:
+        """The seconds that the busiest rank needs at least if it sends and receives one message at a time."""
         needed: dict[tuple[int, int], float] = defaultdict(float)
         for pair, count in self.pairs.items():
             for side, rank in enumerate(pair):
-                needed[rank, side] += speeds.seconds(count, self._crosses(*pair))
+                needed[rank, side] += message_s(count, self._crosses(*pair))
         return max(needed.values(), default=0.0)
 
-    def schedule_s(self, speeds: LinkSpeeds) -> float:
-        """Returns the seconds that the rounds take if links keep their speed and packing overlaps with messages."""
+    @property
+    def schedule_s(self) -> float:
+        """The seconds that the rounds take if links keep their speed and packing overlaps with messages."""
         return simulate(
-            (number, sender, receiver, speeds.seconds(nbytes, self._crosses(sender, receiver)))
+            (number, sender, receiver, message_s(nbytes, self._crosses(sender, receiver)))
             for number, sender, receiver, nbytes in self.messages
         )
 
@@ -132,8 +135,7 @@ class PlanSummary:
         return self._host(sender) != self._host(receiver)
 
     def __str__(self) -> str:
-        """The plan as printed, with durations at the default speeds and the `SHOWN_PAIRS` largest pairs and links."""
-        speeds = LinkSpeeds()
+        """The plan as printed, with durations at the links' speeds and the `SHOWN_PAIRS` largest pairs and links."""
         packed, unpacked = (sum(copied[side] for copied in self.copied) for side in range(2))
         lines = [
             f"refit of {_mb(sum(self.received))} from {self.sources} to {self.destinations} ranks, "
@@ -141,9 +143,9 @@ class PlanSummary:
             f"packed by senders: {_mb(packed)}, unpacked by receivers: {_mb(unpacked)}; the rest is sent directly between "
             "tensors",
             f"sent per rank: {_spread(self.sent)}; received per rank: {_spread(self.received)}",
-            f"schedule {_seconds(self.schedule_s(speeds))}, floor {_seconds(self.busiest_s(speeds))} of the busiest rank, "
-            f"{_seconds(self.floor_s(speeds))} of the busiest link, at {speeds.in_host / 1e9:g} GB/s in a host"
-            + (f" and {speeds.between_hosts / 1e9:g} GB/s between hosts" if self.hosts else ""),
+            f"schedule {_seconds(self.schedule_s)}, floor {_seconds(self.busiest_s)} of the busiest rank, "
+            f"{_seconds(self.floor_s)} of the busiest link, at {IN_HOST / 1e9:g} GB/s in a host"
+            + (f" and {BETWEEN_HOSTS / 1e9:g} GB/s between hosts" if self.hosts else ""),
         ]
         if len(set(self.hosts)) > 1:
             between = {link: count for link, count in self.links.items() if link[0] != link[1]}
