@@ -100,16 +100,14 @@ class SchedulerOptions:
     grace_s: float = 30.0
     teardown_s: float = 8.0
 
-    def limits(
-        self, phase: str, input_bytes: int, result_bytes: int | None, max_in_flight: int | None, room_key: str
-    ) -> GraphLimits:
+    def limits(self, phase: str, input_bytes: int, result_bytes: int | None, room_key: str) -> GraphLimits:
         """Returns the limits of a phase's graphs; `room_key` says how the caller's own users set both sizes."""
         own_key = f"result_bytes of Scheduler.add({phase})"
         result_key = own_key if result_bytes else f"{GraphLimits.result_key}, or {own_key},"
         return GraphLimits(
             input_bytes=input_bytes,
             result_bytes=result_bytes or self.result_bytes,
-            max_in_flight=max_in_flight or self.max_in_flight,
+            max_in_flight=self.max_in_flight,
             compile_s=self.compile_s,
             replay_s=self.replay_s,
             teardown_s=self.teardown_s,
@@ -241,7 +239,6 @@ class Scheduler:
         codec: Codec | None = None,
         input_bytes: int | None = None,
         result_bytes: int | None = None,
-        max_in_flight: int | None = None,
         room_key: str = "",
     ) -> None:
         """Traces a phase and stores the shapes at which it will be replayed.
@@ -250,8 +247,7 @@ class Scheduler:
         and `tokens` below `token_ids` (all 1 without). Any other one is warmed up with `warmup_value`. A `codec` splits the
         input of this phase and joins its results; such a phase without a `warmup_value` is not warmed up. `input_bytes` (of
         one shard) and `result_bytes` size its channels; by default the largest warm-up input sizes the input.
-        `max_in_flight` overrides the options'. `room_key`: how the caller's own users set both sizes, for errors. Raises
-        GraphError, also for a name that is taken.
+        `room_key`: how the caller's own users set both sizes, for errors. Raises GraphError, also for a name that is taken.
         """
         if phase.name in self._entries:
             raise GraphError(f"a phase {phase.name!r} was added already; give one of the two another name")
@@ -266,7 +262,6 @@ class Scheduler:
             phase.name,
             input_bytes or channel_bytes(phase, buckets, scalars, self._parts_of(phase, codec, warmup_value)),
             result_bytes,
-            max_in_flight,
             room_key,
         )
         queue = ReplayQueue(self._broken, self._tickets.together(phase.roles))
