@@ -180,4 +180,6 @@ def _small(config: Any) -> dict[str, Any]:
             small[key] = value[:LAYERS]
         elif default is not None and value != default and key not in KEPT:
             small[key] = value
+    if small.get("kv_lora_rank") and "num_key_value_heads" in small:  # MLA has as many as query heads
+        small["num_key_value_heads"] = small["num_attention_heads"]
     return {**small, **EXTRA.get(config.model_type, {})}

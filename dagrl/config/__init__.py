@@ -9,6 +9,7 @@ from dagrl.config.algorithm import (
     RewardShapingConfig as RewardShapingConfig,
     SftConfig as SftConfig,
 )
+from dagrl.config.fsdp import FsdpConfig as FsdpConfig, FsdpLayoutConfig as FsdpLayoutConfig
 from dagrl.config.generation import (
     ForcedLengths as ForcedLengths,
     GenerationConfig as GenerationConfig,
@@ -17,6 +18,7 @@ from dagrl.config.generation import (
 from dagrl.config.megatron import Fp8Config as Fp8Config, MegatronConfig as MegatronConfig
 from dagrl.config.models import CriticConfig as CriticConfig
 from dagrl.config.policy import (
+    OptimizerConfig as OptimizerConfig,
     PeftConfig as PeftConfig,
     PolicyConfig as PolicyConfig,
     RandomInit as RandomInit,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
+from dagrl.config.fsdp import FsdpLayoutConfig
 from dagrl.config.megatron import LayoutConfig
-from dagrl.config.section import PathText, Section
+from dagrl.config.section import PathText, Section, derived
 
 
 class CriticOptimizerConfig(Section):
@@ -29,6 +32,10 @@ class OwnModelConfig(Section):
     """A model next to the policy, on workers in a layout of its own. Precision and microbatches are the policy's."""
 
     model_name: PathText | None
+    backend: Literal["auto", "megatron", "fsdp"] = derived("auto", "megatron if it has the model's type, else fsdp")
+    """What computes the model, as `policy.backend`. Not together with `worker`."""
+
+    fsdp_cfg: FsdpLayoutConfig = FsdpLayoutConfig()
     colocated: bool = False
     """Place its workers on the GPUs of the train workers, next to their memory; with `policy.generation.colocated` it takes
     turns with them and generation. false: on GPUs of its own."""
@@ -42,7 +49,7 @@ class CriticConfig(OwnModelConfig):
     model gets a fresh value head; a `ForSequenceClassification` model with one label keeps its own. null: the policy's
     model."""
 
-    worker: str = "dagrl.workers.megatron:MegatronValueWorker"
+    worker: str = derived("dagrl.workers.megatron:MegatronValueWorker", "the class of `backend`")
     """Import path of the worker's class."""
 
     train_global_batch_size: PositiveInt | None = None
@@ -67,7 +74,7 @@ class TeacherConfig(OwnModelConfig):
     model_name: PathText
     """A Hugging Face directory or an id on the Hub, with the policy's tokenizer."""
 
-    worker: str = "dagrl.workers.megatron:MegatronTeacherWorker"
+    worker: str = derived("dagrl.workers.megatron:MegatronTeacherWorker", "the class of `backend`")
     """Import path of the worker's class."""
 
     megatron_cfg: LayoutConfig = LayoutConfig()

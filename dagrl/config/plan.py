@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
 from dagrl.config.algorithm import ALGORITHMS
+from dagrl.config.fsdp import FsdpConfig
 from dagrl.config.generation import VllmConfig
 from dagrl.config.megatron import MegatronConfig
+from dagrl.config.policy import PolicyConfig
 from dagrl.config.roles import CRITIC, GENERATION, TEACHER, TRAIN, role_config
 from dagrl.config.run import Config
 from dagrl.config.settings import generation_config, samples_per_step
@@ -94,10 +96,10 @@ class RunPlan:
         algorithm = load_algorithm(config)
         generates, reference = algorithm.learns_from == "samples", reference_role(config, algorithm)
         own = ((CRITIC,) if algorithm.critic else ()) + ((TEACHER,) if reference == TEACHER else ())
-        layouts = {TRAIN: _layout("policy.megatron_cfg", config.policy.megatron_cfg)}
+        layouts = {TRAIN: _train_layout("policy", config.policy)}
         if generates:
             layouts[GENERATION] = _layout("policy.generation.vllm_cfg", generation_config(config).vllm_cfg)
-        layouts |= {role: _layout(f"{role}.megatron_cfg", role_config(config, role).policy.megatron_cfg) for role in own}
+        layouts |= {role: _train_layout(role, role_config(config, role).policy) for role in own}
         colocated = generates and generation_config(config).colocated.enabled
         others = (*(role for role in own if getattr(config, role).colocated), *((GENERATION,) if colocated else ()))
         takes_turns = colocated and generation_config(config).colocated.exchange != "never"
@@ -149,7 +151,13 @@ def reference_role(config: Config, algorithm: AlgorithmTraits) -> Literal["train
     return "teacher" if config.teacher else "train"
 
 
-def _layout(key: str, section: MegatronConfig | VllmConfig) -> ParallelLayout:
+def _train_layout(key: str, policy: PolicyConfig) -> ParallelLayout:
+    """Returns the layout of a role's train workers; `policy` is its `role_config`'s."""
+    fsdp = policy.backend == "fsdp"
+    return _layout(f"{key}.{'fsdp_cfg' if fsdp else 'megatron_cfg'}", policy.fsdp_cfg if fsdp else policy.megatron_cfg)
+
+
+def _layout(key: str, section: MegatronConfig | FsdpConfig | VllmConfig) -> ParallelLayout:
     try:
         return section.layout
     except LayoutError as error:

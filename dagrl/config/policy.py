@@ -1,4 +1,4 @@
-"""The section `policy`: the model, how it trains (`megatron_cfg`) and how it generates (`generation`).
+"""The section `policy`: the model, how it trains (`megatron_cfg`, `fsdp_cfg`) and how it generates (`generation`).
 
 Keys and defaults follow NeMo-RL where it has them.
 """
@@ -9,9 +9,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from dagrl.config.fsdp import FsdpConfig
 from dagrl.config.generation import GenerationConfig
 from dagrl.config.megatron import MegatronConfig
 from dagrl.config.section import Json, PathText, Section, Seed, derived
+from dagrl.runtime.layout import ParallelLayout
 
 
 class RandomInit(Section):
@@ -69,7 +71,14 @@ class SequencePackingConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW."""
+    """AdamW, or with backend `fsdp` any other optimizer."""
+
+    name: str = "torch.optim:AdamW"
+    """Import path of the optimizer's class. One that takes matrices alone, `torch.optim:Muon`, gets those of the layers, and
+    AdamW all other weights."""
+
+    args: dict[str, Json] = Field(default_factory=dict)
+    """Further arguments of the class."""
 
     lr: PositiveFloat = derived(1e-6, "1e-6 for GRPO, 1e-5 for SFT and LoRA")
     """Peak learning rate."""
@@ -149,10 +158,17 @@ class PolicyConfig(Section):
 
     tokenizer: TokenizerConfig = TokenizerConfig()
 
+    backend: Literal["auto", "megatron", "fsdp"] = derived("auto", "megatron if it has the model's type, else fsdp")
+    """What trains the model: Megatron-Core, in the layout of `megatron_cfg`, or transformers' own model under FSDP2, in the
+    layout of `fsdp_cfg`. `auto`: Megatron for the model types that it has. Not together with `worker`."""
+
     worker: str = derived(
-        "dagrl.workers.megatron:MegatronWorker", "reward models: dagrl.workers.megatron:MegatronValueWorker"
+        "dagrl.workers.megatron:MegatronWorker", "the class of `backend` for a policy, or for a reward model"
     )
     """Import path of the train worker's class."""
+
+    worker_args: dict[str, Json] = Field(default_factory=dict)
+    """Settings of a `worker` of your own, for it to read."""
 
     precision: Literal["float32", "bfloat16"] = derived("float32", "GPUs: bfloat16; else float32")
     """Precision of the model's weights and activations."""
@@ -205,9 +221,15 @@ class PolicyConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     peft: PeftConfig = PeftConfig()
     megatron_cfg: MegatronConfig = MegatronConfig()
+    fsdp_cfg: FsdpConfig = FsdpConfig()
 
     generation: GenerationConfig | None = None
     """Generation. null: with algorithm `grpo`, all defaults."""
+
+    @property
+    def train_layout(self) -> ParallelLayout:
+        """The train group's parallel layout: that of `fsdp_cfg` for backend `fsdp`, else of `megatron_cfg`."""
+        return self.fsdp_cfg.layout if self.backend == "fsdp" else self.megatron_cfg.layout
 
     def microbatch_tokens(self, purpose: Literal["train", "logprob"]) -> int:
         """Returns the token budget of a packed microbatch."""

@@ -30,12 +30,14 @@ def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> P
     kernels = {name: getattr(policy.megatron_cfg, name) for name in ("transformer_engine", "recompute_granularity")}
     update: dict[str, object] = {
         "worker": section.worker,
+        "backend": section.backend,
         "reference_model_name": None,
         "router_replay": False,  # generation has recorded the policy's experts
         "optimizer": OptimizerConfig(),
         "scheduler": SchedulerConfig(),
         "peft": PeftConfig(),
         "megatron_cfg": MegatronConfig().with_keys({**kernels, **dict(section.megatron_cfg)}),
+        "fsdp_cfg": policy.fsdp_cfg.with_keys(dict(section.fsdp_cfg)),
     }
     if section.model_name is not None:
         update |= {"model_name": section.model_name, "random_init": None}

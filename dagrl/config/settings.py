@@ -89,6 +89,8 @@ def unshared_reason(policy: PolicyConfig) -> str:
     megatron = policy.megatron_cfg
     if not policy.sequence_packing.enabled:
         return "policy.sequence_packing.enabled is false; set it to true"
+    if policy.backend == "fsdp":
+        return "policy.backend is fsdp, and transformers' attention has no shared prefixes; set it to megatron"
     if megatron.context_parallel_size > 1:
         return f"context_parallel_size is {megatron.context_parallel_size}, which splits every sequence; set it to 1"
     if megatron.moe_aux_loss_coeff or megatron.moe_z_loss_coeff:

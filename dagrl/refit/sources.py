@@ -80,7 +80,7 @@ def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple
     tensors = _Live()
     for name, tensor in state.items():
         check_plain(name, _local(tensor))
-    parts = {name: list(_held(name, tensor)) for name, tensor in state.items()}
+    parts = {name: list(held_boxes(name, tensor)) for name, tensor in state.items()}
     for whole, arranged in _converted(state, to_hf or _transformers_conversion(module)):
         name = arranged.tensor if arranged else whole.tensor
         tensor = state[name]
@@ -194,7 +194,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _held(name: str, tensor: Tensor) -> Iterator[tuple[Box, Box]]:
+def held_boxes(name: str, tensor: Tensor) -> Iterator[tuple[Box, Box]]:
     """Yields the boxes of a parameter that this rank holds, and where they are in its local tensor."""
     from torch.distributed.tensor import DTensor
 

@@ -11,15 +11,17 @@ from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import cast
 
-from dagrl.config import Config, GenerationConfig, Json, MegatronConfig, PolicyConfig, VllmConfig
+from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, MegatronConfig, PolicyConfig, VllmConfig
 from dagrl.config.settings import bucket_widths, generation_config, generation_dtype, samples_per_step, width_key
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus, host_memory
 from dagrl.rl.algorithm import Algorithm, algorithm_of
 from dagrl.rl.preferences import gives_scores
+from dagrl.run.backends import choose_backends
 from dagrl.run.cluster import gpus_here, gpus_per_worker
 
-MEGATRON, ENGINE, ROLLOUT = "policy.megatron_cfg", "policy.generation.vllm_cfg", "policy.generation"
+MEGATRON, FSDP, ENGINE = "policy.megatron_cfg", "policy.fsdp_cfg", "policy.generation.vllm_cfg"
+ROLLOUT = "policy.generation"
 
 NEW_TOKENS = 1024
 """Longest completion, if neither it nor the longest sequence is set."""
@@ -32,6 +34,7 @@ SFT_SEQUENCES = 32
 
 LAYOUT = (
     *(f"{MEGATRON}.{name}" for name in MegatronConfig.model_fields if name.endswith("_size")),
+    *(f"{FSDP}.{name}" for name in FsdpLayoutConfig.model_fields),
     *(f"{ENGINE}.{name}" for name in VllmConfig.model_fields if name.endswith("_parallel_size")),
     f"{ROLLOUT}.colocated.enabled",
 )
@@ -95,10 +98,11 @@ def derive_from_machine(config: Config) -> Derived:
     derived = Derived(config)
     if config.policy.generation is None and derived.generates:
         derived.config = config.with_keys({ROLLOUT: GenerationConfig()})
+    for key, value, reason in choose_backends(derived.config, derived.algorithm):
+        derived.config = derived.config.with_keys({key: value})
+        derived.reasons[key] = reason
     if gpus_per_worker(config.cluster):
         _use_gpus(derived)
-    if gives_scores(derived.algorithm):
-        derived.set("policy.worker", "dagrl.workers.megatron:MegatronValueWorker", "a reward model has a scalar head")
     _set_rates(derived)
     _set_batch(derived)
     _set_lengths(derived)
@@ -188,8 +192,10 @@ def _use_all_gpus(derived: Derived) -> None:
     count = _replicas(derived, here)
     where = f"{here} GPU{'s' if here > 1 else ''} on this machine" + ("" if count == here else ", and the size of a batch")
     if count > 1:
-        derived.set(f"{MEGATRON}.data_parallel_size", count, where)
-        derived.set(f"{MEGATRON}.use_distributed_optimizer", True, "several data-parallel ranks")
+        fsdp = config.policy.backend == "fsdp"
+        derived.set(f"{FSDP if fsdp else MEGATRON}.data_parallel_size", count, where)
+        if not fsdp:
+            derived.set(f"{MEGATRON}.use_distributed_optimizer", True, "several data-parallel ranks")
         if rolls_out:
             derived.set(f"{ENGINE}.data_parallel_size", count, where)
     if rolls_out and (count > 1 or here == 1):
@@ -243,7 +249,7 @@ def _set_batch(derived: Derived) -> None:
         if not _asks_for_sft(derived):
             derived.set("sft.max_num_steps", 0, "GRPO starts from the model as it is")
     else:
-        replicas = config.policy.megatron_cfg.data_parallel_size
+        replicas = config.policy.train_layout.dp
         size = math.ceil(SFT_SEQUENCES / replicas) * replicas
         derived.set("policy.train_global_batch_size", size, "the usual size")
 
@@ -300,18 +306,20 @@ def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Size
 def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:
     """Sets the tokens of a microbatch to what fits half of the memory that weights, gradients and optimizer leave."""
     config, packing = derived.config, "policy.sequence_packing"
-    keys = (f"{packing}.train_mb_tokens", "policy.train_micro_batch_size", f"{MEGATRON}.activation_checkpointing")
+    fsdp = config.policy.backend == "fsdp"
+    recompute = f"{FSDP if fsdp else MEGATRON}.activation_checkpointing"
+    keys = (f"{packing}.train_mb_tokens", "policy.train_micro_batch_size", recompute)
     memory = _gpu_bytes()
     if not (config.policy.sequence_packing.enabled and derived.open(*keys) and memory and weight_bytes):
         return
-    megatron, width = config.policy.megatron_cfg, config.policy.max_total_sequence_length
-    parameters, shards = _parameters(hf_config, weight_bytes), megatron.layout.tp * megatron.layout.pp
+    layout, width = config.policy.train_layout, config.policy.max_total_sequence_length
+    parameters, shards = _parameters(hf_config, weight_bytes), layout.tp * layout.pp
     room = 0.5 * (0.9 * memory - _state_bytes(config.policy, parameters))
     fitting = int(room / _activation_bytes(hf_config) * shards) // ROUND * ROUND
     tokens = max(width, min(MOST_TOKENS, fitting))
     reason = f"half of the {max(0.0, 2 * room) / 2**30:.0f} GiB that {parameters / 1e9:.2g} B parameters leave of a GPU"
     if fitting < width:
-        derived.set(f"{MEGATRON}.activation_checkpointing", True, f"the activations of {width} tokens exceed {reason}")
+        derived.set(recompute, "full" if fsdp else True, f"the activations of {width} tokens exceed {reason}")
         reason = "one sequence of the greatest length"
     derived.set(f"{packing}.train_mb_tokens", tokens, reason)
     derived.set(f"{packing}.logprob_mb_tokens", 2 * tokens, "twice those of training: no activations are kept")
@@ -328,13 +336,15 @@ def _parameters(hf_config: Mapping[str, Json], weight_bytes: int) -> float:
 
 def _state_bytes(policy: PolicyConfig, parameters: float) -> float:
     """Returns the bytes of the weights, gradients and optimizer state of a rank."""
-    megatron = policy.megatron_cfg
-    sharded = megatron.layout.dp if megatron.use_distributed_optimizer else 1
-    if policy.peft.enabled:
+    layout, fsdp = policy.train_layout, policy.backend == "fsdp"
+    sharded = layout.dp if fsdp or policy.megatron_cfg.use_distributed_optimizer else 1
+    if fsdp:
+        each = (4 + 4 + 8) * policy.fsdp_cfg.data_parallel_replicas / sharded  # float32 weights, gradients and Adam
+    elif policy.peft.enabled:
         each = 2.0 + 2  # bfloat16 weights, and merged ones until the backward pass; adapters are small
     else:
         each = 2 + 4 + 12 / sharded  # bfloat16 weights; float32 gradients; master weights and Adam
-    return parameters / (megatron.layout.tp * megatron.layout.pp) * each
+    return parameters / (layout.tp * layout.pp) * each
 
 
 def _activation_bytes(hf_config: Mapping[str, Json]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from dagrl.config import FsdpLayoutConfig
 from dagrl.config.file import load_config
 from dagrl.config.roles import TRAIN
 from dagrl.errors import ConfigError
@@ -35,6 +36,7 @@ ONE_WORKER = (
     "policy.megatron_cfg.num_layers_in_last_pipeline_stage=null",
     "policy.megatron_cfg.sequence_parallel=false",
     "policy.megatron_cfg.cuda_graphs=false",
+    *(f"policy.fsdp_cfg.{name}=1" for name in FsdpLayoutConfig.model_fields),
     "cluster.address=null",
 )
 

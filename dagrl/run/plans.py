@@ -136,7 +136,7 @@ def row_bytes(buckets: tuple[Bucket, ...], columns: int) -> int:
 
 def train_buckets(config: Config, rows: int) -> tuple[Bucket, ...]:
     """Buckets of one train shard for `rows` rows over all shards, at every width of `policy.sequence_buckets`."""
-    per_shard = math.ceil(rows / config.policy.megatron_cfg.layout.dp)
+    per_shard = math.ceil(rows / config.policy.train_layout.dp)
     return tuple(Bucket(per_shard, width) for width in bucket_widths(config.policy))
 
 

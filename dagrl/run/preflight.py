@@ -53,7 +53,7 @@ from dagrl.run.model import (
 )
 from dagrl.run.plans import run_plans
 from dagrl.run.resume import check_model_of, check_state_of
-from dagrl.run.worker_protocols import OPTIONAL, required_protocols
+from dagrl.run.worker_protocols import OPTIONAL, check_supported, required_protocols
 from dagrl.runtime.graph import PhaseGraph
 from dagrl.runtime.phase import Phase, Role, group_transports, methods_of
 from dagrl.runtime.worker import check_worker_class
@@ -268,6 +268,8 @@ def check_model(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], wo
         with running(f"{path}.check", key):
             try:
                 described = role_description(config, role, hf_config)
+                if role != "generation":
+                    check_supported(worker, role_config(config, role).policy, key)
                 if hasattr(worker, "check"):
                     worker.check(role_config(config, role), described)
             except UserError as error:

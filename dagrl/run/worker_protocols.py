@@ -5,12 +5,13 @@ Every call goes to all workers of a group at once. The methods that phases name 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from dagrl.config import Config, Json
+from dagrl.config import Config, Json, PolicyConfig
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TEACHER, TRAIN
+from dagrl.errors import ConfigError
 from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
 from dagrl.refit.connect import RefitWorker
@@ -147,6 +148,26 @@ class ModelHooks(Protocol):
 
     def weight_config(self) -> Mapping[str, Json]:
         """Returns the keys of the model's configuration that decide what the worker computes."""
+
+
+OPTIONAL_SETTINGS: Mapping[str, Callable[[PolicyConfig], object]] = {
+    "peft.enabled": lambda policy: policy.peft.enabled,
+    "sequence_packing.enabled": lambda policy: policy.sequence_packing.enabled,
+    "router_replay": lambda policy: policy.router_replay,
+    "deterministic": lambda policy: policy.deterministic,
+    "reference_model_name": lambda policy: policy.reference_model_name,
+}
+"""Settings of `policy` that a train worker class reads only if it names them in `supports`, and whether one is asked for."""
+
+
+def check_supported(worker: type, policy: PolicyConfig, key: str) -> None:
+    """Raises ConfigError, naming the `key` of the class, for a setting that it would ignore."""
+    for name, asked in OPTIONAL_SETTINGS.items():
+        if asked(policy) and name not in getattr(worker, "supports", ()):
+            raise ConfigError(
+                f"policy.{name} is set, but {worker.__name__} ({key}) does not support it; remove it, or choose a worker "
+                "whose class names it in `supports`"
+            )
 
 
 OPTIONAL = (ModelHooks, CheckpointChecker, LogprobKeeper)

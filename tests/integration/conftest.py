@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,15 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     directory = tmp_path_factory.mktemp("models")
     return {name: make_model(name, directory) for name in MODELS}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns a function that makes the Hugging Face checkpoint of one tiny model, once."""
+    from tests.integration.megatron_reference import make_model
+
+    directory = tmp_path_factory.mktemp("models")
+    return cache(lambda name: make_model(name, directory))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Four long-lived processes for Megatron workers of any layout, so that imports run once per test run."""
+"""Four long-lived processes for train workers of any layout, so that imports run once per test run."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class MegatronPool:
     def group(
         self, layout: ParallelLayout, config: Config, timeout_s: float = 60.0, kind: str = "policy"
     ) -> Iterator[Group]:
-        """Sets up workers (`megatron_worker.KINDS`) and shuts them down at the end."""
+        """Sets up workers (`KINDS` of `megatron_worker` and `fsdp_worker`) and shuts them down at the end."""
         group = Group(self.connections[: layout.world_size], layout)
         address = f"127.0.0.1:{reserve_port()}"
         contexts = [WorkerContext("train", rank, layout, config.seed, timeout_s) for rank in range(layout.world_size)]
@@ -111,16 +111,19 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from tests.integration.megatron_worker import KINDS, gradients_alone
+    from tests.integration import fsdp_worker, megatron_worker
 
+    kinds: dict[str, Any] = {**megatron_worker.KINDS, **fsdp_worker.KINDS}
     worker: Any = None
     while (message := connection.recv()) is not None:
         method, args, kwargs, warmup = message
         try:
-            with gradients_alone() if warmup == "whole" else replay_context(ReplayContext("test", 0, warmup)):
+            with (
+                megatron_worker.gradients_alone() if warmup == "whole" else replay_context(ReplayContext("test", 0, warmup))
+            ):
                 if method == "new":
-                    context, config, address, kind = args
-                    worker, value = KINDS[kind](context, config), None
+                    place, config, address, kind = args
+                    worker, value = kinds[kind](place, config), None
                     worker.setup(address)
                 else:
                     value = getattr(worker, method)(*args, **kwargs)

@@ -59,13 +59,34 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe_mixed": {"model_type": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1], **EXPERTS},
 }
 
+OTHER_MODELS: dict[str, dict[str, Any]] = {
+    "gemma3": {  # tied, with a soft cap and windows shorter than its sequences
+        "model_type": "gemma3_text",
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 32,
+        "final_logit_softcapping": 3.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "granite": {"model_type": "granite", "logits_scaling": 3.0, "embedding_multiplier": 2.0},  # scaled logits
+    "phi": {"model_type": "phi", "partial_rotary_factor": 0.5, "head_dim": 16},  # biases, also of the head
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+}
+"""Models that Megatron does not train."""
+
 
 def make_model(name: str, directory: Path) -> Path:
     """Writes a tiny model with random norms and biases. Defaults of 1 or 0 would hide omissions."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(7)
-    settings = {**SIZES, **MODELS[name]}
+    settings = {**SIZES, **{**MODELS, **OTHER_MODELS}[name]}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).float()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

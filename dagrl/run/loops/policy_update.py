@@ -201,7 +201,7 @@ def split_minibatches(config: Config, batch: Batch) -> list[ShardRows]:
     size = config.policy.train_global_batch_size * rows_per_sample(config)
     lengths = batch["lengths"].astype(np.int64)
     together = rows_together(config, config.grpo.num_generations_per_prompt * rows_per_sample(config))
-    shards = config.policy.megatron_cfg.layout.dp
+    shards = config.policy.train_layout.dp
     return [split_rows(lengths[start : start + size], shards, together) for start in range(0, batch.rows, size)]
 
 

@@ -78,7 +78,7 @@ class Comparison:
     def _rows(self, batch: Batch) -> ShardRows:
         """Returns the rows of each shard."""
         config = self.algorithm.config
-        return split_rows(batch["lengths"], config.policy.megatron_cfg.layout.dp, rows_together(config, 2))
+        return split_rows(batch["lengths"], config.policy.train_layout.dp, rows_together(config, 2))
 
 
 def evaluate(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from dagrl.channels.nccl import nccl_environment
-from dagrl.config import Config, Json, PolicyConfig
+from dagrl.config import Config, FsdpConfig, Json, OptimizerConfig, PolicyConfig
 from dagrl.config.settings import has_fp8_kv_cache, sends_adapters
 from dagrl.errors import ConfigError, RunError, UserError
 from dagrl.refit.slices import WeightSlice, expand
@@ -319,6 +319,10 @@ class MegatronBackend:
 def _conflicts(policy: PolicyConfig, model: Architecture) -> Iterator[str]:
     """Yields an error for each pair of settings that exclude each other, or that need experts the model does not have."""
     key, megatron, has_adapters = "policy.megatron_cfg", policy.megatron_cfg, policy.peft.enabled
+    if (policy.optimizer.name, policy.optimizer.args) != (OptimizerConfig().name, {}):
+        yield "policy.optimizer.name or args is set, but Megatron has AdamW alone; leave it out, or set policy.backend=fsdp"
+    if policy.fsdp_cfg != FsdpConfig():
+        yield "policy.fsdp_cfg has keys of its own, which policy.backend megatron does not read; set policy.backend=fsdp"
     recorded = f"{key}.cuda_graphs is true, and the model has experts"
     if megatron.cuda_graphs and model.experts and (megatron.layout.ep > 1 or megatron.layout.expert_tp > 1):
         yield (

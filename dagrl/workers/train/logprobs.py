@@ -57,7 +57,8 @@ class OutputLayer:
 
     Tokens are sampled from softmax(logits / temperature). `chunk_tokens`: tokens whose logits exist at a time. `keeps`:
     whether exponentials are kept for the backward pass; None: on a GPU where they fit, unless `chunk_tokens` is set.
-    `shared`: the weight is also the embedding's, which has a gradient of its own.
+    `shared`: the weight is also the embedding's, which has a gradient of its own. `transform` is a differentiable function
+    that the model applies to each logit, before the temperature: [1, n, rows] -> [1, n, rows].
     """
 
     weight: Tensor
@@ -66,6 +67,7 @@ class OutputLayer:
     chunk_tokens: int | None = None
     keeps: bool | None = None
     shared: bool = False
+    transform: Callable[[Tensor], Tensor] | None = None
 
     def chunks(self, tokens: int) -> Iterator[slice]:
         """Yields slices of the tokens; none if all rows of this worker are padding."""
@@ -75,11 +77,23 @@ class OutputLayer:
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Returns float32 logits [n, shard.size] of `hidden` [n, hidden size], divided by the temperature."""
         logits = product(hidden, weight[: self.shard.size].T)
+        logits = logits if self.transform is None else self.transform(logits[None])[0]
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def through_transform(self, grad: Tensor, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Returns the gradient of the logits before `transform`, given that of the logits after it, [n, shard.size]."""
+        if self.transform is None:
+            return grad
+        with torch.enable_grad():
+            logits = product(hidden, weight[: self.shard.size].T).detach().requires_grad_()
+            (before,) = torch.autograd.grad(self.transform(logits[None])[0], logits, grad.float())
+        return before.to(grad.dtype)
 
     def keeps_for(self, hidden: Tensor) -> bool:
         """Whether a backward pass follows that finds the exponentials of `hidden` [n, hidden size] kept."""
         if not torch.is_grad_enabled() or not (hidden.requires_grad or self.weight.requires_grad):
+            return False
+        if self.transform is not None:
             return False
         if self.keeps is not None or self.chunk_tokens is not None or not hidden.is_cuda:
             return bool(self.keeps)
@@ -201,6 +215,7 @@ class _TokenLogprobs(torch.autograd.Function):
             values = layer.logits(hidden[rows], weight) if kept is None else kept[rows]
             labelled = *layer.columns(labels[rows]), label_gradients[rows]
             grad = _logit_gradients(values, normaliser[rows], scale[rows], labelled, hidden.dtype)
+            grad = layer.through_transform(grad, hidden[rows], weight)
             grad_hidden[rows] = grad @ weight[vocabulary]
             if grad_weight is not None:
                 add_product(grad_weight.total[vocabulary], grad.T, hidden[rows])

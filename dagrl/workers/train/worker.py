@@ -28,6 +28,7 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.rl.algorithm import Algorithm, algorithm_for
 from dagrl.rl.routed_experts import with_empty_record, without_record
 from dagrl.run.comparison import WeightDifference
+from dagrl.run.worker_protocols import OPTIONAL_SETTINGS
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
@@ -59,6 +60,9 @@ class TrainWorker:
     backend_class: ClassVar[type[Backend]]
     trains: ClassVar[bool] = True
     """Whether the model has gradients and an optimizer. A teacher has none, so a GPU holds a much larger one."""
+
+    supports: ClassVar[frozenset[str]] = frozenset(OPTIONAL_SETTINGS)
+    """The settings of `policy` that the class has, of those that not every train worker has."""
 
     scalar: ClassVar[bool] = False
     """Whether the model gives one number per token: see `ValueWorker`."""

@@ -470,6 +470,31 @@ OVERRIDES = [
     ),
     ("policy.worker=dagrl.rl.rewards:exact_match", "policy.worker:  ... a class is expected"),
     (
+        "policy.backend=fsdp; policy.worker=tests.unit.run.test_bad_input:Worker",
+        "policy.backend and policy.worker are both set ... Leave one out",
+    ),
+    (
+        "policy.backend=fsdp; policy.peft.enabled=true",
+        "policy.peft.enabled is set, but FsdpWorker (policy.worker) does not support it ... names it in `supports`",
+    ),
+    (
+        "policy.backend=fsdp; policy.megatron_cfg.tensor_model_parallel_size=2",
+        "policy.megatron_cfg has keys of its own, which policy.backend fsdp does not read",
+    ),
+    (
+        "policy.fsdp_cfg.data_parallel_size=2",
+        "policy.fsdp_cfg has keys of its own, which policy.backend megatron does not read",
+    ),
+    (
+        "policy.backend=fsdp; policy.optimizer.name=no_such:Adam",
+        "policy.optimizer.name: there is no module 'no_such'",
+    ),
+    (
+        "policy.worker=tests.integration.unigram_workers:UnigramTrainer; checkpointing.export_hf=false; "
+        "policy.router_replay=true",
+        "policy.router_replay is set, but UnigramTrainer (policy.worker) does not support it",
+    ),
+    (
         "reward.function=dagrl.rl.rewards:exact_match; reward.functions={a: {function: 'dagrl.rl.rewards:exact_match'}}",
         "reward.function and reward.functions are both set ... move the first into reward.functions",
     ),

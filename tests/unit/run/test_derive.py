@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +253,7 @@ def test_the_toys_set_what_matters_themselves(machine: Any, name: str, gpus: int
     """On a GPU only deadlines differ."""
     machine(gpus)
     derived = derive_from_machine(load_config(ROOT / "examples" / f"{name}.yaml"))
-    assert {key for key in derived.reasons if not key.startswith("timeouts.")} == set()
+    assert {key for key in derived.reasons if not key.startswith("timeouts.")} == {"policy.backend", "policy.worker"}
 
 
 def test_a_resolved_configuration_derives_nothing_more(machine: Any, tmp_path: Path) -> None:
@@ -274,11 +275,14 @@ def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
             (minimal(), 0),
             (minimal(sft={"max_num_epochs": 1}), 9),
             (minimal("sft"), 9),
+            (minimal("sft", policy={"backend": "fsdp"}), 9),
             (minimal("dpo"), 9),
             (minimal("reward_model"), 9),
         ):
             found |= set(resolve(config, demonstrations=rows).reasons)
         found |= set(resolve(minimal(policy=ADAPTERS)).reasons)
+        found |= set(resolve(minimal(policy={"backend": "fsdp"}, teacher={"model_name": "m"})).reasons)
+        found |= set(derive_from_machine(minimal("ppo")).reasons)
         found |= set(resolve(minimal(grpo={"async_grpo": {"enabled": True}})).reasons)
     machine(1)
     found |= set(resolve(minimal(policy={"generation": {"max_new_tokens": 128}})).reasons)
@@ -292,3 +296,44 @@ def test_each_difference_from_nemo_rl_has_a_reason() -> None:
         default = field.get_default(call_default_factory=True)
         same = field.json_schema_extra is None and (list(default) if isinstance(default, tuple) else default) == row["nemo"]
         assert same != bool(row.get("why")), row
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model_type", "worker"),
+    [
+        ("grpo", "qwen3", "dagrl.workers.megatron:MegatronWorker"),
+        ("grpo", "gemma3_text", "dagrl.workers.fsdp:FsdpWorker"),
+        ("reward_model", "gemma3_text", "dagrl.workers.fsdp:FsdpValueWorker"),
+        ("reward_model", "qwen3", "dagrl.workers.megatron:MegatronValueWorker"),
+    ],
+)
+def test_the_backend_is_the_one_that_has_the_model(
+    algorithm: str, model_type: str, worker: str, machine: Any, tmp_path: Path
+) -> None:
+    """On two GPUs, whose layout is that of the backend."""
+    machine(2)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    derived = derive_from_machine(minimal(algorithm, policy={"model_name": str(tmp_path)}))
+    policy, fsdp = derived.config.policy, "fsdp" in worker
+    assert policy.worker == worker and policy.backend == ("fsdp" if fsdp else "megatron")
+    assert model_type in derived.reasons["policy.backend"]
+    assert (policy.fsdp_cfg.data_parallel_size, policy.megatron_cfg.data_parallel_size) == ((2, 1) if fsdp else (1, 2))
+    assert RunPlan.of(derived.config).layouts["train"].dp == 2
+
+
+def test_each_role_has_the_backend_of_its_model(machine: Any, tmp_path: Path) -> None:
+    machine(0)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}))
+    random = {"model_name": None, "random_init": {"hf_config": {"model_type": "qwen3"}, "tokenizer_characters": "01"}}
+    critic = {"model_name": str(tmp_path), "fsdp_cfg": {"data_parallel_size": 2}}
+    config = derive_from_machine(minimal("ppo", policy=random, critic=critic)).config
+    assert (config.policy.backend, config.critic.backend) == ("megatron", "fsdp")
+    assert config.critic.worker == "dagrl.workers.fsdp:FsdpValueWorker"
+    assert RunPlan.of(config).layouts["critic"].dp == 2
+
+
+def test_a_worker_and_a_backend_exclude_each_other(machine: Any) -> None:
+    machine(0)
+    with pytest.raises(ConfigError, match=r"policy\.backend and policy\.worker are both set"):
+        derive_from_machine(minimal(policy={"backend": "fsdp", "worker": "a:B"}))
+    assert derive_from_machine(minimal(policy={"worker": "a:B"})).config.policy.worker == "a:B"

@@ -1,0 +1,72 @@
+"""The section `policy.fsdp_cfg`: parallel layout, recomputation and kernels of FSDP train workers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from dagrl.config.section import Section, derived
+from dagrl.errors import LayoutError
+from dagrl.runtime.layout import ParallelLayout
+
+
+class FsdpLayoutConfig(Section):
+    """The parallel layout of a group of FSDP workers."""
+
+    data_parallel_size: PositiveInt = 1
+    """Ranks that each train on their share of the batch. Weights, gradients and optimizer state are sharded over them."""
+
+    data_parallel_replicas: PositiveInt = 1
+    """Copies of the sharded state among the data-parallel ranks (HSDP). Each is sharded over `data_parallel_size /
+    data_parallel_replicas` ranks, which are neighbours."""
+
+    tensor_parallel_size: PositiveInt = 1
+    """Ranks over which each layer's weights are split, by the tensor-parallel plan of the model's class in transformers."""
+
+    expert_parallel_size: PositiveInt = 1
+    """Ranks over which the experts of a mixture are distributed, by the model's expert-parallel plan: a multiple of
+    `tensor_parallel_size`, up to all ranks. Ranks with the same experts shard them."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The group's parallel layout."""
+        if self.data_parallel_size % self.data_parallel_replicas:
+            raise LayoutError(
+                f"data_parallel_replicas is {self.data_parallel_replicas}, which does not divide data_parallel_size "
+                f"{self.data_parallel_size}; each replica is sharded over equally many ranks"
+            )
+        tp, ep = self.tensor_parallel_size, self.expert_parallel_size
+        if ep > 1 and ep % tp:
+            raise LayoutError(
+                f"expert_parallel_size is {ep}, but the ranks of a tensor-parallel group have different experts; choose a "
+                f"multiple of tensor_parallel_size, which is {tp}"
+            )
+        return ParallelLayout(dp=self.data_parallel_size, tp=tp, ep=ep, etp=1 if ep > 1 else None)
+
+
+class FsdpConfig(FsdpLayoutConfig):
+    """FSDP2 train workers: parallel layout, recomputation, kernels."""
+
+    data_parallel_size: PositiveInt = derived(1, "the GPUs of this machine that divide a batch, if no layout is set, else 1")
+    """Ranks that each train on their share of the batch. Weights, gradients and optimizer state are sharded over them."""
+
+    activation_checkpointing: Literal["none", "full", "selective", "offloaded"] = derived(
+        "none", "full if a sequence does not fit the GPU without, else none"
+    )
+    """What the backward pass recomputes. `full`: whole layers. `selective`: all but matrix products and attention.
+    `offloaded`: whole layers, whose inputs wait in host memory."""
+
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory, where the optimizer then runs. GPUs hold the weights of
+    the layers that they compute."""
+
+    attn_implementation: str | None = None
+    """What computes attention, as transformers names it: `sdpa`, `eager`, `flex_attention`, `flash_attention_2`,
+    `flash_attention_3`. null: transformers' choice for the model."""
+
+    torch_compile: bool = False
+    """Compile each layer with `torch.compile`."""
+
+    trust_remote_code: bool = False
+    """Run Python code that the model's directory brings along, for a model that transformers does not have."""

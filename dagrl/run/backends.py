@@ -1,0 +1,83 @@
+"""Chooses what trains each model: Megatron-Core where it has the model's type, otherwise transformers' model under FSDP2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+from dagrl.config import Config, Json
+from dagrl.config.roles import CRITIC, TEACHER
+from dagrl.data.hugging_face import is_hub_id
+from dagrl.errors import ConfigError
+from dagrl.imports import load_attribute
+from dagrl.rl.algorithm import Algorithm
+from dagrl.rl.preferences import gives_scores
+
+WORKERS: Mapping[str, Mapping[str, str]] = {
+    "megatron": {
+        "policy": "dagrl.workers.megatron:MegatronWorker",
+        "value": "dagrl.workers.megatron:MegatronValueWorker",
+        "teacher": "dagrl.workers.megatron:MegatronTeacherWorker",
+    },
+    "fsdp": {
+        "policy": "dagrl.workers.fsdp:FsdpWorker",
+        "value": "dagrl.workers.fsdp:FsdpValueWorker",
+        "teacher": "dagrl.workers.fsdp:FsdpTeacherWorker",
+    },
+}
+"""The worker classes of each backend, by the kind of model."""
+
+
+def choose_backends(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, str, str]]:
+    """Yields key, value and reason of `backend` and `worker` of the policy, and of a critic or teacher, where they are open.
+
+    Raises ConfigError if both are the user's.
+    """
+    kinds = {"policy": "value" if gives_scores(algorithm) else "policy"}
+    kinds |= {CRITIC: "value"} if algorithm.critic else {}
+    kinds |= {TEACHER: "teacher"} if config.teacher is not None else {}
+    for section, kind in kinds.items():
+        worker, backend, chosen = f"{section}.worker", f"{section}.backend", getattr(config, section)
+        if config.is_set(worker):
+            if config.is_set(backend) and chosen.worker not in WORKERS.get(chosen.backend, {}).values():
+                raise ConfigError(
+                    f"{backend} and {worker} are both set; {backend} chooses one of dagrl's own workers. Leave one out"
+                )
+            continue
+        name = chosen.backend
+        if name == "auto":
+            name, reason = _backend_for(config, section)
+            yield backend, name, reason
+        yield worker, WORKERS[name][kind], f"{backend} is {name}"
+
+
+def _backend_for(config: Config, section: str) -> tuple[str, str]:
+    """Returns the backend of a role's model, and why."""
+    known = cast(tuple[str, ...], load_attribute("dagrl.workers.megatron.architecture:MODEL_TYPES", f"{section}.backend"))
+    kind = _model_type(config, getattr(config, section).model_name)
+    if kind is None:
+        return "megatron", "the model's type is not known yet"
+    if kind in known:
+        return "megatron", f"Megatron trains {kind}"
+    return "fsdp", f"Megatron trains {', '.join(known)}, but model_type is {kind}"
+
+
+def _model_type(config: Config, name: str | None) -> Json:
+    """Returns the `model_type` of the model `name`, or without one of the policy's; None if it cannot be read."""
+    policy = config.policy
+    if name is None and policy.model_name is None:
+        return None if policy.random_init is None else policy.random_init.hf_config.get("model_type")
+    name = name or str(policy.model_name)
+    try:
+        if is_hub_id(name):
+            from huggingface_hub import hf_hub_download
+
+            path = Path(hf_hub_download(name, "config.json"))
+        else:
+            path = Path(name) / "config.json"
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except Exception:  # `preflight` reads it again, and says what is wrong
+        return None
+    return content.get("model_type") if isinstance(content, dict) else None

@@ -1,0 +1,43 @@
+"""Which of transformers' classes a model has. Imports transformers late."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dagrl.config import Json, PolicyConfig
+from dagrl.errors import ConfigError
+from dagrl.workers.families.hf_config import SCALAR_HEAD
+
+
+def find_config(policy: PolicyConfig, hf_config: Mapping[str, Json], *, scalar: bool) -> Any:
+    """Returns transformers' configuration of a model with this `config.json`; if `scalar`, with one label."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    kind = hf_config.get("model_type")
+    if kind in list(CONFIG_MAPPING):
+        labels = {"num_labels": 1} if scalar else {}
+        return CONFIG_MAPPING[kind].from_dict({**{key: hf_config[key] for key in hf_config if key != SCALAR_HEAD}, **labels})
+    if "auto_map" in hf_config and policy.model_name is not None and policy.fsdp_cfg.trust_remote_code:
+        return AutoConfig.from_pretrained(policy.model_name, trust_remote_code=True)
+    if "auto_map" in hf_config:
+        raise ConfigError(
+            f"model_type {kind!r} has its code in its directory; if you trust it, set policy.fsdp_cfg.trust_remote_code=true"
+        )
+    raise ConfigError(f"transformers does not know model_type {kind!r}; a newer version may, or use another model")
+
+
+def find_class(policy: PolicyConfig, config: Any, *, scalar: bool) -> type[Any]:
+    """Returns the class with a language model's head, or, if `scalar`, with one number per token."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    kinds = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    kind: type[Any] | None = kinds._model_mapping.get(type(config), None)
+    own = getattr(config, "auto_map", None) or {}
+    if kind is None and kinds.__name__ in own and policy.fsdp_cfg.trust_remote_code:
+        kind = get_class_from_dynamic_module(own[kinds.__name__], policy.model_name)
+    if kind is None:
+        what = "a scalar head (ForSequenceClassification)" if scalar else "a causal language model's head"
+        raise ConfigError(f"transformers has no class of {config.model_type!r} with {what}; choose another model")
+    return kind

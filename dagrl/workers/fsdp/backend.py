@@ -1,0 +1,213 @@
+"""FsdpBackend: one rank's transformers model under FSDP2, with or without a GPU, for `TrainWorker`.
+
+Heavy imports happen in `prepare` and `setup`, so the driver can import the class to trace phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from dagrl.channels.nccl import nccl_environment
+from dagrl.config import Config, Json
+from dagrl.errors import ConfigError
+from dagrl.refit.slices import WeightSlice
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.hf_config import model_keys, with_scalar_head
+from dagrl.workers.fsdp.checks import check_model
+from dagrl.workers.train.backend import ModelSpec
+from dagrl.workers.train.groups import abort_groups, gather_objects, join_group, leave_group, start_checkpoint_group
+from dagrl.workers.train.hf_export import export_hf
+from dagrl.workers.train.hf_load import has_scalar_head, read_hf_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from dagrl.workers.fsdp.model import Meshes
+    from dagrl.workers.fsdp.sent import SentWeights
+    from dagrl.workers.fsdp.trainer import ShardedModel
+    from dagrl.workers.train.checkpoint import Piece
+    from dagrl.workers.train.row_plans import ParallelRank
+
+
+class FsdpBackend:
+    """A `Backend`. `config.policy.model_name` is a Hugging Face directory."""
+
+    captures = False
+    checkpoint_format: ClassVar[str] = "dagrl-fsdp-1"
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec, self._policy = spec, spec.config.policy
+        self.hf_config: Mapping[str, Json] = {}
+        self._model: ShardedModel | None = None
+        self._meshes: Meshes | None = None
+        self._checkpoint_group: ProcessGroup | None = None
+        self._sent: SentWeights | None = None
+
+    @staticmethod
+    def check(config: Config, hf_config: Mapping[str, Json]) -> None:
+        """Raises a UserError before any actor starts if the model cannot be loaded, or not trained in this layout."""
+        check_model(config, hf_config)
+
+    @staticmethod
+    def computed(hf_config: Mapping[str, Json]) -> dict[str, Json]:
+        """Returns all settings that affect the computation."""
+        return model_keys(hf_config)
+
+    @staticmethod
+    def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
+        """Returns what `rank` of `layout` will hold, without a worker."""
+        from dagrl.workers.fsdp.dry import dry_model
+        from dagrl.workers.fsdp.sent import sent_slices
+
+        with dry_model(config.policy, hf_config, layout, rank) as root:
+            return sent_slices(root.net, config.policy.precision)
+
+    @staticmethod
+    def environment(config: Config) -> dict[str, str]:
+        """Returns environment variables that must be set before torch is imported."""
+        return nccl_environment()
+
+    @staticmethod
+    def prepare() -> None:
+        """Imports transformers and FSDP2."""
+        import dagrl.workers.fsdp.trainer  # noqa: F401
+
+    def setup(self, address: str) -> None:
+        """Joins the group at `address`, builds this rank's part of the model and loads its weights."""
+        import torch
+
+        from dagrl.workers.fsdp.model import Meshes, check_separation, init_scalar_head, load_model
+        from dagrl.workers.fsdp.trainer import ShardedModel
+
+        spec = self._spec
+        hf_config = read_hf_config(self._source)
+        self.hf_config = with_scalar_head(hf_config) if spec.scalar else hf_config
+        with spec.start_parts.part("process groups"):
+            if spec.device.type == "cuda":
+                torch.cuda.init()  # type: ignore[no-untyped-call]  # else a mesh would choose the device
+            join_group(spec.context, address)
+            torch.manual_seed(spec.config.seed)
+            self._meshes = Meshes.of(spec.context.layout, self._policy.fsdp_cfg.data_parallel_replicas, spec.device)
+            self._checkpoint_group = start_checkpoint_group(spec.config.timeouts.checkpoint_s)
+        with spec.start_parts.part("model and weights"):
+            root = load_model(self._source, self._policy, self._meshes, spec.device, scalar=spec.scalar, trains=spec.trains)
+        if spec.scalar and not has_scalar_head(self._source):
+            init_scalar_head(root, spec.config.seed)
+        if self._policy.sequence_packing.enabled:
+            check_separation(root, spec.device)
+        with spec.start_parts.part("optimizer"):
+            self._model = ShardedModel(root, spec.config, spec.device, trains=spec.trains)
+
+    def abort(self) -> None:
+        """Aborts this worker's collectives, so that peers waiting for it raise."""
+        abort_groups()
+
+    def shutdown(self) -> None:
+        """Leaves the groups and drops the model."""
+        from dagrl.workers.fsdp.model import forget_meshes
+
+        self._model = self._meshes = self._checkpoint_group = self._sent = None
+        forget_meshes()
+        leave_group()
+
+    # ---- computing
+
+    @property
+    def model(self) -> ShardedModel:
+        """The model, its passes and its optimizer."""
+        assert self._model is not None, "`setup` makes it"
+        return self._model
+
+    @property
+    def place(self) -> ParallelRank:
+        """This worker's coordinates, device and process groups."""
+        from dagrl.workers.train.row_plans import ParallelRank
+
+        context = self._spec.context
+        assert self._meshes is not None, "`setup` makes it"
+        return ParallelRank(context.layout, context.coordinates, None, self._meshes.data, self._spec.device)
+
+    @property
+    def routed(self) -> None:
+        """None: padding is not spread over experts, and no experts are replayed."""
+        return None
+
+    def train_tflop(self, lengths: Iterable[int]) -> float:
+        """Returns the TFLOPs of training on sequences of these lengths."""
+        return self.model.train_tflop(lengths)
+
+    # ---- state
+
+    def base_model(self) -> None:
+        """Returns None: there are no adapters."""
+        return None
+
+    def frozen_model(self, directory: Path) -> ShardedModel:
+        """Loads another model, which only runs forward."""
+        from dagrl.workers.fsdp.model import load_model
+        from dagrl.workers.fsdp.trainer import ShardedModel
+
+        assert self._meshes is not None, "`setup` makes it"
+        root = load_model(directory, self._policy, self._meshes, self._spec.device, scalar=False, trains=False)
+        return ShardedModel(root, self._spec.config, self._spec.device, trains=False)
+
+    # ---- refits
+
+    def weight_slices(self) -> list[WeightSlice]:
+        """Returns which boxes of the HF parameters a refit sends."""
+        return self.sent.slices
+
+    def sent_tensors(self) -> Mapping[str, Tensor]:
+        """Returns the tensors that `weight_slices` names: weights in `policy.precision`."""
+        return self.sent.tensors
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Context in which `sent_tensors` have the current values."""
+        self.sent.update()
+        yield
+
+    @property
+    def sent(self) -> SentWeights:
+        """The weights as a refit sends them. Made when first asked for, as a run may have no refits."""
+        from dagrl.workers.fsdp.sent import SentWeights
+
+        if self._sent is None:
+            self._sent = SentWeights(self.model.net, self._policy.precision, self._spec.device)
+        return self._sent
+
+    # ---- files
+
+    @property
+    def files_group(self) -> ProcessGroup:
+        """The group in which ranks wait for each other's files."""
+        assert self._checkpoint_group is not None, "`setup` creates it"
+        return self._checkpoint_group
+
+    def pieces_to_save(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
+        """Yields this rank's part of the train state."""
+        from dagrl.workers.fsdp.checkpoint import pieces_of
+
+        return pieces_of(self.model, reference)
+
+    pieces_to_load = pieces_to_save
+
+    def export_hf(self, directory: str) -> None:
+        """Writes the model in `policy.precision`."""
+        from dagrl.refit.sources import tensors_of
+        from dagrl.workers.fsdp.sent import sent_slices
+
+        net, group, precision = self.model.net, self.files_group, self._policy.precision
+        slices = gather_objects(group, sent_slices(net, precision))
+        tensors = tensors_of(net, dtype=precision)
+        export_hf(self._source, directory, slices, tensors, self._spec.context.rank, group, precision)
+
+    @property
+    def _source(self) -> Path:
+        if self._policy.model_name is None:
+            raise ConfigError("policy.model_name is not set; the worker needs a Hugging Face directory")
+        return Path(self._policy.model_name)

@@ -1,0 +1,53 @@
+"""What can be checked of a model and of a run's settings before workers start. Imports transformers late."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dagrl.config import Config, Json, MegatronConfig
+from dagrl.config.settings import has_fp8_kv_cache
+from dagrl.errors import ConfigError
+from dagrl.imports import load_class
+
+SEPARABLE = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers in which sequences of a packed row do not see each other."""
+
+
+def check_settings(config: Config) -> None:
+    """Raises ConfigError for settings that the FSDP worker does not have."""
+    policy = config.policy
+    conflicts = {
+        "policy.megatron_cfg has keys of its own": policy.megatron_cfg != MegatronConfig(),
+        "policy.generation.vllm_cfg.kv_cache_dtype is fp8": has_fp8_kv_cache(config),
+    }
+    for found, conflict in conflicts.items():
+        if conflict:
+            raise ConfigError(f"{found}, which policy.backend fsdp does not read; remove it, or set policy.backend=megatron")
+
+
+def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
+    """Raises ConfigError for a model that cannot be built, or not in this layout."""
+    check_settings(config)
+    load_class(config.policy.optimizer.name, "policy.optimizer.name")
+    policy, layout = config.policy, config.policy.train_layout
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = hf_config.get(name)
+        if isinstance(heads, int) and heads % layout.tp:
+            raise ConfigError(
+                f"the model has {name} = {heads}, which policy.fsdp_cfg.tensor_parallel_size {layout.tp} does not divide; "
+                "choose a size that does"
+            )
+    if policy.model_name is not None and not list(Path(policy.model_name).glob("*.safetensors")):
+        raise ConfigError(f"{policy.model_name} has no *.safetensors, from which models are loaded; convert its weights")
+    from dagrl.workers.fsdp.dry import dry_model
+
+    with dry_model(policy, hf_config, layout, 0) as root:
+        kinds = set(getattr(root.net.config.get_text_config(), "layer_types", None) or ()) - set(SEPARABLE)
+        stateful = getattr(root.net, "_is_stateful", False)
+    if policy.sequence_packing.enabled and (kinds or stateful):
+        what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "layers with a recurrent state"
+        raise ConfigError(
+            f"policy.sequence_packing.enabled is true, but sequences of one row would see each other in the "
+            f"model, which has {what}; set it to false"
+        )

@@ -1,0 +1,52 @@
+"""A sharded model without weights and without other ranks, for checks before a run and for refit plans without one.
+
+Imported only where torch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers.utils.generic import ContextManagers
+
+from dagrl.config import Json, PolicyConfig
+from dagrl.errors import ConfigError, UserError
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.hf_config import SCALAR_HEAD
+from dagrl.workers.fsdp.architecture import find_class, find_config
+from dagrl.workers.fsdp.model import HiddenStates, Meshes, forget_meshes, shard_model
+from dagrl.workers.train.groups import leave_group
+
+
+@contextmanager
+def dry_model(
+    policy: PolicyConfig, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int
+) -> Iterator[HiddenStates]:
+    """Context of what `rank` of `layout` will hold. Raises ConfigError, with the library's own words, if it cannot be."""
+    settings, device = policy.fsdp_cfg, torch.device("cpu")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        scalar = bool(hf_config.get(SCALAR_HEAD))
+        config = find_config(policy, hf_config, scalar=scalar)
+        kind: Any = find_class(policy, config, scalar=scalar)
+        with ContextManagers(kind.get_init_context(torch.float32, False, False, False)):  # of `from_pretrained`
+            model = kind._from_config(config, dtype=torch.float32, attn_implementation=settings.attn_implementation)
+        meshes = Meshes.of(layout, settings.data_parallel_replicas, device)
+        root = shard_model(model, policy, meshes, device, trains=True)
+    except UserError:
+        raise
+    except Exception as error:  # architectures raise anything
+        raise ConfigError(
+            f"transformers cannot build a {hf_config.get('model_type')} in the layout {layout.describe()} with "
+            f"attn_implementation {settings.attn_implementation}: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    else:
+        yield root
+    finally:
+        forget_meshes()
+        leave_group()

@@ -1,0 +1,309 @@
+"""Builds this rank's part of a transformers model under FSDP2, and loads its weights.
+
+`load_model` lets transformers read the checkpoint, into a model that is sharded before: each rank reads its own part. Tensor
+parallelism and expert parallelism are transformers' own, by the plan of the model's class. FSDP2 shards each layer over the
+data-parallel ranks, and embedding, last norm and output layer together at the root. Trained weights are float32 shards,
+which the optimizer updates; layers compute with copies in `policy.precision`. Imported only where torch is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import DistributedConfig
+from transformers.distributed.tensor_parallel import (
+    apply_expert_parallelism,
+    apply_tensor_parallelism,
+    replace_layer_number_by_wildcard,
+    resolve_parallel_plans,
+)
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from dagrl.config import FsdpConfig, PolicyConfig
+from dagrl.errors import CheckpointError, ConfigError
+from dagrl.refit.sources import held_boxes
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.hf_config import SCORE
+from dagrl.workers.fsdp.architecture import find_class, find_config
+from dagrl.workers.fsdp.output import LogitTransform
+from dagrl.workers.train.hf_load import read_hf_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tp"
+EXPERT_SHARD, EXPERT = "expert_shard", "ep"
+"""Dimensions of the meshes."""
+
+DISPATCH = "ep_dispatch_experts"
+"""The style in transformers' plans by which tokens go to the ranks of their experts. By the other, the ranks of a
+tensor-parallel group each compute their own experts for the tokens that they share."""
+
+SCALAR_HEAD = "score"
+
+
+class HiddenStates(nn.Module):
+    """The root of a sharded model: runs `net`, a transformers model with a head, up to the head.
+
+    `forward` leaves the root's weights whole, so that the head can be computed from its output: until the backward pass has
+    reduced their gradients, or `gathered` of the module is left.
+    """
+
+    def __init__(self, net: PreTrainedModel) -> None:
+        super().__init__()
+        self.net = net
+        self.logits = None if hasattr(net, SCALAR_HEAD) else LogitTransform(net)
+
+    def forward(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
+        """Returns the last hidden states [b, s, hidden size] for `tokens` and `positions` [b, s]."""
+        output = self.net.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **attention)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """All ranks in the order of `ParallelLayout`: as dense weights are on them, and as experts are, if these are apart.
+
+    `data`: the group of the data-parallel ranks, over replicas and shards.
+    """
+
+    dense: DeviceMesh
+    experts: DeviceMesh | None
+    data: ProcessGroup
+
+    @staticmethod
+    def of(layout: ParallelLayout, replicas: int, device: torch.device) -> Meshes:
+        """Makes the meshes. A collective."""
+        sizes = replicas, layout.dp // replicas, layout.tp
+        dense = init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+        experts = None
+        if layout.ep > 1:
+            shape = layout.world_size // layout.ep, layout.ep
+            experts = init_device_mesh(device.type, shape, mesh_dim_names=(EXPERT_SHARD, EXPERT))
+        data = dense[SHARD] if replicas == 1 else dense[REPLICATE, SHARD]._flatten("data")
+        return Meshes(dense, experts, data.get_group())
+
+    @property
+    def sharding(self) -> DeviceMesh:
+        """The mesh over which FSDP2 shards dense weights."""
+        return self.dense[SHARD] if self.dense.size(0) == 1 else self.dense[REPLICATE, SHARD]
+
+
+def forget_meshes() -> None:
+    """Makes torch forget meshes, whose groups end: DTensor gives the first of equal ones."""
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+def load_model(
+    directory: Path, policy: PolicyConfig, meshes: Meshes, device: torch.device, *, scalar: bool, trains: bool
+) -> HiddenStates:
+    """Loads the model in `directory`. `scalar`: with one number per token in place of the vocabulary's head."""
+    disable_progress_bar()
+    set_verbosity_error()  # what its report of the files says is checked here
+    dtype = torch.float32 if trains else getattr(torch, policy.precision)
+    root: HiddenStates
+
+    def shard(model: PreTrainedModel) -> None:
+        nonlocal root
+        root = shard_model(model, policy, meshes, device, trains=trains)
+
+    config = find_config(policy, read_hf_config(directory), scalar=scalar)
+    home = torch.device("cpu") if policy.fsdp_cfg.cpu_offload else device
+    loaded, report = _sharded_class(find_class(policy, config, scalar=scalar), home, shard).from_pretrained(
+        directory,
+        config=config,
+        dtype=dtype,
+        attn_implementation=policy.fsdp_cfg.attn_implementation,
+        distributed_config=DistributedConfig(),
+        output_loading_info=True,
+    )
+    if lacking := sorted(set(report["missing_keys"]) - ({SCORE} if scalar else set())):
+        raise CheckpointError(
+            f"{directory} lacks {len(lacking)} parameters that config.json defines, such as {lacking[0]!r}; config.json and "
+            "the weights belong to different models"
+        )
+    loaded.requires_grad_(trains)
+    for buffer in loaded.buffers():
+        buffer.data = buffer.to(device)
+    for module in sharded_modules(root):  # settles the memory of the shards, which FSDP2 pads
+        module.unshard()
+        module.reshard()
+    return root
+
+
+def init_scalar_head(root: HiddenStates, seed: int) -> None:
+    """Draws a scalar head from a normal distribution, the same as in any other layout."""
+    weight: DTensor = getattr(root.net, SCALAR_HEAD).weight
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.empty(weight.shape).normal_(0, root.net.config.initializer_range, generator=generator)
+    for box, at in held_boxes(SCALAR_HEAD, weight):
+        local(weight.detach())[tuple(slice(*run) for run in at)] = drawn[tuple(slice(*run) for run in box)]
+
+
+@torch.no_grad()
+def check_separation(root: HiddenStates, device: torch.device) -> None:
+    """Raises ConfigError if a sequence of a packed row sees the one before it. A collective."""
+    first, second = 9, 7
+    positions = torch.cat([torch.arange(first), torch.arange(second)])[None].to(device)
+    tokens = torch.arange(first + second, device=device)[None] % root.net.config.get_text_config().vocab_size
+    others = torch.where(torch.arange(first + second, device=device) < first, tokens.flip(1), tokens)
+    one, other = (root(row, positions)[0, first:].float() for row in (tokens, others))
+    root.reshard()  # type: ignore[operator]
+    if (one - other).norm() > 0.02 * one.norm():  # experts see another batch, and round differently
+        attention = root.net.config._attn_implementation
+        raise ConfigError(
+            f"sequences of a packed row see each other in {type(root.net).__name__} with attn_implementation {attention}; "
+            "set policy.sequence_packing.enabled=false, or another policy.fsdp_cfg.attn_implementation"
+        )
+
+
+def shard_model(
+    model: PreTrainedModel, policy: PolicyConfig, meshes: Meshes, device: torch.device, *, trains: bool
+) -> HiddenStates:
+    """Shards a model whose weights may be on the meta device. Returns its root."""
+    settings = policy.fsdp_cfg
+    root = HiddenStates(model)
+    options: dict[str, Any] = {}
+    if trains and policy.precision != "float32":
+        precision = getattr(torch, policy.precision)
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
+    if settings.cpu_offload and device.type != "cpu":
+        options["offload_policy"] = CPUOffloadPolicy()
+    for experts in split_layers(model, settings, meshes):
+        assert meshes.experts is not None, "experts are apart"
+        fully_shard(experts, mesh=meshes.experts[EXPERT_SHARD], **options)
+    model.tie_weights()  # before, so that FSDP2 gathers a tied weight once
+    options["mesh"] = meshes.sharding
+    for layer in find_layers(model):
+        prepare_layer(layer, settings)
+        fully_shard(layer, **options)
+    fully_shard(root, **options)
+    for module in sharded_modules(root):
+        module.set_gradient_divide_factor(1.0)  # losses are divided by the counts of the global batch
+        module.set_force_sum_reduction_for_comms(device.type == "cpu")  # Gloo has no premultiplied sum
+    return root
+
+
+def split_layers(model: PreTrainedModel, settings: FsdpConfig, meshes: Meshes) -> list[nn.Module]:
+    """Applies the plans for tensor and expert parallelism. Returns the modules of experts to which tokens are sent."""
+    wanted = DistributedConfig(tp_size=settings.tensor_parallel_size, ep_size=1)
+    wanted.ep_size = settings.expert_parallel_size  # whose limits are those of `ParallelLayout`
+    tensor, expert = resolve_parallel_plans(model, wanted)
+    if settings.tensor_parallel_size > 1 and not tensor:
+        raise ConfigError(
+            f"policy.fsdp_cfg.tensor_parallel_size is {settings.tensor_parallel_size}, but {type(model).__name__} has no "
+            "tensor-parallel plan in transformers; set it to 1"
+        )
+    if tensor:
+        apply_tensor_parallelism(model, meshes.dense[TENSOR], tensor)
+    if meshes.experts is None:
+        return []
+    if DISPATCH in expert.values():
+        apply_expert_parallelism(model, meshes.experts[EXPERT], meshes.dense[TENSOR], expert)
+        names = {name for name, style in expert.items() if style == DISPATCH}
+        return [part for name, part in model.named_modules() if replace_layer_number_by_wildcard(name) in names]
+    if settings.expert_parallel_size != settings.tensor_parallel_size:
+        raise ConfigError(
+            f"policy.fsdp_cfg.expert_parallel_size is {settings.expert_parallel_size}, but the experts of "
+            f"{type(model).__name__} are only distributed over tensor-parallel ranks; set tensor_parallel_size to the same"
+        )
+    apply_tensor_parallelism(model, meshes.dense[TENSOR], expert)
+    return []
+
+
+def find_layers(model: nn.Module) -> list[nn.Module]:
+    """Returns the modules that are sharded on their own: entries of outermost lists, without those that share weights."""
+    layers = list(_entries(model))
+    owners = Counter(id(weight) for layer in layers for weight in layer.parameters())
+    return [layer for layer in layers if {owners[id(weight)] for weight in layer.parameters()} == {1}]
+
+
+def _entries(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _entries(child)
+
+
+def prepare_layer(layer: Any, settings: FsdpConfig) -> None:
+    """Compiles a layer, and makes its backward pass recompute what `activation_checkpointing` says."""
+    if settings.torch_compile:
+        layer.forward = torch.compile(layer.forward)
+    kind = settings.activation_checkpointing
+    if kind == "none":
+        return
+    selective: dict[str, Any] = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, _kept)} if kind == "selective" else {}
+    )
+    recomputed = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **selective)
+    layer.forward = partial(_offloaded, recomputed) if kind == "offloaded" else recomputed
+
+
+def _offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return forward(*args, **kwargs)
+
+
+def _kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_COSTLY = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+"""Operators whose results selective checkpointing keeps."""
+
+
+def sharded_modules(root: nn.Module) -> list[FSDPModule]:
+    """Returns the modules that FSDP2 gathers and reduces on their own."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class _Mesh:
+    """What transformers asks of the mesh of a model that it loads."""
+
+    def get_mesh(self, dims: object) -> None:
+        """Returns none: parameters know their own mesh."""
+
+
+def _sharded_class(kind: type[Any], device: torch.device, shard: Callable[[Any], None]) -> Any:
+    """Returns a class of the same name that calls `shard` with a model before its files are read."""
+
+    class Sharded(kind):  # type: ignore[misc]
+        @classmethod
+        def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> tuple[Any, Any, Any]:
+            return distributed_config, device, _Mesh()
+
+        @classmethod
+        def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+            model._is_distributed_loading_by_transformers = True
+            shard(model)
+            return model
+
+    for name in ("__name__", "__qualname__", "__module__"):  # by which transformers finds a model's conversions
+        setattr(Sharded, name, getattr(kind, name))
+    return Sharded

@@ -1,0 +1,49 @@
+"""The weights of a sharded model as others get them: under the names of its checkpoint, in `policy.precision`.
+
+Imported only where torch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from dagrl.refit.slices import WeightSlice
+from dagrl.refit.sources import slices_of, tensors_of
+
+
+class SentWeights:
+    """What a refit sends of `net`. `tensors` are its own shards, or copies of these in another dtype or on the `device`."""
+
+    def __init__(self, net: nn.Module, precision: str, device: torch.device) -> None:
+        self.slices = sent_slices(net, precision)
+        self._shards = tensors_of(net, dtype=_dtype_of(net))
+        kinds = {one.tensor: getattr(torch, one.dtype or precision) for one in self.slices}
+        self._copies = {
+            name: torch.empty_like(shard, dtype=kinds[name], device=device, memory_format=torch.contiguous_format)
+            for name, shard in self._shards.items()
+            if shard.dtype != kinds[name] or shard.device != device
+        }
+        self.tensors: Mapping[str, Tensor] = {**self._shards, **self._copies} if self._copies else self._shards
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Copies the current weights where `tensors` has copies."""
+        for name, copy in self._copies.items():
+            copy.copy_(self._shards[name], non_blocking=True)
+
+
+def sent_slices(net: nn.Module, precision: str) -> list[WeightSlice]:
+    """Returns the slices of a model's weights in `precision`, and of its buffers as they are."""
+    trained, buffers = _dtype_of(net), dict(net.named_buffers())
+    found = slices_of(net, dtype=trained)
+    if trained == precision:
+        return found
+    return [replace(one, dtype=trained) if one.tensor in buffers and not one.dtype else one for one in found]
+
+
+def _dtype_of(net: nn.Module) -> str:
+    return str(next(net.parameters()).dtype).removeprefix("torch.")

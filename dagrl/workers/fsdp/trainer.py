@@ -1,0 +1,235 @@
+"""ShardedModel: a transformers model under FSDP2 with its passes, gradients and optimizer.
+
+FSDP2 gathers each layer's weights where it runs, and sums gradients over the data-parallel ranks in the backward pass. Every
+microbatch is therefore a collective. Imported only where torch is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.utils import get_total_norm
+
+from dagrl.config import Config
+from dagrl.imports import load_class
+from dagrl.telemetry.metrics import StepMetrics
+from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, local
+from dagrl.workers.train.backend import Score
+from dagrl.workers.train.logprobs import OutputLayer, TokenHead, VocabularyShard, token_logprobs
+from dagrl.workers.train.microbatches import Microbatch, Microbatches
+from dagrl.workers.train.offload import StatePart
+from dagrl.workers.train.optimizer import CLIP_EPSILON, OptimizerSteps
+
+
+class ShardedModel:
+    """A `TrainedModel`; with `trains` false, one that only runs forward."""
+
+    def __init__(self, root: HiddenStates, config: Config, device: torch.device, *, trains: bool) -> None:
+        self.root, self.net, self.device = root, root.net, device
+        self.steps, self._config = OptimizerSteps(config), config
+        self._scalar = getattr(root.net, SCALAR_HEAD, None)
+        self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor
+        self.optimizers = self._make_optimizers() if trains else []
+
+    # ---- passes
+
+    def run(self, microbatches: Microbatches, score: Score, *, backward: bool) -> list[Any]:
+        """Runs the microbatches one by one. Returns the reports of `score`."""
+        reports = []
+        for item in microbatches.items:
+            loss, report = score(item, self._outputs(item))
+            if backward:
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                self.root.reshard()  # type: ignore[operator]  # no backward pass does
+            reports.append(report)
+        return reports
+
+    def _outputs(self, item: Microbatch) -> Tensor:
+        """Returns the last hidden states [b, s, hidden size], or the numbers [b, s] of a scalar head.
+
+        Padding follows the tokens of a row, so the causal mask alone keeps it out of sight. Sequences of a packed row are
+        told apart by positions that start at 0.
+        """
+        hidden: Tensor = self.root(item.tokens, item.positions)
+        if self._scalar is None:
+            return hidden
+        numbers: Tensor = (hidden.float() @ self._scalar.weight.float().T).squeeze(-1)
+        return numbers
+
+    def head(self, temperature: float) -> TokenHead | None:
+        """Returns what makes log-probabilities of the last hidden states; None for a scalar head."""
+        transform = self.root.logits
+        if transform is None:
+            return None
+        chunk, shaped = self._config.policy.logprob_chunk_size, transform.after if transform.shapes else None
+
+        def logprobs(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            shape, inputs = hidden.shape, transform.before(hidden.flatten(0, -2))
+            module: Any = self.net.get_output_embeddings()
+            weight, bias = module.weight, getattr(module, "bias", None)
+            shard = VocabularyShard(0, len(weight))
+            if isinstance(weight, DTensor):  # sharded over the tensor-parallel ranks, as `from_local` does the input
+                shard = _vocabulary_shard(weight)
+                inputs = DTensor.from_local(inputs, weight.device_mesh, [Replicate()], run_check=False)
+                inputs = inputs.to_local(grad_placements=[Partial()])
+            weight = local(weight)
+            if bias is not None:
+                inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
+                weight = torch.cat([weight, local(bias)[:, None]], dim=1)
+            layer = OutputLayer(weight, shard, temperature / transform.scale, chunk, transform=shaped)
+            return token_logprobs(inputs.view(*shape[:-1], -1), labels, layer)
+
+        return logprobs
+
+    def train_tflop(self, lengths: Iterable[int]) -> float:
+        """Returns the TFLOPs of training on sequences of these lengths: three times the forward pass's matrix products.
+
+        Each weight of a layer multiplies each token, except that a token visits `num_experts_per_tok` experts only.
+        """
+        sizes: dict[str, Any] = self.net.config.get_text_config().to_dict()
+        experts, chosen = (sizes.get(name) or 1 for name in ("num_local_experts", "num_experts_per_tok"))
+        weights = sum(
+            weight.numel() * (chosen / experts if ".experts." in name else 1.0)
+            for name, weight in self.parameters.items()
+            if weight.ndim > 1
+        )
+        if not sizes.get("tie_word_embeddings"):
+            weights -= self.net.get_input_embeddings().weight.numel()
+        heads, head_dim = sizes.get("num_attention_heads"), sizes.get("head_dim")
+        width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else sizes["hidden_size"]
+        attention = 2 * width * (sizes.get("num_hidden_layers") or 0)  # causal, half of the square
+        return 3e-12 * float(sum(2 * weights * length + attention * length * length for length in map(int, lengths)))
+
+    def settle(self) -> None:
+        """Does nothing: an update leaves nothing pending."""
+
+    def step_count(self) -> float:
+        """Returns 0: the pieces of a checkpoint have the counts of the optimizer."""
+        return 0.0
+
+    def set_step_count(self, count: float) -> None:
+        """Does nothing, for the same reason."""
+
+    def step_metrics(self) -> StepMetrics:
+        """Returns none."""
+        return StepMetrics()
+
+    # ---- gradients and optimizer
+
+    def zero_gradients(self) -> None:
+        """Drops all gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def gradient_norm(self) -> Tensor:
+        """Returns the norm of all ranks' gradients, each counted once."""
+        shards = defaultdict[tuple[dist.ProcessGroup, ...], list[Tensor]](list)
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                shards[_sharing(parameter)].append(local(parameter.grad))
+        total = torch.zeros((), device=self.device)
+        for groups, gradients in shards.items():  # in the order of the parameters, which is that of all ranks
+            square = get_total_norm(gradients).to(self.device).square()
+            for group in groups:
+                dist.all_reduce(square, group=group)
+            total += square
+        return total.sqrt()
+
+    def clip(self, limit: float, norm: Tensor) -> None:
+        """Scales gradients to the limit."""
+        gradients = [local(one.grad) for one in self.parameters.values() if one.grad is not None]
+        torch._foreach_mul_(gradients, (limit / (norm + CLIP_EPSILON)).clamp(max=1.0).to(gradients[0].device))
+
+    def update(self, rate: float) -> None:
+        """Updates the weights and drops the gradients."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        self.zero_gradients()
+
+    def reset_optimizer(self) -> None:
+        """Zeros the optimizer's state."""
+        for state in self.optimizer_state().values():
+            for value in state.values():
+                local(value).zero_()
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Returns the optimizer's tensors of each parameter, by its name and theirs."""
+        states = {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
+        return {name: states[parameter] for name, parameter in self.parameters.items() if parameter in states}
+
+    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Returns optimizers of all weights, with all of their state, so that the first step is not slower."""
+        wanted = self._config.policy.optimizer
+        kind, args = load_class(wanted.name, "policy.optimizer.name"), dict(wanted.args)
+        layers = {id(one) for layer in find_layers(self.net) for one in layer.parameters() if one.ndim == 2}
+        trained = [one for one in self.parameters.values() if one.requires_grad]
+        matrices = [one for one in trained if id(one) in layers] if kind is torch.optim.Muon else trained
+        others = [one for one in trained if kind is torch.optim.Muon and id(one) not in layers]
+        made = [self._optimizer(kind, matrices, args)]
+        return [*made, self._optimizer(torch.optim.AdamW, others, {})] if others else made
+
+    def _optimizer(self, kind: Any, parameters: Sequence[Tensor], args: dict[str, Any]) -> torch.optim.Optimizer:
+        """Returns an optimizer after a step without gradients at a rate of 0. Vectors have no weight decay."""
+        wanted = self._config.policy.optimizer
+        groups = defaultdict[tuple[Any, bool], list[Any]](list)  # of one mesh, as fused kernels require
+        for parameter in parameters:
+            groups[parameter.device_mesh, parameter.ndim > 1].append(parameter)  # type: ignore[attr-defined]
+        decays = {True: wanted.weight_decay, False: 0.0}
+        sections = [{"params": some, "weight_decay": decays[matrices]} for (_, matrices), some in groups.items()]
+        usual = {"betas": (wanted.adam_beta1, wanted.adam_beta2), "eps": wanted.adam_eps, "fused": True}
+        known = inspect.signature(kind).parameters
+        arguments = {name: value for name, value in usual.items() if name in known and kind is not torch.optim.Muon} | args
+        optimizer: torch.optim.Optimizer = kind(sections, lr=0.0, **arguments)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        for state in optimizer.state.values():
+            if "step" in state:
+                state["step"].zero_()
+        return optimizer
+
+    # ---- state
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns this rank's shards by the name of their parameter."""
+        return {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
+
+    def state(self, part: StatePart) -> list[Tensor]:
+        """Returns the tensors of a part. Gradients exist within a step only."""
+        if part == "weights":
+            return list(self.weights().values())
+        if part == "gradients":
+            return []
+        return [local(value) for state in self.optimizer_state().values() for value in state.values() if value.ndim]
+
+    def before_offload(self, what: Sequence[str]) -> None:
+        """Drops gradients that a warm-up left."""
+        if "gradients" in what:
+            self.zero_gradients()
+
+
+def _vocabulary_shard(weight: DTensor) -> VocabularyShard:
+    """Returns the rows of an output layer that this tensor-parallel rank has."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    whole = shape[0] == len(weight)
+    return VocabularyShard(offset[0], shape[0], None if whole else weight.device_mesh.get_group())
+
+
+def _sharing(parameter: DTensor) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the groups over which a parameter is sharded."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sharded = (dim for dim, place in enumerate(placements) if not place.is_replicate() and mesh.size(dim) > 1)
+    return tuple(mesh.get_group(dim) for dim in sharded)

@@ -1,0 +1,110 @@
+"""FSDP workers on GPUs: float32 and bfloat16 against plain torch, every attention implementation, memory, and NCCL."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import MegatronPool
+from tests.integration.test_fsdp_layouts import DP, EP, REPLICAS, TP, Case, plain_run, run_case
+from tests.integration.test_megatron_layouts import logprobs, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+CASES = [
+    Case("qwen3"),
+    Case("gemma3", packed=True),
+    Case("phi", packed=True),
+    Case("qwen3", {}, {"activation_checkpointing": "offloaded"}, packed=True),
+    Case("qwen3", {}, {"activation_checkpointing": "selective"}),
+    Case("qwen3", {}, {"cpu_offload": True}),
+    Case("qwen3_moe", packed=True),
+    pytest.param(Case("gemma3", {DP: 2}, packed=True), marks=two_gpus),
+    pytest.param(Case("qwen3", {DP: 2, REPLICAS: 2}), marks=two_gpus),
+    pytest.param(Case("qwen3_tied", {TP: 2}, packed=True), marks=two_gpus),
+    pytest.param(Case("qwen3_moe", {DP: 2, EP: 2}, packed=True), marks=two_gpus),
+    pytest.param(Case("qwen3", {DP: 2}, {"cpu_offload": True}), marks=two_gpus),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[MegatronPool]:
+    pool = MegatronPool(min(2, torch.cuda.device_count()))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns a function that makes a tiny model once."""
+    directory, known = tmp_path_factory.mktemp("models"), dict[str, Path]()
+
+    def model(name: str) -> Path:
+        if name not in known:
+            known[name] = reference.make_model(name, directory)
+        return known[name]
+
+    return model
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float32_is_close_to_the_cpu(case: Case, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+    model = tiny_model(case.model)
+    reference.assert_near_float32(replace(run_case(pool, case, model), gradients={}), plain_run(case, model))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bfloat16_is_close_to_float32(case: Case, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+    model = tiny_model(case.model)
+    found = replace(run_case(pool, case, model, precision="bfloat16"), gradients={})
+    assert not reference.beyond_bfloat16(found, plain_run(case, model))
+
+
+ATTENTION = ["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_packed_rows_are_apart(name: str, attention: str, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+    """With windows shorter than the sequences for Gemma 3. Workers refuse rows whose sequences see each other."""
+    packages = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+    if attention in packages and importlib.util.find_spec(packages[attention]) is None:
+        pytest.skip(f"{packages[attention]} is not installed")
+    case = Case(name, {}, {"attn_implementation": attention}, packed=True)
+    found = replace(run_case(pool, case, tiny_model(name), precision="bfloat16"), gradients={})
+    assert not reference.beyond_bfloat16(found, plain_run(case, tiny_model(name)))
+
+
+def test_layers_compile(pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+    case = Case("qwen3", {}, {"torch_compile": True})
+    found = replace(run_case(pool, case, tiny_model("qwen3"), precision="bfloat16"), gradients={})
+    assert not reference.beyond_bfloat16(found, plain_run(case, tiny_model("qwen3")))
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_state_moves_and_returns(where: str, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+    """Weights, optimizer and reference policy are bit-equal after a move to the host and back."""
+    parts: Any = ("weights", "gradients", "optimizer")
+    case, batch = Case("gemma3", packed=True), reference.make_batch()
+    config = case.config(tiny_model("gemma3"), precision="bfloat16", reference_weights=where)
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        group.call("snapshot_reference")
+        train(group, batch)
+        weights = reference.assemble(group.call("weights"))
+        reference_before, before = (logprobs(group, batch, name)["logprobs"] for name in ("reference", "policy"))
+        group.call("offload", parts)
+        group.call("reload", parts)
+        for name, value in reference.assemble(group.call("weights")).items():
+            np.testing.assert_array_equal(value, weights[name], err_msg=name)
+        np.testing.assert_array_equal(logprobs(group, batch, "policy")["logprobs"], before)
+        np.testing.assert_array_equal(logprobs(group, batch, "reference")["logprobs"], reference_before)
+        assert train(group, batch)["loss"] < 6

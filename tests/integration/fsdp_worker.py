@@ -1,0 +1,52 @@
+"""FsdpWorker for tests, which also reports gradients. Runs in the processes of `megatron_pool`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dagrl.refit.slices import Box
+from dagrl.workers.fsdp import FsdpTeacherWorker, FsdpValueWorker, FsdpWorker
+
+
+class TestedWorker(FsdpWorker):
+    """Adds methods for tests. Tensors are returned as numpy arrays over pipes."""
+
+    __test__ = False
+
+    def gradients(self) -> list[tuple[str, Box, Any]]:
+        """Returns name, box and values of this rank's gradients after the last step."""
+        return self._boxes(lambda parameter: parameter.grad)
+
+    def weights(self) -> list[tuple[str, Box, Any]]:
+        """Returns name, box and values of this rank's weights."""
+        return self._boxes(lambda parameter: parameter)
+
+    def _boxes(self, tensor_of: Any) -> list[tuple[str, Box, Any]]:
+        from dagrl.refit.sources import held_boxes
+        from dagrl.workers.fsdp.backend import FsdpBackend
+
+        backend = self.backend()
+        assert isinstance(backend, FsdpBackend)
+        found = []
+        for name, parameter in backend.model.parameters.items():
+            part = tensor_of(parameter)
+            if part is not None:
+                for box, at in held_boxes(name, parameter):
+                    values = part.detach().to_local()[tuple(slice(*run) for run in at)]
+                    found.append((name, box, values.float().clone().numpy()))
+        return found
+
+
+class TestedValueWorker(FsdpValueWorker):
+    """A critic worker."""
+
+    __test__ = False
+
+
+class TestedTeacherWorker(FsdpTeacherWorker):
+    """A teacher worker."""
+
+    __test__ = False
+
+
+KINDS = {"fsdp": TestedWorker, "fsdp value": TestedValueWorker, "fsdp teacher": TestedTeacherWorker}

@@ -1,0 +1,191 @@
+"""Checkpoints and exports of FSDP workers, reference policies, critics and teachers; and the other backend's results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dagrl.files import verify_files
+from dagrl.runtime.layout import ParallelLayout
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import MegatronPool, WorkerError
+from tests.integration.test_fsdp_layouts import DP, EP, REPLICAS, TP, Case
+from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
+from tests.integration.test_megatron_values import own_values, plain_torch, value_batch
+
+SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 8, "lr_warmup_iters": 2}
+RESUMED = [
+    (Case("gemma3", {DP: 2}), [Case("gemma3", {TP: 2}), Case("gemma3", {DP: 4, REPLICAS: 2}, packed=True)]),
+    (Case("qwen3_moe", {DP: 2, EP: 2}), [Case("qwen3_moe")]),
+]
+
+
+@pytest.mark.parametrize(("first", "others"), RESUMED, ids=["gemma3", "experts"])
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
+    first: Case,
+    others: list[Case],
+    megatron_pool: MegatronPool,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    batch, directory, model = reference.make_batch(), str(tmp_path / "step-2"), tiny_model(first.model)
+    config = first.config(model, scheduler=SCHEDULE)
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        for _ in range(2):
+            train(group, batch)
+        train(group, batch.with_scalars(global_valid_tokens=1e-45))  # gradients beyond all numbers: skipped
+        group.call("snapshot_reference")
+        files = group.call("save_checkpoint", directory)
+        weights = reference.assemble(group.call("weights"))
+        went_on = [train(group, batch) for _ in range(2)]
+        kept = logprobs(group, batch, "reference")["logprobs"]
+        assert np.abs(kept - logprobs(group, batch)["logprobs"]).max() > 1e-3
+    verify_files(Path(directory), {name: entry for part in files for name, entry in part.items()})
+    for other in (first, *others):
+        config = other.config(model, scheduler=SCHEDULE)
+        with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+            group.call("load_checkpoint", directory)
+            for name, value in reference.assemble(group.call("weights")).items():
+                np.testing.assert_array_equal(value, weights[name], err_msg=name)
+            resumed = [train(group, batch) for _ in range(2)]
+            again = logprobs(group, batch, "reference")["logprobs"]
+        if other is first:
+            assert resumed == went_on  # bit for bit
+        np.testing.assert_allclose(again, kept, atol=1e-5)
+        for found, expected in zip(resumed, went_on, strict=True):
+            assert (found["lr"], found["skipped_steps"]) == (expected["lr"], 1)
+            assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+            assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_a_background_checkpoint_has_the_state_at_its_start(
+    megatron_pool: MegatronPool,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    batch, config = reference.make_batch(), Case("qwen3", {DP: 2}).config(tiny_model("qwen3"))
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        weights = reference.assemble(group.call("weights"))
+        group.call("save_checkpoint", str(tmp_path / "checkpoint"), True)
+        train(group, batch)
+        group.call("finish_checkpoint")
+        group.call("load_checkpoint", str(tmp_path / "checkpoint"))
+        for name, value in reference.assemble(group.call("weights")).items():
+            np.testing.assert_array_equal(value, weights[name], err_msg=name)
+
+
+def test_a_checkpoint_of_the_other_backend_is_refused(
+    megatron_pool: MegatronPool,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    config = reference.make_config(tiny_model("qwen3"))
+    with megatron_pool.group(ParallelLayout(), config) as group:
+        group.call("save_checkpoint", str(tmp_path / "checkpoint"))
+    config = Case("qwen3").config(tiny_model("qwen3"))
+    with megatron_pool.group(ParallelLayout(), config, kind="fsdp") as group:
+        with pytest.raises(WorkerError, match="has format 'dagrl-megatron-4', expected 'dagrl-fsdp-1'"):
+            group.call("load_checkpoint", str(tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize(
+    "case", [Case("gemma3", {DP: 2}), Case("qwen3_moe", {DP: 2, TP: 2, EP: 2}), Case("phi", {TP: 2})], ids=str
+)
+def test_transformers_loads_an_export_with_equal_logits(
+    case: Case,
+    megatron_pool: MegatronPool,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model(case.model)
+    for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        (model / name).write_text(json.dumps({"temperature": 0.125}))
+    config, batch = case.config(model), reference.make_batch()
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        train(group, batch)
+        found = logprobs(group, batch)["logprobs"]
+        group.call("export_hf", str(tmp_path / "export"))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    with torch.no_grad():
+        np.testing.assert_allclose(reference.hf_logprobs(exported, batch)[0].numpy(), found, atol=1e-5)
+    for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "export" / name).read_bytes() == (model / name).read_bytes()
+        (model / name).unlink()
+    with (
+        safe_open(tmp_path / "export" / "model.safetensors", "pt") as ours,
+        safe_open(model / "model.safetensors", "pt") as own,
+    ):
+        assert set(ours.keys()) == set(own.keys())  # a tied head once
+
+
+def test_both_backends_take_the_same_steps(
+    megatron_pool: MegatronPool,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """Ten GRPO steps from one checkpoint; the last two are the other backend's, which goes on from an export."""
+    batch, model, settings = reference.make_batch(grpo=True), tiny_model("qwen3"), {"generation": {"temperature": 0.7}}
+    kinds: dict[str, tuple[str, Any]] = {
+        "megatron": ("policy", lambda path: reference.make_config(path, **settings)),
+        "fsdp": ("fsdp", lambda path: Case("qwen3", {DP: 2}, packed=True).config(path, **settings)),
+    }
+    steps: dict[str, list[dict[str, float]]] = {}
+    for name, (kind, configure) in kinds.items():
+        with megatron_pool.group(configure(model).policy.train_layout, configure(model), kind=kind) as group:
+            steps[name] = [train(group, batch, "policy") for _ in range(10)]
+            group.call("export_hf", str(tmp_path / name))
+            steps[name].append(train(group, batch, "policy"))
+    for found, expected in zip(steps["fsdp"], steps["megatron"], strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+    for name, other in (("megatron", "fsdp"), ("fsdp", "megatron")):
+        kind, configure = kinds[other]
+        with megatron_pool.group(configure(model).policy.train_layout, configure(tmp_path / name), kind=kind) as group:
+            assert train(group, batch, "policy")["loss"] == pytest.approx(steps[name][10]["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("case", [Case("qwen3", {DP: 2}, packed=True), Case("gemma3", {TP: 2})], ids=str)
+def test_a_critic_is_plain_torchs(
+    case: Case,
+    megatron_pool: MegatronPool,
+    tiny_model: Callable[[str], Path],
+) -> None:
+    batch, config = value_batch(), case.config(tiny_model(case.model), optimizer=UNCLIPPED)
+    deviation = json.loads((tiny_model(case.model) / "config.json").read_text())["initializer_range"]
+    head = torch.empty(1, 64).normal_(0, deviation, generator=torch.Generator().manual_seed(config.seed))
+    expected = plain_torch(tiny_model(case.model), head.numpy(), batch, config)
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp value") as group:
+        np.testing.assert_allclose(own_values(group, batch), expected.values, atol=1e-5)
+        losses = [train(group, batch, "value")["loss"] for _ in range(reference.STEPS)]
+    np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
+
+
+def test_a_teacher_has_no_state_to_train(megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+    batch, config = reference.make_batch(), Case("gemma3", {DP: 2}, packed=True).config(tiny_model("gemma3"))
+    expected = reference.train_reference(tiny_model("gemma3"), batch, config, reference.sft_reference)
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp teacher") as group:
+        np.testing.assert_allclose(logprobs(group, batch)["logprobs"], expected.logprobs, atol=1e-5)
+
+
+def test_a_reference_model_may_have_another_size(
+    megatron_pool: MegatronPool,
+    tiny_model: Callable[[str], Path],
+) -> None:
+    teacher = tiny_model("qwen3_tied")
+    batch, config = (
+        reference.make_batch(),
+        Case("gemma3", {DP: 2}).config(tiny_model("gemma3"), reference_model_name=str(teacher)),
+    )
+    expected = reference.train_reference(teacher, batch, config, reference.sft_reference)
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        group.call("snapshot_reference")
+        np.testing.assert_allclose(logprobs(group, batch, "reference")["logprobs"], expected.logprobs, atol=1e-5)

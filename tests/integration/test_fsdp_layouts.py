@@ -1,0 +1,163 @@
+"""FSDP workers in every layout, against transformers and plain torch in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.config import Config
+from dagrl.runtime.shapes import Batch
+from tests.integration import megatron_reference as reference
+from tests.integration.megatron_pool import MegatronPool, WorkerError
+from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, grpo_reference, logprobs, train
+
+DP, REPLICAS, TP, EP = "data_parallel_size", "data_parallel_replicas", "tensor_parallel_size", "expert_parallel_size"
+LETTERS = {DP: "dp", REPLICAS: "replicas", TP: "tp", EP: "ep"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model."""
+
+    model: str
+    layout: dict[str, int] = field(default_factory=dict)
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
+
+    def __str__(self) -> str:
+        sizes = "".join(f"{LETTERS[name]}{size}" for name, size in self.layout.items())
+        return "-".join(filter(None, (self.model, sizes, *map(str, self.fsdp.values()), "packed" * self.packed)))
+
+    def config(self, directory: Path, **policy: Any) -> Config:
+        """Returns the configuration of a run of the case."""
+        packed = PACKED if self.packed else {}
+        keys = {"backend": "fsdp", "fsdp_cfg": {**self.layout, **self.fsdp}, **packed, **policy}
+        return reference.make_config(directory, **keys)
+
+
+CASES = [
+    Case("qwen3"),
+    Case("qwen3", {DP: 2}, packed=True),
+    Case("qwen3", {TP: 2}),
+    Case("qwen3", {DP: 2, TP: 2}, packed=True),
+    Case("qwen3_tied", {DP: 4, REPLICAS: 2}, packed=True),
+    Case("qwen3_tied", {TP: 2}, packed=True),
+    Case("qwen3", {DP: 2}, {"activation_checkpointing": "full"}),
+    Case("qwen3", {DP: 2}, {"activation_checkpointing": "selective"}),
+    Case("qwen3", {DP: 2}, {"activation_checkpointing": "offloaded"}, packed=True),
+    Case("gemma3", {DP: 2}),
+    Case("gemma3", {DP: 2}, packed=True),
+    Case("gemma3", {DP: 2}, {"attn_implementation": "eager"}, packed=True),
+    Case("gemma3", {TP: 2}, packed=True),
+    Case("granite", {DP: 2}, packed=True),
+    Case("phi", {DP: 2}, packed=True),
+    Case("phi", {TP: 2}),
+    Case("qwen3_moe", {DP: 2}, packed=True),
+    Case("qwen3_moe", {TP: 2}),
+    Case("qwen3_moe", {TP: 2, EP: 2}),
+    Case("qwen3_moe", {DP: 2, EP: 2}, packed=True),
+    Case("qwen3_moe", {DP: 2, TP: 2, EP: 2}),
+    Case("mixtral", {DP: 2}),
+    Case("gpt_oss", {DP: 2}),
+]
+
+
+def run_case(pool: MegatronPool, case: Case, model: Path, **policy: Any) -> reference.Run:
+    """Runs a case on the batch. Gradients have the names of the module."""
+    batch, config = reference.make_batch(), case.config(model, optimizer=UNCLIPPED, **policy)
+    with pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        first = logprobs(group, batch)
+        train(group, batch, warmup="whole")  # gradients, but no update
+        gradients = reference.assemble(group.call("gradients"))
+        steps = [train(group, batch) for _ in range(reference.STEPS)]
+    losses, norms = [step["loss"] for step in steps], [step["grad_norm"] for step in steps]
+    return reference.Run(first["logprobs"], first["entropy"], losses, norms, gradients)
+
+
+def plain_run(case: Case, model: Path) -> reference.Run:
+    """Returns what transformers and AdamW give in one process."""
+    config = case.config(model, optimizer=UNCLIPPED)
+    return reference.train_reference(model, reference.make_batch(), config, reference.sft_reference)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_steps_are_those_of_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+    model = tiny_model(case.model)
+    found, expected = run_case(megatron_pool, case, model), plain_run(case, model)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(found.entropy, expected.entropy, atol=1e-5, rtol=0)
+    assert_gradients(found.gradients, model, reference.make_batch())
+    np.testing.assert_allclose(found.losses, expected.losses, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(found.norms, expected.norms, rtol=1e-4)
+    assert expected.losses[-1] < expected.losses[0] - 0.01
+
+
+def assert_gradients(found: Mapping[str, Any], directory: Path, batch: Batch) -> None:
+    """Compares gradients, by the names in the module, with those of a plain model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch).backward()
+    for name, parameter in model.named_parameters():
+        wanted = np.zeros(parameter.shape) if parameter.grad is None else parameter.grad.numpy()
+        scale = float(np.abs(wanted).max()) or 1.0
+        np.testing.assert_allclose(found[name] / scale, wanted / scale, atol=2e-4, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("case", [Case("gemma3", {DP: 2}, packed=True), Case("qwen3", {TP: 2})], ids=str)
+def test_grpo_steps_are_those_of_plain_torch(
+    case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
+) -> None:
+    batch, config = reference.make_batch(grpo=True), case.config(tiny_model(case.model), generation={"temperature": 0.7})
+
+    def loss(current: Tensor, batch: Batch) -> Tensor:
+        return grpo_reference(current, batch, token_level=True)
+
+    expected = reference.train_reference(tiny_model(case.model), batch, config, loss)
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        steps = [train(group, batch, "policy") for _ in range(reference.STEPS)]
+    np.testing.assert_allclose([step["loss"] for step in steps], expected.losses, atol=1e-5, rtol=0)
+    np.testing.assert_allclose([step["grad_norm"] for step in steps], expected.norms, rtol=1e-4)
+
+
+def test_a_model_whose_packed_rows_see_each_other_is_refused(
+    megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
+) -> None:
+    """GPT-OSS of transformers 5.19 makes masks without positions, so eager attention does not tell sequences apart."""
+    config = Case("gpt_oss", packed=True).config(tiny_model("gpt_oss"))
+    with pytest.raises(WorkerError, match="sequences of a packed row see each other in GptOssForCausalLM"):
+        with megatron_pool.group(config.policy.train_layout, config, kind="fsdp"):
+            pass
+
+
+def test_muon_has_the_matrices_of_the_layers(megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+    """Its updates need whole matrices, of which each rank has a part."""
+    from transformers import AutoModelForCausalLM
+
+    batch, optimizer = reference.make_batch(), {"name": "torch.optim:Muon", "args": {"momentum": 0.9}, **UNCLIPPED}
+    config = Case("qwen3", {DP: 2}).config(tiny_model("qwen3"), optimizer=optimizer)
+    model, wanted = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"), dtype=torch.float32), config.policy.optimizer
+    layers = [one for one in model.model.layers.parameters() if one.ndim == 2]
+    rest = [one for one in model.parameters() if all(one is not other for other in layers)]
+    vectors, tables = ([one for one in rest if one.ndim == ndim] for ndim in (1, 2))
+    decay = {"weight_decay": wanted.weight_decay}
+    muon = torch.optim.Muon([{"params": layers, **decay}], lr=wanted.lr, momentum=0.9)
+    groups = [{"params": tables, **decay}, {"params": vectors, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, lr=wanted.lr, betas=(wanted.adam_beta1, wanted.adam_beta2), eps=wanted.adam_eps)
+    expected = []
+    for _ in range(reference.STEPS):
+        loss = reference.sft_reference(reference.hf_logprobs(model, batch)[0], batch)
+        model.zero_grad()
+        loss.backward()
+        muon.step(), adam.step()
+        expected.append(loss.item())
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        losses = [train(group, batch)["loss"] for _ in range(reference.STEPS)]
+    np.testing.assert_allclose(losses, expected, atol=2e-3)  # it multiplies in bfloat16

@@ -1,0 +1,141 @@
+"""FSDP workers without other ranks: what models do to logits, and what is checked before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dagrl.config import Config, Json
+from dagrl.errors import ConfigError, UserError
+from dagrl.workers.fsdp import FsdpWorker
+from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
+from tests.integration.megatron_reference import SIZES
+
+pytest.importorskip("transformers")
+
+HEADS: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "gemma2": {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
+    "granite": {"logits_scaling": 3.0},
+    "cohere2": {"logit_scale": 0.25},
+    "minicpm3": {"dim_model_base": 16, "num_key_value_heads": 4},
+    "phi": {"head_dim": 16},
+}
+
+
+def tiny(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind, **{**SIZES, "num_hidden_layers": 2, "pad_token_id": 0, **HEADS.get(kind, {})})
+    return AutoModelForCausalLM.from_config(config).float()
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_logprobs_and_gradients_are_those_of_the_models_own_logits(kind: str) -> None:
+    from dagrl.workers.fsdp.output import LogitTransform
+
+    model = tiny(kind)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)  # beyond the linear part of a soft cap
+    transform, head = LogitTransform(model), model.get_output_embeddings()
+    tokens, labels = torch.randint(0, 200, (2, 9)), torch.randint(0, 200, (2, 9))
+    hidden = model.base_model(input_ids=tokens).last_hidden_state.detach().requires_grad_()
+    layer = OutputLayer(
+        head.weight,
+        VocabularyShard(0, 200),
+        temperature=0.7 / transform.scale,
+        chunk_tokens=5,
+        transform=transform.after if transform.shapes else None,
+    )
+    inputs = transform.before(hidden.flatten(0, 1))
+    bias = getattr(head, "bias", None)
+    if bias is None:
+        found = token_logprobs(inputs, labels.flatten(), layer)[0].view(labels.shape)
+    else:  # the trainer joins it to the weight
+        found = ((inputs @ head.weight.T + bias) / 0.7).log_softmax(-1).gather(-1, labels.view(-1, 1)).view(labels.shape)
+    gradients = torch.autograd.grad(found.sum(), [hidden, head.weight])
+    logits = model(input_ids=tokens).logits
+    expected = (logits / 0.7).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    (wanted,) = torch.autograd.grad(expected.sum(), [head.weight], retain_graph=True)
+    if not model.config.tie_word_embeddings:  # a tied weight has the embedding's gradient too
+        torch.testing.assert_close(gradients[1], wanted, atol=1e-5, rtol=1e-4)
+    assert gradients[0].abs().sum() > 0
+    assert (transform.shapes, transform.scale == 1.0) == (kind == "gemma2", kind not in ("granite", "cohere2"))
+
+
+def config_of(policy: dict[str, Any]) -> Config:
+    content = {"name": "test", "algorithm": "sft", "data": {}, "policy": {"backend": "fsdp", **policy}}
+    return Config.model_validate(content)
+
+
+QWEN3: dict[str, Json] = {"model_type": "qwen3", **SIZES}
+LFM2: dict[str, Json] = {
+    **QWEN3,
+    "model_type": "lfm2",
+    "num_hidden_layers": 2,
+    "layer_types": ["conv", "full_attention"],
+}
+BAD: dict[str, tuple[dict[str, Any], dict[str, Json], str]] = {
+    "unknown": ({}, {"model_type": "bert2"}, "transformers does not know model_type 'bert2'"),
+    "remote code": (
+        {},
+        {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling.Own"}},
+        r"its code in its directory; if you trust it, set policy\.fsdp_cfg\.trust_remote_code=true",
+    ),
+    "no language model": ({}, {"model_type": "vit"}, "no class of 'vit' with a causal language model's head"),
+    "heads": ({"fsdp_cfg": {"tensor_parallel_size": 3}}, QWEN3, "num_attention_heads = 4, which .* 3 does not divide"),
+    "no plan": (
+        {"fsdp_cfg": {"tensor_parallel_size": 2}},
+        {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 200},
+        "GPT2LMHeadModel has no tensor-parallel plan",
+    ),
+    "no experts": (
+        {"fsdp_cfg": {"data_parallel_size": 2, "expert_parallel_size": 2}},
+        QWEN3,
+        "Expert parallelism was requested .* does not define",
+    ),
+    "attention": (
+        {"fsdp_cfg": {"attn_implementation": "flash_attention_3"}},
+        QWEN3,
+        "attn_implementation flash_attention_3: ImportError",
+    ),
+    "packed": ({"sequence_packing": {"enabled": True}}, LFM2, "see each other in the model, which has layers of type conv"),
+    "megatron_cfg": (
+        {"megatron_cfg": {"tensor_model_parallel_size": 2}},
+        QWEN3,
+        "policy.megatron_cfg has keys of its own, which policy.backend fsdp does not read",
+    ),
+    "replicas": (
+        {"fsdp_cfg": {"data_parallel_size": 2, "data_parallel_replicas": 3}},
+        QWEN3,
+        "data_parallel_replicas is 3, which does not divide data_parallel_size 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_error_before_workers_start(case: str) -> None:
+    policy, hf_config, message = BAD[case]
+    with pytest.raises(UserError, match=message):
+        FsdpWorker.check(config_of(policy), hf_config)
+
+
+def test_a_checkpoint_without_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=r"has no \*\.safetensors"):
+        FsdpWorker.check(config_of({"model_name": str(tmp_path)}), QWEN3)
+
+
+def test_a_rank_is_described_without_the_others() -> None:
+    """Both shards of a tensor-parallel, tied model with an odd number of rows cover each parameter once."""
+    config = config_of({"fsdp_cfg": {"data_parallel_size": 2}})
+    hf_config: dict[str, Json] = {**QWEN3, "tie_word_embeddings": True, "vocab_size": 199}
+    ranks = [FsdpWorker.describe(config, hf_config, config.policy.train_layout, rank) for rank in range(2)]
+    rows = [one.box[0] for rank in ranks for one in rank if one.name == "model.embed_tokens.weight"]
+    assert rows == [(0, 100), (100, 199)]
+    assert not any(one.name == "lm_head.weight" for rank in ranks for one in rank)
