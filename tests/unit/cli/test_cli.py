@@ -18,6 +18,7 @@ from dagrl.cli.main import BENCHES, main
 from dagrl.config import Config
 from dagrl.config.file import load_config
 from dagrl.errors import ChannelError, ConfigError
+from dagrl.run.derive import derive_from_machine
 from dagrl.run.model import character_tokenizer, write_random_model
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +40,9 @@ def test_config_prints_the_resolved_configuration(
 ) -> None:
     monkeypatch.chdir(ROOT)
     assert main(["config", EXAMPLE, "seed=5"]) == 0
-    assert Config.model_validate(yaml.safe_load(capsys.readouterr().out)) == load_config(EXAMPLE, ["seed=5"])
+    resolved = derive_from_machine(load_config(EXAMPLE, ["seed=5"])).config
+    assert Config.model_validate(yaml.safe_load(capsys.readouterr().out)) == resolved
+    assert (resolved.seed, resolved.policy.backend) == (5, "megatron")
 
 
 def test_config_schema_describes_every_key_of_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
