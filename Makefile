@@ -53,7 +53,7 @@ reference: $(TOOLS)
 
 # Real trackers (offline), verifiers 0.4 (its programs need a network), and Triton kernels without a GPU.
 test-extras: $(EXTRAS)
-	.venv-extras/bin/python -m pytest tests/unit/telemetry/test_trackers.py
+	.venv-extras/bin/python -m pytest tests/integration/telemetry/test_trackers.py
 	.venv-extras/bin/python -m pytest tests/agents/test_verifiers_programs.py
 	TRITON_INTERPRET=1 .venv-extras/bin/python -m pytest tests/gpu/test_*_kernels.py
 
