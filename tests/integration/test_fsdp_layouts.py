@@ -68,6 +68,20 @@ CASES = [
     Case("gpt_oss", {DP: 2}),
 ]
 
+SLOW = {
+    "qwen3-tp2",
+    "qwen3-dp2-full",
+    "qwen3-dp2-selective",
+    "gemma3-dp2",
+    "gemma3-dp2-eager-packed",
+    "phi-tp2",
+    "qwen3_moe-dp2-packed",
+    "qwen3_moe-tp2",
+    "qwen3_moe-dp2ep2-packed",
+    "mixtral-dp2",
+}
+"""Cases whose parts others in CI have too."""
+
 
 def run_case(pool: MegatronPool, case: Case, model: Path, **policy: Any) -> reference.Run:
     """Runs a case on the batch. Gradients have the names of the module."""
@@ -87,7 +101,9 @@ def plain_run(case: Case, model: Path) -> reference.Run:
     return reference.train_reference(model, reference.make_batch(), config, reference.sft_reference)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (str(case) in SLOW)) for case in CASES], ids=str
+)
 def test_steps_are_those_of_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
     model = tiny_model(case.model)
     found, expected = run_case(megatron_pool, case, model), plain_run(case, model)

@@ -74,7 +74,8 @@ def test_the_terminal_shows_progress(learned: Run) -> None:
 
 def test_the_configuration_is_saved_as_it_was_resolved(learned: Run) -> None:
     overrides = [f"output_dir={learned.directory.parent}", "name=learned", *LEARNING]
-    assert load_config(learned.directory / "config.yaml", []) == load_config(ROOT / GRPO, overrides)
+    resolved = load_config(ROOT / GRPO, [*overrides, "policy.backend=megatron"])
+    assert load_config(learned.directory / "config.yaml", []) == resolved
 
 
 def test_every_step_is_recorded_and_generation_agrees_with_training(learned: Run) -> None:
