@@ -41,7 +41,7 @@ def choose_backends(config: Config, algorithm: Algorithm) -> Iterator[tuple[str,
     for section, kind in kinds.items():
         worker, backend, chosen = f"{section}.worker", f"{section}.backend", getattr(config, section)
         if config.is_set(worker):
-            if config.is_set(backend) and chosen.worker not in WORKERS.get(chosen.backend, {}).values():
+            if chosen.backend != "auto" and chosen.worker not in WORKERS[chosen.backend].values():
                 raise ConfigError(
                     f"{backend} and {worker} are both set; {backend} chooses one of dagrl's own workers. Leave one out"
                 )
