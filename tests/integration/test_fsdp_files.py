@@ -26,6 +26,9 @@ RESUMED = [
 ]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.mark.parametrize(("first", "others"), RESUMED, ids=["gemma3", "experts"])
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     first: Case,
