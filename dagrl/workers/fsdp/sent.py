@@ -39,10 +39,10 @@ class SentWeights:
 def sent_slices(net: nn.Module, precision: str) -> list[WeightSlice]:
     """Returns the slices of a model's weights in `precision`, and of its buffers as they are."""
     trained, buffers = _dtype_of(net), dict(net.named_buffers())
-    found = slices_of(net, dtype=trained)
+    slices = slices_of(net, dtype=trained)
     if trained == precision:
-        return found
-    return [replace(one, dtype=trained) if one.tensor in buffers and not one.dtype else one for one in found]
+        return slices
+    return [replace(part, dtype=trained) if part.tensor in buffers and not part.dtype else part for part in slices]
 
 
 def _dtype_of(net: nn.Module) -> str:

@@ -221,11 +221,12 @@ class ShardedModel:
 
 def _vocabulary_shard(weight: DTensor) -> VocabularyShard:
     """Returns the rows of an output layer that this tensor-parallel rank has."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    whole = shape[0] == len(weight)
-    return VocabularyShard(offset[0], shape[0], None if whole else weight.device_mesh.get_group())
+    rows = weight.to_local().shape[0]
+    if rows == len(weight):
+        return VocabularyShard(0, rows)
+    mesh = weight.device_mesh
+    most = -(-len(weight) // mesh.size())  # rows of a rank, as DTensor shards them; the last ranks may have fewer
+    return VocabularyShard(min(mesh.get_local_rank() * most, len(weight)), rows, mesh.get_group())
 
 
 def _sharing(parameter: DTensor) -> tuple[dist.ProcessGroup, ...]:

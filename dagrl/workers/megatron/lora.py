@@ -141,7 +141,7 @@ class AdaptedWeight:
     whole_gradient: bool  # whether the layer computes the gradient of the merged weight
 
     def merge(self) -> None:
-        """Sets the module's weight to the merged one for the running pass, with the adapters' factors beside it."""
+        """Merges the adapters into the weight that the module uses in this pass, and gives it their factors."""
         with torch.set_grad_enabled(self.whole_gradient and torch.is_grad_enabled()):
             factors = self.stack.factors()
             # Entries of the module's own dictionary hide its parameter, which stays registered.
