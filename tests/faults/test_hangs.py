@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -62,9 +63,17 @@ def running(floor_s: float, factor: float = FACTOR) -> Iterator[Scheduler]:
 
 
 def stop(scheduler: Scheduler) -> int:
+    """Stops train worker 1. The kernel stops its threads one by one, as each is next scheduled, so wait for all of them."""
     pid = scheduler.groups["train"].locations[1].pid
     os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    while any(state(task) != "T" for task in tasks.iterdir()):
+        time.sleep(0.01)
     return pid
+
+
+def state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_a_stopped_worker_is_named_and_killed_after_the_floor(cluster: None) -> None:
