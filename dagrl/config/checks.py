@@ -16,7 +16,6 @@ from dagrl.config.settings import (
     SLOT_RANKS,
     bucket_widths,
     generation_config,
-    has_fp8_kv_cache,
     rows_per_sample,
     samples_per_step,
     sends_adapters,
@@ -268,8 +267,6 @@ def _check_adapters(config: Config, generation: GenerationConfig) -> None:
             "policy.generation.vllm_cfg.precision is fp8, but vLLM would quantize the base weights that stay as loaded; "
             f"{advice}"
         )
-    if has_fp8_kv_cache(config):
-        raise ConfigError(f"policy.generation.vllm_cfg.kv_cache_dtype is fp8, whose scales come with the weights; {advice}")
 
 
 def _check_cuda_graphs(policy: PolicyConfig, plan: RunPlan) -> None:

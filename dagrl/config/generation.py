@@ -32,9 +32,6 @@ class VllmConfig(Section):
     precision: Literal["float32", "bfloat16", "fp8"] | None = None
     """Precision of the weights. `fp8`: quantized in blocks of 128x128. null: `policy.precision`."""
 
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """`auto`: the engine's dtype. `fp8`: train workers calibrate the scales, and each refit sends them."""
-
     max_num_seqs: PositiveInt = derived(64, "GPUs: an engine's share of a batch, at most 512; else 64")
     """Sequences that an engine decodes at once."""
 

@@ -45,7 +45,6 @@ _GRAPHS = {
     "logprobs": ("logprobs", "reference_logprobs", "teacher_logprobs", "keep_reference_logprobs"),
     "critic": ("critic_values", "critic_step"),
     "prepare": ("logprob_inference_prep", "training_prep"),
-    "calibrate": ("calibrate_kv_scales",),
     "generate": ("generate",),
     "refit": ("refit",),
 }
@@ -121,9 +120,6 @@ class LoggerConfig(Section):
 
     trace_enabled: bool = True
     """Write `trace.json`, a timeline of the run for Perfetto."""
-
-    nvtx_enabled: bool = False
-    """Annotate phases, replays and buckets for Nsight Systems and torch.profiler."""
 
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Lowest level that is logged."""

@@ -50,12 +50,6 @@ def keeps_weights(config: Config) -> bool:
     return sends_adapters(config) or "model" in generation_config(config).drafter
 
 
-def has_fp8_kv_cache(config: Config) -> bool:
-    """Returns whether generation's KV cache is in FP8. Train workers then calibrate its scales, and refits send them."""
-    generation = config.policy.generation
-    return generation is not None and generation.vllm_cfg.kv_cache_dtype == "fp8"
-
-
 def recomputes_kv_cache(config: Config) -> bool:
     """Returns whether running requests have their KV cache recomputed after a weight update."""
     return config.grpo.async_grpo.recompute_kv_cache_after_weight_updates

@@ -425,7 +425,7 @@ def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:
     head_dim = _number(hf_config, "head_dim", _number(hf_config, "hidden_size", 0) // heads)
     kv_heads = max(1, _number(hf_config, "num_key_value_heads", heads) // engine.layout.tp)
     cached = _number(hf_config, "num_hidden_layers", 0) * kv_heads * head_dim
-    size = 1 if engine.kv_cache_dtype == "fp8" else 4 if config.policy.precision == "float32" else 2
+    size = 4 if config.policy.precision == "float32" else 2
     blocks = -(-config.policy.max_total_sequence_length // CACHE_BLOCK) + 1
     return engine.max_num_seqs * blocks * CACHE_BLOCK * 2 * cached * size
 

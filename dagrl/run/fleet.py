@@ -35,7 +35,6 @@ from dagrl.run.preflight import Inputs, worker_classes
 from dagrl.run.stop import StopSignal
 from dagrl.run.worker_protocols import required_protocols
 from dagrl.runtime.actors import GpuBundles, Resources
-from dagrl.runtime.annotate import enable_ranges
 from dagrl.runtime.revive import Revival, revive
 from dagrl.runtime.start_parts import StartParts, parts_text, started_parts
 from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
@@ -254,8 +253,6 @@ def _start_group(
     logger.info("%s workers started in %s", start.role, parts_text(time.monotonic() - begin, parts))
     if start.leaves:
         group.call("offload", TRAIN_PARTS)
-    if config.logger.nvtx_enabled:
-        group.call_function(enable_ranges)
     return group
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from dagrl.config import Config, Json
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TEACHER, role_config
-from dagrl.config.settings import bucket_widths, generation_config, has_fp8_kv_cache, rows_per_sample, samples_per_step
+from dagrl.config.settings import bucket_widths, generation_config, rows_per_sample, samples_per_step
 from dagrl.rl.algorithm import COLUMN_PHASES, column_phases, planned_algorithm
 from dagrl.rl.generation import CONSTRAINT_BYTES, FIRST_QUANTUM, OPTION_BYTES, QUANTUM_SECONDS
 from dagrl.rl.preferences import sum_phases
@@ -84,8 +84,6 @@ def grpo_plans(config: Config, plan: RunPlan) -> list[PhasePlan]:
         plans += teacher_plans(config, rows)
     if plan.critic:
         plans += critic_plans(config)
-    if has_fp8_kv_cache(config):
-        plans.append(PhasePlan("calibrate_kv_scales", rows))
     return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans
 
 

@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dagrl.runtime.worker import in_warmup
+from dagrl.workers.megatron.backend import MegatronBackend
 from dagrl.workers.megatron.worker import MegatronWorker
 from dagrl.workers.vllm.worker import VllmWorker
 
@@ -54,7 +55,7 @@ class DyingMegatronWorker(MegatronWorker):
     def setup(self, address: str) -> None:
         super().setup(address)
         if self.context.rank == self.context.layout.world_size - 1:
-            settings = self.megatron().trainer.model.config
+            settings = cast(MegatronBackend, self.backend()).trainer.model.config
             reduce_gradients = settings.finalize_model_grads_func
 
             def die_or_reduce(*args: Any, **kwargs: Any) -> None:

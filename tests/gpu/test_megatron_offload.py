@@ -59,7 +59,7 @@ BATCH = train_batch(4, 512, VOCABULARY)
 
 def held(worker: MegatronWorker) -> list[torch.Tensor]:
     """Returns copies of weights and optimizer state."""
-    trainer = worker.megatron().trainer
+    trainer = worker.backend().model
     return [tensor.clone() for tensor in (*trainer.state("weights"), *trainer.state("optimizer"))]
 
 

@@ -18,6 +18,7 @@ from dagrl.refit.slices import Box
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import ReplayContext, replay_context
 from dagrl.workers.megatron import MegatronTeacherWorker, MegatronValueWorker, MegatronWorker
+from dagrl.workers.megatron.backend import MegatronBackend
 
 
 @contextmanager
@@ -32,6 +33,12 @@ class TestedWorker(MegatronWorker):
     """Adds methods for tests. Tensors are returned as numpy arrays over pipes."""
 
     __test__ = False
+
+    def megatron(self) -> MegatronBackend:
+        """Returns the backend."""
+        backend = self.backend()
+        assert isinstance(backend, MegatronBackend)
+        return backend
 
     @property
     def trainer(self) -> Any:
@@ -279,13 +286,6 @@ class TestedWorker(MegatronWorker):
             "optimizer": trainer.state("optimizer"),
         }
         return {part: sum(storage.nbytes() for storage in unique_storages(held)) for part, held in tensors.items()}
-
-    def kv_scales(self) -> dict[str, float]:
-        """Returns the scales of generation's KV cache by checkpoint name."""
-        scales = self.megatron().kv_scales
-        assert scales is not None
-        tensors = scales.tensors
-        return {piece.name: float(tensors[piece.tensor]) for piece in self.weight_slices() if piece.tensor in tensors}
 
     def threads(self) -> int:
         """Returns the number of threads of this process, after waiting for ending threads."""

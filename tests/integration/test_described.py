@@ -7,7 +7,6 @@ import pytest
 from dagrl.config import Config
 from dagrl.errors import ConfigError
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.kv_scales import vllm_kv_scales
 from dagrl.workers.vllm import VllmWorker
 from dagrl.workers.vllm.described import describe_ranks
 from tests.families import FAMILIES
@@ -16,17 +15,14 @@ from tests.unit.refit.weight_reference import VllmRank, vllm_weight_slices
 
 
 def test_the_description_of_an_engine_is_its_layout() -> None:
-    """With the scales of its FP8 KV cache."""
     pytest.importorskip("vllm")
     hf = {**FAMILIES["mixtral"], "hidden_size": 128, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 4}
-    policy = {"precision": "bfloat16", "generation": {"vllm_cfg": {"precision": "fp8", "kv_cache_dtype": "fp8"}}}
+    policy = {"precision": "bfloat16", "generation": {"vllm_cfg": {"precision": "fp8"}}}
     config = Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": policy})
     for rank in range(2):
         described = VllmWorker.describe(config, hf, ParallelLayout(tp=2, ep=2, etp=1), rank)
         wanted = vllm_weight_slices(hf, VllmRank(2, rank, expert_parallel=True, fp8=True))
-        scales = vllm_kv_scales(hf)
-        assert described[-len(scales) :] == scales
-        assert boxes(described[: -len(scales)], "bfloat16") == boxes(wanted, "bfloat16")
+        assert boxes(described, "bfloat16") == boxes(wanted, "bfloat16")
 
 
 @pytest.mark.slow  # test_vllm_families.py records the loaders of many families

@@ -38,20 +38,6 @@ def write_slices(worker: Any, state: dict[str, torch.Tensor]) -> None:
         target.copy_(source.reshape(target.shape))
 
 
-def kv_scales(worker: Any) -> dict[str, tuple[float, ...]]:
-    """Returns each attention layer's key scale (device, number, host), then its value scale."""
-    found = {}
-    for name, module in worker._llm.collective_rpc(_model)[0].named_modules():
-        if hasattr(module, "_k_scale") and name.endswith("attn.attn"):
-            where = ("_k_scale", "_k_scale_float", "_k_scale_cpu", "_v_scale", "_v_scale_float", "_v_scale_cpu")
-            found[name] = tuple(float(getattr(module, attribute)) for attribute in where)
-    return found
-
-
-def _model(vllm_worker: Any) -> Any:
-    return vllm_worker.get_model()
-
-
 def tear_weights(worker: Any, checkpoint: Path) -> None:
     """Runs an update that fails after writing and before the commit."""
     with contextlib.suppress(ConnectionError), worker.writing_weights(99):

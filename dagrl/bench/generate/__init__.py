@@ -1,7 +1,7 @@
 """Compares the generation of a GRPO step, in quanta, with `LLM.generate` and vLLM's async engine, on one GPU.
 
     dagrl bench generate --cases "0.6b 64" "0.6b 256" "0.6b 1024" [--json F]
-    dagrl bench generate --cases "4b 256" --sides dagrl dagrl-fp8 dagrl-kv      weights, or the KV cache, in FP8
+    dagrl bench generate --cases "4b 256" --sides dagrl dagrl-fp8      weights in FP8
 
 A case is a model and the number of sequences, in groups of 8 with prompts of 120 tokens and completions of `--completion`.
 dagrl's side is one generation worker without Ray. Every side runs to its end in each turn and has the GPU alone, with the
@@ -34,8 +34,6 @@ SIDES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "vllm": (THEIRS, {"asynchronous": False}),
     "vllm-async": (THEIRS, {"asynchronous": True}),
     "dagrl-fp8": (OURS, {"engine": {"precision": "fp8"}}),
-    "dagrl-kv": (OURS, {"engine": {"kv_cache_dtype": "fp8"}}),
-    "dagrl-fp8-kv": (OURS, {"engine": {"precision": "fp8", "kv_cache_dtype": "fp8"}}),
 }
 """Module and further settings of each side."""
 

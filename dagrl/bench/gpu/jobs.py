@@ -71,7 +71,7 @@ BENCHES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("peers-sft", ("--cases", "sft 0.6b 16"), 1, 1),
     ("peers-4b", ("--cases", "grpo 4b 512", "sft 4b 16", "--steps", "2"), 1, 1),
     ("generate", (), 1, 1),
-    ("generate-fp8", ("--cases", "4b 256", "--sides", "dagrl", "dagrl-fp8", "dagrl-kv"), 1, 1),
+    ("generate-fp8", ("--cases", "4b 256", "--sides", "dagrl", "dagrl-fp8"), 1, 1),
 )
 """Name, which begins with that of the benchmark; options, GPUs and cores. The first case of a model has one GPU, and its
 losses are the truth of the others; 30B-A3B is shortened to the layers that one GPU of 80 GB can train."""

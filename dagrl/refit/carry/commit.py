@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from dagrl.errors import ChannelError, RunError, error_text
-from dagrl.runtime.annotate import annotate
 
 if TYPE_CHECKING:
     from dagrl.channels.base import Channel
@@ -32,13 +31,11 @@ def commit_together(channel: Channel, *, wait: bool) -> Iterator[None]:
     """
     try:
         yield
-        with annotate("refit: release"):
-            channel.release()
+        channel.release()
     except BaseException as error:
         if isinstance(error, RunError) and not isinstance(error, ChannelError):
             channel.agree(error_text(error))
         else:
             channel.abort(error_text(error))  # the others wait for messages that this rank will not send
         raise
-    with annotate("refit: vote"):
-        channel.agree(wait=wait)
+    channel.agree(wait=wait)

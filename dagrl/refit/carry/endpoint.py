@@ -19,7 +19,6 @@ from dagrl.refit.carry.pack import BucketMemory
 from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.carry.verify import checksums, compare_checksums, prepare_checksums
 from dagrl.refit.transfers import RankPlan, RefitReport
-from dagrl.runtime.annotate import annotate
 
 if TYPE_CHECKING:
     import torch
@@ -147,17 +146,14 @@ class _Endpoint:
         """Sends and receives everything, and verifies it if the plan says so."""
         start = time.perf_counter()
         self._follow_memory()  # before any message: it may reject tensors, and uploads would wait for messages
-        with annotate("refit: handshake"):
-            self._mapped.start()
-            self._headers.post(version, self._mapped.lent)
-            numbers = self._headers.check(version)
+        self._mapped.start()
+        self._headers.post(version, self._mapped.lent)
+        numbers = self._headers.check(version)
         if self._mapped.drop([peer for peer, number in numbers.items() if not number]):
             self.rounds.bind(self._mapped.rest)
-        with annotate("refit: copy"):
-            self._mapped.read(numbers)
-            self._carry()
-        with annotate("refit: finish"):
-            self._mapped.finish()
+        self._mapped.read(numbers)
+        self._carry()
+        self._mapped.finish()
         if self._verify == "checksum":
             self._compare_sums(version)
         self._channel.synchronize()

@@ -18,7 +18,6 @@ from dagrl.refit.carry.pack import Addresses, Tensors, live_scales, live_views, 
 from dagrl.refit.kernels.batched import BatchedCopy, BlockQuantizer
 from dagrl.refit.slices import STACKED
 from dagrl.refit.transfers import Move, MoveSide, RankPlan, TransferBucket
-from dagrl.runtime.annotate import annotate
 
 if TYPE_CHECKING:
     import torch
@@ -96,15 +95,12 @@ class MappedMoves:
         """Copies what each sender has lent under its number into this rank's tensors, on the current stream."""
         for peer in dict.fromkeys(bucket.source for bucket in self._receives):
             assert self._ipc is not None
-            with annotate("refit: map"):
-                borrowed = self._ipc.borrow(peer, numbers[peer])
+            borrowed = self._ipc.borrow(peer, numbers[peer])
             where = (numbers[peer], borrowed.addresses)
             bound, copies = self._copies.get(peer, (None, None))
             if copies is None or bound != where:
-                with annotate("refit: bind"):
-                    copies = MappedCopies(
-                        [bucket for bucket in self._receives if bucket.source == peer], borrowed.tensors, self._tensors
-                    )
+                own = [bucket for bucket in self._receives if bucket.source == peer]
+                copies = MappedCopies(own, borrowed.tensors, self._tensors)
                 self._copies[peer] = where, copies
             copies.run()
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from dagrl.channels.base import Channel, PendingMessage, wait_all
 from dagrl.refit.carry.pack import Addresses, BucketMemory, bind_staging, moved_tensors
 from dagrl.refit.transfers import RankPlan
-from dagrl.runtime.annotate import annotate
 
 if TYPE_CHECKING:
     import torch
@@ -91,11 +90,10 @@ class RefitRounds:
             depth = 0 if round_.send is not None and round_.send.bucket.relay else 1
             while len(flying) > depth:
                 self._land(*flying.pop(0), received)
-            with annotate(f"refit bucket {round_.number}: pack, post"):
-                if round_.send is not None:
-                    round_.send.pack()
-                    packed(round_.send)
-                flying.append((round_, self._post(round_)))
+            if round_.send is not None:
+                round_.send.pack()
+                packed(round_.send)
+            flying.append((round_, self._post(round_)))
         for landing in flying:
             self._land(*landing, received)
 
@@ -107,7 +105,6 @@ class RefitRounds:
         return self._channel.exchange(sends, receives) if sends or receives else []
 
     def _land(self, round_: RefitRound, pending: Sequence[PendingMessage], received: BucketCallback) -> None:
-        with annotate(f"refit bucket {round_.number}: land"):
-            wait_all(pending)
-            if round_.receive is not None:
-                received(round_.receive)
+        wait_all(pending)
+        if round_.receive is not None:
+            received(round_.receive)

@@ -87,8 +87,8 @@ def train_grpo(session: Session, stage: Stage, experience: Experience, trainer: 
 def start_policy(session: Session, stage: Stage, experience: Experience, trainer: PolicyTrainer) -> None:
     """Makes the current weights the reference policy and sends them to generation; a resumed run restores its state."""
     resumed = session.checkpoints.resumed_in("grpo_sampler")
-    trainer.start(session.inputs.prompts, fresh=resumed is None)
     if resumed is None:
+        trainer.start()
         session.checkpoints.add_counters(experience.state() | session.reference_counter)
     refit(session.replays, experience, session.step)
     session.begin(stage)

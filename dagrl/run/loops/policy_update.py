@@ -23,8 +23,7 @@ import numpy as np
 from dagrl.config import Config
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TEACHER, TRAIN
-from dagrl.config.settings import has_fp8_kv_cache, rows_per_sample, rows_together, samples_per_step
-from dagrl.data.tokenization import Prompt
+from dagrl.config.settings import rows_per_sample, rows_together
 from dagrl.rl.algorithm import planned_algorithm
 from dagrl.rl.rollout.batches import scored_batch
 from dagrl.rl.rollout.scoring import ScoredGroup
@@ -78,22 +77,12 @@ class PolicyTrainer:
     log: RolloutLog | None
     thread: Executor
 
-    def start(self, prompts: Sequence[Prompt], *, fresh: bool) -> None:
-        """Prepares the train workers for the first step. If `fresh`, the current weights are the reference policy.
-
-        An FP8 KV cache is calibrated on the first prompts, as many as a step has samples: nothing is generated yet.
-        """
-        if fresh:
-            self.replays.hold(TRAIN, keep_generation_weights=True)
-            if self.plan.reference == TRAIN:
-                self.train.call("snapshot_reference", deadline=self.config.timeouts.replay)
-            self.train.call("reset_optimizer", deadline=self.config.timeouts.replay)
-        if has_fp8_kv_cache(self.config):
-            prompts = prompts[: samples_per_step(self.config)]
-            tokens = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
-            for row, prompt in enumerate(prompts):
-                tokens[row, : len(prompt)] = prompt.tokens
-            self.calibrate(Batch({"tokens": tokens, "lengths": np.array(list(map(len, prompts)), np.int64)}))
+    def start(self) -> None:
+        """Prepares the train workers for the first step of all: the current weights are the reference policy."""
+        self.replays.hold(TRAIN, keep_generation_weights=True)
+        if self.plan.reference == TRAIN:
+            self.train.call("snapshot_reference", deadline=self.config.timeouts.replay)
+        self.train.call("reset_optimizer", deadline=self.config.timeouts.replay)
 
     def submit(self, groups: Sequence[ScoredGroup], step: int) -> Future[Learned]:
         """Runs step `step` on `groups` in a thread, while the caller goes on with generation."""
@@ -160,15 +149,6 @@ class PolicyTrainer:
             steps.append(submit_batch(self.replays, "train_step", minibatch, shard_rows, least) if learns else None)
         return steps
 
-    def calibrate(self, batch: Batch) -> dict[str, float]:
-        """Sets the scales of an FP8 KV cache (`vllm_cfg.kv_cache_dtype: fp8`) from the keys and values of `batch`.
-
-        The next refit carries them to generation. Returns the largest of each as metrics.
-        """
-        rows = Batch({"tokens": batch["tokens"], "lengths": batch["lengths"]})
-        shards: list[dict[str, float]] = self.replays.replay("calibrate_kv_scales", rows)
-        return {f"kv_scale/{kind}": max(shard[kind] for shard in shards) for kind in shards[0]}
-
     def _critic_step(self, batch: Batch) -> CriticStep:
         return CriticStep(self.config, planned_algorithm(self.plan), self.replays, self.train, batch)
 
@@ -191,8 +171,6 @@ class PolicyUpdate:
             metrics |= self.critic.finish(self.step)
         if self.kept is not None:
             self.kept.write()
-        if has_fp8_kv_cache(self.trainer.config):
-            metrics |= self.trainer.calibrate(self.batch)
         return metrics | {"trained_tokens": float(self.batch["lengths"].sum())}, time.perf_counter()
 
 

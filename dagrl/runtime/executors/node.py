@@ -26,7 +26,6 @@ import ray
 
 from dagrl.errors import DeadlineError, RunError, WorkerFailure, error_text, printable
 from dagrl.machine import starved_s
-from dagrl.runtime.annotate import annotate, ranges_enabled
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.runtime.edges.pickling import Encoded, Shares, accelerator_tensors
 from dagrl.runtime.graph import Arguments, Json, Static
@@ -282,22 +281,11 @@ def _call(worker: object, state: NodeState, call: NodeCall, packets: tuple[Packe
     state.activity = (call.role, header.phase, header.replay, call.label, threading.get_ident(), time.monotonic())
     try:
         with replay_context(ReplayContext(*header[:3])):
-            value = _annotated(worker, call, packets) if ranges_enabled() else _evaluate(worker, call, packets)
+            value = _evaluate(worker, call, packets)
     finally:
         state.activity = None
     state.members[call.role].runs.append((header.phase, header.replay, header.warmup, call.label, start_ns, time.time_ns()))
     return value
-
-
-def _annotated(worker: object, call: NodeCall, packets: tuple[Packet, ...]) -> object:
-    """Runs `_evaluate` in a range for profilers that names the node, the replay and the bucket of its batch."""
-    header = packets[0].header
-    given = [(arg, packets[arg.index].value) for arg in call.args if isinstance(arg, Take)]
-    batch = next((arg.of(value) for arg, value in given if isinstance(value, Batch)), None)
-    bucket = "" if not isinstance(batch, Batch) else f" [{batch.rows} x {batch.tokens}]"
-    warmup = " warm-up" if header.warmup else ""
-    with annotate(f"{header.phase} #{header.replay}{warmup} {call.label}{bucket}"):
-        return _evaluate(worker, call, packets)
 
 
 def _check_size(call: NodeCall, value: object) -> None:

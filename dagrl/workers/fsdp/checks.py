@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dagrl.config import Config, Json, MegatronConfig
-from dagrl.config.settings import has_fp8_kv_cache
 from dagrl.errors import ConfigError
 from dagrl.imports import load_class
 
@@ -16,14 +15,11 @@ SEPARABLE = ("full_attention", "sliding_attention", "chunked_attention")
 
 def check_settings(config: Config) -> None:
     """Raises ConfigError for settings that the FSDP worker does not have."""
-    policy = config.policy
-    conflicts = {
-        "policy.megatron_cfg has keys of its own": policy.megatron_cfg != MegatronConfig(),
-        "policy.generation.vllm_cfg.kv_cache_dtype is fp8": has_fp8_kv_cache(config),
-    }
-    for found, conflict in conflicts.items():
-        if conflict:
-            raise ConfigError(f"{found}, which policy.backend fsdp does not read; remove it, or set policy.backend=megatron")
+    if config.policy.megatron_cfg != MegatronConfig():
+        raise ConfigError(
+            "policy.megatron_cfg has keys of its own, which policy.backend fsdp does not read; remove it, or set "
+            "policy.backend=megatron"
+        )
 
 
 def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:

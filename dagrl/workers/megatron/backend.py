@@ -6,20 +6,19 @@ Heavy imports happen in `prepare` and `setup`, so the driver can import the clas
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, FsdpConfig, Json, OptimizerConfig, PolicyConfig
-from dagrl.config.settings import has_fp8_kv_cache, sends_adapters
-from dagrl.errors import ConfigError, RunError, UserError
+from dagrl.config.settings import sends_adapters
+from dagrl.errors import ConfigError, UserError
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import with_scalar_head
-from dagrl.workers.families.kv_scales import megatron_kv_scales
 from dagrl.workers.megatron import cpu
 from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture, step_tflop
 from dagrl.workers.megatron.groups import end_groups, start_groups
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from dagrl.workers.megatron.kv_scales import KvScales
     from dagrl.workers.megatron.lora import Adapters
     from dagrl.workers.megatron.model import ModelChunks
     from dagrl.workers.megatron.trainer import Trainer
@@ -54,7 +52,6 @@ class MegatronBackend:
         self.hf_config: Mapping[str, Json] = {}
         self._trainer: Trainer | None = None
         self.adapters: Adapters | None = None
-        self.kv_scales: KvScales | None = None
         self._checkpoint_group: ProcessGroup | None = None
 
     @staticmethod
@@ -86,7 +83,7 @@ class MegatronBackend:
         if sends_adapters(config):
             peft = config.policy.peft
             return trained_adapters(weights, targets(stacked_shapes(hf_config), peft), peft)
-        return [*weights, *(megatron_kv_scales(hf_config, layout, rank) if has_fp8_kv_cache(config) else ())]
+        return weights
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
@@ -104,7 +101,6 @@ class MegatronBackend:
         """Joins the group at `address`, builds this rank's part of the model and loads its weights."""
         cpu.adapt()
         from dagrl.workers.megatron.experts import check_grouped_kernel
-        from dagrl.workers.megatron.kv_scales import KvScales
         from dagrl.workers.megatron.trainer import frozen_trainer, make_trainer
         from dagrl.workers.train.optimizer import OptimizerSteps
 
@@ -126,8 +122,6 @@ class MegatronBackend:
             deviation = self.hf_config.get("initializer_range", 0.02)
             model.init_scalar_head(float(cast(float, deviation)), config.seed)
         self.adapters = self._make_adapters(model)
-        if has_fp8_kv_cache(config):
-            self.kv_scales = KvScales(model.chunks, architecture.layers, layout, self.context.coordinates, spec.device)
         with spec.start_parts.part("optimizer"):
             if spec.trains:
                 self._trainer = make_trainer(model, OptimizerSteps(config), config, layout)
@@ -145,7 +139,7 @@ class MegatronBackend:
         if self._trainer is not None:
             self._trainer.forget_recordings()
             self._trainer.model.forget_microbatches()
-        self._trainer = self.adapters = self.kv_scales = self._checkpoint_group = None
+        self._trainer = self.adapters = self._checkpoint_group = None
         end_groups()
 
     @property
@@ -178,19 +172,6 @@ class MegatronBackend:
         """Returns the TFLOPs of training on sequences of these lengths."""
         return step_tflop(self.trainer.model.architecture, lengths)
 
-    @contextmanager
-    def calibrating(self) -> Iterator[KvScales]:
-        """Runs forward passes without recordings in the block, as hooks need. Yields the scales of an FP8 KV cache."""
-        from dagrl.workers.megatron.cuda_graphs import plain_pass
-
-        if self.kv_scales is None:
-            raise RunError("there are no scales to calibrate; set policy.generation.vllm_cfg.kv_cache_dtype=fp8")
-        usual, self.trainer.model_pass = self.trainer.model_pass, plain_pass
-        try:
-            yield self.kv_scales
-        finally:
-            self.trainer.model_pass = usual
-
     # ---- state
 
     def base_model(self) -> AbstractContextManager[None] | None:
@@ -220,15 +201,14 @@ class MegatronBackend:
     # ---- refits
 
     def weight_slices(self) -> list[WeightSlice]:
-        """Returns which boxes of the HF parameters, or of their adapters, a refit sends, and any FP8 KV-cache scales."""
+        """Returns which boxes of the HF parameters, or of their adapters, a refit sends."""
         return self.describe(self.config, self.hf_config, self.context.layout, self.context.rank)
 
     def sent_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that `weight_slices` names: parameters, not their data, as refits follow changes."""
         if self.adapters is not None and sends_adapters(self.config):
             return self.adapters.sent()
-        scales = {} if self.kv_scales is None else self.kv_scales.tensors
-        return {**self.trainer.weights(), **scales}
+        return self.trainer.weights()
 
     def sending(self) -> AbstractContextManager[None]:
         """Returns a context in which `sent_tensors` have the current values."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 
 from dagrl.config import Config, Json
 from dagrl.errors import ConfigError
-from dagrl.runtime.shapes import Batch
-from dagrl.runtime.worker import in_warmup
 from dagrl.workers.megatron.backend import MegatronBackend
 from dagrl.workers.train.worker import TrainWorker, ValueWorker
 
@@ -18,29 +15,6 @@ class MegatronWorker(TrainWorker):
 
     requires = ("megatron",)
     backend_class = MegatronBackend
-
-    def calibrate_kv_scales(self, batch: Batch) -> dict[str, float]:
-        """Calibrates the scales of generation's FP8 KV cache on `batch` under the current weights.
-
-        All workers call it together; the next refit sends the scales. Returns the largest scale of keys and of values (`k`,
-        `v`) over this worker's layers. A warm-up does not change the scales.
-        """
-        from dagrl.workers.megatron.kv_scales import without_padding
-
-        with self.megatron().calibrating() as scales, self._running():
-            with nullcontext() if in_warmup() else scales.calibrating():
-                self._logprobs(without_padding(batch), "policy")
-            return scales.largest()
-
-    def merge_kv_scales(self, parts: list[dict[str, float]]) -> dict[str, float]:
-        """Returns the largest scales of several workers."""
-        return {kind: max(part[kind] for part in parts) for kind in parts[0]}
-
-    def megatron(self) -> MegatronBackend:
-        """Returns the backend."""
-        backend = self.backend()
-        assert isinstance(backend, MegatronBackend)
-        return backend
 
 
 class MegatronTeacherWorker(MegatronWorker):

@@ -456,7 +456,7 @@ class TrainWorker:
     # ---- refits
 
     def weight_slices(self) -> list[WeightSlice]:
-        """Returns the boxes of HF parameters, or of their adapters, that a refit sends, and any FP8 KV-cache scales."""
+        """Returns the boxes of HF parameters, or of their adapters, that a refit sends."""
         return list(self.backend().weight_slices())
 
     def weight_tensors(self) -> dict[str, Tensor]:

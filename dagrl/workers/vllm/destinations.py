@@ -5,7 +5,7 @@ The recording of vLLM's own loader says where each parameter lies. What remains 
 - What vLLM computes with as loaded (norms and embeddings; linears and Triton's experts on GPUs) is written in place.
 - Where it converts a parameter and drops the original (oneDNN-packed linears and packed experts on CPUs, shuffled experts on
   GPUs), the original is kept as destination, and vLLM converts it again after each write.
-- MLA's absorbed weights and the scales of an FP8 KV cache are computed from what a refit writes.
+- MLA's absorbed weights are computed from what a refit writes.
 
 New values go into the old memory, where kernels and CUDA graphs point.
 """
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
-from dagrl.workers.families.kv_scales import KINDS
 from dagrl.workers.families.megatron import replicated
 from dagrl.workers.vllm.loader import LoadedModel
 from dagrl.workers.vllm.quantization import check_form
@@ -34,9 +33,6 @@ HEAD = "lm_head.weight"
 ABSORBED = ("W_UV", "W_UK_T")
 """Attributes of MLA attention."""
 
-SCALES_IN_MEMORY = ("FLASH_ATTN", "TRITON_ATTN", "CPU_ATTN")
-"""Attention backends that read the KV cache's scales from the device, or run without CUDA graphs."""
-
 RefitHook = Callable[[], object]
 
 
@@ -49,13 +45,11 @@ class Destinations:
     hooks: Sequence[RefitHook]
 
 
-def find_destinations(
-    model: torch.nn.Module, loaded: LoadedModel, vllm_config: Any, *, tied: bool = False, scales: Sequence[WeightSlice] = ()
-) -> Destinations:
+def find_destinations(model: torch.nn.Module, loaded: LoadedModel, vllm_config: Any, *, tied: bool = False) -> Destinations:
     """Returns the destinations in a loaded model.
 
-    `tied`: a refit sends the embedding alone, also if the checkpoint has a head of its own. `scales`: those of an FP8 KV
-    cache, if a refit sends them. Raises ConfigError if an update in place is not possible.
+    `tied`: a refit sends the embedding alone, also if the checkpoint has a head of its own. Raises ConfigError if an update
+    in place is not possible.
     """
     import torch
 
@@ -109,11 +103,7 @@ def find_destinations(
     packed = [module for module in model.modules() if module in originals or hasattr(module, "cpu_linear")]
     hooks += [partial(_repack, module, originals[module], vllm_config) for module in packed]
     hooks += absorbed(model, dtype)
-    for name in dict.fromkeys(weight.tensor.rpartition(".")[0] for weight in scales):
-        pair = _kv_scales(name, model.get_submodule(name))
-        tensors |= {f"{name}.{kind}_scale": pair[index : index + 1] for index, kind in enumerate(KINDS)}
-        hooks.append(partial(_write_kv_scales, model.get_submodule(name), pair))
-    return Destinations([*slices, *sent, *scales], tensors, hooks)
+    return Destinations([*slices, *sent], tensors, hooks)
 
 
 def _same_memory(first: torch.Tensor, second: torch.Tensor | None) -> bool:
@@ -170,28 +160,3 @@ def _absorb(module: Any, projections: Mapping[str, torch.Tensor], dtype: torch.d
             if new is not old:
                 old.copy_(new)
                 setattr(module, name, old)
-
-
-def _kv_scales(name: str, module: Any) -> torch.Tensor:
-    """Returns memory for the scales of an FP8 KV cache (`layers/quantization/kv_cache.py` and its callers)."""
-    if not str(module.kv_cache_dtype).startswith("fp8"):
-        raise ConfigError(
-            f"vLLM's {name!r} has a KV cache in {module.kv_cache_dtype!r}, but fp8 was requested and a refit "
-            "has scales for every layer. vLLM does not quantize this layer's cache; use another model or kv_cache_dtype=auto"
-        )
-    backend = module.attn_backend.get_name()
-    if backend not in SCALES_IN_MEMORY:
-        raise ConfigError(
-            f"the attention backend {backend} takes the scales of its FP8 KV cache as numbers, which CUDA graphs freeze; "
-            f"choose one of {', '.join(SCALES_IN_MEMORY)} (policy.generation.vllm_kwargs.attention_backend)"
-        )
-    scales: torch.Tensor = module._k_scale.new_ones(2).float()
-    return scales
-
-
-def _write_kv_scales(module: Any, scales: torch.Tensor) -> None:
-    """Writes the scales to the device for kernels, and as numbers and to the host for eager code."""
-    for kind, tensor, number in zip(KINDS, scales, scales.tolist(), strict=True):
-        getattr(module, f"_{kind}_scale").copy_(tensor)
-        setattr(module, f"_{kind}_scale_float", number)
-        getattr(module, f"_{kind}_scale_cpu").fill_(number)

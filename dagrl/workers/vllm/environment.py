@@ -28,7 +28,6 @@ OWN_ARGUMENTS = frozenset(
         "enforce_eager",
         "gpu_memory_utilization",
         "hf_overrides",
-        "kv_cache_dtype",
         "kv_cache_memory_bytes",
         "load_format",
         "logprobs_mode",

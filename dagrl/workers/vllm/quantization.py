@@ -45,21 +45,13 @@ def in_fp8(config: Config, hf_config: Mapping[str, Json]) -> bool:
 
 
 def compute_dtype(config: Config, hf_config: Mapping[str, Json]) -> str:
-    """Returns the engine's compute dtype by vLLM's name. Raises ConfigError if an FP8 KV cache cannot be used with it."""
-    vllm = require_generation(config).vllm_cfg
-    dtype = "bfloat16" if in_fp8(config, hf_config) else generation_dtype(config)
-    if vllm.kv_cache_dtype == "fp8" and dtype != "bfloat16":
-        raise ConfigError(
-            f"policy.generation.vllm_cfg.kv_cache_dtype is fp8, but the engine computes in {dtype}; set "
-            "policy.generation.vllm_cfg.precision to bfloat16 or fp8"
-        )
-    return dtype
+    """Returns the engine's compute dtype by vLLM's name."""
+    return "bfloat16" if in_fp8(config, hf_config) else generation_dtype(config)
 
 
 def quantization_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, Any]:
     """Returns vLLM's engine arguments for dtypes. For an FP8 engine a plain checkpoint is quantized while loading."""
     arguments: dict[str, Any] = {"dtype": compute_dtype(config, hf_config)}
-    arguments["kv_cache_dtype"] = require_generation(config).vllm_cfg.kv_cache_dtype
     if quantizes(config, hf_config):
         arguments["hf_overrides"] = {"quantization_config": block_fp8(ModelConfig(hf_config).layers)}
     return arguments

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
-from dagrl.config.settings import has_fp8_kv_cache, recomputes_kv_cache, sends_adapters
+from dagrl.config.settings import recomputes_kv_cache, sends_adapters
 from dagrl.errors import ConfigError, RunError
 from dagrl.refit import RankPlan, RefitReceiver, RefitReport, commit_together, merge_reports
 from dagrl.refit.slices import WeightSlice
@@ -33,7 +33,6 @@ from dagrl.runtime.shapes import Batch
 from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.workers.families.hf_config import model_keys
-from dagrl.workers.families.kv_scales import check_family, vllm_kv_scales
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.described import describe_ranks
 from dagrl.workers.vllm.destinations import find_destinations
@@ -92,8 +91,6 @@ class VllmWorker:
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
         """Raises LayoutError or ConfigError before any actor starts if vLLM cannot hold the model in this layout."""
         compute_dtype(config, hf_config)
-        if has_fp8_kv_cache(config):
-            check_family(hf_config)
         check_layout(hf_config, require_generation(config).vllm_cfg.layout)
         if sends_adapters(config):
             check_slots(config, hf_config)
@@ -115,8 +112,7 @@ class VllmWorker:
         if sends_adapters(config):
             raise ConfigError("a refit of adapters is planned when the engine runs: only a running engine has their slots")
         arguments = {**quantization_arguments(config, hf_config), "enable_expert_parallel": layout.ep > 1}
-        weights = describe_ranks(hf_config, layout.tp, arguments)[layout.coordinates(rank).tp]
-        return [*weights, *(vllm_kv_scales(hf_config) if has_fp8_kv_cache(config) else ())]
+        return describe_ranks(hf_config, layout.tp, arguments)[layout.coordinates(rank).tp]
 
     @staticmethod
     def environment(config: Config) -> dict[str, str]:
@@ -154,13 +150,8 @@ class VllmWorker:
             layers = llm.collective_rpc(fill_slot, args=(self.config.policy.peft.dim,))[0]
             self._destinations = find_slots(layers, self._hf_config, self.config.policy.peft, llm.model_config.dtype)
         else:
-            self._destinations = find_destinations(
-                model,
-                take_loaded_model(model),
-                llm.vllm_config,
-                tied=bool(self._hf_config.get("tie_word_embeddings")),
-                scales=vllm_kv_scales(self._hf_config) if has_fp8_kv_cache(self.config) else (),
-            )
+            tied = bool(self._hf_config.get("tie_word_embeddings"))
+            self._destinations = find_destinations(model, take_loaded_model(model), llm.vllm_config, tied=tied)
         peers = None
         if self.context.layout.tp > 1:
             from vllm.distributed import get_tp_group
@@ -278,8 +269,6 @@ class VllmWorker:
         if wanted:
             self._require_engine().wake_up(wanted)
             self._asleep -= set(wanted)
-        if "kv_cache" in wanted and not self._asleep and has_fp8_kv_cache(self.config):
-            self._run_hooks()  # some vLLM releases reset the KV scales to 1 on wake-up
 
     def unfinished_requests(self) -> list[FinishedRequest]:
         """Returns the tokens of unfinished requests for a checkpoint. The requests continue."""
@@ -335,10 +324,7 @@ class VllmWorker:
         if in_warmup():
             engine.reset_prefix_cache()
         else:
-            # Entries of an FP8 cache were divided by the previous scales.
-            new_scales = has_fp8_kv_cache(self.config)
-            recompute = new_scales or recomputes_kv_cache(self.config)
-            engine.set_version(version, recompute=recompute)
+            engine.set_version(version, recompute=recomputes_kv_cache(self.config))
             self.version = version
         self._torn = None
 

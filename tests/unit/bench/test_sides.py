@@ -84,7 +84,7 @@ def test_demonstrations_have_the_length_that_was_asked_for() -> None:
 
 def test_rollouts_fit_the_configuration_of_a_run(tmp_path: Path) -> None:
     case = rollout_case("grpo 0.6b 128", "0.6b", "128", 256, micro=None, tiny=False, kv_share=1e3)
-    config = Config.model_validate(grpo_config(case, tmp_path, {"kv_cache_dtype": "fp8"}))
+    config = Config.model_validate(grpo_config(case, tmp_path, {}))
     check_settings(config, RunPlan.of(config))
     assert config.grpo.num_prompts_per_step * GROUP == 128 and config.policy.train_micro_batch_size == 16
     layers, heads, size = (

@@ -181,17 +181,6 @@ def test_a_worker_that_cannot_be_written_to_aborts_the_channel() -> None:
     assert reason.startswith("RunError: ") and "engine is not running" in reason
 
 
-def test_unsupported_fp8_kv_caches_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype is fp8, but the engine computes in float32; set .*precision to"):
-        VllmWorker.check(engine_config("float32", kv_cache_dtype="fp8"), FAMILIES["qwen3"])
-    with pytest.raises(
-        ConfigError, match=r"kv_cache_dtype is fp8, but mla models do not cache plain keys .* set kv_cache_dtype to"
-    ):
-        VllmWorker.check(engine_config(kv_cache_dtype="fp8"), FAMILIES["deepseek_v3"])
-    wide = {**FAMILIES["qwen3"], "head_dim": 32}  # a size that vLLM has on CPUs too
-    VllmWorker.check(engine_config("float32", kv_cache_dtype="fp8", precision="bfloat16"), wide)
-
-
 def test_an_engine_needs_no_rules_of_ours_and_sizes_that_its_ranks_divide() -> None:
     model = {**FAMILIES["llama"], "model_type": "olmo2", "head_dim": 32, "num_attention_heads": 12, "num_key_value_heads": 6}
     VllmWorker.check(engine_config(), model)

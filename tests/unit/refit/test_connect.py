@@ -7,21 +7,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from dagrl.channels.spec import ChannelKind
-from dagrl.config import Config
 from dagrl.errors import RefitPlanError
-from dagrl.refit import TIED_HEAD, Refit, plan_refit
+from dagrl.refit import Refit, plan_refit
 from dagrl.refit.connect import check_devices, choose_kind, device_of, distinct_slices
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.executors.node import install
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.worker_group import WorkerGroup
-from dagrl.workers.families.kv_scales import vllm_kv_scales
-from dagrl.workers.megatron import MegatronWorker
 from tests.families import FAMILIES
-from tests.unit.refit.memory_channel import run_refit
 from tests.unit.refit.weight_reference import VllmRank, vllm_weight_slices
 
 
@@ -90,27 +84,3 @@ def test_the_kind_follows_from_the_devices(devices: list[str], kind: ChannelKind
 
 def test_a_worker_without_tensors_is_on_no_gpu() -> None:
     assert device_of(Worker([])) == ""
-
-
-@pytest.mark.parametrize(
-    "layout", [ParallelLayout(tp=2, pp=2), ParallelLayout(pp=2, vpp=2, dp=2)], ids=ParallelLayout.describe
-)
-def test_scales_of_an_fp8_cache_are_sent_like_weights(layout: ParallelLayout) -> None:
-    """Every rank of an engine gets the scales of all layers, from all pipeline stages."""
-    hf_config = {**FAMILIES["qwen3"], "num_hidden_layers": 4}
-    policy = {"precision": "bfloat16", "generation": {"vllm_cfg": {"kv_cache_dtype": "fp8"}}}
-    config = Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": policy})
-    sources = [MegatronWorker.describe(config, hf_config, layout, rank) for rank in range(layout.world_size)]
-    wanted = [[*vllm_weight_slices(hf_config, VllmRank(2, rank)), *vllm_kv_scales(hf_config)] for rank in range(2)]
-    plan_refit(sources, wanted, dtype="bfloat16", aliases=TIED_HEAD)  # together with all weights, which have another dtype
-
-    def scales(slices: list[WeightSlice]) -> dict[str, torch.Tensor]:
-        return {one.tensor: value(one) for one in slices if one.name.endswith("_scale")}
-
-    def value(one: WeightSlice) -> torch.Tensor:
-        return torch.tensor([int(one.name.split(".")[2]) + (0.25 if "k_scale" in one.name else 0.5)])
-
-    sides = [[[one for one in mine if one.name.endswith("_scale")] for mine in side] for side in (sources, wanted)]
-    received = [{name: torch.zeros(1) for name in scales(mine)} for mine in wanted]
-    run_refit(plan_refit(*sides, dtype="bfloat16"), [*map(scales, sources), *received], verify="checksum")
-    assert received == list(map(scales, wanted)) and all(len(tensors) == 8 for tensors in received)

@@ -372,7 +372,7 @@ class Trainer:
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def start(self, prompts: object, *, fresh: bool) -> None:
+    def start(self) -> None:
         """Does nothing."""
 
     def begin(self, groups: Sequence[ScoredGroup], step: int) -> Any:

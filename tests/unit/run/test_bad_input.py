@@ -140,11 +140,6 @@ TABLE = [
                 (f"{PEFT}={{enabled: true, refit: adapters}}", "policy.generation.vllm_cfg.precision=fp8"),
             ),
             (
-                "an FP8 cache",
-                "kv_cache_dtype is fp8",
-                (f"{PEFT}={{enabled: true, refit: adapters}}", "policy.generation.vllm_cfg.kv_cache_dtype=fp8"),
-            ),
-            (
                 "some experts",
                 "has some experts of 'model.layers.0.mlp.experts.*.up_proj.weight' and not others",
                 (f"{PEFT}={{enabled: true, refit: adapters, target_modules: [layers.0.mlp.experts.1.up_proj]}}", MIXTURE),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,8 @@ import numpy.typing as npt
 from hypothesis import given, strategies as st
 
 from dagrl.config import Config
-from dagrl.config.file import load_config
 from dagrl.config.plan import RunPlan
-from dagrl.config.settings import samples_per_step
 from dagrl.run.loops.policy_update import PolicyTrainer, split_minibatches
-from dagrl.run.plans import grpo_plans
 from dagrl.runtime.shapes import Batch
 
 WIDTH = 64
@@ -83,12 +79,3 @@ def test_no_log_probability_passes_the_driver() -> None:
     assert [name for name, _ in batches] == ["logprobs", "reference_logprobs", "train_step"]
     by_token = sum(array.itemsize for _, batch in batches for array in batch.fields.values() if array.ndim == 2)
     assert by_token == 3 * 8 + 3 * 4, "token ids three times; mask, advantages and generation's log-probabilities once"
-
-
-def test_scales_are_calibrated_at_the_shapes_of_whole_batches() -> None:
-    agent = ["environment.agent=agents:play", "environment.max_conversations=3"]
-    cache = "policy.generation.vllm_cfg.kv_cache_dtype=fp8"
-    config = load_config(Path(__file__).parents[3] / "examples" / "grpo_quickstart.yaml", [*agent, cache])
-    config = config.with_keys({"policy.train_global_batch_size": samples_per_step(config)})
-    plans = {plan.name: plan for plan in grpo_plans(config, RunPlan.of(config))}
-    assert plans["calibrate_kv_scales"].buckets == plans["train_step"].buckets

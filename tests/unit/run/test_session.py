@@ -99,14 +99,13 @@ def test_a_stop_saves_if_checkpoints_are_enabled(enabled: bool, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("penalty", "kept"), [(0.01, True), (0.0, False)])
-@pytest.mark.parametrize("fresh", [True, False])
-def test_only_a_fresh_run_takes_a_reference_policy_and_only_for_a_penalty(penalty: float, kept: bool, fresh: bool) -> None:
+def test_a_run_takes_a_reference_policy_only_for_a_penalty(penalty: float, kept: bool) -> None:
     config = configuration(penalty=penalty)
     parts: Any = {name: MagicMock() for name in ("replays", "train", "stop", "log", "thread")}
-    PolicyTrainer(config, RunPlan.of(config), **parts).start([], fresh=fresh)
+    PolicyTrainer(config, RunPlan.of(config), **parts).start()
     called = [call.args[0] for call in parts["train"].call.call_args_list]
-    assert called == ([*(["snapshot_reference"] if kept else []), "reset_optimizer"] if fresh else [])
-    assert parts["replays"].hold.called == fresh
+    assert called == [*(["snapshot_reference"] if kept else []), "reset_optimizer"]
+    assert parts["replays"].hold.called
 
 
 @pytest.mark.parametrize("resumed", ["", "sft", "grpo"])
@@ -127,11 +126,11 @@ def test_how_grpo_begins(resumed: str, monkeypatch: pytest.MonkeyPatch) -> None:
         validate=lambda *, may_stop: may_stop,
         restore=lambda counters, place: done.append((counters, place)),
     )
-    trainer: Any = SimpleNamespace(start=lambda prompts, *, fresh: done.append(("fresh", fresh)))
+    trainer: Any = SimpleNamespace(start=lambda: done.append("first"))
     monkeypatch.setattr(grpo, "refit", lambda replays, experience, version: done.append(("refit", version)))
     start_policy(session, Stage("grpo", 3, 8, 0, val_at_start=True), experience, trainer)
-    begins = [("fresh", True), ("refit", 3), ("grpo", True), "lap"]
-    goes_on = [("fresh", False), ("refit", 5), (counters, Path("step_00000005")), "lap"]
+    begins = ["first", ("refit", 3), ("grpo", True), "lap"]
+    goes_on = [("refit", 5), (counters, Path("step_00000005")), "lap"]
     assert done == (goes_on if resumed == "grpo" else begins)
     added = {} if resumed == "grpo" else {"grpo_next_group": 0, REFERENCE: True}
     assert checkpoints.state.counters == counters | added

@@ -65,4 +65,4 @@ def test_vllms_arguments_name_the_unquantized_matrices(kind: str) -> None:
 def test_other_checkpoints_are_loaded_unchanged(settings: Settings, form: object, dtype: str) -> None:
     config = config_of("qwen3") | ({} if form is None else {"quantization_config": form})
     assert not quantizes(settings, config)
-    assert quantization_arguments(settings, config) == {"dtype": dtype, "kv_cache_dtype": "auto"}
+    assert quantization_arguments(settings, config) == {"dtype": dtype}
