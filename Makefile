@@ -54,12 +54,12 @@ reference: $(TOOLS)
 # Real trackers (offline), verifiers 0.4 (its programs need a network), and Triton kernels without a GPU.
 test-extras: $(EXTRAS)
 	.venv-extras/bin/python -m pytest tests/integration/telemetry/test_trackers.py
-	.venv-extras/bin/python -m pytest tests/agents/test_verifiers_programs.py
+	.venv-extras/bin/python -m pytest tests/agents/test_verifiers.py
 	TRITON_INTERPRET=1 .venv-extras/bin/python -m pytest tests/gpu/test_*_kernels.py
 
-# Real verifiers before 0.4, and OpenEnv.
+# A real OpenEnv server.
 test-agents: $(AGENTS)
-	.venv-agents/bin/python -m pytest tests/agents --override-ini=testpaths=tests/agents
+	.venv-agents/bin/python -m pytest tests/agents/test_openenv.py
 
 # Real verl and TRL. TRL is in a folder of its own, on the path of its tests only: verl imports classes that it no longer has.
 peers: $(PEERS)

@@ -23,7 +23,6 @@ EXTRAS = {
     "wandb": ("tracking",),
     "math_verify": ("math",),
     "datasets": ("datasets",),
-    "verifiers": ("verifiers",),
     "openenv": ("openenv",),
     "cupy": ("cu13", "cu12"),
 }

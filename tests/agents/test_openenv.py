@@ -1,7 +1,8 @@
-"""OpenEnv's own echo environment, made by `openenv init` and served by uvicorn, as an environment (make test-agents)."""
+"""OpenEnv's own echo environment, created by `openenv init` and served by uvicorn (make test-agents)."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import subprocess
@@ -19,10 +20,11 @@ from dagrl.data.tokenization import Prompt, encode_prompts
 from dagrl.errors import RunError
 from dagrl.rl.environments import EnvironmentRunner, Question, Reply
 from dagrl.run.model import character_tokenizer
+from tests.unit.rl.test_openenv import GenericEnvClient
 
 pytest.importorskip("openenv")
 
-ENVIRONMENT = "dagrl.rl.adapters.openenv:OpenEnvironment"
+ENVIRONMENT = "dagrl.rl.openenv:OpenEnvironment"
 TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
 OWN = """
 def observe(observation):
@@ -67,9 +69,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def prompts() -> list[Prompt]:
-    splits = load_splits(
-        DataConfig(task="dagrl.rl.adapters.openenv:episodes", task_args={"count": 3, "held_out": 1, "seed": 5})
-    )
+    splits = load_splits(DataConfig(task="dagrl.rl.openenv:episodes", task_args={"count": 3, "held_out": 1, "seed": 5}))
     assert [example.columns["reset"] for example in splits.validation] == [{"seed": 8}]
     return encode_prompts(splits.train, TOKENIZER)
 
@@ -106,6 +106,14 @@ def test_own_functions_observe_and_act(server: str, tmp_path: Path, monkeypatch:
         opening = ask(runner, prompt).prompt
         assert opening is not None and opening.text == "heard 0: "
         assert ask(runner, prompt, "hello") == Reply("heard 5: ", reward=0.5)
+
+
+def test_the_double_has_the_signatures_of_the_client() -> None:
+    from openenv.core.generic_client import GenericEnvClient as Real
+
+    for name in ("reset", "step"):
+        parameters = [list(inspect.signature(getattr(client, name)).parameters) for client in (Real, GenericEnvClient)]
+        assert parameters[0] == parameters[1]
 
 
 def test_a_server_that_does_not_run_ends_the_run_at_once() -> None:

@@ -1,202 +1,92 @@
-"""verifiers' own environments as environments of a run: its ReasoningGymEnv, ToolEnv and MultiTurnEnv (make test-agents)."""
+"""verifiers 0.4 as an agent: the task of docs/agents.md, and its own environment of TextArena (make test-agents).
+
+Its programs are real processes with packages that uv installs. The policy is a script.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dagrl.config import DataConfig, EnvironmentConfig
-from dagrl.data import load_splits
-from dagrl.data.tokenization import Prompt, encode_prompts
-from dagrl.errors import ConfigError
-from dagrl.rl.environments import FAILED, EnvironmentRunner, Question, Reply, check_environment
-from dagrl.run.model import character_tokenizer
+from dagrl.rl.agents import Endpoint
+from tests.integration.rl.test_agent_packages import served
+from tests.unit.rl.test_agent_endpoint import END, Served
 
-vf = pytest.importorskip("verifiers")
+__all__ = ["served"]  # a fixture
 
-ENVIRONMENT = "dagrl.rl.adapters.verifiers:VerifiersEnvironment"
-EXAMPLES = "dagrl.rl.adapters.verifiers:examples"
-MADE = '''
-import verifiers as vf
-from datasets import Dataset
+pytest.importorskip("verifiers", minversion="0.4")
+pytest.importorskip("vllm")
+
+ROOT = Path(__file__).parents[2]
+PROGRAM_S = 300  # the first program waits for uv
 
 
-def arithmetic():
-    """verifiers' wrapper of reasoning-gym."""
-    from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
-
-    return ReasoningGymEnv("basic_arithmetic", num_train_examples=6, num_eval_examples=2, seed=3)
-
-
-def add(a: int, b: int) -> int:
-    """Adds two numbers.
-
-    Args:
-        a: the first
-        b: the second
-    """
-    return a + b
+def documented() -> Any:
+    """What the example of docs/agents.md defines."""
+    section = (ROOT / "docs" / "agents.md").read_text().partition("## With verifiers 0.4\n")[2]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    found: dict[str, Any] = {"__name__": "documented"}
+    exec(compile(code, "docs/agents.md", "exec"), found)  # noqa: S102
+    return found
 
 
-def right(completion, answer, **kwargs) -> float:
-    return float(answer in completion[-1].content)
+def endpoint(served: Served) -> Endpoint:
+    return Endpoint(served.server.base_url, served.episode.api_key, "policy")
 
 
-def tools():
-    rows = Dataset.from_list([{"question": "3+4?", "answer": "7"}, {"question": "1+1?", "answer": "2"}])
-    return vf.ToolEnv(dataset=rows, tools=[add], rubric=vf.Rubric(funcs=[right]), max_turns=4)
-
-
-class Guess(vf.MultiTurnEnv):
-    async def setup_state(self, state):
-        state["left"] = 3
-        state["prompt"] = [*state["prompt"], vf.types.UserMessage(content=f"{state['left']} tries")]
-        return state
-
-    async def env_response(self, messages, state, **kwargs):
-        state["left"] -= 1
-        if state["left"] == 1 and messages[-1].content == "rewrite":
-            raise vf.Error("told to fail")
-        return [vf.types.UserMessage(content=f"{state['left']} left")]
-
-    @vf.stop
-    async def found(self, state):
-        return bool(state["trajectory"]) and state["answer"] in state["trajectory"][-1]["completion"][-1].content
-
-    @vf.cleanup
-    async def note(self, state):
-        if path := state["info"].get("notes"):
-            with open(path, "a") as file:
-                file.write(f"cleaned up after {len(state['trajectory'])} turns\\n")
-
-
-def turns(state, **kwargs) -> float:
-    return 1 / len(state["trajectory"])
-
-
-def guess(notes=""):
-    rows = Dataset.from_list([{"question": f"guess {n}", "answer": str(n), "info": {"notes": notes}} for n in range(8)])
-    return Guess(dataset=rows, rubric=vf.Rubric(funcs=[right, turns], weights=[1.0, 0.5]), max_turns=5)
-
-
-def compared():
-    def best(completions, **kwargs) -> list[float]:
-        return [1.0] * len(completions)
-
-    return vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "1", "answer": "1"}]), rubric=vf.Rubric(funcs=[best]))
-'''
-TEMPLATE = (
-    "{% if tools %}<tools>{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-TOKENIZER = character_tokenizer("".join(map(chr, range(32, 127))) + "\n", TEMPLATE)
+def turns(served: Served) -> tuple[list[str], str]:
+    """The turns in the loss of the only conversation, and all that is in its context."""
+    (row,) = served.rows()
+    decode = served.tokenizer.decode
+    learned = decode([token for token, in_loss in zip(row.tokens, row.sampled, strict=True) if in_loss])
+    context = decode([token for token, in_loss in zip(row.tokens, row.sampled, strict=True) if not in_loss])
+    return learned.split(END)[:-1], decode(row.prompt) + context
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = f"made_{tmp_path.name}"
-    (tmp_path / f"{name}.py").write_text(MADE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return name
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NLTK's lists of words, which its server has: one word."""
+    directory = tmp_path / "corpora" / "words"
+    directory.mkdir(parents=True)
+    for name in ("README", "en", "en-basic"):
+        (directory / name).write_text("noon\n")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
 
 
-class Conversation:
-    """The episode of an example, with all turns so far."""
-
-    def __init__(self, runner: EnvironmentRunner, prompt: Prompt) -> None:
-        self._runner, self._turns, self.prompt = runner, list[str](), prompt
-
-    def begin(self) -> Reply:
-        """What the environment gives before the first turn."""
-        return self._ask()
-
-    def say(self, text: str) -> Reply:
-        """The answer to a turn of the policy."""
-        self._turns.append(text)
-        return self._ask()
-
-    def _ask(self) -> Reply:
-        question = Question(self.prompt.source, self.prompt, 7, list(self._turns))
-        return self._runner.submit(0, [question]).result()[0]
+@pytest.mark.timeout(PROGRAM_S)
+@pytest.mark.parametrize(("said", "reward"), [("It is 5.", 1.0), ("It is 6.", 0.0)])
+def test_the_documented_task(served: Served, said: str, reward: float) -> None:
+    served.generation.texts.append(said)
+    example = {"prompt": "2+3", "reference": "5", "seed": 1}
+    assert asyncio.run(documented()["solve"](example, endpoint(served))) == reward
+    assert turns(served)[0] == [said] and "2+3" in turns(served)[1]
 
 
-@contextmanager
-def conversations(name: str, held_out: int = 1, **args: Any) -> Iterator[list[Conversation]]:
-    named = {"name": name, "args": args}
-    splits = load_splits(DataConfig(task=EXAMPLES, task_args={**named, "held_out": held_out}))
-    config = EnvironmentConfig(function=ENVIRONMENT, args=named, max_turns=8)
-    check_environment(config)
-    with EnvironmentRunner(config, TOKENIZER) as runner:
-        yield [Conversation(runner, prompt) for prompt in encode_prompts(splits.train, TOKENIZER)]
+@pytest.mark.timeout(PROGRAM_S)
+def test_a_game_of_several_turns(served: Served, words: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine answers each guess; a reward of 1 is its own for the whole word."""
+    import verifiers.v1 as vf
+    from verifiers.v1.harnesses.null import NullHarnessConfig
+    from verifiers.v1.tasksets.textarena import TextArenaConfig, TextArenaEnv, TextArenaEnvConfig
 
+    monkeypatch.setenv("KEY", served.episode.api_key)
+    client = vf.EvalClientConfig(base_url=served.server.base_url, api_key_var="KEY")
+    player = vf.AgentConfig(harness=NullHarnessConfig(id="null"), runtime=vf.SubprocessConfig())
+    taskset = TextArenaConfig(id="textarena", game="Hangman-v0")
 
-def test_a_single_turn_has_the_rubrics_reward(module: str) -> None:
-    """Of reasoning-gym: the answers come from its own data set, not from the adapter."""
-    import reasoning_gym
+    async def play() -> Any:
+        environment = TextArenaEnv(TextArenaEnvConfig(taskset=taskset, player=player))
+        async with environment.serving():
+            return await environment.run_episode(next(iter(environment.taskset.load())), vf.ModelContext("policy", client))
 
-    problems = list(reasoning_gym.create_dataset("basic_arithmetic", size=8, seed=3))
-    with conversations(f"{module}:arithmetic") as found:
-        assert len(found) == 6, "the environment has evaluation rows of its own"
-        for problem, conversation in zip(problems, found[:3], strict=False):
-            assert problem["question"] in conversation.prompt.text and conversation.prompt.text.startswith("<system>")
-            opening = conversation.begin().prompt
-            assert opening is not None and opening.text == conversation.prompt.text, "its own prompt, rendered again"
-            assert conversation.say(f"<answer>{problem['answer']}</answer>") == Reply(None, reward=1.0)
-        wrong = found[3]
-        wrong.begin()
-        assert wrong.say("<answer>none</answer>").reward != 1.0
-
-
-def test_tools_are_called_as_the_environment_calls_them(module: str) -> None:
-    pytest.importorskip("vllm")
-    with conversations(f"{module}:tools") as found:
-        (conversation,) = found
-        assert '"name": "add"' in conversation.prompt.text, "the chat template shows its tools"
-        conversation.begin()
-        reply = conversation.say('<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>')
-        assert reply.text is not None and reply.text.endswith("<tool>7<eos><assistant>") and reply.reward is None
-        assert conversation.say("It is 7.") == Reply(None, reward=1.0)
-
-
-def test_several_turns_keep_the_state_of_their_rollout(module: str, tmp_path: Path) -> None:
-    notes = tmp_path / "notes"
-    with conversations(f"{module}:guess", held_out=2, notes=str(notes)) as found:
-        one, other = found[3], found[5]
-        opening = one.begin().prompt
-        assert opening is not None and opening.text == "<user>guess 3<eos><user>3 tries<eos><assistant>", "from setup_state"
-        assert one.say("1").text == "<user>2 left<eos><assistant>"
-        other.begin()
-        assert other.say("4").text == "<user>2 left<eos><assistant>", "each has its own state"
-        assert one.say("2").text == "<user>1 left<eos><assistant>"
-        assert one.say("3") == Reply(None, reward=1 + 0.5 / 3), "the rubric's weighted sum"
-        failed = found[0]
-        failed.begin()
-        failed.say("rewrite")
-        reply = failed.say("rewrite")
-        assert reply.reason == FAILED and "told to fail" in reply.failure
-    assert sorted(notes.read_text().splitlines()) == [f"cleaned up after {turns} turns" for turns in (1, 2, 3)], (
-        "also after an episode that was closed early, and one that failed"
-    )
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("{module}:compared", "compares rollouts of a group"),
-        ("no_such_environment", "verifiers cannot load the environment 'no_such_environment'"),
-        ("{module}:nothing", "has no 'nothing'"),
-    ],
-)
-def test_what_cannot_run_is_found_with_the_data(name: str, message: str, module: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_splits(DataConfig(task=EXAMPLES, task_args={"name": name.format(module=module)}))
-
-
-def test_the_last_rows_are_held_out(module: str) -> None:
-    splits = load_splits(DataConfig(task=EXAMPLES, task_args={"name": f"{module}:guess", "held_out": 3}))
-    shown: Sequence[str] = [example.response for example in (*splits.train, *splits.validation)]
-    assert list(shown) == list("01234567") and len(splits.validation) == 3
+    guesses = ["A first letter: [N]", "[X]", "The word is [NOON]"]
+    served.generation.texts += guesses
+    episode = asyncio.run(play())
+    assert episode.ok, episode.errors
+    (trace,) = episode.traces
+    assert trace.reward == 1.0
+    said, context = turns(served)
+    assert said == guesses and "You are playing Hangman" in context and "  N   _   _   N" in context

@@ -1,8 +1,8 @@
 """Environments behind an OpenEnv server (Meta, Hugging Face): a session per sequence, over its WebSocket.
 
-    data: {task: "dagrl.rl.adapters.openenv:episodes", task_args: {count: 1000}}
+    data: {task: "dagrl.rl.openenv:episodes", task_args: {count: 1000}}
     environment:
-      function: dagrl.rl.adapters.openenv:OpenEnvironment
+      function: dagrl.rl.openenv:OpenEnvironment
       args: {url: "http://localhost:8000"}
       max_turns: 10
     reward: {function: null}
