@@ -51,65 +51,29 @@ def quantum_streams(batch: Batch) -> bool:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Sampling parameters of a request that differ from the configuration (None: as configured), and its stop strings.
-
-    `constraint` limits the tokens to a grammar: the JSON of one field of vLLM's `StructuredOutputsParams` and its value.
-    """
+    """Sampling parameters of a request that differ from the configuration (None: as configured), and its stop strings."""
 
     temperature: float | None = None
     top_p: float | None = None
     stop: tuple[str, ...] = ()
-    constraint: str = ""
 
 
 AS_CONFIGURED = RequestOptions()
 
 OPTION_BYTES = 512
-"""Room for the options of one request in a quantum's batch, without its constraint."""
-
-CONSTRAINT_BYTES = 64 << 10
-"""Room for the constraints of a quantum's new requests, and the most that one may have. Equal ones count once."""
+"""Room for the options of one request in a quantum's batch."""
 
 
 def options_text(options: Mapping[int, RequestOptions]) -> str:
     """Returns the scalar `options` of a quantum: JSON. Requests sampled as configured are left out."""
-    changed = {request: item for request, item in options.items() if item != AS_CONFIGURED}
-    constraints = sorted({item.constraint for item in changed.values()})
-    requests = {
-        request: asdict(item) | {"constraint": constraints.index(item.constraint)} for request, item in changed.items()
-    }
-    return json.dumps({"constraints": constraints, "requests": requests}, ensure_ascii=False) if changed else ""
+    changed = {request: asdict(item) for request, item in options.items() if item != AS_CONFIGURED}
+    return json.dumps(changed, ensure_ascii=False) if changed else ""
 
 
 def quantum_options(batch: Batch) -> dict[int, RequestOptions]:
     """Returns the options of the requests that have some, by request id."""
-    text = str(batch.scalars.get("options", "")).strip()
-    if not text:
-        return {}
-    content = json.loads(text)
-    return {
-        int(key): RequestOptions(
-            **{**item, "stop": tuple(item["stop"]), "constraint": content["constraints"][item["constraint"]]}
-        )
-        for key, item in content["requests"].items()
-    }
-
-
-def fitting(options: Mapping[int, RequestOptions]) -> set[int]:
-    """Returns the first requests whose constraints fit into one quantum together (`CONSTRAINT_BYTES`)."""
-    constraints, room, fits = {""}, CONSTRAINT_BYTES, set[int]()
-    for request, item in options.items():
-        needed = 0 if item.constraint in constraints else constraint_bytes(item.constraint)
-        if needed <= room:
-            constraints.add(item.constraint)
-            room -= needed
-            fits.add(request)
-    return fits
-
-
-def constraint_bytes(constraint: str) -> int:
-    """Returns the bytes that a constraint takes in `options_text`."""
-    return len(json.dumps(constraint, ensure_ascii=False).encode()) + 2
+    content = json.loads(str(batch.scalars.get("options", "")).strip() or "{}")
+    return {int(request): RequestOptions(**{**item, "stop": tuple(item["stop"])}) for request, item in content.items()}
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 Tools = Mapping[str, Callable[..., Any]]
 
-Choice = str | Mapping[str, Any]
-"""OpenAI's `tool_choice`: `auto`, `required`, or a function's name as `{"type": "function", "function": {"name": ...}}`."""
-
 KEY = "environment.tools"
 
 
@@ -39,6 +36,10 @@ class Calls:
 
     text: str
     calls: Sequence[tuple[str, str]]
+
+
+CallParser = Callable[[str], Calls]
+"""Splits a turn into its text and its calls."""
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, Callable[..., Any]]:
@@ -77,12 +78,12 @@ class ToolEnvironment:
     def __init__(self, tools: Sequence[str], *, tokenizer: str, tool_parser: str) -> None:
         """`tools` are import paths, `tokenizer` is a directory, and `tool_parser` vLLM's name."""
         self._tools = load_tools(tools)
-        self._parse = call_parser(json.dumps(tool_schemas(self._tools)), tool_parser, tokenizer)
+        self._parse = _call_parser(tuple(tools), tool_parser, tokenizer)
 
     @staticmethod
     def prepare(tools: Sequence[str], tokenizer: str, tool_parser: str) -> None:
         """Imports vLLM when a process starts, as that takes longer than a step."""
-        call_parser(json.dumps(tool_schemas(load_tools(tools))), tool_parser, tokenizer)
+        _call_parser(tuple(tools), tool_parser, tokenizer)
 
     def reset(self, example: Mapping[str, Any]) -> None:
         """Tools keep no state of an episode."""
@@ -112,92 +113,25 @@ class ToolEnvironment:
 
 
 @cache
-def call_parser(schemas: str, name: str, tokenizer: str) -> CallParser:
-    """Returns the parser of some tools.
-
-    `schemas` is the JSON text of the tools' schemas, `name` that of vLLM's parser, and `tokenizer` a directory.
-    """
+def _call_parser(tools: tuple[str, ...], name: str, tokenizer: str) -> CallParser:
     from transformers import AutoTokenizer
 
-    return CallParser(schemas, name, AutoTokenizer.from_pretrained(tokenizer))
+    return vllm_parser(json.dumps(tool_schemas(load_tools(tools))), name, AutoTokenizer.from_pretrained(tokenizer))
 
 
-class CallParser:
-    """vLLM's parser of a model family, for some tools. The first one imports vLLM, which takes seconds."""
+def vllm_parser(schemas: str, name: str, tokenizer: PreTrainedTokenizerFast) -> CallParser:
+    """Returns vLLM's parser `name` for tools with these schemas, a JSON text. Imports vLLM, which takes seconds."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
 
-    def __init__(self, schemas: str, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
-        """See `call_parser`."""
-        from vllm.tool_parsers import ToolParserManager
+    # A policy that learns makes calls that cannot be parsed, and vLLM's parsers log a traceback of each.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    request = ChatCompletionRequest(messages=[], tools=json.loads(schemas), tool_choice="auto")
+    parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
 
-        # A policy that learns makes calls that cannot be parsed, and vLLM's parsers log a traceback of each.
-        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
-        self._schemas, self._name = schemas, name
-        self._request = self._request_of("auto")
-        self._parser = ToolParserManager.get_tool_parser(name)(tokenizer, self._request.tools)
-
-    def __call__(self, text: str, choice: Choice = "auto") -> Calls:
-        """Splits a turn into its text and its calls. `choice` is what the turn was limited to."""
-        if choice != "auto" and self._parser.supports_required_and_named:
-            return _json_calls(text, choice)
-        parsed = self._parser.extract_tool_calls(text, self._request)
+    def parse(text: str) -> Calls:
+        parsed = parser.extract_tool_calls(text, request)
         calls = [(call.function.name, call.function.arguments) for call in parsed.tool_calls]
         return Calls((parsed.content or "") if calls else text, calls)
 
-    def constraint(self, choice: Choice, schema: Json = None) -> dict[str, Json]:
-        """Returns the field of vLLM's `StructuredOutputsParams` that limits a turn to calls, and its value.
-
-        With a JSON `schema`, a turn may be what that allows instead. Raises ConfigError if vLLM has none for the parser.
-        """
-        request = self._request_of(choice)
-        tag = None if self._parser.supports_required_and_named else self._parser.get_structural_tag(request)
-        if tag is not None:
-            content = tag.model_dump()
-            if schema is not None:
-                answer = {"type": "json_schema", "json_schema": schema}
-                content["format"] = {"type": "or", "elements": [content["format"], answer]}
-            return {"structural_tag": json.dumps(content)}
-        if schema is not None:
-            raise ConfigError(f"vLLM's tool parser {self._name!r} (environment.tool_parser) cannot mix calls and a schema")
-        adjusted = self._parser.adjust_request(request).structured_outputs
-        fields = ("json", "grammar", "structural_tag")
-        constraint = {field: value for field in fields if (value := getattr(adjusted, field, None)) is not None}
-        if not constraint:
-            raise ConfigError(
-                f"vLLM's tool parser {self._name!r} (environment.tool_parser) cannot force calls; ask with tool_choice=auto"
-            )
-        return constraint
-
-    def _request_of(self, choice: Choice) -> Any:
-        """Returns vLLM's request with these tools. Arguments follow the schemas, unless a tool has `strict: false`."""
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        tools = json.loads(self._schemas)
-        for tool in tools if choice != "auto" else ():
-            tool["function"].setdefault("strict", True)
-        return ChatCompletionRequest(messages=[], tools=tools, tool_choice=choice)
-
-
-def _json_calls(text: str, choice: Choice) -> Calls:
-    """Parses a turn that vLLM limits to JSON: a list of calls, or the arguments of the function that was named.
-
-    A turn that was cut off has none.
-    """
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return Calls(text, ())
-    if not isinstance(choice, str):
-        return Calls("", [(choice["function"]["name"], text)])
-    return Calls("", [(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in content])
-
-
-def check_constraint(constraint: Mapping[str, Json]) -> None:
-    """Raises ValueError if vLLM's grammars (xgrammar, see `dagrl.workers.vllm.launch`) cannot express a constraint."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
-
-    try:
-        validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(**constraint)))
-    except Exception as error:  # vLLM's class differs between its versions, and xgrammar raises several
-        raise ValueError(str(error)) from error
+    return parse

@@ -16,7 +16,7 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TEACHER, role_config
 from dagrl.config.settings import bucket_widths, generation_config, rows_per_sample, samples_per_step
 from dagrl.rl.algorithm import COLUMN_PHASES, column_phases, planned_algorithm
-from dagrl.rl.generation import CONSTRAINT_BYTES, FIRST_QUANTUM, OPTION_BYTES, QUANTUM_SECONDS
+from dagrl.rl.generation import FIRST_QUANTUM, OPTION_BYTES, QUANTUM_SECONDS
 from dagrl.rl.preferences import sum_phases
 from dagrl.rl.rollout.rollouts import request_slots
 from dagrl.rl.routed_experts import ROUTED_EXPERTS, routed_layers
@@ -162,7 +162,7 @@ def _room_for_options(config: Config, requests: int) -> Mapping[str, Scalar]:
     """Returns a scalar that makes room for the options of agents' requests; every shard gets all of it."""
     if config.environment.agent is None:
         return {}
-    return {"options": " " * (OPTION_BYTES * requests * generation_config(config).vllm_cfg.layout.dp + CONSTRAINT_BYTES)}
+    return {"options": " " * (OPTION_BYTES * requests * generation_config(config).vllm_cfg.layout.dp)}
 
 
 def _request_buckets(requests: int, widest: int) -> tuple[Bucket, ...]:

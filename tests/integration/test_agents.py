@@ -12,7 +12,7 @@ from dagrl.config.file import load_config
 from dagrl.rl.rollout.episodes import Episode
 from dagrl.run.train import train
 from dagrl.telemetry.rollouts import read_rollouts, rollout_files
-from tests.integration.agent_task import NOTES, NUMBERS
+from tests.integration.agent_task import NOTES
 from tests.integration.test_async_grpo import Trained, numbers_of, one_cluster, steps_of, trained
 from tests.integration.test_async_job import OVERRIDES, PROMPTS, ROOT
 
@@ -61,7 +61,6 @@ def test_trained_tokens_are_those_that_the_agent_got(
             longer, shorter = sample.rows
             check_row(longer, answers[:3])
             check_row(shorter, answers[3:])
-            assert int(answers[2]["text"]) in NUMBERS, "as its schema allows"
             made = {made for row in sample.rows for made in row.versions}
             assert version - AGE <= min(made) and max(made) <= version
             seen |= made

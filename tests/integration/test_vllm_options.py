@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from dagrl.config import EnvironmentConfig
 from dagrl.errors import RunError
 from dagrl.rl.generation import RequestOptions, options_text
-from dagrl.rl.tools import CallParser
 from dagrl.run.model import character_tokenizer
 from dagrl.runtime.store import reserve_port
 from tests.integration import vllm_calls
@@ -122,38 +120,22 @@ def last_new(tokens: Sequence[int]) -> int:
     return at
 
 
-ANSWER = {"type": "object", "properties": {"a": {"enum": [1, 25]}}, "required": ["a"], "additionalProperties": False}
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": ANSWER}} for name in ("double", "half")]
-HALF = {"type": "function", "function": {"name": "half"}}
-
-
 def test_requests_with_options_of_their_own(vllm_ranks: Ranks, tmp_path: Path) -> None:
-    """Stop strings, sampling, and grammars: calls of tools as vLLM's parser reads them, and JSON of a schema."""
+    """Stop strings and sampling."""
     checkpoint = make_checkpoint(tmp_path)
     tokenizer = character_tokenizer(CHARACTERS)
     tokenizer.save_pretrained(checkpoint)
-    calls = CallParser(json.dumps(TOOLS), "hermes", tokenizer)
-    limits = [calls.constraint("required"), calls.constraint(HALF), {"json": ANSWER}]
-    config = make_config(checkpoint, length=260).model_copy(update={"environment": AGENT})
-    with vllm_ranks.engine(config, 2) as engine:
+    with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
         [free] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))
         at = last_new(free.tokens)
         options = {
             2: RequestOptions(temperature=0.0, stop=(tokenizer.decode([free.tokens[at]]),)),
             3: RequestOptions(temperature=0.0),
             4: RequestOptions(top_p=1e-6),
-            **{5 + place: RequestOptions(constraint=json.dumps(limit)) for place, limit in enumerate(limits)},
         }
-        batch = requests(list(options), PROMPTS[:1] * 6, new=200)
-        batch.fields["max_new_tokens"][:3] = 20
+        batch = requests(list(options), PROMPTS[:1] * 3, new=20)
         rows = engine.run(batch.with_scalars(options=options_text(options), stream=1))
-    own, whole, likeliest, *limited = (row for row in rows if row.finish_reason)
-    required, named, answer = (tokenizer.decode(row.tokens, skip_special_tokens=True) for row in limited)
-    assert {name for name, _ in calls(required, "required").calls} <= {"double", "half"}
-    assert {name for name, _ in calls(named, HALF).calls} == {"half"}
-    for arguments in (answer, *(found[1] for text in (required, named) for found in calls(text).calls)):
-        assert json.loads(arguments) in ({"a": 1}, {"a": 25})
-    assert limited[0].logprobs[0] == 0.0 and limited[2].logprobs[0] == 0.0, "of the distribution that is left"
+    own, whole, likeliest = (row for row in rows if row.finish_reason)
     assert (own.tokens, own.finish_reason) == (free.tokens[: at + 1], "stop"), "a request's own stop string"
     assert whole.tokens == likeliest.tokens == free.tokens and whole.logprobs == free.logprobs
     pieces = [row for row in rows if not row.finish_reason and row.request_id == 3]

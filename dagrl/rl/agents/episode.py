@@ -65,7 +65,7 @@ class AgentEpisode:
         self._requests = 0
         self._ended = ""
 
-    def ask(self, body: ChatBody, context: Callable[[Conversations], Context], constraint: str) -> Turn:
+    def ask(self, body: ChatBody, context: Callable[[Conversations], Context]) -> Turn:
         """Returns the turn of a request. Raises EndpointError if the episode has ended, or for a request beyond limits."""
         with self._lock:
             if self._ended:
@@ -75,7 +75,7 @@ class AgentEpisode:
                     f"the episode has made environment.max_turns = {self._limits.max_turns} requests; raise it, or ask less",
                     code="max_turns",
                 )
-            turn = self._turn(body, context(self._conversations), constraint)
+            turn = self._turn(body, context(self._conversations))
             self._requests += 1
             self._open.add(turn)
             return turn
@@ -128,7 +128,7 @@ class AgentEpisode:
             turn.cancelled = True
         return turns
 
-    def _turn(self, body: ChatBody, context: Context, constraint: str) -> Turn:
+    def _turn(self, body: ChatBody, context: Context) -> Turn:
         limits, prompt = self._limits, context.whole()
         room = limits.room - len(prompt)
         if room < 1 or not prompt:
@@ -138,7 +138,7 @@ class AgentEpisode:
                 code="context_length_exceeded",
             )
         temperature = 0.0 if body.temperature is None and self._greedy else body.temperature
-        options = RequestOptions(temperature, body.top_p, body.stop, constraint)
+        options = RequestOptions(temperature, body.top_p, body.stop)
         most = min(body.most_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
         trained = body.temperature in (None, limits.temperature) and body.top_p in (None, limits.top_p)
         return Turn(context, prompt, self._requests, most, body.seed, options, trained)

@@ -1,20 +1,20 @@
 """OpenAI's protocol: the requests that the endpoint takes, its answers and its errors.
 
 Parameters with no effect here are accepted at their neutral values, and those for OpenAI's own accounts are ignored. Any
-other parameter is an error that names it. Extensions, with vLLM's names where it has them: `return_token_ids`,
-`chat_template_kwargs`, and `policy_versions` in every answer.
+other parameter is an error that names it. Answers are never limited to a grammar, so that log-probabilities are the policy's
+own: with any `tool_choice` but `none`, the policy decides whether it calls. Extensions, with vLLM's names where it has them:
+`return_token_ids`, `chat_template_kwargs`, and `policy_versions` in every answer.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from dagrl.errors import DagrlError
-from dagrl.rl.tools import Choice
 
 MODEL = "policy"
 """The name of the model."""
@@ -56,54 +56,13 @@ class StreamOptions(BaseModel, extra="forbid"):
     include_usage: bool = False
 
 
-class FunctionName(BaseModel):
-    """The function that a call must be of."""
-
-    name: str
-
-
-class NamedFunction(BaseModel):
-    """A `tool_choice` of one function."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class JsonSchema(BaseModel):
-    """A schema that an answer follows."""
-
-    name: str = ""
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class JsonFormat(BaseModel, extra="forbid"):
-    """A `response_format`: any JSON object, or what a schema allows."""
-
-    type: Literal["json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is for type=json_schema, which needs it")
-        return self
-
-    @property
-    def schema_of_answer(self) -> dict[str, Any]:
-        """The JSON schema that the answer follows."""
-        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
-
-
 class ChatBody(BaseModel, extra="forbid"):
     """`POST /v1/chat/completions`."""
 
     model: str
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none", "required"] | NamedFunction = "auto"
-    response_format: JsonFormat | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     max_tokens: PositiveInt | None = None
@@ -139,36 +98,10 @@ class ChatBody(BaseModel, extra="forbid"):
             raise ValueError(f"stop strings must not be empty, or have more than {MAX_STOP_BYTES} bytes in all")
         return stop
 
-    @model_validator(mode="after")
-    def _has_chosen_tool(self) -> Self:
-        names = [tool.get("function", {}).get("name") for tool in self.tools]
-        if self.forces_calls and not names:
-            raise ValueError("tool_choice asks for a call, but the request has no tools")
-        if isinstance(self.tool_choice, NamedFunction) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}; the tools are {names}")
-        if self.forces_calls and self.response_format is not None:
-            raise ValueError("response_format does not go with a tool_choice that asks for a call; leave one of them out")
-        return self
-
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """The tools that the policy may call."""
         return [] if self.tool_choice == "none" else self.tools
-
-    @property
-    def forces_calls(self) -> bool:
-        """Whether the answer must be calls of tools."""
-        return self.tool_choice not in ("auto", "none")
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether the answer is limited to some texts."""
-        return self.forces_calls or self.response_format is not None
-
-    @property
-    def choice(self) -> Choice:
-        """`tool_choice` as OpenAI writes it."""
-        return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.model_dump()
 
     @property
     def most_tokens(self) -> int | None:

@@ -6,12 +6,10 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dagrl.errors import ConfigError
 from dagrl.rl.agents.conversations import Answer, Context, Conversations, message_key
 from dagrl.rl.agents.protocol import ChatBody, EndpointError, plain_messages
 from dagrl.rl.environments import reply_text
-from dagrl.rl.generation import CONSTRAINT_BYTES, constraint_bytes
-from dagrl.rl.tools import CallParser, Calls, check_constraint
+from dagrl.rl.tools import CallParser, Calls, vllm_parser
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,7 +22,6 @@ class Renderer:
         """`parser` is vLLM's name of the parser of the model's tool calls."""
         self._tokenizer, self._parser = tokenizer, parser
         self._parsers: dict[str, CallParser] = {}
-        self._allowed = {""}
 
     def context(self, body: ChatBody, conversations: Conversations) -> Context:
         """Returns the tokens of a chat request. If it extends an answer, only the messages after it are rendered."""
@@ -47,41 +44,10 @@ class Renderer:
 
     def parse_calls(self, body: ChatBody, text: str) -> Calls:
         """Splits a turn into its text and its tool calls. The first one with some tools imports vLLM, for seconds."""
-        return self._calls(body.offered_tools)(text, body.choice)
-
-    def constraint(self, body: ChatBody) -> str:
-        """Returns the grammar of the answer (`RequestOptions.constraint`). The first one imports vLLM.
-
-        Raises EndpointError if vLLM cannot limit an answer to it.
-        """
-        text, name = self._constraint(body), "response_format" if body.response_format else "tools"
-        if text not in self._allowed:
-            if (size := constraint_bytes(text)) > CONSTRAINT_BYTES:
-                raise EndpointError(f"{name} takes {size} bytes; a constraint may have {CONSTRAINT_BYTES}", param=name)
-            try:
-                check_constraint(json.loads(text))
-            except ValueError as error:
-                raise EndpointError(f"vLLM cannot limit answers to this schema: {error}", param=name) from error
-            self._allowed.add(text)
-        return text
-
-    def _constraint(self, body: ChatBody) -> str:
-        schema = None if body.response_format is None else body.response_format.schema_of_answer
-        if schema is not None and not body.offered_tools:
-            return json.dumps({"json": schema})
-        if schema is None and not body.forces_calls:
-            return ""
-        try:
-            choice = body.choice if body.forces_calls else "required"
-            return json.dumps(self._calls(body.offered_tools).constraint(choice, schema))
-        except ConfigError as error:
-            raise EndpointError(str(error), param="tool_choice") from error
-
-    def _calls(self, tools: Sequence[dict[str, Any]]) -> CallParser:
-        key = json.dumps(list(tools))
+        key = json.dumps(body.offered_tools)
         if key not in self._parsers:
-            self._parsers[key] = CallParser(key, self._parser, self._tokenizer)
-        return self._parsers[key]
+            self._parsers[key] = vllm_parser(key, self._parser, self._tokenizer)
+        return self._parsers[key](text)
 
     def _rendered(self, body: ChatBody, messages: Sequence[dict[str, Any]], after: Answer | None) -> str:
         if self._tokenizer.chat_template is None:

@@ -143,8 +143,7 @@ class EndpointServer:
 
         episode = self._episode(request)
         body = read_body(await request.body())
-        constraint = await asyncio.to_thread(self.renderer.constraint, body) if body.is_constrained else ""
-        turn = episode.ask(body, partial(self.renderer.context, body), constraint)
+        turn = episode.ask(body, partial(self.renderer.context, body))
         reply = _Reply(self, episode, turn, ChatFormat(body, self.renderer.token_text, turn.prompt))
         self.inbox.put(episode, turn)
         if body.stream:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from dagrl.config import Config
 from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.errors import WorkerError
-from dagrl.rl.generation import QUANTUM_SECONDS, FinishedRequest, Generated, fitting, options_text
+from dagrl.rl.generation import QUANTUM_SECONDS, FinishedRequest, Generated, options_text
 from dagrl.rl.rollout.dispatch import LengthHistory, PendingRequest, QuantumSize, ShardLoad, dispatch
 from dagrl.rl.rollout.engines import GenerationEngines, Quantum
 from dagrl.rl.rollout.episodes import RolloutGroup, Turn, stop_prefix, token_rows, turn_seed
@@ -202,11 +202,8 @@ class Rollouts:
             self._waiting[request] = PendingRequest(request, group.cohort, expected)
 
     def _submit(self) -> None:
-        """Submits a quantum with the requests whose options fit into one."""
-        options = {request: self._requests[request][1].options for request in self._waiting}
-        constrained = {request: item for request, item in options.items() if item.constraint}
-        later = constrained.keys() - fitting(constrained)
-        sent = dispatch([item for request, item in self._waiting.items() if request not in later], self._shards)
+        """Submits a quantum with the requests that shards have room for."""
+        sent = dispatch(list(self._waiting.values()), self._shards)
         chosen = [item.request_id for shard in sent for item in shard]
         for request in chosen:
             del self._waiting[request]
@@ -270,7 +267,7 @@ class Rollouts:
             turn = self._requests[request]
             parts = [tokens[request]] if request in tokens else self._known.get(request, [])
             self._forget(request)
-            for part in () if turn[1].options.constraint else parts:  # a grammar begins with the request
+            for part in parts:
                 turn[1].append(part)
             self._request([turn])
 

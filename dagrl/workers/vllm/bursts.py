@@ -138,7 +138,6 @@ def _only_decodes(output: SchedulerOutput) -> bool:
         and not output.scheduled_new_reqs
         and not output.scheduled_cached_reqs.resumed_req_ids
         and not output.scheduled_spec_decode_tokens
-        and not output.has_structured_output_requests
         and len(output.scheduled_cached_reqs.req_ids) == len(output.num_scheduled_tokens)
     )
 

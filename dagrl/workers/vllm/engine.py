@@ -8,7 +8,6 @@ policy version of every token is known.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -60,12 +59,11 @@ def sampling_params(
 ) -> SamplingParams:
     """Returns the parameters. `stop_token_ids` end a request, unless the configuration forces its length."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+    from vllm.sampling_params import RequestOutputKind
 
     options, stops = request.options, [*config.stop_strings, *request.options.stop]
     temperature = config.temperature if options.temperature is None else options.temperature
     forced = config.forced_lengths is not None
-    constraint = StructuredOutputsParams(**json.loads(options.constraint)) if options.constraint and not forced else None
     return SamplingParams(
         temperature=0.0 if request.greedy else temperature,
         top_p=config.top_p if options.top_p is None else options.top_p,
@@ -78,7 +76,6 @@ def sampling_params(
         detokenize=bool(stops) and not forced,
         logprobs=0,  # of the sampled token only
         output_kind=RequestOutputKind.FINAL_ONLY,
-        structured_outputs=constraint,
     )
 
 

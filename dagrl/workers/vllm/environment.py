@@ -39,7 +39,6 @@ OWN_ARGUMENTS = frozenset(
         "model",
         "seed",
         "skip_tokenizer_init",
-        "structured_outputs_config",
         "tensor_parallel_size",
         "tokenizer",
     }

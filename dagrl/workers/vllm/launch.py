@@ -228,7 +228,6 @@ def import_vllm(hf_config: Mapping[str, Any]) -> None:
 def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
     """Returns vLLM's `EngineArgs` for this configuration."""
     import torch
-    from vllm.config import StructuredOutputsConfig
 
     vllm = require_generation(config).vllm_cfg
     tokenizer, hf_config = _tokenizer(config), read_hf_config(config)
@@ -258,8 +257,6 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "distributed_timeout_seconds": timeout,
         "cpu_distributed_timeout_seconds": timeout,
     }
-    if config.environment.agent is not None:  # whose requests the endpoint has checked with this backend
-        arguments["structured_outputs_config"] = StructuredOutputsConfig(backend="xgrammar")
     assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"
     # Between prompt chunks a seeded request draws an extra random number, which vLLM's CPU backend cannot take back.
     on_gpu = torch.cuda.is_available()
