@@ -36,17 +36,13 @@ from dagrl.bench.refit_vllm_engines import VllmEngine
 from dagrl.channels import ChannelSpec, open_channel
 from dagrl.channels.base import MAILBOX_SLOTS
 from dagrl.channels.spec import ChannelKind
-from dagrl.refit import RecordMode, RefitReceiver, RefitSender, Verify, commit_together, plan_refit
-from dagrl.refit.carry.endpoint import TRIALS
+from dagrl.refit import RefitReceiver, RefitSender, Verify, commit_together, plan_refit
 from dagrl.refit.connect import device_name
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.transfers import move_bytes
 
 PORTS = 4
 """Ports of a case: for the process groups of the train side, of a Megatron generation side, and of both; for the channel."""
-
-FIRST_REFITS = 1 + 2 * TRIALS
-"""Refits of one end until it has opened its connections and chosen the faster method."""
 
 TIMEOUT_S, WARMUP, PAUSES = 20.0, 2, 5
 
@@ -98,9 +94,6 @@ class Rank:
         self._raw = self._raw_gb_per_s()
         self._offer("dagrl")
         if thorough and not case.to_megatron:
-            if self._on_gpus and not case.colocated:  # only NCCL messages can be recorded
-                self._offer("dagrl CUDA graph", record=True)
-                self._offer("dagrl launches", record=False)
             if case.colocated:  # as with memory that cannot be mapped, such as expandable segments
                 self._offer("dagrl by messages")
             self._offer("dagrl verify=checksum", verify="checksum")
@@ -185,12 +178,12 @@ class Rank:
             raw = raw_bytes_per_second(self.channel, self.control, pairs, self.device, sizes)
         return max(raw.values()) / 1e9
 
-    def _offer(self, name: str, verify: Verify = "off", record: RecordMode = "auto") -> None:
+    def _offer(self, name: str, verify: Verify = "off") -> None:
         before = dict(self._makers)  # dagrl is the first side
-        self._makers = {name: partial(self._refit, name, verify, record)} | before if name == "dagrl" else before
-        self._makers.setdefault(name, partial(self._refit, name, verify, record))
+        self._makers = {name: partial(self._refit, name, verify)} | before if name == "dagrl" else before
+        self._makers.setdefault(name, partial(self._refit, name, verify))
 
-    def _refit(self, name: str, verify: Verify, record: RecordMode) -> Method:
+    def _refit(self, name: str, verify: Verify) -> Method:
         case, devices = self.case, self.control.gather(device_name(self.device))
         mapped = case.colocated and name != "dagrl by messages"
         plan = plan_refit(
@@ -201,7 +194,7 @@ class Rank:
             mailboxes=case.colocated,
             devices=devices if mapped else (),
         )
-        mine = plan.for_rank(self.rank, verify, record)
+        mine = plan.for_rank(self.rank, verify)
         end: RefitSender | RefitReceiver
         if self.is_sender:
             end = RefitSender(mine, self.side.tensors, self.channel, lends=True)
@@ -213,9 +206,8 @@ class Rank:
         def carry() -> None:
             _ = end.send(1) if isinstance(end, RefitSender) else end.receive(1)
 
-        for _ in range(FIRST_REFITS):
-            self.control.barrier()
-            carry()
+        self.control.barrier()
+        carry()  # opens connections and compiles kernels
         return Method(carry, {"staging_bytes": staging, "pause_s": self._pause(carry)})
 
     def _pause(self, carry: Callable[[], object]) -> float:

@@ -69,15 +69,6 @@ class Channel(ABC):
         """
         return nullcontext()
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Records what `work` posts, waits for and launches; returns a function that repeats it in one launch if possible.
-
-        Recording executes nothing. `work` must have run before, must use only memory that stays allocated, and must not
-        wait on the host. The returned function is valid as long as the channel is open; it is `work` itself if the host
-        posts every message.
-        """
-        return work
-
     def agree(self, refusal: str = "", *, wait: bool = True) -> None:
         """Votes that this rank is done, and returns when all ranks have voted; without `wait`, at once.
 

@@ -2,7 +2,7 @@
 
 cupy's communicator is independent of torch's process groups; each side already has its own default group. Messages run on
 a stream of the channel. They start after the work queued on the caller's current stream, and a wait makes the current
-stream wait for them. Only `synchronize` waits on the host, with the deadline. Recorded work becomes a CUDA graph.
+stream wait for them. Only `synchronize` waits on the host, with the deadline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -37,9 +36,9 @@ _POSTING_S = 0.5  # for a thread that posts messages: a slower one waits for a p
 
 
 def nccl_environment() -> dict[str, str]:
-    """Returns the environment variables that must be set before NCCL first records messages in a process.
+    """Returns the environment variables that must be set before a process first captures NCCL's operations in a CUDA graph.
 
-    Without them NCCL registers the memory of recorded messages with peers. That waits for the peers on the host, and peers
+    Without them NCCL registers the memory of captured operations with peers. That waits for the peers on the host, and peers
     keep writing to the address after the memory was freed and the address was reused.
     """
     return {"NCCL_GRAPH_REGISTER": os.environ.get("NCCL_GRAPH_REGISTER", "0")}
@@ -52,7 +51,6 @@ class NcclChannel(Channel):
         nccl = _import_nccl()
         import torch
 
-        os.environ.update(nccl_environment())
         self._nccl = nccl
         self._device = torch.cuda.current_device()
         # High priority: NCCL's few kernels need whole multiprocessors, which other kernels must not take first.
@@ -61,9 +59,6 @@ class NcclChannel(Channel):
         self._posting = threading.Lock()  # held while messages are posted
         self._communicator: Any = None
         self._aborting: threading.Thread | None = None
-        self._graphs_lock = threading.RLock()  # held while a graph is launched or all are freed
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        self._recording = False
         super().__init__(spec)
         try:
             self._within_deadline(self._connect)
@@ -128,9 +123,8 @@ class NcclChannel(Channel):
             raise self._broken(f"messages with rank {', '.join(map(str, peers))} failed: {error}") from error
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
-        if not torch.cuda.is_current_stream_capturing():  # recorded work uses memory that stays allocated
-            for tensor, _ in (*sends, *receives):
-                tensor.record_stream(self._stream)
+        for tensor, _ in (*sends, *receives):
+            tensor.record_stream(self._stream)
         return [PendingMessage(lambda: torch.cuda.current_stream().wait_event(done))] * (len(sends) + len(receives))
 
     def _post(self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -145,47 +139,6 @@ class NcclChannel(Channel):
                     communicator.recv(tensor.data_ptr(), tensor.nbytes, nccl.NCCL_UINT8, peer, stream)
             finally:
                 nccl.groupEnd()
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Captures `work` in a CUDA graph, which one launch replays on the current stream."""
-        import torch
-
-        self._check_usable()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with self.guarded():
-                self._capture(graph, work)
-            with self._graphs_lock:
-                self._check_usable()  # an abort freed the graphs that it knew
-                self._graphs.add(graph)
-        except BaseException:
-            graph.reset()  # now: the traceback keeps the graph alive, and NCCL's abort waits until it is gone
-            raise
-        return lambda: self._launch(graph)
-
-    def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
-        import torch
-
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        self._recording = True
-        try:
-            with torch.cuda.stream(stream):
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    work()
-                except BaseException:
-                    with suppress(RuntimeError):  # it would hide the cause behind "work is not joined"
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        finally:
-            self._recording = False
-
-    def _launch(self, graph: torch.cuda.CUDAGraph) -> None:
-        with self._graphs_lock, self.guarded():
-            self._check_usable()
-            graph.replay()
 
     def synchronize(self) -> None:
         """Waits on the host for the channel's stream and the current one. Raises ChannelError at the deadline."""
@@ -228,10 +181,7 @@ class NcclChannel(Channel):
         return ChannelError(f"{self.spec}: {reason}; open a new channel")
 
     def abort(self, reason: str) -> None:
-        """Breaks the channel, from any thread. Kernels that wait for a peer end.
-
-        NCCL's abort signals them at once, then waits for the graphs that use the communicator, so it runs on its own thread.
-        """
+        """Breaks the channel, from any thread. Kernels that wait for a peer end; NCCL's abort then waits for them."""
         with self._lock:
             if self._reason is not None or self._communicator is None:
                 return
@@ -239,27 +189,13 @@ class NcclChannel(Channel):
             self._aborting = threading.Thread(target=self._end, args=(self._communicator,), name="nccl-abort", daemon=True)
             self._aborting.start()
         self._agreement.abort(reason)
-        if not self._recording:  # otherwise `record` frees its graph, and `close` the others
-            self._free_graphs()
-            self._aborting.join(_ABORT_S)
+        self._aborting.join(_ABORT_S)
 
     def _end(self, communicator: Any) -> None:
         """Aborts and so frees a communicator, after a thread that posts has left it, unless that thread waits for a peer."""
         if self._posting.acquire(timeout=_POSTING_S):
             self._posting.release()  # from now on posting threads find the channel broken
         communicator.abort()
-
-    def _free_graphs(self) -> None:
-        """Frees the graphs: NCCL does not end a communicator that graphs refer to (`commDestroySync`)."""
-        if not self._graphs_lock.acquire(timeout=_ABORT_S):
-            logger.warning("%s: a launch of recorded messages did not return within %s s", self.spec, _ABORT_S)
-            return
-        try:
-            for graph in list(self._graphs):
-                graph.reset()
-            self._graphs.clear()
-        finally:
-            self._graphs_lock.release()
 
     def close(self) -> None:
         """Destroys the communicator; aborts it if messages do not finish within the deadline."""
@@ -273,7 +209,6 @@ class NcclChannel(Channel):
                 self._wait_for(done)
             except ChannelError as error:
                 logger.warning("closing: %s", error)
-        self._free_graphs()
         with self._lock:
             if self._aborting is not None:
                 self._aborting.join(_ABORT_S)

@@ -20,7 +20,6 @@ from dagrl.refit.plan.summary import PlanSummary as PlanSummary
 from dagrl.refit.slices import Box as Box, WeightSlice as WeightSlice, expand as expand
 from dagrl.refit.transfers import (
     RankPlan as RankPlan,
-    RecordMode as RecordMode,
     RefitReport as RefitReport,
     Verify as Verify,
     merge_reports as merge_reports,

@@ -180,13 +180,10 @@ def box_of_run(moves: Sequence[Move], side: MoveSide) -> tuple[str, Box] | None:
 Verify = Literal["off", "checksum"]
 """How a refit proves that receivers hold what was sent; see `carry/verify.py`."""
 
-RecordMode = bool | Literal["auto"]
-"""Whether refits are replayed as one CUDA graph. `auto`: the first refits measure both ways, later ones use the faster."""
-
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one channel rank sends and receives in a refit, in order, and how it is verified and replayed.
+    """What one channel rank sends and receives in a refit, in order, and how it is verified.
 
     `digest` identifies the whole plan and is equal on all ranks; `verify` must be too. Raises RefitPlanError for
     an unknown `verify`.
@@ -198,7 +195,6 @@ class RankPlan:
     sends: tuple[TransferBucket, ...]
     receives: tuple[TransferBucket, ...]
     verify: Verify = "off"
-    record: RecordMode = "auto"
 
     def __post_init__(self) -> None:
         if self.verify not in get_args(Verify):

@@ -1,16 +1,14 @@
 """One rank's end of a refit: senders pack and send; receivers receive, unpack and relay.
 
 Each pair of ranks first exchanges a header, which rejects another plan, version or verify mode. A rank posts what it sends
-and receives in a round together, in the order of rounds, so that ranks that do both never wait for each other. A channel
-that can record replays all rounds as one CUDA graph if that is faster.
+and receives in a round together, in the order of rounds, so that ranks that do both never wait for each other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from dagrl.channels.base import Channel, wait_all
 from dagrl.errors import ChannelError, RefitPlanError
@@ -22,35 +20,6 @@ from dagrl.refit.transfers import RankPlan, RefitReport
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
-
-TRIALS = 3
-"""How often each method is timed."""
-
-
-class Autotune(Generic[T]):
-    """Uses each of `methods` in turn, `TRIALS` times, then only the one with the lowest median time.
-
-    A single method is not timed. The slower methods are dropped.
-    """
-
-    def __init__(self, methods: Sequence[T]) -> None:
-        self._methods = list(methods)
-        self._seconds: list[list[float]] = [[] for _ in methods]
-
-    def run(self, act: Callable[[T], object]) -> None:
-        """Calls `act` with the method to use now. A call that raises does not count."""
-        if len(self._methods) == 1:
-            act(self._methods[0])
-            return
-        number = min(range(len(self._methods)), key=lambda index: len(self._seconds[index]))
-        started = time.perf_counter()
-        act(self._methods[number])
-        self._seconds[number].append(time.perf_counter() - started)
-        if all(len(seconds) == TRIALS for seconds in self._seconds):
-            medians = list(map(median, self._seconds))
-            self._methods = [self._methods[medians.index(min(medians))]]
 
 
 class Handshake:
@@ -126,13 +95,11 @@ class _Endpoint:
                 f"the plan is for rank {plan.rank} of {plan.size}, the channel is rank {channel.spec.rank} of "
                 f"{channel.spec.size}; make the plan for the ranks that the channel joins"
             )
-        self._channel, self._verify, self._record = channel, plan.verify, plan.record
+        self._channel, self._verify = channel, plan.verify
         self._mapped = MappedMoves(plan, tensors, channel, lends)
         self.rounds = RefitRounds(self._mapped.rest, tensors, channel)
         """The rounds of this rank, bound to memory."""
         self._prepare()
-        self._carried_once = False
-        self._methods: Autotune[Callable[[], None]] | None = None  # to run all rounds, after the first refit
         self._sums: dict[int, torch.Tensor] = {}  # by the id of the bucket's memory
         self._targets = list(dict.fromkeys(bucket.source for bucket in plan.receives))
         self._receivers = list(dict.fromkeys(bucket.destination for bucket in plan.sends))
@@ -152,7 +119,10 @@ class _Endpoint:
         if self._mapped.drop([peer for peer, number in numbers.items() if not number]):
             self.rounds.bind(self._mapped.rest)
         self._mapped.read(numbers)
-        self._carry()
+        self._sums = {}
+        with self._channel.guarded():
+            self.rounds.run(self._keep, self._unpack)
+        self._channel.synchronize()
         self._mapped.finish()
         if self._verify == "checksum":
             self._compare_sums(version)
@@ -166,46 +136,11 @@ class _Endpoint:
                 prepare_checksums(memory)
 
     def _follow_memory(self) -> None:
-        """Binds again if a tensor has new memory; otherwise views, tables and graphs would use freed memory."""
+        """Binds again if a tensor has new memory; otherwise views and tables would use freed memory."""
         if self.rounds.moved or self._mapped.moved:
             self._mapped.bind()
-            self._methods, self._carried_once = None, False
             self.rounds.bind(self._mapped.rest)
             self._prepare()
-
-    def _carry(self) -> None:
-        """Runs all rounds: the first time one by one, which also opens connections, later by the faster method."""
-        if not self._carried_once:
-            self._do(self._run_rounds)
-            self._carried_once = True
-            return
-        if self._methods is None:
-            self._methods = Autotune(self._make_methods())
-        self._methods.run(self._do)
-
-    def _do(self, carry: Callable[[], None]) -> None:
-        with self._channel.guarded():
-            carry()
-        self._channel.synchronize()
-
-    def _make_methods(self) -> list[Callable[[], None]]:
-        """Returns the methods to choose from: all rounds recorded as one graph, launched one by one, or both."""
-        if self._record is False:
-            return [self._run_rounds]
-        replay = self._channel.record(self._run_rounds)
-        if replay == self._run_rounds:  # this channel cannot record
-            return [self._run_rounds]
-        sums = self._sums  # the recorded rounds write these
-
-        def recorded() -> None:
-            replay()
-            self._sums = sums
-
-        return [recorded] if self._record is True else [recorded, self._run_rounds]
-
-    def _run_rounds(self) -> None:
-        self._sums = {}
-        self.rounds.run(self._keep, self._unpack)
 
     def _keep(self, memory: BucketMemory) -> None:
         """Keeps the checksums of a bucket that is packed, or unpacked."""

@@ -43,7 +43,6 @@ from dagrl.refit.transfers import (
     DIRECT_BYTES,
     ITEM_BYTES,
     RankPlan,
-    RecordMode,
     TransferBucket,
     Verify,
     aligned,
@@ -126,7 +125,7 @@ class RefitPlan:
         """Number of channel ranks."""
         return self.sources + self.destinations
 
-    def for_rank(self, rank: int, verify: Verify = "off", record: RecordMode = "auto") -> RankPlan:
+    def for_rank(self, rank: int, verify: Verify = "off") -> RankPlan:
         """Returns the part of channel rank `rank`, and makes its moves. All ranks need the same `verify`."""
         if not 0 <= rank < self.size:
             raise RefitPlanError(f"the rank is {rank}; expected 0 to {self.size - 1} in a refit of {self.size} ranks")
@@ -138,7 +137,7 @@ class RefitPlan:
             buckets.append(TransferBucket(bucket.round, source, to, messages, source >= self.sources, mapped))
         sends = tuple(bucket for bucket in buckets if bucket.source == rank)
         receives = tuple(bucket for bucket in buckets if bucket.destination == rank)
-        return RankPlan(rank, self.size, self.digest, sends, receives, verify, record)
+        return RankPlan(rank, self.size, self.digest, sends, receives, verify)
 
     def summary(self) -> PlanSummary:
         """Returns bytes per pair and link, balance, staging memory and duration."""

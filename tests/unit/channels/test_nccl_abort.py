@@ -70,7 +70,6 @@ def open_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Communicator], NcclC
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: SimpleNamespace(cuda_stream=0))
-        monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")  # opening sets it
         return NcclChannel(ChannelSpec("nccl", "127.0.0.1:1", 0, 2, DEADLINE_S))
 
     return opened
