@@ -180,7 +180,7 @@ def carry(plan: RefitPlan, tensors: Sequence[Mapping[str, torch.Tensor]], sender
 
     def rank(number: int) -> None:
         channel = open_channel(ChannelSpec("gloo", address, number, plan.size, 60.0))
-        mine = plan.for_rank(number, "off", "auto")
+        mine = plan.for_rank(number)
         with torch.inference_mode(False), torch.no_grad():
             if number >= senders:
                 RefitReceiver(mine, tensors[number], channel).receive(1)

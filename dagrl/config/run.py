@@ -34,10 +34,6 @@ class RefitConfig(Section):
     verify: Literal["off", "checksum"] = "off"
     """`checksum`: compare checksums of the sent and the received weights after each refit."""
 
-    unmapped: Literal["error", "load"] = "error"
-    """What to do with a parameter that vLLM's loader does not simply copy. `load`: send it whole to every rank, where the
-    loader loads it after each refit."""
-
 
 _GRAPHS = {
     "train": ("demonstration_step", "train_step", "evaluate"),

@@ -9,7 +9,6 @@ operation below, and keeps copies into parameters instead of executing them:
 - constants stay as the engine has initialized them.
 
 Operations that need the data (`item`, boolean masks) and parameters changed in place raise a ConfigError with their name.
-With `unmapped="load"` such parameters are left out instead: a refit sends them whole, and the loader itself loads them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,7 +55,7 @@ class Recording:
 
     `unwritten` has the parameters of which a refit would leave elements unwritten that the loader does not set to a constant
     either, and how many. `quantized` are the checkpoint's parameters that are held in FP8. `refused` has the reason for each
-    parameter of the checkpoint that cannot be described. `unmapped` has shape and dtype of those left to the loader.
+    parameter of the checkpoint that cannot be described.
     """
 
     slices: list[WeightSlice] = field(default_factory=list)
@@ -65,7 +64,6 @@ class Recording:
     unwritten: dict[str, int] = field(default_factory=dict)
     quantized: frozenset[str] = frozenset()
     refused: dict[str, str] = field(default_factory=dict)
-    unmapped: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
 
 class Recorded:
@@ -103,10 +101,10 @@ def check_complete(model: str, recording: Recording) -> None:
     """Raises ConfigError unless a refit can write all of the model."""
     for name, reason in recording.refused.items():
         raise ConfigError(
-            f"the engine's loader of {model} puts {name!r} where a refit cannot: {reason}. Set refit.unmapped to load, and "
-            "the loader itself loads it after each refit"
+            f"the engine's loader of {model} puts {name!r} where a refit cannot: {reason}. Use a model that dagrl bench "
+            "refit --architectures lists as passed"
         )
-    if recording.unwritten and not recording.unmapped:  # the engine has checked that the checkpoint fills the model
+    if recording.unwritten:  # the engine has checked that the checkpoint fills the model
         names = [f"{name!r} ({count} elements)" for name, count in sorted(recording.unwritten.items())]
         raise ConfigError(
             f"the checkpoint fills the engine's {model} in part: {', '.join(names[:4])} of {len(names)} parameters would "
@@ -128,35 +126,12 @@ class UnmappedError(ConfigError):
         self.names = frozenset(names)
 
 
-def record(
-    model: torch.nn.Module,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    load: Load | None = None,
-    unmapped: Literal["error", "load"] = "error",
-) -> Recording:
+def record(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, load: Load | None = None) -> Recording:
     """Records what `model.load_weights` (or `load`) does with a checkpoint of these names, shapes and dtypes.
 
     Neither parameters nor buffers change. Slices of tensors in other dtypes than `dtype` have theirs. Raises ConfigError if
-    the loader needs data, and `unmapped` is `error`.
+    the loader needs data.
     """
-    if unmapped == "error":
-        return _record(model, checkpoint, dtype, load)
-    skipped, forms = set[str](), {name: (tuple(shape), kind) for name, shape, kind in checkpoint}
-    while True:
-        try:
-            recording = _record(model, [(name, *form) for name, form in forms.items() if name not in skipped], dtype, load)
-            more = recording.refused.keys() & forms.keys()
-        except UnmappedError as error:
-            more = set(error.names) & forms.keys() - skipped
-            if not more:
-                raise
-        if not more:
-            return replace(recording, unmapped={name: forms[name] for name in forms if name in skipped})
-        skipped |= more
-
-
-def _record(model: torch.nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, load: Load | None) -> Recording:
     recorder = Recorder(model)
     sources = [(name, recorder.source(name, shape, kind)) for name, shape, kind in checkpoint]
     with torch.inference_mode(False), torch.no_grad(), recorder:
@@ -273,7 +248,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sources = sorted({view.base.name for view in (source.sources() if source else ())})
             raise UnmappedError(
                 f"the engine's loader assembles {', '.join(sources) or into} in a buffer of its own, which a refit cannot "
-                "follow. Set refit.unmapped to load, or use a model that dagrl bench refit --architectures lists as passed",
+                "follow. Use a model that dagrl bench refit --architectures lists as passed",
                 sources,
             )
         self._written.add(into.base.name)
@@ -324,7 +299,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = sorted({source.base.name for view in views for source in view.sources()})
         return UnmappedError(
             f"the engine's loader of {', '.join(map(repr, names[:4]))} needs {operation}, which a refit cannot describe. "
-            "Set refit.unmapped to load, or use a model that dagrl bench refit --architectures lists as passed",
+            "Use a model that dagrl bench refit --architectures lists as passed",
             names,
         )
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from dagrl.errors import ConfigError
 from dagrl.refit import plan_refit
 from dagrl.refit.fp8 import in_blocks, quantize_blocks
 from dagrl.refit.recording import record
@@ -29,9 +26,8 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from dagrl.workers.vllm.described import build, do_without_kernels
-from dagrl.workers.vllm.destinations import ABSORBED, absorbed, find_destinations
+from dagrl.workers.vllm.destinations import ABSORBED, absorbed
 from dagrl.workers.vllm.launch import import_vllm
-from dagrl.workers.vllm.loader import LoadedModel, LoadedParameter, _sample
 from tests.families import FAMILIES, Hf, random_model
 from tests.integration.vllm_boxes import boxes, local_name
 from tests.unit.refit import fp8_reference
@@ -262,62 +258,6 @@ def fill(whole: Weights, slices: Sequence[WeightSlice]) -> Weights:
     return built
 
 
-class OddLoader:
-    """A test double: a loader that assembles one parameter in a buffer, and needs the values of another."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.load = model.load_weights
-
-    def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.load(self.odd(name, weight) for name, weight in weights)
-
-    def odd(self, name: str, weight: Tensor) -> tuple[str, Tensor]:
-        if name == "model.norm.weight":
-            return name, torch.zeros(weight.shape, dtype=weight.dtype).copy_(weight)
-        return name, weight * bool(weight.abs().max() > 0) if name.endswith("0.input_layernorm.weight") else weight
-
-
-def check_unmapped(root: Path) -> None:
-    """With `unmapped="load"` a refit gives vLLM's loader what cannot be followed, and writes the rest itself."""
-    case = Case("qwen3", 2)
-    directory = root / "unmapped"
-    _, checkpoint = random_model(case.config, directory)
-    whole = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint.items()]
-    settings = SimpleNamespace(
-        quant_config=None, parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32), compilation_config=None
-    )
-    built = [build_rank(directory, case, rank) for rank in range(2)]
-    found = []
-    for model in built:
-        model.load_weights((name, torch.zeros_like(tensor)) for name, tensor in checkpoint.items())
-        model.load_weights = OddLoader(model)
-        with pytest.raises(ConfigError, match=r"which a refit cannot .* Set refit.unmapped to load"):
-            record(model, whole, torch.float32)
-        recording = record(model, whole, torch.float32, unmapped="load")
-        assert set(recording.unmapped) == {"model.norm.weight", "model.layers.0.input_layernorm.weight"}
-        tensors = {
-            name: LoadedParameter(tensor.data, _sample(tensor.data))
-            for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-        }
-        found.append(find_destinations(model, LoadedModel(tensors, recording), settings, tied=True))
-    boxes = [
-        WeightSlice(name, box, name, box)
-        for name, tensor in checkpoint.items()
-        for box in [tuple((0, size) for size in tensor.shape)]
-    ]
-    plan = plan_refit([boxes], [one.slices for one in found], dtype="float32")
-    run_refit(plan, [checkpoint, *(one.tensors for one in found)], verify="checksum")
-    for rank, (model, one) in enumerate(zip(built, found, strict=True)):
-        for hook in one.hooks:
-            hook()
-        expected = build_rank(directory, case, rank)
-        expected.load_weights(iter(checkpoint.items()))
-        theirs = named_tensors(expected)
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in named_tensors(model).items())
-    print("loads what is unmapped", flush=True)
-
-
 def begin() -> None:
     """Imports vLLM and all families' classes, and does without the kernels that this machine lacks."""
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
@@ -333,7 +273,6 @@ def main() -> None:
         # vLLM makes its expert-parallel group when the first model has experts.
         for case in sorted([*CASES, *FP8_CASES], key=lambda case: "expert" not in str(case.config)):
             check(case, Path(root))
-        check_unmapped(Path(root))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
-from dagrl.workers.families.megatron import replicated
 from dagrl.workers.vllm.loader import LoadedModel
 from dagrl.workers.vllm.quantization import check_form
 
@@ -78,24 +77,8 @@ def find_destinations(model: torch.nn.Module, loaded: LoadedModel, vllm_config: 
         if not _same_memory(original.tensor, live.get(parameter)):
             path, _, attribute = parameter.rpartition(".")
             originals[model.get_submodule(path)][attribute] = original.tensor
-    for name in recording.unwritten if recording.unmapped else ():
-        if not _same_memory(loaded.tensors[name].tensor, live.get(name)):
-            raise ConfigError(
-                f"refit.unmapped is load, but vLLM converted {name!r} after loading and its loader can no longer write it; "
-                "choose a kernel that computes with the loaded parameter"
-            )
-    device = next(model.parameters()).device
-    whole = {name: torch.zeros(shape, dtype=kind, device=device) for name, (shape, kind) in recording.unmapped.items()}
-    others = {
-        name: "" if weight.dtype == dtype else str(weight.dtype).removeprefix("torch.") for name, weight in whole.items()
-    }
-    sent = [replicated(name, f"load_weights({name})", *weight.shape, dtype=others[name]) for name, weight in whole.items()]
-    tensors = {name: recorded.tensors[name] for name in names} | {weight.tensor: whole[weight.name] for weight in sent}
-    hooks: list[RefitHook] = []
-    if whole:
-        hooks.append(torch.no_grad()(lambda: model.load_weights(iter(whole.items()))))  # type: ignore[operator]
-    if recording.computations:
-        hooks.append(recorded.compute)
+    tensors = {name: recorded.tensors[name] for name in names}
+    hooks: list[RefitHook] = [recorded.compute] if recording.computations else []
     head, embedding = live.get(HEAD), live.get("model.embed_tokens.weight")
     if tied and head is not None and embedding is not None and head.data_ptr() != embedding.data_ptr():
         hooks.append(partial(head.copy_, embedding))  # the checkpoint stores another head
@@ -103,7 +86,7 @@ def find_destinations(model: torch.nn.Module, loaded: LoadedModel, vllm_config: 
     packed = [module for module in model.modules() if module in originals or hasattr(module, "cpu_linear")]
     hooks += [partial(_repack, module, originals[module], vllm_config) for module in packed]
     hooks += absorbed(model, dtype)
-    return Destinations([*slices, *sent], tensors, hooks)
+    return Destinations(slices, tensors, hooks)
 
 
 def _same_memory(first: torch.Tensor, second: torch.Tensor | None) -> bool:

@@ -139,7 +139,7 @@ def start_engine(
 
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     os.environ.update(RANK=str(rendezvous.rank), LOCAL_RANK=str(rendezvous.local_rank), WORLD_SIZE=str(context.layout.tp))
-    register_loader(quantizes(config, hf_config), config.refit.unmapped)
+    register_loader(quantizes(config, hf_config))
     # vLLM caches compiled code that contains the GPU index and fails on another GPU. This makes the cache key differ.
     own = {"additional_config": {"device": rendezvous.local_rank, "records_experts": recorder is not None}}
     engine_config = features.engine_config(engine_arguments(config, context) | own)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dagrl.errors import ConfigError
 from dagrl.workers.vllm.quantization import quantize_checkpoint
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 LOAD_FORMAT = "dagrl"
 _ATTRIBUTE = "dagrl_loaded"
-
-Unmapped: TypeAlias = Literal["error", "load"]
-"""What to do with a parameter that vLLM's loader does not simply copy; see `record`."""
 
 Checkpoint: TypeAlias = "list[tuple[str, tuple[int, ...], torch.dtype]]"
 """Name, shape and dtype of each parameter of a checkpoint."""
@@ -49,11 +46,10 @@ class LoadedModel:
     recording: Recording
 
 
-def register_loader(quantizes: bool = False, unmapped: Unmapped = "error") -> None:
+def register_loader(quantizes: bool = False) -> None:
     """Registers the load format for the next engine (`vllm.model_executor.model_loader.register_model_loader`).
 
     `quantizes`: a plain checkpoint is read into an FP8 model. What the model holds in FP8 is quantized while it is read.
-    `unmapped`: see `record`.
     """
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import register_model_loader
@@ -64,7 +60,7 @@ def register_loader(quantizes: bool = False, unmapped: Unmapped = "error") -> No
             load_config.use_tqdm_on_load = False
             super().__init__(load_config)
             self.checkpoint: Checkpoint = []
-            self.quantizes, self.unmapped = quantizes, unmapped
+            self.quantizes = quantizes
 
     register_model_loader(LOAD_FORMAT)(EngineLoader)
 
@@ -72,8 +68,7 @@ def register_loader(quantizes: bool = False, unmapped: Unmapped = "error") -> No
 def register_for_transfers(backend: str) -> None:
     """Makes vLLM's default loader keep the parameters in engines whose weight transfers use `backend`.
 
-    Other engines load as before. Registers the load format `auto` again. The engine's
-    `additional_config={"refit": {"unmapped": "load"}}` is the key `refit.unmapped` of dagrl's own engines.
+    Other engines load as before. Registers the load format `auto` again.
     """
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 
@@ -82,7 +77,6 @@ def register_for_transfers(backend: str) -> None:
             transfers = vllm_config.weight_transfer_config
             if transfers is not None and transfers.backend == backend:
                 self.checkpoint: Checkpoint = []
-                self.unmapped = unmapped_of(vllm_config.additional_config)
             loaded: torch.nn.Module = super().load_model(vllm_config, model_config, prefix)
             return loaded
 
@@ -99,7 +93,6 @@ def _keeping_loader() -> type[Any]:
     class KeepingLoader(DefaultModelLoader):  # type: ignore[misc]
         checkpoint: Checkpoint | None = None
         quantizes = False
-        unmapped: Unmapped = "error"
 
         def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             weights = super().get_all_weights(model_config, model)
@@ -116,20 +109,11 @@ def _keeping_loader() -> type[Any]:
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
             if self.checkpoint is not None:
-                recording = record(model, self.checkpoint, model_config.dtype, unmapped=self.unmapped)
+                recording = record(model, self.checkpoint, model_config.dtype)
                 tensors = {name: LoadedParameter(tensor, _sample(tensor)) for name, tensor in named_tensors(model).items()}
                 object.__setattr__(model, _ATTRIBUTE, LoadedModel(tensors, recording))
 
     return KeepingLoader
-
-
-def unmapped_of(additional_config: Any) -> Unmapped:
-    """Returns `refit.unmapped` of an engine's `additional_config`. Raises ConfigError if `refit` has anything else."""
-    refit = additional_config.get("refit", {}) if isinstance(additional_config, dict) else {}
-    for unmapped in get_args(Unmapped):
-        if refit in ({"unmapped": unmapped}, {}):
-            return unmapped  # type: ignore[no-any-return]
-    raise ConfigError(f"additional_config.refit is {refit!r}; expected {{'unmapped': 'error'}} or {{'unmapped': 'load'}}")
 
 
 def take_loaded_model(model: torch.nn.Module) -> LoadedModel:

@@ -12,7 +12,6 @@ from torch import Tensor
 from dagrl.errors import ConfigError
 from dagrl.refit.recording import Recording, check_complete, record
 from dagrl.refit.slices import expand
-from dagrl.workers.vllm.loader import unmapped_of
 
 Load = Callable[["Model", Tensor], object]
 
@@ -230,37 +229,3 @@ def test_what_a_refit_would_leave_is_named() -> None:
     found = record(odd, [("w", (4, 2), torch.float32)], torch.float32)
     with pytest.raises(ConfigError, match=r"loader of Model puts 'w' where a refit cannot: a view of"):
         check_complete("Model", found)
-
-
-def test_what_cannot_be_followed_may_be_left_to_the_loader() -> None:
-    """One parameter needs data, one is copied through a buffer, one is no box; only the fourth is described."""
-
-    class Odd(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(2, 3)) for name in "abcd"})
-
-        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-            for name, weight in weights:
-                value = {
-                    "a": lambda w: w * float(w.max()),
-                    "b": lambda w: torch.zeros(w.shape).copy_(w),
-                    "c": lambda w: w.t().contiguous().view(-1)[1:7].view(2, 3),
-                }.get(name, lambda w: w)(weight)
-                self.parts[name].data.copy_(value)
-
-    shapes = {"a": (2, 3), "b": (2, 3), "c": (4, 2), "d": (2, 3)}
-    checkpoint = [(name, shape, torch.float32) for name, shape in shapes.items()]
-    with pytest.raises(ConfigError, match=r"loader of 'a' needs .* Set refit.unmapped to load"):
-        record(Odd(), checkpoint, torch.float32)
-    found = record(Odd(), checkpoint, torch.float32, unmapped="load")
-    assert found.unmapped == {name: (shapes[name], torch.float32) for name in "abc"}
-    assert [one.name for one in found.slices] == ["d"] and not found.refused
-    check_complete("Odd", found)
-
-
-@pytest.mark.parametrize("refit", [{"unmapped": "skip"}, {"unmaped": "load"}, "load"])
-def test_an_engine_with_another_value_of_unmapped_is_refused(refit: object) -> None:
-    assert [unmapped_of(one) for one in ({}, {"refit": {}}, {"refit": {"unmapped": "load"}})] == ["error", "error", "load"]
-    with pytest.raises(ConfigError, match=r"additional_config.refit is .* expected \{'unmapped': 'error'\}"):
-        unmapped_of({"refit": refit})
