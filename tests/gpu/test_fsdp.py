@@ -59,14 +59,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_float32_is_close_to_the_cpu(case: Case, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
     model = tiny_model(case.model)
-    reference.assert_near_float32(replace(run_case(pool, case, model), gradients={}), plain_run(case, model))
+    reference.assert_near_float32(replace(run_case(pool, case, model), gradients={}), plain_run(model))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bfloat16_is_close_to_float32(case: Case, pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
     model = tiny_model(case.model)
     found = replace(run_case(pool, case, model, precision="bfloat16"), gradients={})
-    assert not reference.beyond_bfloat16(found, plain_run(case, model))
+    assert not reference.beyond_bfloat16(found, plain_run(model))
 
 
 ATTENTION = ["sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
@@ -81,13 +81,13 @@ def test_packed_rows_are_apart(name: str, attention: str, pool: MegatronPool, ti
         pytest.skip(f"{packages[attention]} is not installed")
     case = Case(name, {}, {"attn_implementation": attention}, packed=True)
     found = replace(run_case(pool, case, tiny_model(name), precision="bfloat16"), gradients={})
-    assert not reference.beyond_bfloat16(found, plain_run(case, tiny_model(name)))
+    assert not reference.beyond_bfloat16(found, plain_run(tiny_model(name)))
 
 
 def test_layers_compile(pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
     case = Case("qwen3", {}, {"torch_compile": True})
     found = replace(run_case(pool, case, tiny_model("qwen3"), precision="bfloat16"), gradients={})
-    assert not reference.beyond_bfloat16(found, plain_run(case, tiny_model("qwen3")))
+    assert not reference.beyond_bfloat16(found, plain_run(tiny_model("qwen3")))
 
 
 @pytest.mark.parametrize("where", ["host", "device"])

@@ -48,8 +48,7 @@ def step_of(model: Path, precision: str, experts: type, **policy: Any) -> tuple[
         return reference.assemble([made.gradients()]), figures["loss"], figures["grad_norm"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(("name", "way"), [("qwen3_moe", "padded"), ("qwen3_moe", "packed"), ("mixtral", "recomputed")])
 def test_steps_equal_those_of_sequential_experts(
     name: str, way: str, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,10 +98,9 @@ def test_a_warm_up_batch_of_spread_tokens_uses_more_experts_than_a_token(
     assert min(experts[64]) > 2
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_a_worker_keeps_no_memory_after_shutdown(name: str, tiny_models: dict[str, Path]) -> None:
+def test_a_worker_keeps_no_memory_after_shutdown(tiny_models: dict[str, Path]) -> None:
     """The process may serve another model next."""
-    with single_worker(reference.make_config(tiny_models[name]), TestedWorker) as made:
+    with single_worker(reference.make_config(tiny_models["qwen3_moe"]), TestedWorker) as made:
         made.train_step(reference.make_batch(), "likelihood")
         trainer = made.megatron().trainer
         held = [*trainer.model.parameters().values(), *trainer.state("gradients"), *trainer.state("optimizer")]

@@ -96,10 +96,11 @@ def assert_same_gradients(found: list[dict[str, Sequence[Any]]], expected: dict[
 
 
 CASES = [
-    pytest.param("qwen3", ParallelLayout(), DENSE, {}, {}, id="single"),
     pytest.param("qwen3", ParallelLayout(tp=2), ATTENTION, {"sequence_parallel": True}, {}, id="tp2-sp-attention"),
     pytest.param("qwen3_tied", ParallelLayout(pp=2, tp=2), DENSE, {}, {}, id="tp2pp2-tied"),
-    pytest.param("llama", ParallelLayout(pp=2, vpp=2), DENSE, RECOMPUTED, {}, id="pp2vpp2-recomputed"),
+    pytest.param(
+        "llama", ParallelLayout(pp=2, vpp=2), DENSE, RECOMPUTED, {}, id="pp2vpp2-recomputed", marks=pytest.mark.slow
+    ),
     # A worker has rows of queries, another those of keys and values.
     pytest.param("qwen3", ParallelLayout(tp=4), DENSE, {"sequence_parallel": True}, {}, id="tp4-sp"),
     pytest.param("qwen2", ParallelLayout(cp=2, dp=2), DENSE, {}, PACKED, id="dp2cp2-packed"),
@@ -159,14 +160,13 @@ def assert_exported(base: Path, exported: Path, batch: Batch, expected: Any) -> 
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
 
 
-EXPERT_LAYOUTS = [
-    pytest.param(ParallelLayout(dp=2, ep=2), id="dp2ep2"),
-    pytest.param(ParallelLayout(tp=2, ep=2, etp=1), id="tp2ep2etp1"),
-    pytest.param(ParallelLayout(dp=2, tp=2, ep=2), id="dp2tp2ep2"),
-]
-
-
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ParallelLayout(tp=2, ep=2, etp=1), id="tp2ep2etp1", marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(dp=2, tp=2, ep=2), id="dp2tp2ep2"),
+    ],
+)
 def test_adapters_of_experts_have_the_gradients_of_plain_torch(
     layout: ParallelLayout, megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -251,7 +251,13 @@ def merged_parameters(base: Any, adapters: dict[str, Tensor]) -> dict[str, Tenso
 
 
 SENT = [
-    pytest.param("qwen3_tied", ParallelLayout(tp=2, pp=2), ("k_proj", "up_proj", "down_proj"), id="tied-tp2pp2"),
+    pytest.param(
+        "qwen3_tied",
+        ParallelLayout(tp=2, pp=2),
+        ("k_proj", "up_proj", "down_proj"),
+        id="tied-tp2pp2",
+        marks=pytest.mark.slow,
+    ),
     pytest.param("qwen3_moe", ParallelLayout(dp=2, ep=2), DENSE, id="moe-dp2ep2"),
 ]
 
@@ -290,7 +296,13 @@ def test_a_refit_of_adapters_alone_sends_those_of_the_export(
 
 
 RESUMED = [
-    pytest.param("qwen3_tied", (ParallelLayout(tp=2, pp=2), {}), (ParallelLayout(dp=2), SHARDED), id="dense"),
+    pytest.param(
+        "qwen3_tied",
+        (ParallelLayout(tp=2, pp=2), {}),
+        (ParallelLayout(dp=2), SHARDED),
+        id="dense",
+        marks=pytest.mark.slow,
+    ),
     pytest.param("qwen3_moe", (ParallelLayout(dp=2, ep=2), SHARDED), (ParallelLayout(tp=2, ep=2, etp=1), {}), id="experts"),
 ]
 

@@ -1,7 +1,4 @@
-"""Packed microbatches give the losses, gradients and log-probabilities of padded ones, in several layouts.
-
-`test_megatron_layouts` checks the padded ones, and some packed cases.
-"""
+"""Packed sequences that share a prefix. `test_megatron_layouts` has those that do not."""
 
 from __future__ import annotations
 
@@ -11,59 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dagrl.config import LossConfig, SequencePackingConfig
+from dagrl.config import SequencePackingConfig
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import Group, MegatronPool
 from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
 
-PACKED = SequencePackingConfig(enabled=True, train_mb_tokens=40, logprob_mb_tokens=64)
 LAYOUTS = [
-    ("qwen3", ParallelLayout(dp=2, cp=2)),
-    ("qwen3", ParallelLayout(pp=2, tp=2)),
-    ("qwen3_moe", ParallelLayout(dp=2, pp=2, ep=2, vpp=2)),
-]
-
-
-@pytest.mark.parametrize(
-    ("model", "layout"), LAYOUTS, ids=[f"{m}-{layout.describe().replace(' ', '')}" for m, layout in LAYOUTS]
-)
-def test_losses_and_gradients_are_those_of_padded_microbatches(
-    model: str,
-    layout: ParallelLayout,
-    megatron_pool: MegatronPool,
-    tiny_models: dict[str, Path],
-) -> None:
-    config = reference.make_config(
-        tiny_models[model],
-        train_micro_batch_size=1,
-        logprob_batch_size=2,
-        megatron_cfg={"sequence_parallel": layout.tp > 1},
-        optimizer=UNCLIPPED,
-    )
-    config = config.model_copy(update={"loss_fn": LossConfig(token_level_loss=False)})
-    with megatron_pool.group(layout, config) as group:
-        expected = run(group)
-        group.call("configure", {"sequence_packing": PACKED})
-        found = run(group)
-    assert found["share"] < expected["share"] > 0.3
-    np.testing.assert_allclose(found["loss"], expected["loss"], atol=1e-6, rtol=0)
-    for name in ("logprobs", "entropy"):
-        np.testing.assert_allclose(found[name], expected[name], atol=2e-6, rtol=0)
-    for name, gradient in expected["gradients"].items():
-        scale = float(np.abs(gradient).max()) or 1.0
-        np.testing.assert_allclose(found["gradients"][name] / scale, gradient / scale, atol=5e-6, err_msg=name)
-
-
-SHARED = [
     ParallelLayout(),
     ParallelLayout(dp=2, tp=2),
     pytest.param(ParallelLayout(pp=2, vpp=2), marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("layout", SHARED, ids=lambda layout: layout.describe().replace(" ", ""))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe().replace(" ", ""))
 def test_shared_prefixes_give_the_gradients_of_whole_sequences(
     layout: ParallelLayout, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
@@ -74,22 +33,20 @@ def test_shared_prefixes_give_the_gradients_of_whole_sequences(
         tiny_models["qwen3"], megatron_cfg=megatron, sequence_packing=packing, optimizer=UNCLIPPED
     )
     batch = group_batch()
-    truth = reference.train_reference(tiny_models["qwen3"], batch, config, reference.sft_reference)
+    truth = reference.train_reference(tiny_models["qwen3"], batch, config, reference.sft_reference, steps=1)
     apart = SequencePackingConfig.model_validate({**packing, "shared_prefix": False})
     with megatron_pool.group(layout, config) as group:
-        found = run(group, batch, "likelihood")
+        found = run(group, batch)
         group.call("configure", {"sequence_packing": apart})
-        whole = run(group, batch, "likelihood")
+        whole = run(group, batch)
     assert found["saved"] > 0.1 and whole["saved"] == 0
     inside = np.arange(batch.tokens) < batch["lengths"][:, None]
     for name, expected in (("logprobs", truth.logprobs), ("entropy", truth.entropy)):
         np.testing.assert_allclose(found[name], whole[name], atol=2e-6, rtol=0)
         np.testing.assert_allclose(found[name], expected * inside, atol=1e-5, rtol=0)
     assert found["loss"] == pytest.approx(whole["loss"], abs=1e-6) == pytest.approx(truth.losses[0], abs=2e-6)
-    for name, gradient in whole["gradients"].items():
-        scale = float(np.abs(gradient).max()) or 1.0
-        np.testing.assert_allclose(found["gradients"][name] / scale, gradient / scale, atol=5e-6, err_msg=name)
-        np.testing.assert_allclose(found["gradients"][name] / scale, truth.gradients[name] / scale, atol=2e-5, err_msg=name)
+    reference.assert_gradients(found["gradients"], whole["gradients"], 5e-6)
+    reference.assert_gradients(found["gradients"], truth.gradients, 2e-5)
 
 
 def group_batch() -> Batch:
@@ -105,11 +62,10 @@ def group_batch() -> Batch:
     return batch.with_fields(tokens=tokens * inside, lengths=lengths, loss_mask=mask).with_scalars(**counts)
 
 
-def run(group: Group, batch: Batch | None = None, loss: str = "policy") -> dict[str, Any]:
-    """Returns loss, gradients, log-probabilities, entropy, and the shares of padding and of saved tokens."""
-    batch = batch or reference.make_batch(grpo=True)
+def run(group: Group, batch: Batch) -> dict[str, Any]:
+    """Returns loss, gradients, log-probabilities, entropy, and the share of saved tokens."""
     rows = logprobs(group, batch)
-    step = train(group, batch, loss, warmup="whole")  # gradients, but no update
-    metrics = {"loss": step["loss"], "share": step["microbatch_padding_share"], "saved": step["shared_prefix_share"]}
+    step = train(group, batch, warmup="whole")  # gradients, but no update
     gradients = reference.assemble(group.call("gradients"))
-    return {**metrics, "gradients": gradients, "logprobs": rows["logprobs"], "entropy": rows["entropy"]}
+    metrics = {"loss": step["loss"], "saved": step["shared_prefix_share"], "gradients": gradients}
+    return {**metrics, "logprobs": rows["logprobs"], "entropy": rows["entropy"]}

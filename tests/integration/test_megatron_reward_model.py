@@ -15,7 +15,7 @@ from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
 from tests.integration.test_megatron_layouts import UNCLIPPED, train
-from tests.integration.test_megatron_preferences import LAYOUTS, ORDER, answer_sums
+from tests.integration.test_megatron_preferences import CASES, LAYOUTS, ORDER, answer_sums
 from tests.unit.rl.test_preferences import FORMULAS, Formula
 
 
@@ -42,7 +42,7 @@ def classifier(directory: Path, head: Any, batch: Batch, formula: Formula) -> tu
     return scores.detach().numpy(), loss.item(), gradients
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", CASES)
 def test_a_reward_model_is_transformers_classifier(
     layout: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
@@ -61,6 +61,4 @@ def test_a_reward_model_is_transformers_classifier(
     scores, loss, expected = classifier(tiny_models["qwen3"], head, batch, formula)
     np.testing.assert_allclose(found, scores, atol=1e-6)
     assert np.ptp(scores) > 0.1 and losses.metrics["loss"] == pytest.approx(loss, rel=1e-6, abs=1e-6)
-    for parameter, gradient in expected.items():
-        scale = float(np.abs(gradient).max()) or 1.0
-        np.testing.assert_allclose(gradients[parameter] / scale, gradient / scale, atol=2e-5, err_msg=parameter)
+    reference.assert_gradients(gradients, expected, 2e-5)

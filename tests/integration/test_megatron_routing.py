@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,12 @@ CASES = {
     "sigmoids-dp2pp2": Case("glm4_moe", "aux_loss", ParallelLayout(dp=2, pp=2, ep=2)),
     "unbalanced-tp2ep2-packed": Case("qwen3_moe", "none", ParallelLayout(tp=2, ep=2, etp=1), policy=PACKED),
 }
-each_case = pytest.mark.parametrize("name", CASES)
+SLOW = ("microbatches-dp2cp2-recomputed", "sigmoids-dp2pp2", "single")
+"""Cases whose parts others in CI have too."""
+
+
+def each(cases: Iterable[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in cases])
 
 
 class Routers:
@@ -138,12 +143,10 @@ def load_model(directory: Path) -> Any:
 
 def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float = 2e-5) -> None:
     assert set(found) == set(expected)
-    for name, gradient in expected.items():
-        scale = float(np.abs(gradient).max()) or 1.0
-        np.testing.assert_allclose(found[name] / scale, gradient / scale, atol=tolerance, rtol=0, err_msg=name)
+    reference.assert_gradients(found, expected, tolerance)
 
 
-@each_case
+@each(CASES)
 def test_losses_gradients_and_metrics_are_those_of_the_papers(
     name: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
@@ -239,7 +242,7 @@ def recorded_batch(batch: Batch, layers: int, experts: int, top_k: int, dense: i
     return batch.with_fields(**{ROUTED_EXPERTS: field_of(records, batch.tokens)}), ids
 
 
-@pytest.mark.parametrize("name", REPLAYS)
+@each(REPLAYS)
 def test_replayed_experts_are_those_of_the_record(
     name: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:

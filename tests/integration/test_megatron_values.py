@@ -127,10 +127,7 @@ def test_a_critic_is_that_of_plain_torch(case: str, megatron_pool: MegatronPool,
     assert expected.losses[-1] < expected.losses[0]
     found = {name: value for name, value in gradients.items() if ".experts." not in name}  # named otherwise in transformers
     assert "score.weight" in found
-    for name, gradient in found.items():
-        wanted = expected.gradients[name]
-        scale = float(np.abs(wanted).max()) or 1.0
-        np.testing.assert_allclose(gradient / scale, wanted / scale, atol=2e-4, rtol=0, err_msg=name)
+    reference.assert_gradients(found, {name: expected.gradients[name] for name in found}, 2e-4)
 
 
 def test_a_critic_resumes_in_another_layout(

@@ -30,7 +30,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (1, 4), (2, 4)], ids=["tp1", "tp1, bursts", "tp2, bursts"])
+ENGINES = [
+    pytest.param((1, 1), id="tp1", marks=pytest.mark.slow),  # test_vllm_async.py compares steps with bursts
+    pytest.param((1, 4), id="tp1, bursts"),
+    pytest.param((2, 4), id="tp2, bursts"),
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest, vllm_ranks: Ranks, checkpoint: Path) -> Iterator[Engine]:
     tp, steps = request.param
     options = {"vllm_cfg": {**FEW_TOKENS["vllm_cfg"], "num_scheduler_steps": steps}}

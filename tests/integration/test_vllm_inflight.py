@@ -16,7 +16,7 @@ from tests.integration.vllm_ranks import Engine, Ranks, requests
 Started = tuple[Engine, list[Path]]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=lambda tp: f"tp{tp}")
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=lambda tp: f"tp{tp}")
 def started(
     request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Started]:

@@ -64,7 +64,7 @@ class Started:
         self.engine.on_all(vllm_calls.write_weights, self.adapters[number] / "refit", version)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=lambda tp: f"tp{tp}")
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=lambda tp: f"tp{tp}")
 def started(
     request: pytest.FixtureRequest, vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Started]:

@@ -16,22 +16,12 @@ from tests.integration.vllm_ranks import Engine, Ranks, requests
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "untied": ("qwen3", {}),
-    "tied": ("qwen3", {"tied": True}),
     "qwen2, tied": ("qwen2", {"tied": True, "head_dim": 32, "hidden_size": 128}),
     "llama, biases, one kv head": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "moe": ("qwen3_moe", {}),
 }
-CASES = [
-    (1, "untied"),
-    (2, "untied"),
-    (1, "tied"),
-    (2, "tied"),
-    (1, "qwen2, tied"),
-    (2, "llama, biases, one kv head"),
-    (1, "moe"),
-    (2, "moe"),
-]
+CASES = [(1, "qwen2, tied"), (2, "llama, biases, one kv head"), (2, "moe")]
+"""Size and model of each engine; test_vllm_families.py has the layouts of all families, and test_vllm_refit.py updates."""
 
 Started = tuple[Engine, list[Path]]
 
