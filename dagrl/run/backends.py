@@ -72,12 +72,10 @@ def _model_type(config: Config, name: str | None) -> Json:
     name = name or str(policy.model_name)
     try:
         if is_hub_id(name):
-            from huggingface_hub import hf_hub_download
+            from huggingface_hub import snapshot_download
 
-            path = Path(hf_hub_download(name, "config.json"))
-        else:
-            path = Path(name) / "config.json"
-        content = json.loads(path.read_text(encoding="utf-8"))
+            name = snapshot_download(name, allow_patterns="config.json")  # `hf_hub_download` retries for 23 s without a Hub
+        content = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
     except Exception:  # `preflight` reads it again, and says what is wrong
         return None
     return content.get("model_type") if isinstance(content, dict) else None

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import pytest
 import yaml
 from safetensors import safe_open
@@ -144,6 +144,14 @@ def test_directories_stay_as_they_are(model: Path, tmp_path: Path) -> None:
 def test_an_unknown_id_names_both_places(model: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with hub(model, monkeypatch), pytest.raises(ConfigError, match=r"'tester/none' is neither a directory .* nor a model"):
         with_local_models(config(tmp_path, "tester/none"))
+
+
+def test_a_hub_out_of_reach_is_asked_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client's retries would take 23 s."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: pytest.fail("the client retries"))
+    with pytest.raises(ConfigError, match=rf"'{NAME}' is neither a directory"):
+        preflight(config(tmp_path))
 
 
 def test_a_dry_run_saves_the_directory_with_its_origin(
