@@ -113,8 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=run)
         return added
 
-    def add_overrides(to: argparse.ArgumentParser, what: str = OVERRIDES) -> None:
-        to.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=what)
+    def add_overrides(to: argparse.ArgumentParser) -> None:
+        to.add_argument("overrides", nargs="*", default=[], metavar="a.b=c", help=OVERRIDES)
 
     def add_config(to: argparse.ArgumentParser, nargs: str | None = None) -> None:
         to.add_argument("config", metavar="CONFIG", nargs=nargs, help="a YAML file, such as examples/grpo_quickstart.yaml")
@@ -162,7 +162,6 @@ def _parser() -> argparse.ArgumentParser:
 
     replay = command("replay", _replay, "execute a step of a run again, and name the first tensor that differs")
     replay.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
-    add_overrides(replay, "keys that override the run's: its layout")
     replay.add_argument("--step", metavar="K", type=int, required=True, help="a step that the run has recorded")
 
     view = command("view", _view, "show a run's curves, samples and conversations in a browser")
@@ -292,7 +291,7 @@ def _replay(options: argparse.Namespace) -> None:
     from dagrl.run.train import train
 
     _log(options, "INFO")
-    _print(report(replay_step(options.run, options.step, options.overrides, train)))
+    _print(report(replay_step(options.run, options.step, train)))
 
 
 def _view(options: argparse.Namespace) -> None:

@@ -3,28 +3,26 @@
     replay_step(Path("runs/grpo_quickstart"), step=12, run=train)
 
 The run's own loop takes the steps up to `step` once more: data order, seeds, generation, rewards, training. Equal layouts on
-equal machines compute equal numbers, so the comparison is exact. With overrides of keys (another layout), bounds hold.
+equal machines compute equal numbers, so the comparison is exact.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dagrl.config import CheckpointConfig, Config
 from dagrl.config.file import dump_config, load_run_config
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import TRAIN
-from dagrl.config.settings import samples_per_step
 from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.files import PRIVATE, write_whole
 from dagrl.run.checkpoint_store import CheckpointStore
 from dagrl.run.checkpoints import verify_role
-from dagrl.run.comparison import BOUNDS, EXACT, Comparison, WeightDifference, compare
+from dagrl.run.comparison import Comparison, WeightDifference, compare
 from dagrl.run.session import LastStep, Session
 from dagrl.telemetry.record import RunPaths, lock_run, read_metrics
 
@@ -34,13 +32,13 @@ Run = Callable[[Config, LastStep], None]
 """Runs a configuration and stops after the step that is given."""
 
 
-def replay_step(directory: Path, step: int, overrides: Sequence[str], run: Run) -> Comparison:
+def replay_step(directory: Path, step: int, run: Run) -> Comparison:
     """Executes a step of the run in `directory` again and compares it with the run's records.
 
     What it writes is in `<directory>/replays/step_<step>`. Raises ConfigError for a directory that is no run's, and for a
     step that the run has not recorded or that cannot be executed again.
     """
-    config = load_run_config(directory, overrides)
+    config = load_run_config(directory)
     _check_step(config, directory, step)
     roots = (RunPaths.of(config).checkpoints, directory / "checkpoints")  # the second if the run was moved
     start, saved = newest_checkpoint(roots, range(step)), newest_checkpoint(roots, range(step, step + 1))
@@ -60,10 +58,9 @@ def replay_step(directory: Path, step: int, overrides: Sequence[str], run: Run) 
         run(again, LastStep(step, compare_weights))
     except StopRequestedError:
         logger.info("stopped after step %d", step)
-    bounds = BOUNDS[again.policy.precision] if overrides else EXACT
-    comparison = compare(directory, RunPaths.of(again).directory, step, bounds)
+    comparison = compare(directory, RunPaths.of(again).directory, step)
     for compared, differences in weights:
-        comparison.add_weights(compared, differences, _step_sizes(again, directory, comparison))
+        comparison.add_weights(compared, differences)
     return comparison
 
 
@@ -111,13 +108,3 @@ def _prepare(config: Config, directory: Path, step: int, start: Path | None) -> 
             os.symlink(start.absolute(), paths.checkpoints / start.name)
             write_whole(paths.config, dump_config(config))  # marks the directory as a run's
     return config
-
-
-def _step_sizes(config: Config, directory: Path, comparison: Comparison) -> float:
-    """Returns the sum of the learning rates of the optimizer steps that were executed."""
-    size, executed = config.policy.train_global_batch_size, range(comparison.first_step, comparison.last_step + 1)
-    return sum(
-        float(line["lr"] or 0) * (math.ceil(samples_per_step(config) / size) if "reward/mean" in line else 1)
-        for line in read_metrics(directory / "metrics.jsonl")
-        if "lr" in line and int(line["step"] or 0) in executed
-    )

@@ -633,6 +633,4 @@ def _different_weights(name: str, rank: int, recorded: Tensor, found: Tensor) ->
     if not unequal.any():
         return None
     index = tuple(unequal.nonzero()[0].tolist())
-    values = float(recorded[index]), float(found[index])
-    largest, scale = float((recorded.float() - found.float()).abs().max()), float(recorded.float().abs().max())
-    return WeightDifference(name, rank, index, *values, largest, scale)
+    return WeightDifference(name, rank, index, float(recorded[index]), float(found[index]))
