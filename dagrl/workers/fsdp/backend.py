@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, Json
-from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.hf_config import model_keys, with_scalar_head
+from dagrl.workers.families.hf_config import model_keys
 from dagrl.workers.fsdp.checks import check_model
 from dagrl.workers.train.backend import ModelSpec
-from dagrl.workers.train.groups import abort_groups, gather_objects, join_group, leave_group, start_checkpoint_group
+from dagrl.workers.train.groups import abort_groups, gather_objects, join_group, leave_group
 from dagrl.workers.train.hf_export import export_hf
-from dagrl.workers.train.hf_load import has_scalar_head, read_hf_config
+from dagrl.workers.train.hf_load import has_scalar_head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,17 +33,15 @@ if TYPE_CHECKING:
 
 
 class FsdpBackend:
-    """A `Backend`. `config.policy.model_name` is a Hugging Face directory."""
+    """A `Backend`."""
 
     captures = False
     checkpoint_format: ClassVar[str] = "dagrl-fsdp-1"
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec, self._policy = spec, spec.config.policy
-        self.hf_config: Mapping[str, Json] = {}
         self._model: ShardedModel | None = None
         self._meshes: Meshes | None = None
-        self._checkpoint_group: ProcessGroup | None = None
         self._sent: SentWeights | None = None
 
     @staticmethod
@@ -84,18 +81,15 @@ class FsdpBackend:
         from dagrl.workers.fsdp.trainer import ShardedModel
 
         spec = self._spec
-        hf_config = read_hf_config(self._source)
-        self.hf_config = with_scalar_head(hf_config) if spec.scalar else hf_config
         with spec.start_parts.part("process groups"):
             if spec.device.type == "cuda":
                 torch.cuda.init()  # type: ignore[no-untyped-call]  # else a mesh would choose the device
             join_group(spec.context, address)
             torch.manual_seed(spec.config.seed)
             self._meshes = Meshes.of(spec.context.layout, self._policy.fsdp_cfg.data_parallel_replicas, spec.device)
-            self._checkpoint_group = start_checkpoint_group(spec.config.timeouts.checkpoint_s)
         with spec.start_parts.part("model and weights"):
-            root = load_model(self._source, self._policy, self._meshes, spec.device, scalar=spec.scalar, trains=spec.trains)
-        if spec.scalar and not has_scalar_head(self._source):
+            root = load_model(spec.source, self._policy, self._meshes, spec.device, scalar=spec.scalar, trains=spec.trains)
+        if spec.scalar and not has_scalar_head(spec.source):
             init_scalar_head(root, spec.config.seed)
         if self._policy.sequence_packing.enabled:
             check_separation(root, spec.device)
@@ -110,7 +104,7 @@ class FsdpBackend:
         """Leaves the groups and drops the model."""
         from dagrl.workers.fsdp.model import forget_meshes
 
-        self._model = self._meshes = self._checkpoint_group = self._sent = None
+        self._model = self._meshes = self._sent = None
         forget_meshes()
         leave_group()
 
@@ -182,12 +176,6 @@ class FsdpBackend:
 
     # ---- files
 
-    @property
-    def files_group(self) -> ProcessGroup:
-        """The group in which ranks wait for each other's files."""
-        assert self._checkpoint_group is not None, "`setup` creates it"
-        return self._checkpoint_group
-
     def pieces_to_save(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
         """Yields this rank's part of the train state."""
         from dagrl.workers.fsdp.checkpoint import pieces_of
@@ -196,18 +184,13 @@ class FsdpBackend:
 
     pieces_to_load = pieces_to_save
 
-    def export_hf(self, directory: str) -> None:
+    def export_hf(self, directory: str, group: ProcessGroup | None) -> None:
         """Writes the model in `policy.precision`."""
         from dagrl.refit.sources import tensors_of
         from dagrl.workers.fsdp.sent import sent_slices
 
-        net, group, precision = self.model.net, self.files_group, self._policy.precision
+        assert group is not None, "`setup` has joined one"
+        net, precision = self.model.net, self._policy.precision
         slices = gather_objects(group, sent_slices(net, precision))
         tensors = tensors_of(net, dtype=precision)
-        export_hf(self._source, directory, slices, tensors, self._spec.context.rank, group, precision)
-
-    @property
-    def _source(self) -> Path:
-        if self._policy.model_name is None:
-            raise ConfigError("policy.model_name is not set; the worker needs a Hugging Face directory")
-        return Path(self._policy.model_name)
+        export_hf(self._spec.source, directory, slices, tensors, self._spec.context.rank, group, precision)

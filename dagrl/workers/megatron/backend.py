@@ -18,14 +18,13 @@ from dagrl.errors import ConfigError, UserError
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.hf_config import with_scalar_head
 from dagrl.workers.megatron import cpu
 from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture, step_tflop
 from dagrl.workers.megatron.groups import end_groups, start_groups
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
 from dagrl.workers.train.adapters import check_adapters, read_adapters, targets, trained_adapters, write_adapters
 from dagrl.workers.train.backend import ModelSpec
-from dagrl.workers.train.groups import abort_groups, gather_objects, run_on_all_ranks, start_checkpoint_group
+from dagrl.workers.train.groups import abort_groups, gather_objects, run_on_all_ranks
 from dagrl.workers.train.hf_export import export_hf
 from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf, read_hf_config
 
@@ -42,17 +41,15 @@ if TYPE_CHECKING:
 
 
 class MegatronBackend:
-    """A `Backend`. `config.policy.model_name` is a Hugging Face directory."""
+    """A `Backend`."""
 
     checkpoint_format: ClassVar[str] = "dagrl-megatron-4"
 
     def __init__(self, spec: ModelSpec) -> None:
         self.context, self.config, self._spec = spec.context, spec.config, spec
         self.captures = spec.config.policy.megatron_cfg.cuda_graphs
-        self.hf_config: Mapping[str, Json] = {}
         self._trainer: Trainer | None = None
         self.adapters: Adapters | None = None
-        self._checkpoint_group: ProcessGroup | None = None
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
@@ -105,21 +102,18 @@ class MegatronBackend:
         from dagrl.workers.train.optimizer import OptimizerSteps
 
         spec, config, layout = self._spec, self.config, self.context.layout
-        hf_config = read_hf_config(self._source)
-        self.hf_config = with_scalar_head(hf_config) if spec.scalar else hf_config
-        check_layout(self.hf_config, layout)
+        check_layout(spec.hf_config, layout)
         if self.captures and spec.device.type == "cpu":
             raise ConfigError("policy.megatron_cfg.cuda_graphs is true, and this worker has no GPU; set it to false")
         with spec.start_parts.part("process groups"):
             start_groups(self.context, address, config.seed)
-            self._checkpoint_group = start_checkpoint_group(config.timeouts.checkpoint_s)
-        architecture = read_architecture(self.hf_config)
+        architecture = read_architecture(spec.hf_config)
         if self.captures and architecture.experts:
             check_grouped_kernel()
         with spec.start_parts.part("model and weights"):
-            model = self._load(self._source, self.hf_config)
-        if architecture.scalar and not has_scalar_head(self._source):
-            deviation = self.hf_config.get("initializer_range", 0.02)
+            model = self._load(spec.source, spec.hf_config)
+        if architecture.scalar and not has_scalar_head(spec.source):
+            deviation = spec.hf_config.get("initializer_range", 0.02)
             model.init_scalar_head(float(cast(float, deviation)), config.seed)
         self.adapters = self._make_adapters(model)
         with spec.start_parts.part("optimizer"):
@@ -139,7 +133,7 @@ class MegatronBackend:
         if self._trainer is not None:
             self._trainer.forget_recordings()
             self._trainer.model.forget_microbatches()
-        self._trainer = self.adapters = self._checkpoint_group = None
+        self._trainer = self.adapters = None
         end_groups()
 
     @property
@@ -202,7 +196,7 @@ class MegatronBackend:
 
     def weight_slices(self) -> list[WeightSlice]:
         """Returns which boxes of the HF parameters, or of their adapters, a refit sends."""
-        return self.describe(self.config, self.hf_config, self.context.layout, self.context.rank)
+        return self.describe(self.config, self._spec.hf_config, self.context.layout, self.context.rank)
 
     def sent_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that `weight_slices` names: parameters, not their data, as refits follow changes."""
@@ -231,48 +225,37 @@ class MegatronBackend:
 
         return pieces_to_load(self.trainer, reference)
 
-    def export_hf(self, directory: str) -> None:
+    def export_hf(self, directory: str, group: ProcessGroup | None) -> None:
         """Writes the model with merged weights, and any adapters in PEFT's format."""
         slices = [self.slices_of(rank) for rank in range(self.context.layout.world_size)]
         with self._merged():
             tensors, precision = self.trainer.model.tensors(), self.config.policy.precision
-            export_hf(self._source, directory, slices, tensors, self.context.rank, self.files_group, precision)
-            self._export_adapters(Path(directory) / "adapter", slices)
+            export_hf(self._spec.source, directory, slices, tensors, self.context.rank, group, precision)
+            self._export_adapters(Path(directory) / "adapter", slices, group)
 
-    def _export_adapters(self, directory: Path, slices: list[list[WeightSlice]]) -> None:
+    def _export_adapters(self, directory: Path, slices: list[list[WeightSlice]], group: ProcessGroup | None) -> None:
         """Writes the adapters in PEFT's format. The first rank with a part of a parameter gives its adapter."""
         if self.adapters is None:
             return
+        assert group is not None, "Megatron has made groups"
         owners = {piece.name: rank for rank, pieces in reversed(list(enumerate(slices))) for piece in expand(pieces)}
         own = {
             name: [part.detach().cpu() for part in adapter]
             for name, adapter in self.adapters.held.items()
             if owners[name] == self.context.rank
         }
-        adapters = {name: adapter for part in gather_objects(self.files_group, own) for name, adapter in part.items()}
-        settings, base = self.config.policy.peft, str(self._source.absolute())
+        adapters = {name: adapter for part in gather_objects(group, own) for name, adapter in part.items()}
+        settings, base = self.config.policy.peft, str(self._spec.source.absolute())
         write = self.context.rank == 0
-        run_on_all_ranks(self.files_group, lambda: write_adapters(directory, base, settings, adapters) if write else None)
+        run_on_all_ranks(group, lambda: write_adapters(directory, base, settings, adapters) if write else None)
 
     def _merged(self) -> AbstractContextManager[None]:
         """Returns a context in which the model's parameters include any adapters."""
         return nullcontext() if self.adapters is None else self.adapters.merged()
 
-    @property
-    def files_group(self) -> ProcessGroup:
-        """The group in which workers wait for each other's files."""
-        assert self._checkpoint_group is not None, "`setup` creates it"
-        return self._checkpoint_group
-
-    @property
-    def _source(self) -> Path:
-        if self.config.policy.model_name is None:
-            raise ConfigError("policy.model_name is not set; the worker needs a Hugging Face directory")
-        return Path(self.config.policy.model_name)
-
     def slices_of(self, rank: int) -> list[WeightSlice]:
         """Returns the parts of a checkpoint that a rank holds."""
-        return megatron_weight_slices(self.hf_config, self.context.layout, rank)
+        return megatron_weight_slices(self._spec.hf_config, self.context.layout, rank)
 
     def _make_adapters(self, model: ModelChunks) -> Adapters | None:
         import torch
@@ -288,7 +271,7 @@ class MegatronBackend:
             for rank in range(layout.world_size)
             if replace(layout.coordinates(rank), tp=place.tp, etp=place.etp, ep=place.ep, edp=place.edp) == place
         ]
-        own, shapes = self.slices_of(self.context.rank), parameter_shapes(self.hf_config)
+        own, shapes = self.slices_of(self.context.rank), parameter_shapes(self._spec.hf_config)
         adapters = add_adapters(model, own, siblings, shapes, settings, self.config.seed)
         if settings.adapter_path is not None:
             with torch.no_grad():

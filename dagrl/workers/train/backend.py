@@ -46,12 +46,15 @@ Score = Callable[["Microbatch", "Tensor"], tuple["Tensor", Any]]
 class ModelSpec:
     """A worker's arguments to its backend.
 
-    `trains`: whether the model has gradients and an optimizer. `scalar`: whether it gives one number per token in place of
-    a distribution over the vocabulary, as critics and reward models do.
+    `source`: the model's Hugging Face directory. `hf_config`: its `config.json`, with any scalar head. `trains`: whether the
+    model has gradients and an optimizer. `scalar`: whether it gives one number per token in place of a distribution over the
+    vocabulary, as critics and reward models do.
     """
 
     context: WorkerContext
     config: Config
+    source: Path
+    hf_config: Mapping[str, Json]
     device: torch.device
     trains: bool
     scalar: bool
@@ -192,11 +195,6 @@ class Backend(Protocol):
         ...
 
     @property
-    def hf_config(self) -> Mapping[str, Json]:
-        """The model's `config.json`, with any scalar head."""
-        ...
-
-    @property
     def routed(self) -> RoutedModel | None:
         """Sizes of a model with experts, by which batches are split; None without experts."""
         ...
@@ -232,11 +230,6 @@ class Backend(Protocol):
 
     # Files
 
-    @property
-    def files_group(self) -> ProcessGroup | None:
-        """The group in which ranks wait for each other's files (`start_checkpoint_group`); None for a single process."""
-        ...
-
     def pieces_to_save(self, reference: Mapping[str, Tensor] | None) -> Iterable[Piece]:
         """Yields this rank's part of weights, optimizer state and any `reference` policy: live tensors.
 
@@ -248,6 +241,9 @@ class Backend(Protocol):
         """Yields everything that this rank needs, to be filled in place; `reference` if the checkpoint has one."""
         ...
 
-    def export_hf(self, directory: str) -> None:
-        """Writes the model as a Hugging Face directory that transformers can load, with adapters merged."""
+    def export_hf(self, directory: str, group: ProcessGroup | None) -> None:
+        """Writes the model as a Hugging Face directory that transformers can load, with adapters merged.
+
+        Ranks wait for each other's files in `group`; None for a single process.
+        """
         ...

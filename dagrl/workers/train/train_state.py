@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dagrl.config import Json
 from dagrl.files import write_whole
@@ -28,14 +29,15 @@ from dagrl.workers.train.identity import WORKER, read_worker_file
 def start_saving(
     directory: str,
     backend: Backend,
+    group: ProcessGroup | None,
     rank: int,
     reference: Mapping[str, Tensor] | None,
     identity: Mapping[str, Json],
     *,
     background: bool,
 ) -> Saving:
-    """Starts writing a checkpoint to `directory`, on all ranks together."""
-    steps, group = backend.model.steps, backend.files_group
+    """Starts writing a checkpoint to `directory`, on all ranks of `group` together."""
+    steps = backend.model.steps
     head = {
         "format": backend.checkpoint_format,
         "identity": identity,
@@ -57,12 +59,14 @@ def start_saving(
     return Saving(directory, pieces, group, background=background)
 
 
-def load_checkpoint(directory: str, backend: Backend, rank: int, identity: Mapping[str, Json]) -> dict[str, Tensor] | None:
-    """Loads a checkpoint on all ranks together. Returns the reference policy's weights, if any.
+def load_checkpoint(
+    directory: str, backend: Backend, group: ProcessGroup | None, rank: int, identity: Mapping[str, Json]
+) -> dict[str, Tensor] | None:
+    """Loads a checkpoint on all ranks of `group` together. Returns the reference policy's weights, if any.
 
     Raises CheckpointError on all ranks if one cannot load its part.
     """
-    path, group = Path(directory), backend.files_group
+    path = Path(directory)
     head = run_on_all_ranks(group, read_worker_file, path, backend.checkpoint_format, identity, backend.computed)
     reference = None
     if head["reference"]:

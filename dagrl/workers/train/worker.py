@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
 from dagrl.config.plan import load_algorithm, reference_role
-from dagrl.errors import RunError
+from dagrl.errors import ConfigError, RunError
 from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
 from dagrl.refit import RankPlan, RefitReport, RefitSender, commit_together
@@ -37,6 +37,8 @@ from dagrl.runtime.worker import WorkerContext, current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 from dagrl.workers.families.hf_config import model_keys, with_scalar_head
 from dagrl.workers.train.backend import Backend, Model, ModelSpec, Score
+from dagrl.workers.train.groups import start_checkpoint_group
+from dagrl.workers.train.hf_load import read_hf_config
 from dagrl.workers.train.identity import identity_of, read_worker_file
 from dagrl.workers.train.kept_logprobs import KeptLogprobs
 from dagrl.workers.train.throughput import throughput_metrics
@@ -44,6 +46,7 @@ from dagrl.workers.train.throughput import throughput_metrics
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from dagrl.workers.train.checkpoint import Saving
     from dagrl.workers.train.losses import MicrobatchLoss
@@ -72,6 +75,8 @@ class TrainWorker:
         self.config = config
         self.start_parts = StartParts()
         self._backend: Backend | None = None
+        self._hf_config: Mapping[str, Json] = {}
+        self._files_group: ProcessGroup | None = None  # in which workers wait for each other's files
         self._offloader: Offloader | None = None
         self._reference: ReferencePolicy | None = None
         self._reference_model: ReferenceModel | None = None
@@ -131,8 +136,13 @@ class TrainWorker:
 
         from dagrl.workers.train.offload import Offloader
 
-        spec = ModelSpec(self.context, self.config, self._device, self.trains, self.scalar, self.start_parts)
-        self._backend = backend = self.backend_class(spec)
+        if self.config.policy.model_name is None:
+            raise ConfigError("policy.model_name is not set; the worker needs a Hugging Face directory")
+        source = Path(self.config.policy.model_name)
+        self._hf_config = self.model_config(read_hf_config(source))
+        kind = self.trains, self.scalar, self.start_parts
+        backend = self.backend_class(ModelSpec(self.context, self.config, source, self._hf_config, self._device, *kind))
+        self._backend = backend
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
             try:
@@ -141,6 +151,8 @@ class TrainWorker:
                 gc.freeze()  # full collections skip all imports; they run at different times on each worker
                 with self._running(training=True):
                     backend.setup(address)
+                    if torch.distributed.is_initialized():
+                        self._files_group = start_checkpoint_group(self.config.timeouts.checkpoint_s)
                 self._offloader = Offloader(self._device, backend.model.state)
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)  # frames hold the model, and with it groups and threads
@@ -170,6 +182,7 @@ class TrainWorker:
             self._channel.close()
         backend, self._backend = self._backend, None
         self._sender = self._channel = self._offloader = self._reference = self._reference_model = self._saving = None
+        self._files_group = None
         if backend is not None:
             backend.shutdown()
 
@@ -465,7 +478,7 @@ class TrainWorker:
 
     def weight_config(self) -> dict[str, Json]:
         """Returns the model configuration that generation workers must agree with."""
-        return model_keys(self.backend().hf_config)
+        return model_keys(self._hf_config)
 
     def prepare_refit(self, plan: RankPlan, channel: ChannelSpec) -> None:
         """Opens the channel to the generation workers and prepares to send by `plan`."""
@@ -544,7 +557,8 @@ class TrainWorker:
         with self._running():
             self._finish_saving()
             reference = None if self._reference is None else self._reference.tensors
-            self._saving = start_saving(directory, backend, self.context.rank, reference, identity, background=background)
+            where = directory, backend, self._files_group, self.context.rank
+            self._saving = start_saving(*where, reference, identity, background=background)
             return None if background else self._finish_saving()
 
     def checkpoint_written(self) -> bool:
@@ -568,14 +582,15 @@ class TrainWorker:
         backend, identity = self.backend("weights", "optimizer"), self._identity
         with self._running():
             self._finish_saving()
-            reference, self._reference = load_checkpoint(directory, backend, self.context.rank, identity), None
+            where = directory, backend, self._files_group, self.context.rank
+            reference, self._reference = load_checkpoint(*where, identity), None
             holds_reference = reference_role(self.config, load_algorithm(self.config)) == "train"
             if reference is not None and holds_reference and self._reference_model is None:
                 self._keep_reference(reference)
 
     @property
     def _identity(self) -> dict[str, Json]:
-        return identity_of(self.config.policy, self.backend().hf_config)
+        return identity_of(self.config.policy, self._hf_config)
 
     def compare_checkpoint(self, directory: str) -> tuple[int, list[WeightDifference]]:
         """Loads a checkpoint. Returns the number of its tensors here, and those that differ from this worker's weights
@@ -593,7 +608,7 @@ class TrainWorker:
         """
         backend = self.backend("weights")
         with self._running():
-            backend.export_hf(directory)
+            backend.export_hf(directory, self._files_group)
 
 
 class ValueWorker(TrainWorker):

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from dagrl.config import Config, Json
 from dagrl.refit.slices import WeightSlice
@@ -17,7 +18,6 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.train.backend import ModelSpec, Score
 from dagrl.workers.train.checkpoint import Piece, whole
-from dagrl.workers.train.hf_load import read_hf_config
 from dagrl.workers.train.logprobs import TokenHead
 from dagrl.workers.train.microbatches import Microbatches
 from dagrl.workers.train.offload import StatePart
@@ -113,7 +113,6 @@ class PlainBackend:
 
     captures = False
     checkpoint_format: ClassVar[str] = "plain-1"
-    files_group = None
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -139,9 +138,7 @@ class PlainBackend:
         import transformers  # noqa: F401
 
     def setup(self, address: str) -> None:
-        policy = self._spec.config.policy
-        self.hf_config = read_hf_config(str(policy.model_name))
-        self.model = PlainModel(Path(str(policy.model_name)), self._spec.config, self._spec.scalar)
+        self.model = PlainModel(self._spec.source, self._spec.config, self._spec.scalar)
 
     def abort(self) -> None:
         pass
@@ -187,7 +184,7 @@ class PlainBackend:
 
     pieces_to_load = pieces_to_save
 
-    def export_hf(self, directory: str) -> None:
+    def export_hf(self, directory: str, group: ProcessGroup | None) -> None:
         self.model.net.save_pretrained(directory)
 
 
