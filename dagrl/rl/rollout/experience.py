@@ -47,7 +47,13 @@ from dagrl.rl.rollout.scoring import (
     with_turn_rewards,
 )
 from dagrl.rl.rollout.trajectories import TOO_OLD, TrajectoryBuffer
-from dagrl.rl.rollout.trajectory_file import SavedGroup, can_continue, read_trajectories, write_trajectories
+from dagrl.rl.rollout.trajectory_file import (
+    SavedGroup,
+    continued_settings,
+    read_trajectories,
+    spans_versions,
+    write_trajectories,
+)
 from dagrl.rl.rollout.turns import Turns
 from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, EQUAL_GROUPS, REWARD, REWARD_MEAN, STALENESS, VALIDATION
 
@@ -308,8 +314,13 @@ class Experience:
         self.sampler.restore(cast("Mapping[str, Json]", position["grpo_sampler"]))
         self.buffer.next_number = cast(int, position["grpo_next_group"])
         self._dropped_before = Counter(cast("Mapping[str, int]", position["grpo_dropped"]))
-        for group in () if saved is None else saved.groups:
-            self._restart(group)
+        if saved is not None and saved.groups:
+            settings = continued_settings(self._config)
+            if saved.settings != settings:
+                message = "the checkpoint's unfinished groups are generated again: it was saved with %s, this run has %s"
+                logger.warning(message, saved.settings, settings)
+            for group in saved.groups:
+                self._restart(group, continues=saved.settings == settings)
         self.rest()  # groups that ended when they were started, because this run has no environment
         self.advance(self.buffer.version)
 
@@ -327,6 +338,7 @@ class Experience:
                 for group in sorted(groups, key=lambda group: group.number)
             ],
             self.state(),
+            continued_settings(self._config),
         )
 
     def _new_group(self, number: int, key: int) -> RolloutGroup:
@@ -334,25 +346,22 @@ class Experience:
         seeds = request_seeds(config.seed, number, config.grpo.num_generations_per_prompt)
         return new_group(config, number, key, self._prompts.train[key], seeds, cohort=self.buffer.version)
 
-    def _restart(self, saved: SavedGroup) -> None:
-        """Restarts a saved group: from its tokens, or from its prompt with the current policy."""
-        number, key = saved.group.number, saved.group.key
-        config, version, prompt = self._config, self.buffer.version, self._prompts.train[key]
-        seeds = [episode.seed for episode in saved.group.episodes]
-        limits = [episode.max_new_tokens for episode in new_group(config, number, key, prompt, seeds).episodes]
-        whole = saved.whole and self._turns.can_wait and can_continue(config, version, prompt, saved.group, limits)
+    def _restart(self, saved: SavedGroup, *, continues: bool) -> None:
+        """Restarts a saved group: from its tokens if it `continues`, or from its prompt with the current policy."""
+        number, group, version = saved.group.number, saved.group, self.buffer.version
+        whole = continues and saved.whole and self._turns.can_wait and not spans_versions(self._config, version, group)
         self.buffer.restart(number, saved.version if whole else version)
         if not whole:
-            self.rollouts.start(self._new_group(number, key))
+            self.rollouts.start(self._new_group(number, group.key))
             return
-        for episode, limit in zip(saved.group.episodes, limits, strict=True):
+        prompt = self._prompts.train[group.key]
+        for episode in group.episodes:
             own = episode.prompt
             episode.prompt = replace(prompt, text=own.text, tokens=own.tokens, messages=own.messages) if len(own) else prompt
-            episode.max_new_tokens = limit
-        if saved.group.complete:
-            self._score([saved.group])
+        if group.complete:
+            self._score([group])
         else:
-            self.rollouts.start(saved.group)
+            self.rollouts.start(group)
 
     def _score(self, complete: Sequence[RolloutGroup]) -> None:
         """Sends groups to the reward functions, which work on the first while later ones are decoded."""

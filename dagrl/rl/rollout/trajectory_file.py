@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,9 @@ from typing import Any
 import numpy as np
 
 from dagrl.config import Config, Json
-from dagrl.config.settings import bucket_widths
+from dagrl.config.settings import bucket_widths, generation_config
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, RolloutGroup
-
-logger = logging.getLogger(__name__)
 
 INDEX, ARRAYS = "trajectories.json", "trajectories.npz"
 NO_PROMPT = Prompt("", np.zeros(0, np.int64), "", "")
@@ -38,14 +35,17 @@ class SavedGroup:
 
 @dataclass(frozen=True)
 class SavedTrajectories:
-    """The groups of a checkpoint. `state` is the data position when it was saved."""
+    """The groups of a checkpoint, and the data position and `continued_settings` of the run that saved them."""
 
     groups: list[SavedGroup]
     state: Mapping[str, Json]
+    settings: Mapping[str, Json]
 
 
-def write_trajectories(directory: Path, groups: Sequence[SavedGroup], state: Mapping[str, Json]) -> None:
-    """Writes both files into the directory of a checkpoint."""
+def write_trajectories(
+    directory: Path, groups: Sequence[SavedGroup], state: Mapping[str, Json], settings: Mapping[str, Json]
+) -> None:
+    """Writes both files into the directory of a checkpoint. See `SavedTrajectories`."""
     episodes = [episode for saved in groups if saved.whole for episode in saved.group.episodes]
     arrays = {
         name: np.concatenate([getattr(episode, name) for episode in episodes] or [np.zeros(0, dtype)])
@@ -54,7 +54,7 @@ def write_trajectories(directory: Path, groups: Sequence[SavedGroup], state: Map
     records = [np.zeros((0, 0), np.uint8) if episode.experts is None else episode.experts for episode in episodes]
     arrays[EXPERTS] = np.concatenate([record.reshape(-1) for record in records] or [np.zeros(0, np.uint8)])
     np.savez(directory / ARRAYS, allow_pickle=False, **arrays)
-    index = {"state": dict(state), "groups": [_describe(saved) for saved in groups]}
+    index = {"state": state, "settings": settings, "groups": [_describe(saved) for saved in groups]}
     (directory / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
@@ -79,17 +79,27 @@ def read_trajectories(directory: Path) -> SavedTrajectories | None:
             start, read = end, read + size
         group = RolloutGroup(item["number"], item["key"], episodes, item["cohort"])
         groups.append(SavedGroup(group, item["version"], item["whole"]))
-    return SavedTrajectories(groups, index["state"])
+    return SavedTrajectories(groups, index["state"], index["settings"])
 
 
-def can_continue(config: Config, version: int, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
-    """Whether this run can continue a group of an earlier process, whose configuration may differ.
+def continued_settings(config: Config) -> dict[str, Json]:
+    """Returns the values that must be equal in a run that continues unfinished groups."""
+    return {
+        "grpo.num_generations_per_prompt": config.grpo.num_generations_per_prompt,
+        "policy.generation.max_new_tokens": generation_config(config).max_new_tokens,
+        "policy.router_replay": config.policy.router_replay,
+        "the largest bucket": bucket_widths(config.policy)[-1],
+    }
 
-    `version` is the current policy version. `limits` are the new tokens that a turn of each sequence may have in this run.
-    """
-    fits = _fits(config, prompt, group, limits) and not _runs_across(config, version, group)
-    lacks_record = any(len(episode.tokens) and episode.experts is None for episode in group.episodes)
-    return fits and not (config.policy.router_replay and lacks_record)
+
+def spans_versions(config: Config, version: int, group: RolloutGroup) -> bool:
+    """Whether a sequence of the group has tokens of two versions, or would if continued, although this run allows none."""
+    if config.grpo.async_grpo.in_flight_weight_updates:
+        return False
+    versions = [
+        set(episode.versions.tolist()) | (set() if episode.finish_reason else {version}) for episode in group.episodes
+    ]
+    return any(len(item) > 1 for item in versions)
 
 
 def _describe(saved: SavedGroup) -> dict[str, Json]:
@@ -125,37 +135,3 @@ def _prompt(saved: Mapping[str, Any] | None) -> Prompt:
     if saved is None:
         return NO_PROMPT
     return Prompt(saved["text"], np.array(saved["tokens"], np.int64), "", "", saved["messages"])
-
-
-def _fits(config: Config, prompt: Prompt, group: RolloutGroup, limits: Sequence[int]) -> bool:
-    """Whether the group has as many sequences as in this run, none of them too long. Warns if not."""
-    room, wanted = bucket_widths(config.policy)[-1], config.grpo.num_generations_per_prompt
-    longest = turn = 0
-    for episode, limit in zip(group.episodes, limits, strict=True):
-        longest = max(longest, len(episode.prompt or prompt) + len(episode.tokens) + (not episode.finish_reason))
-        if not (episode.finish_reason or episode.awaiting):
-            turn = max(turn, len(episode.tokens) - episode.turn_start - limit + 1)
-    if len(group.episodes) == wanted and longest <= room and turn <= 0:
-        return True
-    logger.warning(
-        "group %d of the checkpoint has %d sequences of up to %d tokens; this run makes %d of up to %d tokens, %d a turn "
-        "(grpo.num_generations_per_prompt, the largest bucket, policy.generation.max_new_tokens). The group is generated "
-        "again",
-        group.number,
-        len(group.episodes),
-        longest,
-        wanted,
-        room,
-        max(limits),
-    )
-    return False
-
-
-def _runs_across(config: Config, version: int, group: RolloutGroup) -> bool:
-    """Whether a sequence of the group has tokens of two versions, or would if continued, although this run allows none."""
-    if config.grpo.async_grpo.in_flight_weight_updates:
-        return False
-    versions = [
-        set(episode.versions.tolist()) | (set() if episode.finish_reason else {version}) for episode in group.episodes
-    ]
-    return any(len(item) > 1 for item in versions)

@@ -244,7 +244,7 @@ def test_a_checkpoint_has_the_prompts_that_an_environment_gave(tmp_path: Path) -
     episode.prompt = given
     waiting = fresh(3)
     waiting.awaiting = True
-    write_trajectories(tmp_path, [SavedGroup(group(0, episode, waiting), 0, True)], {})
+    write_trajectories(tmp_path, [SavedGroup(group(0, episode, waiting), 0, True)], {}, {})
     saved = read_trajectories(tmp_path)
     assert saved is not None
     found, unopened = saved.groups[0].group.episodes

@@ -76,7 +76,7 @@ def test_checkpoints_keep_records(tmp_path: Path) -> None:
         Episode(NO_PROMPT, 3, 8, tokens=[7], logprobs=[-1.0], versions=[0], sampled=[True]),
     ]
     episodes[0].experts, episodes[2].experts = record(4, seed=1), record(2, seed=2)
-    write_trajectories(tmp_path, [SavedGroup(RolloutGroup(0, 0, episodes), 0, whole=True)], {})
+    write_trajectories(tmp_path, [SavedGroup(RolloutGroup(0, 0, episodes), 0, whole=True)], {}, {})
     saved = read_trajectories(tmp_path)
     assert saved is not None
     found = [episode.experts for episode in saved.groups[0].group.episodes]

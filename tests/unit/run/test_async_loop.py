@@ -531,7 +531,7 @@ def test_a_resumed_run_generates_groups_that_no_longer_fit_again(
     first.save(tmp_path)
     second = Run(configuration(asynchronous(2, True), turns=True, **changed), 1, resumed=Checkpoint(tmp_path, state))
     assert second.train() is None
-    assert "The group is generated again" in caplog.text
+    assert "unfinished groups are generated again" in caplog.text
     done = {step: groups for step, groups in first.trained.items() if step <= state.step}
     assert sorted(numbers_of(done | second.trained)) == list(range(STEPS * PROMPTS))
     for group in (group for groups in second.trained.values() for group in groups):
