@@ -72,10 +72,7 @@ TRAIN_TOKENS_PER_SEC_PER_GPU = "perf/policy_training_tokens_per_sec_per_gpu"
 TRAIN_TFLOPS_PER_GPU = "perf/train_tflops_per_gpu"
 TRAIN_MFU = "perf/train_fp_utilization"  # model FLOPs utilization, 0 to 1, if the peak is known
 PEAK_MEMORY = "perf/peak_memory_gib"  # largest of the train workers, since they started
-RANK = "perf/rank_"  # prefix of each worker's own: `perf/rank_3/train_seconds`, `perf/rank_3/peak_memory_gib`, and these
-RANK_TOKENS_PER_SEC = "policy_training_tokens_per_sec"
-RANK_TFLOPS = "train_tflops"
-RANK_MFU = "train_fp_utilization"
+RANK = "perf/rank_"  # prefix of each worker's own: `perf/rank_3/train_seconds`, `perf/rank_3/peak_memory_gib`
 
 COUNTS = frozenset(  # other `sums` are means
     {VALID_TOKENS, FILLED_TOKENS, SAVED_TOKENS, PROCESSED_TOKENS, TRAIN_TFLOP, TRAIN_TOKENS}
@@ -112,7 +109,7 @@ class StepMetrics:
 
 
 def throughput(metrics: dict[str, float]) -> dict[str, float]:
-    """Computes throughput, of all train workers and of each, and removes its inputs from `metrics`."""
+    """Computes the throughput of all train workers, and removes its inputs from `metrics`."""
     tokens, tflop, ranks = (metrics.pop(name) for name in (TRAIN_TOKENS, TRAIN_TFLOP, TRAIN_RANKS))
     seconds, peak = metrics[TRAIN_SECONDS], metrics.pop(PEAK_TFLOPS, None)
     figures = {
@@ -122,17 +119,7 @@ def throughput(metrics: dict[str, float]) -> dict[str, float]:
     }
     if peak is not None:
         figures[TRAIN_MFU] = figures[TRAIN_TFLOPS_PER_GPU] / peak
-    ranks_seconds = [name for name in metrics if name.startswith(RANK) and name.endswith("/train_seconds")]
-    for name in ranks_seconds:
-        figures |= _of_rank(name.removesuffix("train_seconds"), metrics, peak)
     return figures
-
-
-def _of_rank(prefix: str, metrics: dict[str, float], peak: float | None) -> dict[str, float]:
-    tokens, tflop = (metrics.pop(prefix + name) for name in (TRAIN_TOKENS, TRAIN_TFLOP))
-    seconds = metrics[prefix + "train_seconds"]
-    figures = {prefix + RANK_TOKENS_PER_SEC: tokens / seconds, prefix + RANK_TFLOPS: tflop / seconds}
-    return figures if peak is None else {**figures, prefix + RANK_MFU: tflop / seconds / peak}
 
 
 def merge_step_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:
@@ -160,15 +147,10 @@ def join_optimizer_steps(parts: Sequence[StepMetrics]) -> StepMetrics:
     tokens = np.array([part.sums.get(VALID_TOKENS, 1.0) for part in parts])
     ones, shares = np.ones(len(parts)), tokens / tokens.sum()
     table = {name: np.array([part.sums[name] for part in parts]) for name in parts[0].sums}
-    sums = {name: float(values @ (ones if _is_count(name) else shares)) for name, values in table.items()}
+    sums = {name: float(values @ (ones if name in COUNTS else shares)) for name, values in table.items()}
     maxima = {
         name: float(np.sum(values) if name.endswith("train_seconds") else np.max(values))
         for name, values in ((name, [part.maxima[name] for part in parts]) for name in parts[0].maxima)
     }
     norms = [part.shared[GRAD_NORM] for part in parts if GRAD_NORM in part.shared]
     return StepMetrics(sums, maxima, {**parts[-1].shared, **({GRAD_NORM: float(np.max(norms))} if norms else {})})
-
-
-def _is_count(name: str) -> bool:
-    """Whether the metric is a count, also of a single worker, such as `perf/rank_3/train_tokens`."""
-    return name in COUNTS or (name.startswith(RANK) and name.rpartition("/")[2] in COUNTS)

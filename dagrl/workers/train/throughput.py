@@ -57,8 +57,7 @@ def throughput_metrics(
 
     part = context.layout.dp / context.layout.world_size
     own = f"{RANK}{context.rank}/"
-    counts = {TRAIN_TFLOP: part * tflop, TRAIN_TOKENS: part * tokens}
-    sums = {**counts, **{own + name: value for name, value in counts.items()}, TRAIN_RANKS: 1.0}
+    sums = {TRAIN_TFLOP: part * tflop, TRAIN_TOKENS: part * tokens, TRAIN_RANKS: 1.0}
     maxima = {TRAIN_SECONDS: seconds, f"{own}train_seconds": seconds}
     on_gpu = device.type == "cuda"
     if on_gpu:
