@@ -35,16 +35,12 @@ class RefitConfig(Section):
     """`checksum`: compare checksums of the sent and the received weights after each refit."""
 
 
-_GRAPHS = {
-    "train": ("demonstration_step", "train_step", "evaluate"),
-    "preferences": ("preference_step", "answer_sums", "reference_answer_sums"),
-    "logprobs": ("logprobs", "reference_logprobs", "teacher_logprobs", "keep_reference_logprobs"),
-    "critic": ("critic_values", "critic_step"),
-    "prepare": ("logprob_inference_prep", "training_prep"),
-    "generate": ("generate",),
-    "refit": ("refit",),
-}
-PHASES = {name: f"dagrl.graphs.{module}:{name}" for module, names in _GRAPHS.items() for name in names}
+_SHIPPED = (
+    *("demonstration_step", "train_step", "evaluate", "preference_step", "answer_sums", "reference_answer_sums"),
+    *("logprobs", "reference_logprobs", "teacher_logprobs", "keep_reference_logprobs", "critic_values", "critic_step"),
+    *("logprob_inference_prep", "training_prep", "generate"),
+)
+PHASES = {name: f"dagrl.graphs.phases:{name}" for name in _SHIPPED} | {"refit": "dagrl.refit.connect:refit"}
 """The import paths of the phases that the loops replay, by name. Their docstrings say what they do."""
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from dagrl.errors import DataError, GraphError
-from dagrl.graphs.train import ROWS
+from dagrl.graphs.phases import ROWS
 from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.phase import Input, Phase, Shard, Value, join, phase
 from dagrl.runtime.shapes import Batch, InputSpec

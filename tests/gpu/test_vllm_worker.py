@@ -17,7 +17,7 @@ import torch
 
 from dagrl.config import Config
 from dagrl.errors import RunError
-from dagrl.graphs.generate import generate
+from dagrl.graphs.phases import generate
 from dagrl.rl.generation import FinishedRequest, Generated
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout

@@ -74,7 +74,7 @@ def test_a_warm_up_batch_of_spread_tokens_uses_more_experts_than_a_token(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch of equal tokens uses only as many experts as one token."""
-    from dagrl.graphs.train import demonstration_step
+    from dagrl.graphs.phases import demonstration_step
     from dagrl.workers.megatron.experts import GroupedExperts
 
     used: list[list[int]] = []

@@ -19,11 +19,9 @@ import ray
 from safetensors.torch import load_file, save_file
 
 from dagrl.config import Config
-from dagrl.graphs.generate import generate
-from dagrl.graphs.logprobs import INPUTS
-from dagrl.graphs.refit import refit
-from dagrl.graphs.train import demonstration_step
+from dagrl.graphs.phases import TOKENS, demonstration_step, generate
 from dagrl.refit import Refit
+from dagrl.refit.connect import refit
 from dagrl.rl.generation import Generated
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, phase
@@ -53,7 +51,7 @@ DENSE = {
 EXPERTS = {"dp2ep2": ParallelLayout(dp=2, ep=2)}
 
 
-@phase(inputs=INPUTS)
+@phase(inputs=TOKENS)
 def logprob_rows(train: Shard, batch):
     return train.reduce("merge_rows", train.map("logprobs", batch, model="policy"))
 

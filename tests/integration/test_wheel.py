@@ -42,7 +42,7 @@ class CountingWorker(MegatronWorker):
 
 PHASE = """
 from dagrl import Input, Shard, Value, phase
-from dagrl.graphs.train import SAMPLES
+from dagrl.graphs.phases import SAMPLES
 
 
 @phase(inputs=SAMPLES)

@@ -55,7 +55,7 @@ LIGHT = (
     "dagrl.runtime.phase",
     "dagrl.runtime.draw",
     "dagrl.config",
-    "dagrl.graphs.train",
+    "dagrl.graphs.phases",
     "dagrl.workers.megatron",
     "dagrl.workers.vllm",
 )

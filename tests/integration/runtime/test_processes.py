@@ -54,12 +54,13 @@ import sys
 from dagrl.runtime.draw import Drawing, mermaid
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Role, methods_of
-from dagrl.graphs import generate, logprobs, refit, train
+from dagrl.graphs import phases
+from dagrl.refit.connect import refit
 from tests.unit.runtime.phase_worker import Both
 
 layout = ParallelLayout(dp=2, tp=2)
 roles = {name: Role(name, layout, methods_of(Both)) for name in ("train", "generation")}
-for item in (train.demonstration_step, train.train_step, logprobs.logprobs, generate.generate, refit.refit):
+for item in (phases.demonstration_step, phases.train_step, phases.logprobs, phases.generate, refit):
     graph = item.trace(roles, 2)
     buffers = dict.fromkeys((None, *range(len(graph.nodes))), 1)
     assert mermaid([Drawing(graph, dict.fromkeys(graph.widths, layout), buffers)])

@@ -69,7 +69,7 @@ def test_lengths_that_a_run_derives_from_its_data_are_said_to_be_assumed(
 def test_one_phase(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", GRPO, "--phase", "train_step"]) == 0
     text, _, chart = capsys.readouterr().out.partition("flowchart LR\n")
-    assert "phase train_step: one of 2 equal graphs (dagrl.graphs.train:train_step)" in text
+    assert "phase train_step: one of 2 equal graphs (dagrl.graphs.phases:train_step)" in text
     assert "1 MiB for a result" in text and "refit" not in text
     assert len(re.findall(r"p0_n\d+\[", chart)) == 2
 

@@ -521,7 +521,7 @@ OVERRIDES = [
         "data.response_key is null, but reward.function dagrl.rl.rewards:exact_match compares with a reference",
     ),
     ("reward.function=my_rewards:score", "reward.function: there is no module"),
-    ("phases.train_step=dagrl.graphs.train:go", "phases.train_step: module 'dagrl.graphs.train' has no"),
+    ("phases.train_step=dagrl.graphs.phases:go", "phases.train_step: module 'dagrl.graphs.phases' has no"),
     ("phases.refit=dagrl.rl.rewards:exact_match", "phases.refit:  ... @phase"),
     ("phases.mine=my:phase", "phases (command line) ... names of phases, which 'mine' is not: demonstration_step"),
     (

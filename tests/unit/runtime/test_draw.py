@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from dagrl.graphs.refit import refit
-from dagrl.graphs.train import train_step
+from dagrl.graphs.phases import train_step
+from dagrl.refit.connect import refit
 from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.graph import NodeRef
 from dagrl.runtime.layout import ParallelLayout
