@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         TrainWorker as TrainWorker,
     )
     from dagrl.runtime.actors import Resources as Resources
-    from dagrl.runtime.graph import Arguments as Arguments, Static as Static
+    from dagrl.runtime.graph import Arguments as Arguments
     from dagrl.runtime.layout import ParallelLayout as ParallelLayout
     from dagrl.runtime.phase import (
         Input as Input,
@@ -76,7 +76,7 @@ _MODULES = {
     "dagrl.runtime.replay": ("Replay",),
     "dagrl.runtime.schedule": ("Scheduler", "SchedulerOptions"),
     "dagrl.runtime.shapes": ("Batch", "Bucket", "Field"),
-    "dagrl.runtime.graph": ("Arguments", "Static"),
+    "dagrl.runtime.graph": ("Arguments",),
     "dagrl.runtime.worker": ("WorkerContext", "in_warmup"),
     "dagrl.runtime.actors": ("Resources",),
     "dagrl.runtime.worker_group": ("WorkerGroup",),

@@ -1,60 +1,19 @@
 """PhaseGraph: the nodes and edges of one phase over the workers of one graph, as plain data.
 
 It does not depend on Ray, so it can be compared, drawn and tested alone. Nodes are in topological order. A node's arguments
-are the phase's input, other nodes' results, or constants: JSON, or objects that were pickled (`Static`).
+are the phase's input, other nodes' results, or constants, which are JSON.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import pickle
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dagrl.errors import GraphError, error_text
-from dagrl.runtime.edges.pickling import dump
+from dagrl.errors import GraphError
 
 Json = str | int | float | bool | None | list["Json"] | dict[str, "Json"]
-
-
-class Static:
-    """A constant that is an object, such as a loss function: `train.map("train", data=batch, loss_fn=Static(loss_fn))`.
-
-    It is pickled here, once, when the phase is traced. Each worker unpickles it once and passes the same object to every
-    call, so methods must not change it. Raises GraphError if it cannot be pickled.
-    """
-
-    def __init__(self, value: object) -> None:
-        self.kind = type(value).__name__
-        try:
-            self.pickled = bytes(dump(value, in_band=True)[0])
-        except Exception as error:  # raised by the value's own classes
-            raise GraphError(
-                f"Static({reprlib.repr(value)}) cannot be pickled ({error_text(error)}); give an object that every worker "
-                "can unpickle, or make it in the worker"
-            ) from error
-
-    @property
-    def value(self) -> Any:
-        """The object, as this process unpickled it."""
-        return _unpickled(self.pickled)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self.pickled == other.pickled
-
-    def __hash__(self) -> int:
-        return hash(self.pickled)
-
-    def __repr__(self) -> str:
-        return f"Static({self.kind})"
-
-
-@functools.lru_cache(maxsize=64)
-def _unpickled(pickled: bytes) -> Any:
-    return pickle.loads(pickled)  # noqa: S301  # written by the driver of the same run
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +48,7 @@ class NodeRef:
 class Constant:
     """An argument fixed when the phase was traced."""
 
-    value: Json | Static
+    value: Json
 
 
 ArgumentRef = InputRef | NodeRef | Constant

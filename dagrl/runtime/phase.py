@@ -31,7 +31,6 @@ from dagrl.runtime.graph import (
     Node,
     NodeRef,
     PhaseGraph,
-    Static,
     WorkerRef,
 )
 from dagrl.runtime.layout import ParallelLayout
@@ -87,7 +86,7 @@ class Input:
     name: str
 
 
-Argument = Value | Input | Static | Json
+Argument = Value | Input | Json
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,8 @@ class Shard:
 
         A `Value` of as many nodes is passed worker by worker, one of a single node to all. Anything else is a constant.
         """
-        keywords = tuple(name for name, arg in named.items() if isinstance(arg, Input | Value | Static))
-        constants = {name: arg for name, arg in named.items() if not isinstance(arg, Input | Value | Static)}
+        keywords = tuple(name for name, arg in named.items() if isinstance(arg, Input | Value))
+        constants = {name: arg for name, arg in named.items() if not isinstance(arg, Input | Value)}
         given = (*args, *(named[name] for name in keywords))
         nodes = tuple(
             self.tracer.add(self.role, worker, method, "call", self._arguments(method, given, position), constants, keywords)
@@ -163,8 +162,6 @@ class Shard:
     def _argument(self, method: str, arg: Argument, position: int) -> ArgumentRef:
         if isinstance(arg, Input):
             return InputRef()
-        if isinstance(arg, Static):
-            return Constant(arg)
         if not isinstance(arg, Value):
             self.tracer.check_constant(f"{self.role.name}.{method}", arg)
             return Constant(arg)
@@ -235,8 +232,8 @@ class Tracer:
         if strange is not None:
             raise self.error(
                 f"node {where}: the constant {reprlib.repr(constant)} contains a {type(strange).__name__}; constants are "
-                "numbers, strings, booleans, None, lists, and dictionaries with string keys. Wrap an object, "
-                "Static(loss_fn), or put other data into the input"
+                "numbers, strings, booleans, None, lists, and dictionaries with string keys. Put other "
+                "data into the input"
             )
 
     def check_own(self, where: str, value: Value) -> None:

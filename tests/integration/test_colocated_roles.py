@@ -1,4 +1,4 @@
-"""Several groups over the same actors, keyword arguments, constants that are objects, and dispatchers."""
+"""Several groups over the same actors, keyword arguments, and dispatchers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,11 @@ import pytest
 import ray
 
 from dagrl.errors import PhaseError
-from dagrl.runtime.graph import Arguments, Static
+from dagrl.runtime.graph import Arguments
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Shard, join, phase
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.worker_group import WorkerGroup
-
-
-class Scale:
-    """A loss function as an object."""
-
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-        self.calls = 0
-
-    def __call__(self, value: int) -> tuple[int, int]:
-        self.calls += 1
-        return self.factor * value, self.calls
 
 
 class Colocated:
@@ -36,9 +24,9 @@ class Colocated:
         self.rank = rank
         self.begun: list[str] = []
 
-    def actor_train(self, data: int, loss_fn: Any, *, eval_mode: bool = False) -> Any:
+    def actor_train(self, data: int, factor: int, *, eval_mode: bool = False) -> Any:
         self.begun.append("train")
-        return self.rank, loss_fn(data), eval_mode
+        return self.rank, factor * data, eval_mode
 
     def ref_logprobs(self, *, data: int) -> int:
         self.begun.append("logprobs")
@@ -56,7 +44,7 @@ class Colocated:
 
 @phase
 def train(actor: Shard, data):
-    return actor.map("actor_train", data, loss_fn=Static(Scale(3)), eval_mode=True)
+    return actor.map("actor_train", data, factor=3, eval_mode=True)
 
 
 @phase
@@ -68,7 +56,7 @@ def logprobs(ref: Shard, data):
 def both(actor: Shard, ref: Shard, data):
     """Nodes of both roles on every actor, of which one reads the other's result."""
     found = ref.map("ref_logprobs", data=data)
-    return join(found, actor.map("actor_train", found, Static(Scale(2))))
+    return join(found, actor.map("actor_train", found, 2))
 
 
 @phase
@@ -116,9 +104,9 @@ def test_roles_on_the_same_actors_take_turns_in_one_order(actors: list[Any], exe
         begun = [ray.get(actor.history.remote()) for actor in actors]
         runs = [run.label for runs in scheduler.groups["ref"].drain_runs(20.0) for run in runs if run.replay == 0]
     for value, (trained, first, joined, second) in zip(range(1, 4), zip(*[iter(found)] * 4, strict=True), strict=True):
-        assert trained == ([(rank, (3 * value, value), True) for rank in (0, 1)],)
+        assert trained == ([(rank, 3 * value, True) for rank in (0, 1)],)
         assert first == second == (value + 1, value)  # the ranks of `ref` are the actors in reverse
-        ranks = [(0, (2 * (value + 1), value), False), (1, (2 * value, value), False)]
+        ranks = [(0, 2 * (value + 1), False), (1, 2 * value, False)]
         assert joined == ([value + 1, value, *ranks],)
     assert begun == [["train", "logprobs", "logprobs", "train", "logprobs"] * 3] * 2
     assert set(runs) == {"ref[0]._execute", "ref[0].ref_logprobs", "ref[1].ref_logprobs"}
@@ -127,7 +115,7 @@ def test_roles_on_the_same_actors_take_turns_in_one_order(actors: list[Any], exe
 def test_a_call_passes_the_arguments_that_it_is_given(actors: list[Any]) -> None:
     with scheduler_of(actors, "compiled") as scheduler:
         for value in (4, 5):
-            given = Arguments((value,), {"loss_fn": Scale(10), "eval_mode": value == 5})
+            given = Arguments((value,), {"factor": 10, "eval_mode": value == 5})
             plain = ray.get([actor.actor_train.remote(*given.args, **given.kwargs) for actor in actors])
             assert scheduler.replay(call, given).result() == (plain,)
         with pytest.raises(PhaseError, match=r"actor\[0\].actor_train spreads its input .* given a int; .* Arguments\(args"):

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Packet
 from dagrl.runtime.executors.node import NodeCall, Take
-from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, Static, WorkerRef
+from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.passes.hosts import RELAY, relays_input
 
 logger = logging.getLogger(__name__)
@@ -155,8 +155,8 @@ def accelerated(graph: PhaseGraph) -> set[int]:
     } - set(graph.outputs)
 
 
-def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Static | Json, ...]:
-    takes: list[Take | Static | Json] = []
+def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Json, ...]:
+    takes: list[Take | Json] = []
     share = (graph.shard(node.worker), graph.shards) if graph.shards > 1 else None
     index = 0
     for arg in node.args:

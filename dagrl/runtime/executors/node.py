@@ -28,7 +28,7 @@ from dagrl.errors import DeadlineError, RunError, WorkerFailure, error_text, pri
 from dagrl.machine import starved_s
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packet, fit_failures, payload_bytes
 from dagrl.runtime.edges.pickling import Encoded, Shares, accelerator_tensors
-from dagrl.runtime.graph import Arguments, Json, Static
+from dagrl.runtime.graph import Arguments, Json
 from dagrl.runtime.passes.hosts import RELAY
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import ReplayContext, replay_context
@@ -74,7 +74,7 @@ class NodeCall:
     position: int  # of the worker in its graph
     kind: str
     method: str
-    args: tuple[Take | Static | Json, ...]
+    args: tuple[Take | Json, ...]
     constants: dict[str, Json]
     place: int  # among the worker's nodes in this graph, from 0: the node waits for its ticket and earlier places
     closes_turn: bool  # the worker's last node in this graph: lets the next ticket in
@@ -303,7 +303,7 @@ def _evaluate(worker: object, call: NodeCall, packets: tuple[Packet, ...]) -> ob
     args: list[object] = []
     for arg in call.args:
         if not isinstance(arg, Take):
-            args.append(_constant(arg))
+            args.append(copy.deepcopy(arg) if isinstance(arg, list | dict) else arg)
         elif arg.flatten:
             collected = packets[arg.index].value
             assert isinstance(collected, list)
@@ -326,12 +326,6 @@ def _evaluate(worker: object, call: NodeCall, packets: tuple[Packet, ...]) -> ob
         args, constants = _spread(call, args[0])
     value = method(args) if call.kind == "reduce" else method(*args, **constants)
     return _awaited(worker, call, value) if inspect.iscoroutine(value) else value
-
-
-def _constant(arg: Static | Json) -> object:
-    if isinstance(arg, Static):
-        return arg.value
-    return copy.deepcopy(arg) if isinstance(arg, list | dict) else arg
 
 
 def _spread(call: NodeCall, arguments: object) -> tuple[list[object], dict[str, Any]]:

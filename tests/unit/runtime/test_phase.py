@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dagrl.errors import GraphError
-from dagrl.runtime.graph import Constant, InputRef, Node, NodeRef, PhaseGraph, Static, WorkerRef
+from dagrl.runtime.graph import Constant, InputRef, Node, NodeRef, PhaseGraph, WorkerRef
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.phase import Input, Phase, Role, Shard, Value, join, methods_of, phase, replicas_per_graph
 from dagrl.runtime.shapes import Field
@@ -259,7 +258,6 @@ def test_mistakes_name_phase_node_and_remedy(function: Callable[..., Any], words
     ("function", "words"),
     [
         (lambda train, x: join(), r"join\(\) needs at least one value"),
-        (lambda train, x: train.map("pair", x, Static(threading.Lock())), "cannot be pickled .* every worker can unpickle"),
         (
             lambda train, generation, x: generation.map("forward", train[0].map("forward", x).via("nccl")),
             r"generation\[0\].forward reads train\[0\].forward via 'nccl', which the generation",
@@ -393,13 +391,13 @@ def test_graphs_that_cannot_be_traced_are_noticed(graph: PhaseGraph) -> None:
         graph.validate()
 
 
-def test_values_and_objects_may_be_passed_by_name() -> None:
+def test_values_may_be_passed_by_name() -> None:
     def step(train: Shard, batch: Input) -> Value:
-        return train.map("pair", y=train.map("forward", x=batch), x=Static(frozenset([1])))
+        return train.map("pair", y=train.map("forward", x=batch), x=batch)
 
     first, _, second, last, *_ = trace(step).nodes
     assert (first.args, first.keywords) == ((InputRef(),), ("x",))
-    assert (second.args, second.keywords) == ((NodeRef(0), Constant(Static(frozenset([1])))), ("y", "x"))
+    assert (second.args, second.keywords) == ((NodeRef(0), InputRef()), ("y", "x"))
     assert last.args[0] == NodeRef(1)
 
 
@@ -435,7 +433,7 @@ JSON = st.recursive(
 def test_a_phase_has_the_same_graph_whenever_it_is_traced(constant: Any, other: Any, workers: int) -> None:
     def step(train: Shard, x: Input) -> tuple[Value, Value]:
         y = train.map("scaled", train.map("pair", x, copy.deepcopy(constant)), factor=copy.deepcopy(other))
-        return train.reduce("total", y), join(train.map("pair", y, y=Static({"beta": 0.1})))
+        return train.reduce("total", y), join(train.map("pair", y, y={"beta": 0.1}))
 
     first, second = (trace(step, role(tp=workers), arity=3) for _ in range(2))
     assert first == second
