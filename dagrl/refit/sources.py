@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dagrl.errors import RefitPlanError
-from dagrl.refit.fp8 import BLOCK, FP8, SCALE_SUFFIX, with_scales
 from dagrl.refit.recording import Recorder, UnmappedError
 from dagrl.refit.slices import Box, WeightSlice, intersect
 from dagrl.refit.strided import NEW_DIM, Arranged, Strided, StridedCopy, copied_slices, stack_experts
@@ -37,11 +36,8 @@ def slices_of(module: torch.nn.Module, *, dtype: str, to_hf: ToHf | None = None)
     the checkpoint, as torchtitan's `StateDictAdapter.to_hf` does. None takes the conversion of a transformers model, and the
     module's own names otherwise. Tied parameters are described once.
 
-    Blockwise FP8 weights are sent as they are, with the scales that the module has under the name of the weight and
-    `_scale_inv`, as in DeepSeek-V3's checkpoints.
-
-    Raises RefitPlanError for a placement that holds no part of a parameter (Partial), for a checkpoint parameter that
-    `to_hf` computes instead of taking it from one parameter, and for a shard that ends inside an FP8 block.
+    Raises RefitPlanError for a placement that holds no part of a parameter (Partial), and for a checkpoint parameter that
+    `to_hf` computes instead of taking it from one parameter.
     """
     return _described(module, dtype, to_hf)[0]
 
@@ -91,7 +87,7 @@ def _described(module: torch.nn.Module, dtype: str, to_hf: ToHf | None) -> tuple
             if part is not None:
                 slices.append(part)
                 tensors.parameters[part.tensor] = tensor, arranged
-    return stack_experts(_quantized(slices, tensors)), tensors
+    return stack_experts(slices), tensors
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
@@ -102,23 +98,6 @@ def check_plain(name: str, tensor: Tensor) -> None:
             f"parameter {name!r} is a {kind.__module__}.{kind.__name__}, but a refit sends plain tensors. Send the master "
             "weights; what the engine holds in FP8 is quantized on the way"
         )
-
-
-def _quantized(slices: Sequence[WeightSlice], tensors: Mapping[str, Tensor]) -> list[WeightSlice]:
-    """Joins FP8 weights with their scales. Raises RefitPlanError if a shard ends inside a block or scales are no float32."""
-    joined = list(with_scales(slices))
-    for weight in joined:
-        if weight.dtype == FP8 and weight.scales is None:
-            raise RefitPlanError(
-                f"parameter {weight.name!r}: this rank holds {weight.box} in FP8 without the scales of just these blocks of "
-                f"{BLOCK}x{BLOCK}; give the module {weight.name}{SCALE_SUFFIX}, and shard both between blocks"
-            )
-        if weight.scales is not None and tensors[weight.scales.tensor].dtype != torch.float32:
-            raise RefitPlanError(
-                f"parameter {weight.name!r}: its scales are {tensors[weight.scales.tensor].dtype}, but a refit sends "
-                f"float32, as engines hold them; make {weight.scales.tensor} float32, exact for powers of two (ue8m0)"
-            )
-    return joined
 
 
 def _distinct(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ class Move:
     """One box of a parameter, copied from a box of a source tensor into a box of a destination tensor.
 
     `dtype` is the dtype on the wire; a destination with another floating-point dtype casts. With `scales` the source
-    quantizes the box and appends its scales; with `source_scales` it holds FP8 already and passes that on. If a tensor's
+    quantizes the box and appends its scales; with `source_scales` it relays FP8. If a tensor's
     name is a stack, its first dimension counts tensors.
     """
 

@@ -21,7 +21,6 @@ from dagrl.refit import plan_refit
 from dagrl.refit.fp8 import in_blocks, quantize_blocks
 from dagrl.refit.recording import record
 from dagrl.refit.slices import Box, WeightSlice, expand
-from dagrl.refit.sources import slices_of, tensors_of
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
@@ -154,7 +153,6 @@ def check(case: Case, root: Path) -> None:
             check_derived(model)
     if case.fp8:
         check_refit(whole, config, ranks, held)
-        check_fp8_source(checkpoint, config, directory, ranks, held)
     print("agrees:", case.family, case.tp, case.ep, case.fp8, flush=True)
 
 
@@ -203,26 +201,6 @@ def check_refit(whole: Weights, config: Hf, ranks: Sequence[VllmRank], held: Seq
     slices = [megatron_weight_slices(config, layout, rank, modules) for rank in range(layout.world_size)]
     wanted = [vllm_weight_slices(config, rank) for rank in ranks]
     check_received(slices, [fill(whole, mine) for mine in slices], wanted, held)
-
-
-def check_fp8_source(
-    checkpoint: Weights, config: Hf, directory: Path, ranks: Sequence[VllmRank], held: Sequence[Weights]
-) -> None:
-    """A refit from transformers' FP8 module, which holds the checkpoint, gives the bytes of vLLM's loader for it."""
-    from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
-
-    settings = AutoConfig.from_pretrained(directory)
-    kept = ["lm_head", *settings.quantization_config["modules_to_not_convert"]]
-    del settings.quantization_config
-    module = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    if any("experts" in name for name, _ in module.named_modules()):
-        return  # transformers holds experts in FP8 only in layouts of its own
-    module = replace_with_fp8_linear(module, kept, FineGrainedFP8Config(), pre_quantized=True)
-    module.load_state_dict(checkpoint, assign=True)
-    slices, tensors = slices_of(module, dtype="bfloat16"), tensors_of(module, dtype="bfloat16")
-    assert {one.name for one in slices} == {name for name in checkpoint if not name.endswith("_scale_inv")}
-    check_received([slices], [tensors], [vllm_weight_slices(config, rank) for rank in ranks], held)
 
 
 def check_received(

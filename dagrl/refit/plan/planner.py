@@ -345,13 +345,6 @@ def _check_dtypes(source: WeightSlice, target: WeightSlice, dtype: str) -> str:
     sent = source.dtype or dtype
     _item_bytes(sent)
     wanted = target.dtype or sent
-    if source.scales is not None:
-        if target.scales is not None and sent == wanted == FP8:
-            return FP8
-        raise RefitPlanError(
-            f"parameter {source.name!r} is in blockwise FP8 in the sources (tensor {source.tensor!r}), but not in tensor "
-            f"{target.tensor!r}; start the engine in FP8, or hold the parameter in {', '.join(CASTABLE[1:])} in the sources"
-        )
     if target.scales is not None and wanted == FP8 and sent in CASTABLE:
         return FP8
     if (sent != wanted and not (sent in CASTABLE and wanted in CASTABLE)) or (target.scales is not None):

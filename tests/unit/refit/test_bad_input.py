@@ -33,14 +33,6 @@ from tests.unit.refit.weight_reference import model_config
 BOX = ((0, 128), (0, 128))
 
 
-def test_fp8_sources_need_an_fp8_engine() -> None:
-    quantized = WeightSlice("p", BOX, "t", BOX, "float8_e4m3fn", Scales("s", ((0, 1), (0, 1))))
-    with pytest.raises(
-        RefitPlanError, match=r"'p' is in blockwise FP8 in the sources \(tensor 't'\), but not in tensor 'u'"
-    ):
-        plan_refit([[quantized]], [[WeightSlice("p", BOX, "u", BOX)]], dtype="bfloat16")
-
-
 @pytest.mark.parametrize("kind", ["gpt_oss", None])
 def test_a_model_type_without_rules_is_named(kind: str | None) -> None:
     config = model_config(model_type=kind)  # type: ignore[arg-type]

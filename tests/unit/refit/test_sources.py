@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dagrl.errors import RefitPlanError
-from dagrl.refit import plan_refit
 from dagrl.refit.carry.pack import Addresses
-from dagrl.refit.fp8 import quantize_blocks
-from dagrl.refit.slices import Scales, WeightSlice, expand, volume
+from dagrl.refit.slices import WeightSlice, expand, volume
 from dagrl.refit.sources import slices_of, tensors_of
-from tests.unit.refit.memory_channel import run_refit
 
 
 class Holder(nn.Module):
@@ -150,28 +146,6 @@ def test_what_a_conversion_changes_in_place_is_refused(
         slices_of(Holder(a=torch.ones(3, 2)), dtype="float32", to_hf=to_hf)
 
 
-def test_fp8_experts_of_transformers_are_sent_with_their_scales() -> None:
-    """Gate and up projection of all experts in one parameter, and their scales in another."""
-    from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
-
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1, "num_experts": 3, "vocab_size": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes, **heads), dtype=torch.bfloat16)
-        model = replace_with_fp8_linear(model, ["lm_head", "mlp.gate"], quantization_config=FineGrainedFP8Config())
-    model = model.to_empty(device="cpu")
-    tensors = tensors_of(model, dtype="bfloat16")
-    found = {one.name: one for one in expand(slices_of(model, dtype="bfloat16"))}
-    experts = model.model.layers[0].mlp.experts
-    for expert, (name, rows, blocks) in product(range(3), [("gate", (0, 256), (0, 2)), ("up", (256, 512), (2, 4))]):
-        one = found[f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight"]
-        assert (one.local, one.dtype) == (((expert, expert + 1), rows, (0, 256)), "float8_e4m3fn")
-        assert one.scales is not None and one.scales.local == ((expert, expert + 1), blocks, (0, 2))
-        assert tensors[one.tensor].data_ptr() == experts.gate_up_proj.data_ptr()
-        assert tensors[one.scales.tensor].data_ptr() == experts.gate_up_proj_scale_inv.data_ptr()
-
-
 def test_tensors_follow_parameters_to_new_memory() -> None:
     """Offloading gives a parameter other data; a sender that kept the old memory would send old weights."""
     module = nn.Sequential(nn.Linear(3, 2))
@@ -181,34 +155,3 @@ def test_tensors_follow_parameters_to_new_memory() -> None:
     assert known.moved and sorted(map(len, tensors.values())) == [2, 3]
     module.double()
     assert all(torch.equal(one, module[0].weight.T if one.dim() == 2 else module[0].bias) for one in tensors.values())
-
-
-def test_scales_in_another_form_are_refused() -> None:
-    scales = torch.ones(2, 2, dtype=torch.float8_e8m0fnu)
-    module = Holder(weight=torch.zeros(256, 200, dtype=torch.float8_e4m3fn), weight_scale_inv=scales)
-    with pytest.raises(RefitPlanError, match=r"scales are torch.float8_e8m0fnu, but a refit sends float32"):
-        slices_of(module, dtype="bfloat16")
-
-
-def test_fp8_weights_are_sent_with_their_scales() -> None:
-    """A module with blockwise FP8 and a bfloat16 norm, into an FP8 engine of two ranks. Without scales it is refused."""
-    quantized, scales = quantize_blocks(torch.randn(256, 200))
-    norm = torch.randn(5).bfloat16()
-    module: nn.Module = Holder(weight=quantized, norm=norm)
-    with pytest.raises(RefitPlanError, match=r"'weight': this rank holds .* without the scales"):
-        slices_of(module, dtype="bfloat16")
-    module = Holder(weight=quantized, weight_scale_inv=scales, norm=norm)
-    slices, tensors = slices_of(module, dtype="bfloat16"), tensors_of(module, dtype="bfloat16")
-    assert {one.name for one in slices} == {"weight", "norm"}
-    wanted, built = [], []
-    for rank in range(2):
-        rows = (128 * rank, 128 * (rank + 1))
-        part = Scales("s", ((0, 1), (0, 2)))
-        weight = WeightSlice("weight", (rows, (0, 200)), "w", ((0, 128), (0, 200)), "float8_e4m3fn", part)
-        wanted.append([weight, WeightSlice("norm", ((0, 5),), "n", ((0, 5),))])
-        held = {"w": torch.zeros(128, 200, dtype=torch.float8_e4m3fn), "s": torch.zeros(1, 2)}
-        built.append({**held, "n": torch.zeros(5, dtype=torch.bfloat16)})
-    run_refit(plan_refit([slices], wanted, dtype="bfloat16"), [tensors, *built], verify="checksum")
-    for rank, held in enumerate(built):
-        assert torch.equal(held["w"].view(torch.uint8), quantized[128 * rank :][:128].view(torch.uint8))
-        assert torch.equal(held["s"], scales[rank : rank + 1]) and torch.equal(held["n"], norm)
