@@ -14,7 +14,7 @@ from dagrl.config import ClusterConfig
 from dagrl.run.cluster import ray_cluster
 
 SHARED = {
-    "Megatron workers": ("megatron_", "failed_starts"),
+    "Megatron workers": ("megatron_", "failed_starts", "fsdp_"),
     "vLLM engines": ("vllm_",),
     "learned run": ("main_job", "stop"),
 }

@@ -116,8 +116,11 @@ def scheduler_of(actors: list[Any], executor: str, engine: str, fused: bool = Fa
     return Scheduler([group], options)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["a graph per shard", "one graph"])
-@pytest.mark.parametrize(("executor", "engine"), ENGINES)
+@pytest.mark.parametrize(
+    ("executor", "engine", "fused"),
+    [*((*engine, False) for engine in ENGINES), (*ENGINES[0], True)],
+    ids=["dagrl", "ray", "eager", "dagrl, one graph"],
+)
 def test_values_of_any_type_are_split_and_joined_as_plain_calls_see_them(
     actors: list[Any], executor: str, engine: str, fused: bool
 ) -> None:

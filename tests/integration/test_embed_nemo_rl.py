@@ -34,7 +34,12 @@ class PolicyWorker(NotingWorker):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        self.seed = seed
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts with new weights and without an optimizer state."""
+        torch.manual_seed(self.seed)
         self.model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
 
@@ -77,12 +82,12 @@ def nemo(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def groups(cluster: None, nemo: Any) -> Iterator[tuple[Any, AcceleratedGroup]]:
-    """A plain group of four workers, and an accelerated one of four equal workers."""
-    made = [[ray.remote(num_cpus=0)(PolicyWorker).remote(seed=rank) for rank in range(4)] for _ in range(2)]
-    plain, mine = [nemo.RayWorkerGroup(actors, nemo.NamedSharding(LAYOUT, AXES), "lm-policy") for actors in made]
+    """A plain group of four workers, and an accelerated one of the same four, which `trainer_steps` begins anew."""
+    actors = [ray.remote(num_cpus=0)(PolicyWorker).remote(seed=rank) for rank in range(4)]
+    plain, mine = (nemo.RayWorkerGroup(actors, nemo.NamedSharding(LAYOUT, AXES), "lm-policy") for _ in range(2))
     accelerated = accelerate(mine, phases=("train", "get_logprobs", "note", "refuse"), max_bytes=1 << 20, deadline_s=240.0)
     yield plain, accelerated
-    assert accelerated.shutdown() and plain.shutdown()
+    assert accelerated.shutdown()
 
 
 def batch(nemo: Any, step: int) -> Any:
@@ -93,6 +98,7 @@ def batch(nemo: Any, step: int) -> Any:
 def trainer_steps(group: Any, nemo: Any) -> list[Any]:
     """What NeMo-RL's `Policy` does with its worker group in a step, for three steps."""
     found: list[Any] = []
+    ray.get([worker.begin.remote() for worker in group.workers])
     replicated = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
     axes = {"in_sharded_axes": ["data_parallel"], "replicate_on_axes": replicated, "output_is_replicated": replicated}
     for step in range(3):
@@ -109,10 +115,17 @@ def trainer_steps(group: Any, nemo: Any) -> list[Any]:
 
 def test_a_trainers_steps_are_equal_to_those_of_plain_calls(groups: tuple[Any, AcceleratedGroup], nemo: Any) -> None:
     plain, accelerated = groups
-    expected, found = trainer_steps(plain, nemo), trainer_steps(accelerated, nemo)
+    expected, expected_calls = trainer_steps(plain, nemo), calls_of(plain)
+    found = trainer_steps(accelerated, nemo)
     assert len(found) == len(expected) == 3 * 7
     assert all(torch.equal(torch.as_tensor(one), torch.as_tensor(other)) for one, other in zip(found, expected, strict=True))
-    assert ray.get([a.done.remote() for a in accelerated.workers]) == ray.get([p.done.remote() for p in plain.workers])
+    assert calls_of(accelerated) == expected_calls
+
+
+def calls_of(group: Any) -> list[list[str]]:
+    """Returns what each worker was called since it was last asked."""
+    done: list[list[str]] = ray.get([worker.done.remote() for worker in group.workers])
+    return done
 
 
 def test_who_is_called_with_what_is_as_in_nemo_rl(groups: tuple[Any, AcceleratedGroup], nemo: Any) -> None:
@@ -131,10 +144,10 @@ def test_who_is_called_with_what_is_as_in_nemo_rl(groups: tuple[Any, Accelerated
         return [*found, dummies.called_workers, dummies.return_from_workers, len(group.get_all_worker_results(dummies))]
 
     plain, accelerated = groups
-    expected = calls(plain)
+    expected, expected_calls = calls(plain), calls_of(plain)
     assert calls(accelerated) == expected
     assert expected[:5] == [list("abcd"), list("ef"), ["g", "g"], "h", 2]
-    assert ray.get([a.done.remote() for a in accelerated.workers]) == ray.get([p.done.remote() for p in plain.workers])
+    assert calls_of(accelerated) == expected_calls
     with pytest.raises(ValueError, match="Axis 'data' not found in sharding annotations"):
         accelerated.run_all_workers_sharded_data("get_logprobs", in_sharded_axes=["data"], data=shards)
 

@@ -135,7 +135,7 @@ def plain() -> list[Any]:
     return two_actors(Threaded)
 
 
-WAYS = [plain, with_two_threads, with_four_threads, with_an_event_loop, with_concurrency_groups]
+WAYS = [plain, with_two_threads, with_an_event_loop, with_concurrency_groups]
 
 
 @pytest.fixture(scope="module", params=WAYS)

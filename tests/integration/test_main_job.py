@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dagrl.cli.main import main
 from dagrl.config.file import load_config
 from dagrl.rl.rollout.rollouts import IN_FLIGHT
 from dagrl.telemetry.rollouts import OTHER, read_rollouts, rollout_files
@@ -33,6 +34,7 @@ from tests.integration.main_job import (
     train,
     untimed,
 )
+from tests.integration.test_async_grpo import one_cluster
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
@@ -183,13 +185,22 @@ def test_a_step_is_executed_again_and_a_changed_record_is_named(learned: Run, tm
     )
 
 
-def test_evaluation_is_greedy_and_counts_what_is_right(learned: Run, tmp_path: Path) -> None:
+@pytest.fixture
+def joined(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of this process join the session's cluster."""
+    one_cluster.__wrapped__(cluster, monkeypatch)
+
+
+@pytest.mark.usefixtures("joined")
+def test_evaluation_is_greedy_and_counts_what_is_right(
+    learned: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     final, file = learned.directory / "final_model", tmp_path / "found.json"
-    dagrl = str(Path(sys.executable).with_name("dagrl"))
-    command = [dagrl, "evaluate", GRPO, "--checkpoint", str(final), "--samples", "4", "--limit", "32", "--json", str(file)]
-    shown = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True, timeout=280).stdout
+    options = ["--checkpoint", str(final), "--samples", "4", "--limit", "32", "--json", str(file)]
+    assert main(["evaluate", str(ROOT / GRPO), *options]) == 0
+    shown = capsys.readouterr().out
     found = json.loads(file.read_text())
     metrics, prompts = found["metrics"]["all"], found["prompts"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32), AutoTokenizer.from_pretrained(final)
@@ -206,10 +217,10 @@ def test_evaluation_is_greedy_and_counts_what_is_right(learned: Run, tmp_path: P
     assert f"{metrics['pass@1']:.4f}" in shown and 0 < metrics["pass@1"] < metrics["pass@4"]
 
 
+@pytest.mark.usefixtures("joined")
 def test_a_checkpoint_is_exported_bit_for_bit(learned: Run, tmp_path: Path) -> None:
     latest, model = learned.directory / "checkpoints" / f"step_{STEPS:08d}", tmp_path / "model"
-    code = f"from dagrl.cli.main import main\nassert main(['export', {str(latest)!r}, '-o', {str(model)!r}]) == 0"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=280)
+    assert main(["export", str(latest), "-o", str(model)]) == 0
     found, final = (load_file(path / "model.safetensors") for path in (model, learned.directory / "final_model"))
     assert found.keys() == final.keys() and all(torch.equal(found[key], final[key]) for key in final)
     assert (model / "tokenizer.json").exists()

@@ -19,7 +19,7 @@ from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.shapes import Batch, Bucket, Field
 from dagrl.runtime.worker_group import WorkerGroup
 
-WARMUP, REPLAYS = 500, 3000
+WARMUP, REPLAYS = 300, 2000
 OBJECTS, BYTES = REPLAYS // 10, 16 * REPLAYS
 """Limits of growth: one object per ten replays, and 16 bytes per replay, less than the smallest object."""
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dagrl.config.file import dump_config
 from dagrl.run.checkpoint_store import CheckpointStore
 from tests.integration.main_job import GRPO, LEARNING, OF_REPLAYS, SFT, SFT_STEPS, Run, copy_run, running, train, untimed
+from tests.integration.test_async_grpo import configuration
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
@@ -50,6 +52,17 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stopped")
 
 
+def test_a_stopped_run_saves_its_last_step(output: Path) -> None:
+    """Both roles, the reward's process and Ray end, and what they had in shared memory is gone."""
+    sections = {"executor": "compiled", "grpo": {"max_num_steps": 10_000, "val_period": 0}}
+    path = output / "unigram.yaml"
+    path.write_text(dump_config(configuration(output, "unigram", **sections)))
+    with running(str(path), output, "unigram") as run:
+        run.wait_for_step(3)
+        assert ends_in_time(run, lambda: os.killpg(run.process.pid, signal.SIGTERM)) == INTERRUPTED
+        assert 3 <= saved_step(run) == run.metrics[-1]["step"]
+
+
 @pytest.fixture(scope="module")
 def stopped(learned: Run, output: Path) -> Run:
     """The learned run from the end of SFT, ended by SIGTERM in GRPO."""
@@ -60,12 +73,9 @@ def stopped(learned: Run, output: Path) -> Run:
     return run
 
 
-def test_a_run_stopped_in_grpo_saves_its_last_step(stopped: Run) -> None:
-    assert SFT_STEPS < saved_step(stopped) == stopped.metrics[-1]["step"] < SFT_STEPS + RESUMED
-
-
 @pytest.mark.slow
-def test_a_stopped_run_resumes_like_an_unstopped_run(stopped: Run, learned: Run, output: Path) -> None:
+def test_a_run_stopped_in_grpo_resumes_like_an_unstopped_run(stopped: Run, learned: Run, output: Path) -> None:
+    assert SFT_STEPS < saved_step(stopped) == stopped.metrics[-1]["step"] < SFT_STEPS + RESUMED
     run = train(GRPO, output, "stopped", *TO_RESUME)
     whole = untimed([line for line in learned.metrics if line["step"] <= SFT_STEPS + RESUMED])
     resumed = untimed(run.metrics)

@@ -8,15 +8,25 @@ import sys
 
 import pytest
 
+from dagrl.errors import ConfigError
+from dagrl.workers.vllm.described import describe_ranks
+from tests.families import FAMILIES
+from tests.integration.vllm_loads import CASES, FP8_CASES
+
 
 def test_slices_and_lora_slots_are_what_vllm_loads_and_fills() -> None:
     """In one process, because importing vLLM and all families takes longest."""
     pytest.importorskip("vllm")
-    from tests.integration.vllm_loads import CASES, FP8_CASES
-
-    command = [sys.executable, "-m", "tests.integration.vllm_slots"]
+    command = [sys.executable, "-m", "tests.integration.vllm_loads"]
     plain = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}  # vLLM's quantizer is compiled, which takes a third of the time
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=plain)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.count("agrees:") == len(CASES) + len(FP8_CASES)
     assert done.stdout.count("slots agree:") == len(CASES)
+
+
+def test_a_model_that_cannot_be_described_is_an_error() -> None:
+    """Raises before the process that builds it imports vLLM, which takes longest."""
+    config = {**FAMILIES["llama"], "model_type": "no_such_model"}
+    with pytest.raises(ConfigError, match=r"(?s)no refit plan before an engine runs.*no_such_model"):
+        describe_ranks(config, 4, {"dtype": "bfloat16"})

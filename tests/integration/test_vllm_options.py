@@ -29,14 +29,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_no_shared_memory_or_socket_that_a_killed_process_could_leave(vllm_ranks: Ranks, checkpoint: Path) -> None:
-    with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
-        engine.run(requests([1], PROMPTS[:1]))
-        assert engine.on_all(vllm_calls.shared_memory) == [[], []]
-        assert engine.on_all(vllm_calls.socket_files) == [[], []]
-    assert engine.on_all(vllm_calls.shared_memory) == [[], []]
-
-
 @pytest.mark.parametrize(
     "fails",
     [
@@ -45,12 +37,16 @@ def test_no_shared_memory_or_socket_that_a_killed_process_could_leave(vllm_ranks
     ],
 )
 def test_a_rank_can_be_set_up_again_after_a_failed_start(fails: str, vllm_ranks: Ranks, checkpoint: Path) -> None:
-    """After a start, and in the middle of one: groups, threads and memory are freed."""
+    """After a start, and in the middle of one: groups, threads and memory are freed.
+
+    No engine has shared memory or sockets, which a killed process could leave.
+    """
     with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
         expected = [row.tokens for row in engine.run(requests([1], PROMPTS[:1]))]
+        assert engine.on_all(vllm_calls.shared_memory) == engine.on_all(vllm_calls.socket_files) == [[], []]
         found = engine.on_all(vllm_calls.start_again, fails, f"127.0.0.1:{reserve_port()}", f"127.0.0.1:{reserve_port()}")
         assert [row.tokens for row in engine.run(requests([1], PROMPTS[:1]))] == expected
-        assert engine.on_all(vllm_calls.socket_files) == [[], []]
+    assert engine.on_all(vllm_calls.shared_memory) == engine.on_all(vllm_calls.socket_files) == [[], []]
     for error, grouped, before, after in found:
         assert error == "RuntimeError: not today" and not grouped and after <= before
 
@@ -121,12 +117,13 @@ def last_new(tokens: Sequence[int]) -> int:
 
 
 def test_requests_with_options_of_their_own(vllm_ranks: Ranks, tmp_path: Path) -> None:
-    """Stop strings and sampling."""
-    checkpoint = make_checkpoint(tmp_path)
+    """Stop strings and sampling; then what ends all requests of a run."""
+    checkpoint = make_checkpoint(tmp_path / "model")
     tokenizer = character_tokenizer(CHARACTERS)
     tokenizer.save_pretrained(checkpoint)
     with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
-        [free] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))
+        whole_rows = engine.run(requests([1, 5, 6], PROMPTS, new=20, greedy=True))
+        free = whole_rows[0]
         at = last_new(free.tokens)
         options = {
             2: RequestOptions(temperature=0.0, stop=(tokenizer.decode([free.tokens[at]]),)),
@@ -144,17 +141,14 @@ def test_requests_with_options_of_their_own(vllm_ranks: Ranks, tmp_path: Path) -
     assert streamed == whole.tokens[: len(streamed)], "each token once"
     assert [value for row in pieces for value in row.logprobs] == whole.logprobs[: len(streamed)]
     assert {version for row in pieces for version in row.versions} == set(whole.versions)
-    for ends in ({"stop_strings": [tokenizer.decode([free.tokens[at]])]}, {"stop_token_ids": [free.tokens[at]]}):
-        with vllm_ranks.engine(make_config(checkpoint, ends), 1) as engine:
-            [row] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))
-        assert (row.tokens, row.finish_reason) == (free.tokens[: at + 1], "stop")
-
-
-def test_the_end_of_sequence_token_ends_a_request(vllm_ranks: Ranks, tmp_path: Path, checkpoint: Path) -> None:
-    with vllm_ranks.engine(make_config(checkpoint), 1) as engine:
-        [free] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))
-    at = last_new(free.tokens)
-    ended = make_checkpoint(tmp_path / "model", eos_token_id=free.tokens[at])
-    with vllm_ranks.engine(make_config(ended), 1) as engine:
-        [row] = engine.run(requests([1], PROMPTS[:1], new=20, greedy=True))
-    assert (row.tokens, row.finish_reason) == (free.tokens[: at + 1], "stop")
+    # One engine with all that ends a request: a string, a token, and the end of a sequence.
+    string, token, eos = ends = [row.tokens[last_new(row.tokens)] for row in whole_rows]
+    ended = make_checkpoint(tmp_path / "ended", eos_token_id=eos)
+    tokenizer.save_pretrained(ended)
+    stops = {"stop_strings": [tokenizer.decode([string])], "stop_token_ids": [token]}
+    with vllm_ranks.engine(make_config(ended, stops), 1) as engine:
+        rows = engine.run(requests([1, 5, 6], PROMPTS, new=20, greedy=True))
+    for row, before in zip(rows, whole_rows, strict=True):
+        first = min(before.tokens.index(end) for end in ends if end in before.tokens)
+        assert (row.tokens, row.finish_reason) == (before.tokens[: first + 1], "stop")
+    assert {row.tokens[-1] for row in rows} == set(ends)

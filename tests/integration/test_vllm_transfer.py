@@ -69,8 +69,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.timeout(500)  # imports vLLM four times with two ranks
-@pytest.mark.slow  # test_refit_alone.py has the same transfers to a server
-@pytest.mark.parametrize(("tp", "multiprocess"), [(1, "0"), (2, "1")])
+@pytest.mark.parametrize(("tp", "multiprocess"), [(1, "0"), pytest.param(2, "1", marks=pytest.mark.slow)])
 def test_any_llm_takes_refits(tp: int, multiprocess: str, tmp_path: Path) -> None:
     """In this process with one rank; with engine and two workers in processes of their own."""
     pytest.importorskip("vllm")

@@ -16,6 +16,7 @@ import pytest
 
 from tests.integration.main_job import ROOT
 
+UNIGRAM = Path(__file__).with_name("unigram_workers.py")
 SOURCES = ("dagrl", "pyproject.toml", "README.md", "LICENSE")
 
 REWARD = """
@@ -31,12 +32,12 @@ def score(prompts, completions, references):
 WORKER = """
 from pathlib import Path
 
-from dagrl.workers.megatron import MegatronWorker
+from {module} import {base}
 
 
-class CountingWorker(MegatronWorker):
+class CountingWorker({base}):
     def train_step(self, batch, loss):
-        Path(f"train_step_{self.context.rank}").touch()
+        Path(f"train_step_{{self.context.rank}}").touch()
         return super().train_step(batch, loss)
 """
 
@@ -73,19 +74,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "results"))
         else:
             shutil.copy(ROOT / name, copy / name)
-    _run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(out),
-        str(copy),
-        cwd=out,
-    )
+    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    _run(*pip, "-w", str(out), str(copy), cwd=out)
     (built,) = out.glob("dagrl-*.whl")
     return built
 
@@ -113,9 +103,20 @@ def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     assert "dagrl/examples/data/arithmetic.jsonl" in names and "dagrl/py.typed" in names
 
 
-def test_the_quickstart_trains_from_the_wheel_with_the_users_own_packages(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "base", "keys"),
+    [
+        ("workers.unigram", "UnigramTrainer", ("policy.generation.worker=workers.unigram:UnigramGenerator",)),
+        pytest.param("dagrl.workers.megatron", "MegatronWorker", (), marks=pytest.mark.slow),  # test_main_job.py
+    ],
+    ids=["own workers", "Megatron and vLLM"],
+)
+def test_the_quickstart_trains_from_the_wheel_with_the_users_own_packages(
+    installed: Path, tmp_path: Path, module: str, base: str, keys: tuple[str, ...]
+) -> None:
     """Their `workers` and `graphs` are imported by the driver, the actors and the reward's process, and ours still work."""
-    files = {"workers": {"reward": REWARD, "counting": WORKER}, "graphs": {"mine": PHASE}}
+    workers = {"reward": REWARD, "counting": WORKER.format(module=module, base=base), "unigram": UNIGRAM.read_text()}
+    files = {"workers": workers, "graphs": {"mine": PHASE}}
     for package, modules in files.items():
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
@@ -127,14 +128,15 @@ def test_the_quickstart_trains_from_the_wheel_with_the_users_own_packages(instal
 
     assert "grpo_quickstart" in _run(dagrl, "examples", cwd=tmp_path)
     _run(dagrl, "examples", "grpo_quickstart", cwd=tmp_path)
-    _run(dagrl, "train", "grpo_quickstart.yaml", *SHORT, *OWN, cwd=tmp_path)
+    exported = base == "MegatronWorker"
+    _run(dagrl, "train", "grpo_quickstart.yaml", *SHORT, *OWN, *keys, f"checkpointing.export_hf={exported}", cwd=tmp_path)
 
     lines = [json.loads(line) for line in (tmp_path / "runs/grpo_quickstart/metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if "loss" in line]
-    assert len(trained) == 6 and all(line["grad_norm"] > 0 for line in trained)
+    assert len(trained) == 6 and len({line["loss"] for line in trained}) == 6
     assert sum(map(int, (tmp_path / "reward_calls").read_text().split())) >= 2 * 128
     assert {path.name for path in tmp_path.glob("train_step_*")} == {"train_step_0"}
-    assert list((tmp_path / "runs/grpo_quickstart/final_model").glob("*.safetensors"))
+    assert bool(list((tmp_path / "runs/grpo_quickstart/final_model").glob("*.safetensors"))) == exported
 
 
 def _run(*command: str, cwd: Path) -> str:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from dagrl.config import Config
 from dagrl.refit import plan_refit
 from dagrl.refit.fp8 import in_blocks, quantize_blocks
 from dagrl.refit.recording import record
@@ -24,11 +27,11 @@ from dagrl.refit.slices import Box, WeightSlice, expand
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
+from dagrl.workers.vllm import VllmWorker, described
 from dagrl.workers.vllm.described import build, do_without_kernels
 from dagrl.workers.vllm.destinations import ABSORBED, absorbed
 from dagrl.workers.vllm.launch import import_vllm
 from tests.families import FAMILIES, Hf, random_model
-from tests.integration.vllm_boxes import boxes, local_name
 from tests.unit.refit import fp8_reference
 from tests.unit.refit.memory_channel import run_refit
 from tests.unit.refit.weight_reference import LATENT, VllmRank, vllm_weight_slices
@@ -137,6 +140,8 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def check(case: Case, root: Path) -> None:
+    from tests.integration.vllm_slots import check_slots  # imports vLLM
+
     directory = root / "-".join(map(str, (case.family, case.tp, case.ep, case.fp8, len(case.changes))))
     _, whole = random_model(case.config, directory)
     checkpoint = quantized(whole, directory) if case.fp8 else whole
@@ -151,9 +156,30 @@ def check(case: Case, root: Path) -> None:
         check_recording(model, checkpoint, vllm_weight_slices(config, rank), "bfloat16" if case.fp8 else "float32")
         if not case.fp8:
             check_derived(model)
+            slots = check_slots(model, json.loads((directory / "config.json").read_text()), rank)
     if case.fp8:
         check_refit(whole, config, ranks, held)
+    else:
+        print("slots agree:", case.family, case.tp, case.ep, slots, flush=True)
     print("agrees:", case.family, case.tp, case.ep, case.fp8, flush=True)
+
+
+def local_name(parameter: str) -> str:
+    """The name in the reference; since 0.25 vLLM's experts are in a module of their own."""
+    return parameter.replace(".experts.routed_experts.", ".experts.")
+
+
+def boxes(slices: Sequence[WeightSlice], dtype: str) -> list[tuple[object, ...]]:
+    """Returns the content of slices, in an order and with names that rules and recordings share."""
+
+    def tensor(name: str) -> str:
+        return local_name(name).replace("mixer.A.loaded", "mixer.A_log")
+
+    found = []
+    for one in expand(slices):
+        scales = ("", ()) if one.scales is None else (tensor(one.scales.tensor), one.scales.local)
+        found.append((one.name, one.box, tensor(one.tensor), one.local, one.dtype or dtype, *scales))
+    return sorted(found)
 
 
 def check_recording(model: torch.nn.Module, checkpoint: Weights, rules: Sequence[WeightSlice], dtype: str) -> None:
@@ -236,6 +262,37 @@ def fill(whole: Weights, slices: Sequence[WeightSlice]) -> Weights:
     return built
 
 
+def check_descriptions(root: Path) -> None:
+    """What `dagrl inspect` says of engines before they run, which it asks of a process of its own, is their layout."""
+
+    def describe_here(request: str) -> list[list[WeightSlice]]:
+        (root / "request.json").write_text(request)
+        described.main(str(root))
+        ranks: list[list[WeightSlice]] = pickle.loads((root / "slices").read_bytes())  # noqa: S301
+        return ranks
+
+    hf = next(case.config for case in FP8_CASES if case.ep)
+    policy = {"precision": "bfloat16", "generation": {"vllm_cfg": {"precision": "fp8"}}}
+    config = Config.model_validate({"name": "t", "algorithm": "grpo", "data": {}, "policy": policy})
+    with patch.object(described, "_describe_ranks", describe_here):
+        for rank in range(2):
+            found = VllmWorker.describe(config, hf, ParallelLayout(tp=2, ep=2, etp=1), rank)
+            wanted = vllm_weight_slices(hf, VllmRank(2, rank, expert_parallel=True, fp8=True))
+            assert boxes(found, "bfloat16") == boxes(wanted, "bfloat16")
+        without_rules = {**FAMILIES["llama"], "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}
+        (only,) = described.describe_ranks(without_rules, 1, {"dtype": "bfloat16"})
+        assert {one.name for one in only} >= {
+            "model.embed_tokens.weight",
+            "model.layers.0.post_feedforward_layernorm.weight",
+        }
+        try:
+            described.describe_ranks({**FAMILIES["llama"], "intermediate_size": 30}, 4, {"dtype": "bfloat16"})
+        except Exception as error:
+            assert "30 is not divisible by 4" in str(error), error
+        else:
+            raise AssertionError("a model that vLLM cannot divide was described")
+
+
 def begin() -> None:
     """Imports vLLM and all families' classes, and does without the kernels that this machine lacks."""
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
@@ -251,6 +308,7 @@ def main() -> None:
         # vLLM makes its expert-parallel group when the first model has experts.
         for case in sorted([*CASES, *FP8_CASES], key=lambda case: "expert" not in str(case.config)):
             check(case, Path(root))
+        check_descriptions(Path(root))
 
 
 if __name__ == "__main__":

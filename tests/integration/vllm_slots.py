@@ -1,14 +1,8 @@
-"""Compares LoRA slots that a refit has filled with what vLLM's own code makes of adapters, after what `vllm_loads` compares.
-
-test_vllm_families.py runs it.
-"""
+"""Compares LoRA slots that a refit has filled with what vLLM's own code makes of adapters; for `vllm_loads`."""
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -28,9 +22,7 @@ from dagrl.refit.slices import STACKED, numbered
 from dagrl.workers.megatron.weights import stacked_shapes
 from dagrl.workers.train.adapters import adapter_names, targets
 from dagrl.workers.vllm.lora import find_slots
-from tests.families import Hf, random_model
-from tests.integration import vllm_loads
-from tests.integration.vllm_loads import CASES, build_rank
+from tests.families import Hf
 from tests.unit.refit.weight_reference import VllmRank
 
 PEFT = PeftConfig(enabled=True, refit="adapters", dim=4)
@@ -87,21 +79,3 @@ def read_adapters(adapters: dict[str, Tensor]) -> Iterator[tuple[str, LoRALayerW
             one = module if number is None else numbered(module, number)
             pair = (a, b) if number is None else (a[number], b[number])
             yield one, LoRALayerWeights(one, PEFT.dim, PEFT.dim, *pair)
-
-
-def main() -> None:
-    vllm_loads.main()
-    with tempfile.TemporaryDirectory() as root:
-        # vLLM makes its expert-parallel group when the first model has experts.
-        for number, case in enumerate(sorted(CASES, key=lambda case: "expert" not in str(case.config))):
-            directory = Path(root) / str(number)
-            random_model(case.config, directory)
-            config = json.loads((directory / "config.json").read_text())
-            for rank in range(case.tp):
-                place = VllmRank(case.tp, rank, expert_parallel=case.ep)
-                slots = check_slots(build_rank(directory, case, rank), config, place)
-            print("slots agree:", case.family, case.tp, case.ep, slots, flush=True)
-
-
-if __name__ == "__main__":
-    main()

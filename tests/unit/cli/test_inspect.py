@@ -37,7 +37,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Describes engines by the reference; tests/integration/test_described.py has vLLM's own description."""
+    """Describes engines by the reference; tests/integration/vllm_loads.py has vLLM's own description."""
 
     def describe(config: Config, hf_config: Any, layout: ParallelLayout, rank: int) -> list[WeightSlice]:
         return vllm_weight_slices(dict(hf_config), VllmRank(layout.tp, layout.coordinates(rank).tp))
