@@ -28,7 +28,7 @@ CONTENT: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-DEEP = "[" * 100_000
+DEEP = "[\n" * 100_000
 STATE_OF = TrainState(7, {"sampler": {"epoch": 1}}, 0.25)
 
 
