@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ import numpy as np
 import pytest
 
 from dagrl.config import Config
-from dagrl.rl.rollout.batches import train_batch
-from dagrl.rl.rollout.episodes import Sample
 from dagrl.rl.rollout.experience import Experience
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.run.loops.policy_update import PolicyTrainer, PolicyUpdate
@@ -200,57 +197,6 @@ def test_ages_versions_and_numbers(
         assert line["timing_s/total"] > line["timing_s/update"] >= line["timing_s/refit"]
         if not in_flight:  # training waits while running sequences finish
             assert min(line["timing_s/exposed_generation"], line["timing_s/update"] - line["timing_s/refit"]) >= 0.05
-
-
-@pytest.mark.slow
-def test_dropped_groups_are_replaced_and_environments_continue_sequences(tmp_path: Path, trained: Trained) -> None:
-    """Counts of dropped groups continue after a resume."""
-    lines = []
-    for steps in (2, 3):
-        config = configuration(
-            tmp_path,
-            "dynamic",
-            grpo={"use_dynamic_sampling": True, "max_num_steps": steps, "val_at_start": False, "val_period": 0},
-            reward={"function": "tests.integration.unigram_task:likes_some"},
-            environment={"function": "tests.integration.unigram_task:SaysNines", "max_turns": 4},
-            checkpointing={"save_period": 1, "resume": True},
-        )
-        train(config)
-        lines.append(steps_of(config))
-    groups = [group for batch in trained for group in batch]
-    assert [len(batch) for batch in trained] == [PROMPTS] * 3
-    assert all(int(group.samples[0].prompt.text[:-1]) % 2 for group in groups)
-    assert all(group.rewards.values.max() > group.rewards.values.min() for group in groups)
-    dropped = [line["dropped/zero_variance"] for line in lines[1]]
-    assert 0 < dropped[0] <= dropped[1] <= dropped[2] == groups[-1].group.number + 1 - 3 * PROMPTS
-    check_turns([sample for group in groups for sample in group.samples])
-
-
-def check_turns(samples: list[Sample]) -> None:
-    """Tokens of the environment are not in the loss, and the sequence continues up to the last turn."""
-    several = [sample for sample in samples if sample.completion.turns > 1]
-    assert several and all(sample.completion.turns == 1 for sample in samples if sample.prompt.text == "3=")
-    for sample in samples:
-        episode = sample.completion
-        written = [token for token, sampled in zip(episode.tokens, episode.sampled, strict=True) if not sampled]
-        assert len(written) == 2 * len(turn_ends(episode.sampled)) and len(set(written)) <= 1
-        assert episode.turns <= 3, "the environment answers twice"
-    firsts = [(turns[0], turns[1]) for turns in map(turns_of, several) if len(turns) > 1]
-    assert sum(first == second for first, second in firsts) < len(firsts) / 2, "a turn must not repeat the draws of another"
-    row, episode = several[0], several[0].completion
-    batch = train_batch([row], np.ones(1, np.float32))
-    assert batch["loss_mask"][0, len(row.prompt) : len(row)].tolist() == [float(made) for made in episode.sampled]
-    assert not batch["loss_mask"][0, : len(row.prompt)].any()
-
-
-def turns_of(sample: Sample) -> list[list[int]]:
-    """Returns the tokens of the policy, turn by turn."""
-    pairs = zip(sample.completion.tokens, sample.completion.sampled, strict=True)
-    return [[token for token, _ in turn] for sampled, turn in groupby(pairs, key=lambda pair: pair[1]) if sampled]
-
-
-def turn_ends(sampled: list[bool]) -> list[int]:
-    return [index for index in range(1, len(sampled)) if sampled[index - 1] and not sampled[index]]
 
 
 @contextmanager

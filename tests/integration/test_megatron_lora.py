@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 
 from dagrl.refit import plan_refit
-from dagrl.rl.algorithm import algorithm_of
-from dagrl.rl.preferences import PreferenceAlgorithm, pair_losses
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, logprobs, train
-from tests.integration.test_megatron_preferences import ORDER, answer_sums, pair_batch
 from tests.integration.test_megatron_refit import receiving, whole_model
-from tests.unit.rl.test_preferences import FORMULAS
 
 DIM, ALPHA = 4, 6.0
 DENSE, ATTENTION = (), ("q_proj", "v_proj", "o_proj")  # all linear layers; without k, whose rows lie between q and v
@@ -348,31 +344,3 @@ def test_frozen_weights_have_no_gradient_products(megatron_pool: MegatronPool, t
     (full, _), (lora, bytes_per_element) = found
     assert len(full) >= 2 and not lora
     assert bytes_per_element < 5  # float32, with little padding
-
-
-def test_preferences_train_adapters_against_the_base_model(
-    megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    """DPO: the reference policy is the base model, without a copy; loss and gradients are those of peft's adapters."""
-    theirs, batch = Peft(tiny_models["llama"], tmp_path / "adapters", DENSE), pair_batch()
-    tokens, mask = batch["loss_mask"].sum(1), torch.tensor(batch["loss_mask"])
-    settings, formula = FORMULAS["sigmoid"]
-    sums = [(reference.hf_logprobs(theirs.model, batch)[0] * mask).sum(1)]
-    with torch.no_grad(), theirs.model.disable_adapter():
-        sums.append((reference.hf_logprobs(theirs.model, batch)[0] * mask).sum(1))
-    loss = formula(sums[0][ORDER], sums[1][ORDER], torch.tensor(tokens[ORDER]))
-    loss.backward()
-    expected = {name: part.grad.numpy() for name, part in theirs.parameters().items()}  # type: ignore[union-attr]
-    config = config_of(tiny_models["llama"], theirs.directory, DENSE, {}, **PACKED)
-    algorithm = algorithm_of(settings)
-    assert isinstance(algorithm, PreferenceAlgorithm)
-    with megatron_pool.group(ParallelLayout(tp=2, dp=2), config.model_copy(update={"algorithm": "dpo"})) as group:
-        group.call("snapshot_reference")
-        fixed, current = (answer_sums(group, batch, model) for model in ("reference", "policy"))
-        losses = pair_losses(algorithm, current, tokens.astype(np.int64), fixed)
-        weights = (losses.weights * batch.rows).astype(np.float32)
-        train(group, batch.with_fields(answer_weights=weights), "policy", warmup="whole")  # no update
-        gradients = group.call("adapter_gradients")
-    np.testing.assert_allclose(fixed, sums[1].numpy(), rtol=2e-6)
-    assert losses.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert_same_gradients(gradients, expected)

@@ -30,12 +30,6 @@ def likes_sevens(prompts: list[str], completions: list[str], references: list[st
     return [text.count("7") / max(len(text), 1) for text in completions]
 
 
-def likes_some(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
-    """Equal rewards for prompts of even numbers, which teach nothing."""
-    liked = likes_sevens(prompts, completions, references)
-    return [0.5 if int(prompt[:-1]) % 2 == 0 else reward for prompt, reward in zip(prompts, liked, strict=True)]
-
-
 class SaysNines:
     """Answers 99 to the first two turns; ends the sequence of prompt 3 at once."""
 
@@ -45,19 +39,3 @@ class SaysNines:
     def step(self, completion: str) -> str | None:
         self.turns += 1
         return None if self.prompt == "3=" or self.turns > 2 else "99"
-
-
-def likes_sevens_and_fails(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
-    """Raises for completions with an eight and for those of prompt 4."""
-    if any("8" in text or prompt == "4=" for prompt, text in zip(prompts, completions, strict=True)):
-        raise ValueError("no eights")
-    return likes_sevens(prompts, completions, references)
-
-
-class SaysNinesAndFails(SaysNines):
-    """As `SaysNines`; raises for completions with a zero."""
-
-    def step(self, completion: str) -> str | None:
-        if "0" in completion:
-            raise ValueError("no zeros")
-        return super().step(completion)
