@@ -7,4 +7,4 @@ from dagrl.data.examples import (
     load_splits as load_splits,
     read_jsonl as read_jsonl,
 )
-from dagrl.data.sampler import MixtureSampler as MixtureSampler, Sampler as Sampler, open_sampler as open_sampler
+from dagrl.data.sampler import Sampler as Sampler, open_sampler as open_sampler

@@ -371,9 +371,13 @@ def test_split_is_seeded_and_disjoint(tmp_path: Path) -> None:
     assert whole.validation == whole.train
 
 
+def sampler_of(count: int, **options: Any) -> Sampler:
+    return Sampler({"": range(count)}, {"": 1.0}, **options)
+
+
 @given(st.integers(1, 30), st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(0, 3), st.booleans())
 def test_sampler_draws_every_example_once_per_epoch(count: int, takes: list[int], seed: int, shuffle: bool) -> None:
-    sampler = Sampler(count, seed, shuffle)
+    sampler = sampler_of(count, seed=seed, shuffle=shuffle)
     drawn = [index for number in takes for index in sampler.take(number)]
     assert len(drawn) == sum(takes)
     for start, end in pairwise(range(0, len(drawn) + 1, count)):
@@ -382,23 +386,23 @@ def test_sampler_draws_every_example_once_per_epoch(count: int, takes: list[int]
 
 @given(st.integers(1, 30), st.integers(0, 70), st.integers(0, 70))
 def test_sampler_resumes(count: int, before: int, after: int) -> None:
-    sampler = Sampler(count, seed=3)
+    sampler = sampler_of(count, seed=3)
     sampler.take(before)
-    resumed = Sampler(count, seed=3)
+    resumed = sampler_of(count, seed=3)
     resumed.restore(json.loads(json.dumps(sampler.state())))
     assert resumed.take(after) == sampler.take(after)
 
 
 def test_sampler_shuffles_and_rejects_other_data() -> None:
-    sampler = Sampler(100, seed=1)
+    sampler = sampler_of(100, seed=1)
     first, second = sampler.take(100), sampler.take(100)
     assert first != second != list(range(100)) != first
-    for other in (Sampler(99, seed=1), Sampler(100, seed=2), Sampler(100, seed=1, shuffle=False)):
-        with pytest.raises(CheckpointError, match=r"use the same data, data\.seed, data\.shuffle, tokenizer") as caught:
+    for other in (sampler_of(99, seed=1), sampler_of(100, seed=2), sampler_of(100, seed=1, shuffle=False)):
+        with pytest.raises(CheckpointError, match=r"use the same data, data\.mixture, data\.seed, data\.shuffle") as caught:
             other.restore(sampler.state())
         assert "loss masks" not in str(caught.value)
     with pytest.raises(CheckpointError, match=r"'digest': 'one'.*'digest': 'two'.*tokens, loss masks, references or order"):
-        Sampler(100, digest="two").restore(Sampler(100, digest="one").state())
+        sampler_of(100, digest="two").restore(sampler_of(100, digest="one").state())
 
 
 def test_a_digest_depends_on_what_is_learned() -> None:

@@ -40,7 +40,7 @@ def test_a_run_ends_at_the_first_limit(epochs: int | None, steps: int) -> None:
 
 def test_the_steps_of_an_epoch_draw_every_example() -> None:
     config = limited(27, 0, {"max_num_steps": 100, "max_num_epochs": 2}, {})
-    sampler = Sampler(27, seed=5)
+    sampler = Sampler({"": range(27)}, {"": 1.0}, seed=5)
     drawn = sampler.take(8 * config.sft.max_num_steps)
     assert min(drawn.count(example) for example in range(27)) == 2
     assert config.grpo.max_num_steps == 100  # without prompts nothing limits it

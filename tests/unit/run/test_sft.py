@@ -12,8 +12,8 @@ import pytest
 
 from dagrl.config import Config
 from dagrl.config.plan import RunPlan
-from dagrl.data import Sampler
-from dagrl.data.tokenization import Demonstration, digest_of
+from dagrl.data import open_sampler
+from dagrl.data.tokenization import Demonstration
 from dagrl.errors import CheckpointError, StopRequestedError
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.loops.sft import evaluate, learning_rate, train_sft
@@ -74,7 +74,7 @@ def test_a_position_in_other_demonstrations_is_an_error() -> None:
         mask = np.ones(3, np.float32)
         return [Demonstration(np.array([1, 2, token]), mask, "") for token in (3, 4, last)]
 
-    position = Sampler(3, config("sft", {}).data.seed, digest=digest_of(rows(5))).state()
+    position = open_sampler(rows(5), config("sft", {}).data).state()
     inputs = SimpleNamespace(demonstrations=rows(6), validation_demonstrations=[])
     checkpoints = SimpleNamespace(state=TrainState(2, {"sft_sampler": position}))
     run = config("sft", {})
