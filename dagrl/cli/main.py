@@ -210,7 +210,7 @@ def _init(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     from dagrl.config.file import dump_config, load_config
-    from dagrl.telemetry.record import RunPaths, check_not_running
+    from dagrl.telemetry.record import RunPaths, lock_run
 
     config = load_config(options.config, options.overrides)
     _log(options, config.logger.log_level)
@@ -222,7 +222,8 @@ def _train(options: argparse.Namespace) -> None:
         return
     from dagrl.run.train import run_with_restarts, train
 
-    check_not_running(RunPaths.of(config))
+    with lock_run(RunPaths.of(config), existing=True):
+        pass  # no other run holds it
     run_with_restarts(train, config)
 
 

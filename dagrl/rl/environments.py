@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOOLS = "dagrl.rl.tools:ToolEnvironment"
-WANTS_TOKENIZER = "wants_tokenizer"
-"""Attribute of a class that gets the arguments `tokenizer` (a directory) and `tool_parser` (`environment.tool_parser`)."""
 ENDED = "stop"
 FAILED = "environment_failed"
 
@@ -141,12 +139,11 @@ class EnvironmentRunner:
         self._stack = ExitStack()
         path = TOOLS if config.tools else config.function
         assert path is not None
-        arguments: dict[str, Json] = {"tools": list(config.tools)} if config.tools else dict(config.args)
-        if getattr(load_callable(path, "environment.function"), WANTS_TOKENIZER, False):
+        self._arguments: dict[str, Json] = dict(config.args)
+        if config.tools:
             saved = self._stack.enter_context(TemporaryDirectory(prefix="dagrl-"))
             tokenizer.save_pretrained(saved)
-            arguments |= {"tokenizer": saved, "tool_parser": config.tool_parser}
-        self._arguments = arguments
+            self._arguments = {"tools": list(config.tools), "tokenizer": saved, "tool_parser": config.tool_parser}
         self._tokenizer, self._longest = tokenizer, max(map(len, tokenizer.get_vocab()))
         single = config.model_copy(update={"num_workers": 1})
         self._runners = [

@@ -302,16 +302,13 @@ def math_answer(prompts: list[str], completions: list[str], references: list[str
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns at each call that its timeouts are off
     # The runner has deadlines. math-verify's own use signals, which work only in a main thread.
-    golds = [parse(f"${_final_answer(text)}$", parsing_timeout=None) for text in references]
+    finals = [text.rpartition("####")[2].replace(",", "") if "####" in text else text for text in references]
+    golds = [parse(f"${text.strip()}$", parsing_timeout=None) for text in finals]
     answers = [parse(text, parsing_timeout=None) for text in completions]
     return [float(verify(gold, answer, timeout_seconds=None)) for gold, answer in zip(golds, answers, strict=True)]
 
 
 math_answer.requires = ("math_verify",)  # type: ignore[attr-defined]  # checked before a run starts
-
-
-def _final_answer(reference: str) -> str:
-    return reference.rpartition("####")[2].strip().replace(",", "") if "####" in reference else reference.strip()
 
 
 def _checked(answer: Any) -> float | dict[str, float] | None:

@@ -73,8 +73,6 @@ def tool_schemas(tools: Tools) -> list[dict[str, Json]]:
 class ToolEnvironment:
     """Answers the calls of a turn with messages of the role `tool`."""
 
-    wants_tokenizer = True
-
     def __init__(self, tools: Sequence[str], *, tokenizer: str, tool_parser: str) -> None:
         """`tools` are import paths, `tokenizer` is a directory, and `tool_parser` vLLM's name."""
         self._tools = load_tools(tools)

@@ -99,7 +99,8 @@ def lock_run(paths: RunPaths, advice: str = ADVICE, *, existing: bool = False) -
     """Locks the run's directory, and that of its checkpoints if it is elsewhere, against other runs during the block.
 
     The lock file of a directory is next to it, as a run may rename the directory. `existing`: takes only locks whose files
-    exist. Raises ConfigError with the advice, before anything is changed, if another run holds a lock.
+    exist, to see whether the run is under way. Raises ConfigError with the advice, before anything is changed, if another
+    run holds a lock.
     """
     files = {paths.directory: _lock_of(paths.directory)}
     if not paths.checkpoints.is_relative_to(paths.directory):
@@ -114,12 +115,6 @@ def lock_run(paths: RunPaths, advice: str = ADVICE, *, existing: bool = False) -
         yield
 
 
-def check_not_running(paths: RunPaths, advice: str = ADVICE) -> None:
-    """Raises ConfigError, with the advice, if another run holds a lock that `lock_run` would take. Makes no file."""
-    with lock_run(paths, advice, existing=True):
-        pass
-
-
 def _lock_of(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.lock")
 
@@ -128,14 +123,18 @@ def prepare_run_directory(config: Config, derived: Mapping[str, str] | None = No
     """Creates the run's directory and saves the resolved configuration in it, with the reasons of `derived` keys.
 
     Renames the directory of an earlier run of that name to `<name>.1`, unless this one resumes it. Raises ConfigError like
-    `check_run_directory`.
+    `check_run_directory`. Keeps a copy of a different configuration. There is always a config.yaml, which marks the
+    directory as a run's.
     """
     paths = RunPaths.of(config)
     check_run_directory(paths)
     if paths.config.exists() and not config.checkpointing.resume:
         logger.info("renamed the directory of the earlier run to %s", move_aside(paths.directory))
     paths.directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    _save_config(dump_config(config, derived), paths.config)
+    content = dump_config(config, derived)
+    if paths.config.exists() and paths.config.read_text(encoding="utf-8") != content:
+        shutil.copyfile(paths.config, free_name(paths.config))
+    write_whole(paths.config, content)
     return paths
 
 
@@ -181,13 +180,10 @@ class RunRecord:
 
     def __exit__(self, *exception: object) -> None:
         with ExitStack() as stack:  # closes each, whatever another one raises
-            stack.callback(self._close_file)
+            stack.enter_context(naming(self.paths.metrics))
+            stack.callback(self._file.close)
             for tracker in self._trackers:
                 stack.callback(attempt, type(tracker), tracker.close)
-
-    def _close_file(self) -> None:
-        with naming(self.paths.metrics):
-            self._file.close()
 
     def log(self, step: int, stage: str, metrics: Metrics) -> None:
         """Records one step.
@@ -208,16 +204,6 @@ def read_metrics(path: Path) -> list[dict[str, float | str | None]]:
     """Returns the lines of a `metrics.jsonl`, without a last line truncated by a crash."""
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]  # text after the last newline is incomplete
-
-
-def _save_config(content: str, path: Path) -> None:
-    """Saves the configuration and keeps a copy of a different earlier one.
-
-    The directory always has a config.yaml, which marks it as a run's.
-    """
-    if path.exists() and path.read_text(encoding="utf-8") != content:
-        shutil.copyfile(path, free_name(path))
-    write_whole(path, content)
 
 
 def _truncate(path: Path, step: int, config: Config, learns_from: LearnsFrom) -> None:

@@ -103,7 +103,18 @@ class TraceWriter:
                 if self._recorded == limit:
                     logger.warning("the trace %s has %d events; later ones are not recorded", self.path, limit)
                 elif self._recorded < limit:
-                    self._append(event)
+                    self._line(
+                        {
+                            "name": event.name,
+                            "cat": event.category,
+                            "ph": "X",
+                            "ts": (event.start_ns - self._origin_ns) / 1000,
+                            "dur": event.duration_ns / 1000,
+                            "pid": self._process(event.process),
+                            "tid": self._thread(event.process, event.thread),
+                            "args": dict(event.args),
+                        }
+                    )
                 self._recorded += 1
             if len(self._lines) >= buffered or time.monotonic() - self._flushed_at > flush_s:
                 self._flush()
@@ -114,20 +125,6 @@ class TraceWriter:
             if not self._file.closed:
                 self._flush()
                 self._file.close()
-
-    def _append(self, event: TraceEvent) -> None:
-        self._line(
-            {
-                "name": event.name,
-                "cat": event.category,
-                "ph": "X",
-                "ts": (event.start_ns - self._origin_ns) / 1000,
-                "dur": event.duration_ns / 1000,
-                "pid": self._process(event.process),
-                "tid": self._thread(event.process, event.thread),
-                "args": dict(event.args),
-            }
-        )
 
     def _process(self, process: str) -> int:
         """Returns the process's number. Its first use names and orders its row."""

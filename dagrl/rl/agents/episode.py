@@ -139,6 +139,6 @@ class AgentEpisode:
             )
         temperature = 0.0 if body.temperature is None and self._greedy else body.temperature
         options = RequestOptions(temperature, body.top_p, body.stop)
-        most = min(body.most_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
+        most = min(body.max_completion_tokens or body.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
         trained = body.temperature in (None, limits.temperature) and body.top_p in (None, limits.top_p)
         return Turn(context, prompt, self._requests, most, body.seed, options, trained)

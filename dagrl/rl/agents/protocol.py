@@ -103,11 +103,6 @@ class ChatBody(BaseModel, extra="forbid"):
         """The tools that the policy may call."""
         return [] if self.tool_choice == "none" else self.tools
 
-    @property
-    def most_tokens(self) -> int | None:
-        """The most tokens of the answer, if the request says."""
-        return self.max_completion_tokens or self.max_tokens
-
 
 def read_body(content: bytes) -> ChatBody:
     """Returns the request. Raises EndpointError that names the first parameter that is wrong."""
@@ -172,8 +167,3 @@ def _call(call: Any, place: str) -> dict[str, Any]:
         raise EndpointError(f"{place}: a call has no function with a name and arguments", param="messages") from error
     except ValueError:  # the policy's own call, whose arguments are not JSON
         return dict(call)
-
-
-def models() -> dict[str, Any]:
-    """Returns the answer to `GET /v1/models`."""
-    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "dagrl"}]}

@@ -21,7 +21,7 @@ from dagrl.errors import ConfigError, error_text
 from dagrl.rl.agents.conversations import message_key
 from dagrl.rl.agents.episode import AgentEpisode, Limits, Result, Turn
 from dagrl.rl.agents.formats import Calls, ChatFormat
-from dagrl.rl.agents.protocol import EndpointError, models, read_body
+from dagrl.rl.agents.protocol import MODEL, EndpointError, read_body
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.generation import FinishedRequest
 from dagrl.runtime.deadline import Deadline
@@ -136,7 +136,8 @@ class EndpointServer:
         from starlette.responses import JSONResponse
 
         self._episode(request)
-        return JSONResponse(models())
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "dagrl"}
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: Request) -> Response:
         from starlette.responses import JSONResponse, StreamingResponse
@@ -246,15 +247,10 @@ async def _disconnected(request: Request) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(1024)
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        listening.close()
         raise ConfigError(
             f"environment.endpoint: cannot listen on {host} port {port}: {error}. Set environment.endpoint.host to an "
             "address of this machine, and port to a free one or 0"
         ) from error
-    return listening

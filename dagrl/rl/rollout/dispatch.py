@@ -136,7 +136,7 @@ class QuantumSize:
         if not slowest or self.overhead_s is None:
             return (FIRST_QUANTUM,) * self.shards
         aim = AIM * self.overhead_share
-        least = _up(max(self.overhead_s * (1 - aim) / aim, LEAST_S) / slowest)
+        least = -_down(-max(self.overhead_s * (1 - aim) / aim, LEAST_S) / slowest)
         allowed = _down(self.seconds / self.in_flight / slowest)
         together_s = max(min(least, allowed), 1) * slowest
         return tuple(self._steps(shard, self.step_s.get(shard, slowest), together_s) for shard in range(self.shards))
@@ -153,10 +153,6 @@ def _smooth(before: float | None, value: float) -> float:
     return value if before is None else 0.9 * before + 0.1 * value
 
 
-def _up(steps: float) -> int:
-    """Rounds up, except for floating-point error."""
-    return math.ceil(steps - 1e-6)
-
-
 def _down(steps: float) -> int:
+    """Rounds down, except for floating-point error."""
     return math.floor(steps + 1e-6)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -75,7 +74,10 @@ def read_trajectories(directory: Path) -> SavedTrajectories | None:
             shape = described.pop(EXPERTS)
             size = shape[0] * shape[1]
             record = recorded[read : read + size].reshape(shape) if size else None
-            episodes.append(Episode(_prompt(described.pop("prompt")), **described, **arrays, experts=record))
+            prompt = NO_PROMPT
+            if (given := described.pop("prompt")) is not None:
+                prompt = Prompt(given["text"], np.array(given["tokens"], np.int64), "", "", given["messages"])
+            episodes.append(Episode(prompt, **described, **arrays, experts=record))
             start, read = end, read + size
         group = RolloutGroup(item["number"], item["key"], episodes, item["cohort"])
         groups.append(SavedGroup(group, item["version"], item["whole"]))
@@ -104,15 +106,18 @@ def spans_versions(config: Config, version: int, group: RolloutGroup) -> bool:
 
 def _describe(saved: SavedGroup) -> dict[str, Json]:
     group = saved.group
-    episodes: list[Json] = [
-        {
-            **{name: getattr(episode, name) for name in KEPT_FIELDS},
-            "length": len(episode.tokens),
-            "prompt": _prompt_json(episode),
-            EXPERTS: [0, 0] if episode.experts is None else list(episode.experts.shape),
-        }
-        for episode in (group.episodes if saved.whole else ())
-    ]
+    episodes: list[Json] = []
+    for episode in group.episodes if saved.whole else ():
+        own = episode.prompt
+        given = {"text": own.text, "tokens": own.tokens.tolist(), "messages": [dict(turn) for turn in own.messages]}
+        episodes.append(
+            {
+                **{name: getattr(episode, name) for name in KEPT_FIELDS},
+                "length": len(episode.tokens),
+                "prompt": given if episode.opened else None,  # else it is that of the data
+                EXPERTS: [0, 0] if episode.experts is None else list(episode.experts.shape),
+            }
+        )
     return {
         "number": group.number,
         "key": group.key,
@@ -121,17 +126,3 @@ def _describe(saved: SavedGroup) -> dict[str, Json]:
         "whole": saved.whole,
         "episodes": episodes,
     }
-
-
-def _prompt_json(episode: Episode) -> Json:
-    """Returns the prompt that the environment gave; None if the prompt is that of the data."""
-    prompt = episode.prompt
-    if not episode.opened:
-        return None
-    return {"text": prompt.text, "tokens": prompt.tokens.tolist(), "messages": [dict(turn) for turn in prompt.messages]}
-
-
-def _prompt(saved: Mapping[str, Any] | None) -> Prompt:
-    if saved is None:
-        return NO_PROMPT
-    return Prompt(saved["text"], np.array(saved["tokens"], np.int64), "", "", saved["messages"])

@@ -99,7 +99,8 @@ class EnvironmentTurns:
         ready: list[Turn] = []
         for turn in [(group, episode) for group in groups for episode in group.episodes if not episode.finish_reason]:
             _, episode = turn
-            if self._environment is not None and (episode.awaiting or self._opens(episode)):
+            is_new = not (episode.opened or len(episode.tokens))
+            if self._environment is not None and (episode.awaiting or (self._environment.opens and is_new)):
                 questions.append(turn)
             elif episode.awaiting and episode.turns:  # it was saved by a run that had an environment
                 episode.awaiting, episode.finish_reason = False, ENDED
@@ -108,10 +109,6 @@ class EnvironmentTurns:
                 ready.append(turn)
         self._ask(questions)
         return ready
-
-    def _opens(self, episode: Episode) -> bool:
-        assert self._environment is not None
-        return self._environment.opens and not (episode.opened or len(episode.tokens))
 
     def take(self) -> list[Turn]:
         answered, self._calls = split_done(self._calls, lambda call: call[1])

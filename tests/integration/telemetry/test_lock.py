@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 
 from dagrl.errors import ConfigError
-from dagrl.telemetry.record import (
-    RunPaths,
-    check_not_running,
-    lock_run,
-)
+from dagrl.telemetry.record import RunPaths, lock_run
 from tests.unit.telemetry.test_record import config
 
 HOLD = """
@@ -40,8 +36,8 @@ def test_the_lock_of_a_killed_run_is_free_although_its_child_lives(tmp_path: Pat
             lock_run(paths),
         ):
             pass
-        with pytest.raises(ConfigError, match=f"tiny is in use by pid {run.pid}"):
-            check_not_running(paths)
+        with pytest.raises(ConfigError, match=f"tiny is in use by pid {run.pid}"), lock_run(paths, existing=True):
+            pass
         run.kill()
     try:
         for _ in range(2):  # twice, like a restart in the same process

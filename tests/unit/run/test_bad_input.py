@@ -965,8 +965,8 @@ def save_checkpoint(config: Config, model: Path) -> None:
         (("policy.random_init.hf_config.num_hidden_layers=4",), "model layers = 2 (this run: 4)"),
         (("policy.precision=bfloat16",), "precision float32, this run has bfloat16"),
         (("policy.peft={enabled: true, dim: 4}",), "LoRA adapters none, this run has {"),
-        (("policy.random_init.tokenizer_characters=+=0123456789",), "use the same data, data.seed, data.shuffle, tokenizer"),
-        (("data.seed=7",), "the data position was saved with {'count': "),
+        (("policy.random_init.tokenizer_characters=+=0123456789",), "use the same data, data.mixture, data.seed"),
+        (("data.seed=7",), "the data position was saved with {'counts': "),
         (("loss_fn.reference_policy_kl_penalty=0.1",), "needs a reference policy"),
         (("sft.max_num_steps=4",), "sft.max_num_steps is 4, but"),
         (

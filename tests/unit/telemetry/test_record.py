@@ -20,7 +20,6 @@ from dagrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from dagrl.telemetry.record import (
     RunPaths,
     RunRecord,
-    check_not_running,
     lock_run,
     prepare_run_directory,
     put_back_config,
@@ -277,7 +276,8 @@ def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_check_for_running_runs_makes_no_file(tmp_path: Path) -> None:
-    check_not_running(RunPaths.of(config(tmp_path)))
+    with lock_run(RunPaths.of(config(tmp_path)), existing=True):
+        pass
     assert not any(tmp_path.iterdir())
 
 
