@@ -156,6 +156,7 @@ OPTIONAL_SETTINGS: Mapping[str, Callable[[PolicyConfig], object]] = {
     "router_replay": lambda policy: policy.router_replay,
     "deterministic": lambda policy: policy.deterministic,
     "reference_model_name": lambda policy: policy.reference_model_name,
+    "worker_args": lambda policy: policy.worker_args,
 }
 """Settings of `policy` that a train worker class reads only if it names them in `supports`, and whether one is asked for."""
 

@@ -64,7 +64,7 @@ class TrainWorker:
     trains: ClassVar[bool] = True
     """Whether the model has gradients and an optimizer. A teacher has none, so a GPU holds a much larger one."""
 
-    supports: ClassVar[frozenset[str]] = frozenset(OPTIONAL_SETTINGS)
+    supports: ClassVar[frozenset[str]] = frozenset(OPTIONAL_SETTINGS) - {"worker_args"}
     """The settings of `policy` that the class has, of those that not every train worker has."""
 
     scalar: ClassVar[bool] = False
