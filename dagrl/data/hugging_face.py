@@ -62,11 +62,19 @@ def _is_hub_name(path: str | Path) -> bool:
 
 def _open(path: Path, split: str, subset: str | None) -> Any:
     import pyarrow
-    from datasets import DatasetDict
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
+    from pyarrow import parquet
 
     try:
-        dataset = _open_file(path) if path.suffix in SUFFIXES and not path.is_dir() else _open_dataset(path, subset)
+        if any((path / name).exists() for name in _SAVED):
+            dataset = load_from_disk(str(path))
+        elif path.suffix not in SUFFIXES or path.is_dir():
+            dataset = load_dataset(str(path), subset)  # data files of a directory or the Hub
+        elif path.suffix == ".arrow":
+            dataset = Dataset.from_file(str(path))
+        else:
+            dataset = Dataset(parquet.read_table(path))  # without a copy in the cache of `datasets`
     except (OSError, ValueError, LookupError, pyarrow.ArrowException, DatasetsError) as error:
         what = "a Hugging Face dataset, on disk or on the Hub" if _is_hub_name(path) else "a Hugging Face dataset"
         raise DataError(f"cannot read {str(path)!r} as {what}: {error}") from error
@@ -77,23 +85,3 @@ def _open(path: Path, split: str, subset: str | None) -> Any:
             f"{str(path)!r} has no split {split!r}; found: {', '.join(dataset)}. Set data.split or data.val_split"
         )
     return dataset[split]
-
-
-def _open_dataset(path: Path, subset: str | None) -> Any:
-    """Opens a directory written by `save_to_disk`, or data files of a directory or the Hub through the `datasets` cache."""
-    from datasets import load_dataset, load_from_disk
-
-    if any((path / name).exists() for name in _SAVED):
-        return load_from_disk(str(path))
-    return load_dataset(str(path), subset)
-
-
-def _open_file(path: Path) -> Any:
-    """Opens one table, without a copy in the `datasets` cache."""
-    from datasets import Dataset
-
-    if path.suffix == ".arrow":
-        return Dataset.from_file(str(path))
-    from pyarrow import parquet
-
-    return Dataset(parquet.read_table(path))

@@ -29,15 +29,12 @@ AdvantageFunction = Callable[..., npt.ArrayLike]
 With a parameter `lengths` it also gets the number of tokens that the policy sampled, [prompts, generations].
 """
 
-Lengths = Callable[[], npt.ArrayLike | None]
-"""Counts the tokens that the policy sampled, [prompts, generations]; called only for functions that ask for them."""
-
 GROUP, BATCH = "group", "batch"
 KEY = "advantage.name"
 
 
 def configured_advantages(
-    config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike, lengths: Lengths = lambda: None
+    config: Config, rewards: npt.ArrayLike, valid: npt.ArrayLike, lengths: npt.ArrayLike | None = None
 ) -> Floats:
     """Returns the advantages that `advantage.name` computes: `[prompts, generations]` float64, 0 where not `valid`.
 
@@ -75,14 +72,14 @@ def checked_advantages(advantages: npt.ArrayLike, valid: npt.NDArray[np.bool_], 
 def advantage_function(config: AdvantageConfig) -> AdvantageFunction:
     """Returns the user's function. Raises ConfigError if there is none, or if it does not take `advantage.args`."""
     function = load_named(config.name, (GROUP, BATCH), KEY)
-    arguments = {**config.args, **lengths_argument(function, lambda: None)}
+    arguments = {**config.args, **lengths_argument(function, None)}
     check_arguments(function, arguments, config.name, "advantage.args", positional=["rewards", "valid"])
     return function
 
 
-def lengths_argument(function: AdvantageFunction, lengths: Lengths) -> dict[str, npt.ArrayLike | None]:
+def lengths_argument(function: AdvantageFunction, lengths: npt.ArrayLike | None) -> dict[str, npt.ArrayLike | None]:
     """Returns the argument `lengths`, if the function has such a parameter."""
-    return {"lengths": lengths()} if "lengths" in inspect.signature(function).parameters else {}
+    return {"lengths": lengths} if "lengths" in inspect.signature(function).parameters else {}
 
 
 def group_advantages(

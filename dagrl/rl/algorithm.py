@@ -28,7 +28,6 @@ from dagrl.errors import ConfigError
 from dagrl.imports import load_class, running
 from dagrl.rl.advantages import (
     Floats,
-    Lengths,
     checked_advantages,
     checked_rewards,
     configured_advantages,
@@ -130,8 +129,10 @@ def algorithm_for(loss: str, config: Config) -> Algorithm:
     return cast(Algorithm, load_class(_SHARED[loss], KEY)(config))
 
 
-def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.ArrayLike, lengths: Lengths) -> Floats:
+def advantages_of(algorithm: Algorithm, rewards: npt.ArrayLike, valid: npt.ArrayLike, lengths: npt.ArrayLike) -> Floats:
     """Returns the algorithm's advantages: `[prompts, completions]` float64, 0 where not `valid`.
+
+    `lengths` are the tokens that the policy sampled for each completion.
 
     Raises ConfigError if a user's method fails, or returns another shape or values that are not finite.
     """

@@ -81,11 +81,6 @@ class Rewards:
         return {name: float(values.mean()) for name, values in having.items() if len(values)}
 
 
-def shuffled(rewards: FloatArray, seed: int, step: int) -> FloatArray:
-    """Returns the rewards [n] permuted over the samples, for a control run that cannot learn."""
-    return np.random.default_rng((seed, step)).permutation(rewards)
-
-
 @dataclass(frozen=True)
 class RewardFunction:
     """A configured function: its name (empty if it is the only one), its key, and how it runs."""

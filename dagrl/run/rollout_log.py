@@ -77,15 +77,14 @@ class RolloutLog:
 
     def write(self, prepared: Future[Prepared], step: int) -> None:
         """Writes a step's samples in the thread."""
-        self._writing.append(self._pool.submit(lambda: self._files.write_table(step, prepared.result())))
+        self._writing.append(self._pool.submit(lambda: self._files.write(step, prepared.result())))
 
     def keep_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
         """Keeps samples that no step trains on. Raises the OSError of an earlier file."""
         if untrained:
             self._check()
-            self._writing.append(
-                self._pool.submit(lambda: self._files.write(step, untrained_rows(untrained, step, self._texts), OTHER))
-            )
+            write = lambda: self._files.write(step, table_of(untrained_rows(untrained, step, self._texts)), OTHER)  # noqa: E731
+            self._writing.append(self._pool.submit(write))
 
     def _check(self, most: int = WAITING) -> None:
         """Raises the error of a file that was not written; waits while more than `most` files are not written yet."""

@@ -2,7 +2,7 @@
 and what was validated or dropped by then in `rollouts/other_000042.parquet`.
 
     files = RolloutFiles(paths.rollouts, max_bytes=10 << 30, resumed_step=0)
-    files.write(step, rows)                        # rows: one dictionary per sample, with the columns of `schema`
+    files.write(step, table_of(rows))              # rows: one dictionary per sample, with the columns of `schema`
     read_rollouts(path, ["reward", "completion"])  # any Parquet reader can: pandas, DuckDB, `datasets`
 
 All lists of a row run over the tokens after the prompt.
@@ -139,12 +139,8 @@ class RolloutFiles:
             else:
                 self._sizes[path] = path.stat().st_size
 
-    def write(self, step: int, rows: Sequence[Row], kind: str = STEP) -> None:
-        """Writes the samples of a step. The file appears complete or not at all."""
-        self.write_table(step, table_of(rows), kind)
-
-    def write_table(self, step: int, table: pyarrow.Table, kind: str = STEP) -> None:
-        """Writes what `table_of` returned for the samples of a step."""
+    def write(self, step: int, table: pyarrow.Table, kind: str = STEP) -> None:
+        """Writes the table of a step's samples. The file appears complete or not at all."""
         from pyarrow import parquet
 
         path = self._directory / f"{kind}_{step:06d}.parquet"

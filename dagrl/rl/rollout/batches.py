@@ -13,7 +13,6 @@ from dagrl.data.tokenization import Prompt
 from dagrl.rl.advantages import BATCH
 from dagrl.rl.algorithm import Algorithm, advantages_of
 from dagrl.rl.gae import whitened
-from dagrl.rl.rewards import shuffled
 from dagrl.rl.rollout.episodes import Episode, Sample, token_rows
 from dagrl.rl.rollout.scoring import ScoredGroup, samples_in
 from dagrl.rl.routed_experts import NOTHING, ROUTED_EXPERTS, field_of
@@ -68,15 +67,11 @@ def advantages(algorithm: Algorithm, groups: Sequence[ScoredGroup], step: int) -
     """Returns the advantage of each sample, [samples] float32. Groups are independent unless `reward.shuffle` is on."""
     config = algorithm.config
     values, valid = (np.concatenate([getattr(group, name) for group in groups]) for name in ("values", "valid"))
-    if config.reward.shuffle:
-        values[valid] = shuffled(values[valid], config.seed, step)
+    if config.reward.shuffle:  # a control run that cannot learn
+        values[valid] = np.random.default_rng((config.seed, step)).permutation(values[valid])
     rewards, answered = (column.reshape(len(groups), -1) for column in (values, valid))
-
-    def lengths() -> npt.NDArray[np.float64]:
-        counts = [sum(int(row.sampled.sum()) for row in sample.rows) for sample in samples_in(groups)]
-        return np.array(counts, np.float64).reshape(len(groups), -1)
-
-    table = advantages_of(algorithm, rewards, answered, lengths)
+    lengths = [sum(int(row.sampled.sum()) for row in sample.rows) for sample in samples_in(groups)]
+    table = advantages_of(algorithm, rewards, answered, np.array(lengths, np.float64).reshape(len(groups), -1))
     return table.reshape(-1).astype(np.float32)
 
 

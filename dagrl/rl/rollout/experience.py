@@ -117,8 +117,7 @@ class Experience:
     def fill(self) -> None:
         """Starts the groups that may start now and that the remaining steps need."""
         left = self._last - self.buffer.version
-        counts = self.buffer.counts()
-        needed = self.buffer.groups_per_step * left - counts.generating - counts.finished - counts.taken
+        needed = self.buffer.groups_per_step * left - self.buffer.outstanding
         room = min(self.buffer.room(), needed)
         self.rollouts.start(*[self._new_group(self.buffer.start(), *self.sampler.take(1)) for _ in range(room)])
 
@@ -149,8 +148,8 @@ class Experience:
             awaited += [item.answers for item in self._scoring]
             if not awaited:
                 raise RunError(
-                    f"no batch can become complete: nothing is being generated, scored or answered; groups: "
-                    f"{self.buffer.counts()}"
+                    "no batch can become complete: nothing is being generated, scored or answered; "
+                    f"{self.buffer.outstanding} groups are outstanding"
                 )
             wait(awaited, WAIT_S, FIRST_COMPLETED)
         self._score(self.rollouts.advance())
@@ -389,7 +388,7 @@ class Experience:
 
     def _dropped(self) -> Counter[str]:
         """Groups dropped since the run began, by reason."""
-        return self._dropped_before + Counter(self.buffer.counts().dropped)
+        return self._dropped_before + self.buffer.dropped
 
     def _check_yield(self) -> None:
         """Raises RunError if dynamic sampling drops too many groups, which would make the step endless."""

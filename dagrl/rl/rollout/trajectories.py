@@ -18,7 +18,7 @@ It waits for a slow group whose last step has come. At A = 0 this is the synchro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -36,18 +36,6 @@ class FinishedGroup(Generic[Payload]):
     payload: Payload
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Started groups by state. `started` is the sum of all others; `dropped` is by reason."""
-
-    started: int
-    generating: int
-    finished: int
-    taken: int
-    trained: int
-    dropped: Mapping[str, int]
-
-
 class TrajectoryBuffer(Generic[Payload]):
     """See the module's docstring. Independent of tokens, rewards and Ray. Not thread-safe."""
 
@@ -60,25 +48,23 @@ class TrajectoryBuffer(Generic[Payload]):
         self._generating: dict[int, int] = {}  # number -> version it was started with
         self._finished: dict[int, FinishedGroup[Payload]] = {}
         self._taken: tuple[FinishedGroup[Payload], ...] = ()
-        self._started = self._trained = 0
-        self._dropped: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()  # in this process, by reason
 
     def room(self) -> int:
         """Returns how many groups may start now."""
-        outstanding = len(self._generating) + len(self._finished) + len(self._taken)
-        return max(0, self.groups_per_step * (self.max_age_steps + 1) - outstanding)
+        return max(0, self.groups_per_step * (self.max_age_steps + 1) - self.outstanding)
 
     def start(self) -> int:
         """Starts a group with the current version and returns its number, `next_number`. A resumed run sets that first."""
         assert self.room() > 0, "start() without room(): the group could become too old"
         number, self.next_number = self.next_number, self.next_number + 1
-        self._begin(number, self.version)
+        self._generating[number] = self.version
         return number
 
     def restart(self, number: int, version: int) -> None:
         """Starts a group of an earlier process under its number. `version` is the oldest version of its tokens."""
         assert number < self.next_number and number not in self._generating and number not in self._finished
-        self._begin(number, version)
+        self._generating[number] = version
 
     def finish(self, number: int, payload: Payload) -> None:
         """Marks a group as generated and scored."""
@@ -88,7 +74,7 @@ class TrajectoryBuffer(Generic[Payload]):
         """Drops a group that is not taken yet, counts it under `reason`, and frees its room."""
         if self._generating.pop(number, None) is None:
             del self._finished[number]
-        self._dropped[reason] += 1
+        self.dropped[reason] += 1
 
     def take(self) -> list[FinishedGroup[Payload]] | None:
         """Returns the next batch by number; None if too few groups are finished, or if taking it would make others late."""
@@ -110,7 +96,6 @@ class TrajectoryBuffer(Generic[Payload]):
         That happens only after a skipped version, or if a resumed run has a smaller `max_age_steps`.
         """
         assert version >= self.version
-        self._trained += len(self._taken)
         self._taken = ()
         self.version = version
         too_old = self._beyond_reach()
@@ -119,16 +104,10 @@ class TrajectoryBuffer(Generic[Payload]):
             self.drop(number, TOO_OLD)
         return generating
 
-    def counts(self) -> Counts:
-        """Counts the groups started in this process."""
-        return Counts(
-            started=self._started,
-            generating=len(self._generating),
-            finished=len(self._finished),
-            taken=len(self._taken),
-            trained=self._trained,
-            dropped=dict(self._dropped),
-        )
+    @property
+    def outstanding(self) -> int:
+        """Groups that are started and neither trained on nor dropped."""
+        return len(self._generating) + len(self._finished) + len(self._taken)
 
     def generating(self) -> dict[int, int]:
         """Returns the generating groups: number -> version it was started with."""
@@ -141,10 +120,6 @@ class TrajectoryBuffer(Generic[Payload]):
     def untrained(self) -> list[FinishedGroup[Payload]]:
         """Returns the finished groups that are not trained on, by number, including those taken for an unfinished step."""
         return sorted((*self._finished.values(), *self._taken), key=lambda group: group.number)
-
-    def _begin(self, number: int, version: int) -> None:
-        self._generating[number] = version
-        self._started += 1
 
     def _started_at(self) -> dict[int, int]:
         return self._generating | {number: group.version for number, group in self._finished.items()}

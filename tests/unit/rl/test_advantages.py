@@ -151,7 +151,7 @@ def test_a_users_function_sees_no_reward_of_an_invalid_completion() -> None:
     config = config_of(name=f"{__name__}:scaled", args={"factor": 2.0})
     try_advantages(algorithm_of(config))
     rewards, valid = [[1.0, 2.0], [3.0, 50.0]], [[True, True], [True, False]]
-    found = advantages_of(algorithm_of(config), rewards, valid, lambda: np.ones((2, 2)))
+    found = advantages_of(algorithm_of(config), rewards, valid, np.ones((2, 2)))
     np.testing.assert_array_equal(found, [[2.0, 4.0], [6.0, 0.0]])
 
 

@@ -22,7 +22,6 @@ from dagrl.rl.rewards import (
     math_answer,
     overlong_penalty,
     rewards_of,
-    shuffled,
 )
 from dagrl.runtime.deadline import Deadline
 from tests.unit.rl.in_process import in_process, rewarded
@@ -222,14 +221,6 @@ def test_one_warning_if_a_batch_fails_but_its_samples_do_not(caplog: pytest.LogC
 def test_unknown_function() -> None:
     with pytest.raises(ConfigError, match=r"reward\.function: .*has no 'exact_mach'; did you mean 'exact_match'"):
         RewardRunner(RewardConfig(function="dagrl.rl.rewards:exact_mach"))
-
-
-def test_shuffled_permutes_the_rewards() -> None:
-    rewards = np.arange(64, dtype=np.float32)
-    permuted = shuffled(rewards, 0, 1)
-    assert sorted(permuted.tolist()) == rewards.tolist()
-    assert permuted.tolist() != rewards.tolist()
-    assert shuffled(rewards, 0, 1).tolist() == permuted.tolist() != shuffled(rewards, 0, 2).tolist()
 
 
 def test_coroutines_of_single_samples_run_concurrently_and_fail_alone() -> None:

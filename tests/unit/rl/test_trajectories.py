@@ -41,7 +41,7 @@ def test_a_skipped_version_drops_groups_that_are_too_old() -> None:
     finished, running = buffer.start(), buffer.start()
     buffer.finish(finished, "finished")
     assert buffer.advance(2) == [running]
-    assert buffer.counts().dropped == {TOO_OLD: 2}
+    assert buffer.dropped == {TOO_OLD: 2}
     assert buffer.room() == 4
 
 
@@ -53,7 +53,7 @@ def test_a_smaller_maximum_age_keeps_groups_that_can_still_be_trained() -> None:
         buffer.restart(number, version=0)
     buffer.finish(2, "finished")
     assert buffer.advance(1) == [0, 1, 3]
-    assert buffer.counts().dropped == {TOO_OLD: 3}
+    assert buffer.dropped == {TOO_OLD: 3}
     assert [group.number for group in buffer.take() or ()] == [2]
 
 
@@ -96,4 +96,4 @@ def test_the_latest_due_group_is_dropped_even_if_finished() -> None:
     for number in (0, 1):
         buffer.finish(number, "")
     assert buffer.advance(1) == [], "2 still generates, and is kept"
-    assert buffer.untrained()[0].number == 0 and buffer.counts().dropped == {TOO_OLD: 1}
+    assert buffer.untrained()[0].number == 0 and buffer.dropped == {TOO_OLD: 1}

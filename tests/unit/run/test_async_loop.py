@@ -109,9 +109,9 @@ def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, 
     assert run.train() is None
     assert list(run.trained) == list(range(1, STEPS + 1))
     check_tokens(run.trained, age, in_flight)
-    numbers, counts = numbers_of(run.trained), run.experience.buffer.counts()
-    assert len(set(numbers)) == len(numbers) == counts.trained
-    assert counts.started == counts.trained + counts.generating + counts.finished + sum(counts.dropped.values())
+    numbers, buffer = numbers_of(run.trained), run.experience.buffer
+    assert len(set(numbers)) == len(numbers)
+    assert buffer.next_number == len(numbers) + buffer.outstanding + buffer.dropped.total()
     if not dynamic:
         assert sorted(numbers) == list(range(STEPS * PROMPTS)), "no group is started and not trained"
         assert run.reward.checked == [PROMPTS * GENERATIONS] * STEPS, "failures are a share of the step that has them"
@@ -243,7 +243,7 @@ def test_drop_reasons_are_counted(generations: int) -> None:
             values = [value for value in answers if not isinstance(value, Failed)]
             if len(answers) > 1 and len(set(values)) < 2:  # none is of a held-out prompt
                 expected["failed" if len(values) < 2 else "zero_variance"] += 1
-        assert run.experience.buffer.counts().dropped == expected
+        assert run.experience.buffer.dropped == expected
         assert {reason: run.metrics[-1].get(f"dropped/{reason}", 0) for reason in expected} == expected
         reasons += expected
     assert reasons["failed"] and reasons["zero_variance"]
@@ -282,7 +282,7 @@ def check_metrics(run: Run) -> None:
         assert metrics["reward/mean"] == pytest.approx(np.mean(good) if good else 0.0)
         assert metrics["reward/failures"] == len(texts) - len(good)
         assert metrics["timing_s/exposed_generation"] >= 0, "also where nothing was waited for"
-    assert run.metrics[-1].get("dropped/zero_variance", 0) <= run.experience.buffer.counts().dropped.get("zero_variance", 0)
+    assert run.metrics[-1].get("dropped/zero_variance", 0) <= run.experience.buffer.dropped.get("zero_variance", 0)
 
 
 @settings(deadline=None, max_examples=15)

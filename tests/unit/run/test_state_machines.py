@@ -101,11 +101,8 @@ class Trajectories(RuleBasedStateMachine):
             return
         places = [self.running, self.done, self.training, self.trained, self.dropped]
         assert sorted(number for place in places for number in place) == sorted(self.begun)
-        counts = self.buffer.counts()
-        found = (counts.generating, counts.finished, counts.taken)
-        assert found == (len(self.running), len(self.done), len(self.training))
-        assert counts.started == sum(found) + counts.trained + sum(counts.dropped.values())
-        assert sum(counts.dropped.values()) == counts.dropped.get("zero_variance", 0)
+        assert self.buffer.outstanding == len(self.running) + len(self.done) + len(self.training)
+        assert self.buffer.dropped.total() == self.buffer.dropped["zero_variance"]
 
     def teardown(self) -> None:
         """The buffer never blocks for good: from any state, batch after batch is trained."""

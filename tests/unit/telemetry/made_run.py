@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from dagrl.telemetry.rollouts import RolloutFiles
+from dagrl.telemetry.rollouts import RolloutFiles, table_of
 
 ANSWER = ["Nat", "alia", " sold", " 48", "/2", " =", " 24", "\n", "#### ", "72", "<eos>"]
 MARKUP = "<b>not markup</b>"
@@ -29,7 +29,7 @@ def make_run(directory: Path, name: str, *, steps: int = 2, drift: float = 0.01)
 
 def add_step(run: Path, files: RolloutFiles, step: int, drift: float) -> None:
     """Writes the rollouts of a step and then its metrics, as a run does."""
-    files.write(step, [made_sample(step, place, drift) for place in range(4)])
+    files.write(step, table_of([made_sample(step, place, drift) for place in range(4)]))
     line = {"step": step, "stage": "grpo", "time": 1e9 + 90 * step, "reward/mean": 0.2 * step, "loss": 0.5 / step}
     times = {"timing_s/total": 3.0, "timing_s/generate": 2.0, "timing_s/train_step": 0.5 + step / 10}
     with (run / "metrics.jsonl").open("a") as file:

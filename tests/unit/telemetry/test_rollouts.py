@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from dagrl.telemetry import rollouts
-from dagrl.telemetry.rollouts import OTHER, RolloutFiles, read_rollouts, rollout_files
+from dagrl.telemetry.rollouts import OTHER, RolloutFiles, read_rollouts, rollout_files, table_of
 from tests.unit.run.full_disk import full_disk
 
 ROW = {
@@ -28,7 +28,7 @@ ROW = {
 
 
 def test_rows_are_read_back_by_any_reader(tmp_path: Path) -> None:
-    RolloutFiles(tmp_path / "rollouts", max_bytes=None).write(3, [ROW])
+    RolloutFiles(tmp_path / "rollouts", max_bytes=None).write(3, table_of([ROW]))
     path = rollout_files(tmp_path / "rollouts")[3]
     (row,) = parquet.read_table(path).to_pandas().to_dict("records")
     assert row["logprobs"].tolist() == [-0.5, -1.5] and row["turns"][0]["text"] == "2" and math.isnan(row["advantage"])
@@ -40,37 +40,37 @@ def test_rows_are_read_back_by_any_reader(tmp_path: Path) -> None:
 def test_the_oldest_steps_are_deleted_above_the_limit(tmp_path: Path) -> None:
     files = RolloutFiles(tmp_path, max_bytes=None)
     for step in range(1, 5):
-        files.write(step, [ROW])
+        files.write(step, table_of([ROW]))
     size = rollout_files(tmp_path)[1].stat().st_size
     bounded = RolloutFiles(tmp_path, max_bytes=int(2.5 * size), resumed_step=4)
-    bounded.write(5, [ROW])
+    bounded.write(5, table_of([ROW]))
     assert list(rollout_files(tmp_path)) == [4, 5]
-    RolloutFiles(tmp_path, max_bytes=1, resumed_step=5).write(6, [ROW])
+    RolloutFiles(tmp_path, max_bytes=1, resumed_step=5).write(6, table_of([ROW]))
     assert list(rollout_files(tmp_path)) == [6]
 
 
 def test_a_resumed_run_deletes_the_steps_it_repeats(tmp_path: Path) -> None:
     files = RolloutFiles(tmp_path, max_bytes=None)
     for step in (1, 2, 3):
-        files.write(step, [ROW])
-        files.write(step, [ROW], OTHER)
+        files.write(step, table_of([ROW]))
+        files.write(step, table_of([ROW]), OTHER)
     RolloutFiles(tmp_path, max_bytes=None, resumed_step=2)
     assert list(rollout_files(tmp_path)) == list(rollout_files(tmp_path, OTHER)) == [1, 2]
 
 
 def test_samples_that_were_not_trained_on_count_in_the_limit(tmp_path: Path) -> None:
     files = RolloutFiles(tmp_path, max_bytes=1)
-    files.write(1, [ROW], OTHER)
-    files.write(1, [ROW])
+    files.write(1, table_of([ROW]), OTHER)
+    files.write(1, table_of([ROW]))
     assert list(rollout_files(tmp_path, OTHER)) == [] and list(rollout_files(tmp_path)) == [1], "the newest file is kept"
-    files.write(2, [ROW], OTHER)
+    files.write(2, table_of([ROW]), OTHER)
     assert list(rollout_files(tmp_path)) == [] and list(rollout_files(tmp_path, OTHER)) == [2]
 
 
 def test_a_step_does_not_look_through_the_files_of_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two files a step are 200,000 after 100,000 steps. A file that is written again counts once."""
     files = RolloutFiles(tmp_path, max_bytes=None)
-    files.write(1, [ROW])
+    files.write(1, table_of([ROW]))
     size = rollout_files(tmp_path)[1].stat().st_size
     files = RolloutFiles(tmp_path, max_bytes=int(2.5 * size), resumed_step=1)
 
@@ -80,13 +80,13 @@ def test_a_step_does_not_look_through_the_files_of_a_long_run(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(rollouts, "rollout_files", never)
         for step in (2, 2, 2, 3):
-            files.write(step, [ROW])
+            files.write(step, table_of([ROW]))
     assert list(rollout_files(tmp_path)) == [2, 3]
 
 
 def test_a_full_disk_leaves_no_part_and_is_named(tmp_path: Path) -> None:
     files = RolloutFiles(tmp_path, max_bytes=None)
     with full_disk(500), pytest.raises(OSError) as found:
-        files.write(1, [ROW] * 1000)
+        files.write(1, table_of([ROW] * 1000))
     assert found.value.errno in (errno.ENOSPC, errno.EFBIG) and "step_000001" in str(found.value.filename)
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dagrl.cli.main import main
-from dagrl.telemetry.rollouts import OTHER, RolloutFiles
+from dagrl.telemetry.rollouts import OTHER, RolloutFiles, table_of
 from dagrl.telemetry.view.data import RunView, to_json, token_kl
 from dagrl.telemetry.view.server import serving
 from tests.browser import Tab, browser, needs_chromium
@@ -44,7 +44,7 @@ def add_others(run: Path, step: int) -> None:
         {**made_sample(step, place, 0.0), "split": split, "dropped": dropped, "valid": not dropped, "train_logprobs": None}
         for place, split, dropped in ((1, "validation", ""), (3, "train", "zero_variance"))
     ]
-    RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=step).write(step, rows, OTHER)
+    RolloutFiles(run / "rollouts", max_bytes=None, resumed_step=step).write(step, table_of(rows), OTHER)
 
 
 def test_other_samples_follow_those_that_were_trained_on(tmp_path: Path) -> None:
