@@ -1,4 +1,4 @@
-"""The methods of somebody else's worker group as phases: one graph per method over all of its actors.
+"""The methods of somebody else's worker group as phases: one graph per method and host.
 
 A call gives each worker its own arguments, or leaves it out. The fleet's own code decides who gets what. Only the transport
 is ours: one message for all workers of a host in place of one Ray call for each, and results through one mailbox.
@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 import ray
 
 from dagrl.errors import DeadlineError, GraphError, PhaseError
+from dagrl.runtime.edges.pickling import Encoded, Shares
 from dagrl.runtime.graph import Arguments
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.phase import Phase, Shard, Value
+from dagrl.runtime.phase import Phase, Shard, Value, join
 from dagrl.runtime.replay import Replay
 from dagrl.runtime.schedule import Scheduler, SchedulerOptions
 from dagrl.runtime.split import Codec
@@ -32,8 +33,15 @@ Call = Arguments | None
 Result = TypeVar("Result")
 
 
-PER_WORKER = Codec(lambda calls, workers: calls, list)
-"""The input is a list with the `Call` of each worker, the result a list of theirs."""
+def _split(calls: Sequence[Call], shards: int) -> list[Shares]:
+    each = len(calls) // shards
+    distinct = {key: Encoded.of(call) for key, call in {id(call): call for call in calls}.items()}
+    parts = [distinct[id(call)] for call in calls]
+    return [Shares(tuple(parts[start : start + each])) for start in range(0, len(calls), each)]
+
+
+PER_WORKER = Codec(_split, lambda results: [result for of_shard in results for result in of_shard])
+"""The input is a list with the `Call` of each worker, the result a list of theirs. Equal calls may be one object."""
 
 
 class CallOrder:
@@ -97,10 +105,13 @@ class Fleet:
         self.limits = deadline_s, max_bytes
         self.closed = False
         self.order = CallOrder(deadline_s)
-        group = WorkerGroup.from_actors(actors, ParallelLayout(dp=len(actors)), role, call_timeout_s=deadline_s)
+        apart = WorkerGroup.from_actors(actors, ParallelLayout(dp=len(actors)), role, call_timeout_s=deadline_s)
+        each = together([location.node for location in apart.locations])
+        layout = ParallelLayout(dp=len(actors) // each, tp=each)
+        group = WorkerGroup.from_actors(actors, layout, role, call_timeout_s=deadline_s)
         if prepare is not None:
             group.call_function(prepare)
-        options = SchedulerOptions(fallback="error", fuse_shards=True, replay_s=deadline_s)
+        options = SchedulerOptions(fallback="error", replay_s=deadline_s)
         self._scheduler = Scheduler([group], options)
         self._phases = {method: _phase_of(role, method) for method in dict.fromkeys(methods)}
         for phase in self._phases.values():
@@ -108,7 +119,7 @@ class Fleet:
                 phase,
                 codec=PER_WORKER,
                 warmup_value=[None] * len(actors),
-                input_bytes=max_bytes,
+                input_bytes=max_bytes * each,
                 result_bytes=max_bytes,
                 room_key="max_bytes of accelerate()",
             )
@@ -132,10 +143,18 @@ class Fleet:
         self._scheduler.close()
 
 
+def together(nodes: Sequence[str]) -> int:
+    """Returns the most workers that one graph can have, if each has equally many, in order, on one of `nodes`."""
+    sizes = [size for size in range(1, len(nodes) + 1) if len(nodes) % size == 0]
+    return max(
+        size for size in sizes if all(len(set(nodes[start : start + size])) == 1 for start in range(0, len(nodes), size))
+    )
+
+
 def _phase_of(role: str, method: str) -> Phase:
     def call(**inputs: Any) -> Value:
         shard: Shard = inputs[role]
-        return shard.spread(method, inputs["arguments"])
+        return join(shard.spread(method, inputs["arguments"]))
 
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (role, "arguments")]
     setattr(call, "__signature__", inspect.Signature(parameters))  # noqa: B010  # functions have it, mypy does not know

@@ -1,4 +1,4 @@
-"""Compiles a traced phase into graphs: decides which shards share a graph and which workers each graph runs on."""
+"""Compiles a traced phase into graphs, one for each shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from dagrl.runtime.edges.memory import EdgeClosedError
 from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.executors.base import Actors, Executable, Executor, GraphLimits, Nodes, accelerated
-from dagrl.runtime.graph import Node, PhaseGraph, WorkerRef
+from dagrl.runtime.graph import PhaseGraph, WorkerRef
 from dagrl.runtime.phase import replicas_per_graph
 from dagrl.runtime.tickets import Counters, GraphWorkers
 from dagrl.runtime.worker_group import Groups
@@ -29,10 +29,10 @@ Engine = Literal["dagrl", "ray"]
 
 @dataclass(eq=False)
 class Compiled:
-    """A live graph of a phase: its executable, the shards in it, its workers, and how many replays it has not ended."""
+    """A live graph of a phase: its executable, its shard, its workers, and how many replays it has not ended."""
 
     executable: Executable
-    shards: tuple[int, ...]
+    shard: int
     workers: tuple[GraphWorkers, ...]
     actors: tuple[ActorHandle, ...]
     under_way: int = field(default=0, init=False)
@@ -72,27 +72,21 @@ def compile_phase(
     groups: Groups,
     counters: Counters,
     limits: GraphLimits,
-    fuse_shards: bool,
     without: Collection[int],
 ) -> list[Compiled]:
-    """Compiles the shards of a phase, except those in `without` or out of service: all graphs, or none and an error.
-
-    `graph` and `limits` are those of one shard. `fuse_shards`: shards on the same hosts share one graph.
-    """
-    ranks_of = _ranks_of_shards(graph, groups)
-    shards = [shard for shard, ranks in enumerate(ranks_of) if shard not in without and _in_service(ranks, groups)]
-    fuses = fuse_shards and not accelerated(graph)  # the workers of a graph with accelerator edges form a communicator
+    """Compiles the shards of a phase, except those in `without` or out of service: all graphs, or none and an error."""
     graphs: list[Compiled] = []
     with ExitStack() as undo:
-        for mine in _by_hosts(shards, ranks_of, groups) if fuses else [[shard] for shard in shards]:
-            ranks = {role: [rank for shard in mine for rank in ranks_of[shard][role]] for role in graph.widths}
+        for shard, ranks in enumerate(_ranks_of_shards(graph, groups)):
+            if shard in without or not _in_service(ranks, groups):
+                continue
             actors = {role: [groups[role].actors[rank] for rank in some] for role, some in ranks.items()}
-            whole = replace(fuse(graph, len(mine)), aliases=_aliases(actors))
+            bound = replace(graph, aliases=_aliases(actors))
             nodes = {role: [groups[role].locations[rank].node for rank in some] for role, some in ranks.items()}
-            executable = executor(whole, actors, nodes, replace(limits, input_bytes=limits.input_bytes * len(mine)))
+            executable = executor(bound, actors, nodes, limits)
             undo.callback(executable.teardown, limits.teardown_s)
             all_actors = tuple(actor for some in actors.values() for actor in some)
-            graphs.append(Compiled(executable, tuple(mine), _graph_workers(whole, ranks, counters), all_actors))
+            graphs.append(Compiled(executable, shard, _graph_workers(bound, ranks, counters), all_actors))
         undo.pop_all()
     return graphs
 
@@ -144,15 +138,6 @@ def _aliases(actors: Mapping[str, Sequence[ActorHandle]]) -> dict[WorkerRef, Wor
     return {worker: known for worker, known in first_on_actor.items() if known != worker}
 
 
-def _by_hosts(shards: Sequence[int], ranks_of: Sequence[Ranks], groups: Groups) -> list[list[int]]:
-    """Groups shards by their hosts, so that no host gets rows of other hosts."""
-    together: dict[frozenset[str], list[int]] = {}
-    for shard in shards:
-        nodes = frozenset(groups[role].locations[rank].node for role, mine in ranks_of[shard].items() for rank in mine)
-        together.setdefault(nodes, []).append(shard)
-    return list(together.values())
-
-
 def _ranks_of_shards(graph: PhaseGraph, groups: Groups) -> list[Ranks]:
     """Returns, for each shard of a graph as traced, the ranks of each role in the graph's order."""
     layouts = {role: groups[role].layout for role in graph.widths}
@@ -165,27 +150,3 @@ def _ranks_of_shards(graph: PhaseGraph, groups: Groups) -> list[Ranks]:
         }
         for index in range(layouts[role].dp // replicas[role])
     ]
-
-
-def fuse(graph: PhaseGraph, shards: int) -> PhaseGraph:
-    """Returns `shards` copies of the graph of one shard as one graph.
-
-    One message then carries the input of all these shards, and one mailbox their results. With a graph per shard, the driver
-    writes, waits and reads once per shard, about 40 us each. A batch holds the rows of one shard after the other and is
-    copied into shared memory once; each worker takes its shard's rows out of it as views.
-    """
-    size = len(graph.nodes)
-    return PhaseGraph(
-        phase=graph.phase,
-        widths={role: shards * width for role, width in graph.widths.items()},
-        nodes=tuple(_moved(graph, node, shard) for shard in range(shards) for node in graph.nodes),
-        outputs=tuple(shard * size + number for shard in range(shards) for number in graph.outputs),
-        shards=shards,
-    )
-
-
-def _moved(graph: PhaseGraph, node: Node, shard: int) -> Node:
-    first = shard * len(graph.nodes)
-    worker = WorkerRef(node.worker.role, shard * graph.widths[node.worker.role] + node.worker.position)
-    moved = node.remapped(first + node.number, lambda source: None if source is None else first + source)
-    return replace(moved, worker=worker)

@@ -110,7 +110,6 @@ def _remapped(arg: ArgumentRef, source: Callable[[Source], Source]) -> ArgumentR
 class PhaseGraph:
     """A traced phase: `widths` are the workers of each role in one graph, `outputs` the nodes whose results are returned.
 
-    `shards`: how many shards it covers, the workers of one after those of the other (`compile.fuse`).
     `aliases`: workers on the actor of an earlier one, and that one.
     """
 
@@ -118,20 +117,11 @@ class PhaseGraph:
     widths: Mapping[str, int]
     nodes: tuple[Node, ...]
     outputs: tuple[int, ...]
-    shards: int = 1
     aliases: Mapping[WorkerRef, WorkerRef] = field(default_factory=dict)
 
     def actor(self, worker: WorkerRef) -> WorkerRef:
         """Returns the first worker of the graph on the same actor."""
         return self.aliases.get(worker, worker)
-
-    def shard(self, worker: WorkerRef) -> int:
-        return worker.position // (self.widths[worker.role] // self.shards)
-
-    def label(self, node: Node) -> str:
-        """Returns a node's label in the graph of its shard alone."""
-        role, position = node.worker.role, node.worker.position % (self.widths[node.worker.role] // self.shards)
-        return dataclasses.replace(node, worker=WorkerRef(role, position)).label
 
     def validate(self) -> None:
         """Raises GraphError for a phase that returns nothing, or does not use a result. Asserts what tracing promises."""

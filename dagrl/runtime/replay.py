@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,19 +66,19 @@ class Replay:
         self,
         pending: PendingReplay,
         queue: ReplayQueue,
-        shards: Sequence[Sequence[int]],
+        shards: Sequence[int],
         join: Callable[[list[Any]], object] = tuple,
         padding_share: float | None = None,
         on_success: Callable[[float], None] = lambda busy_s: None,
     ) -> None:
-        """`shards`: the shards in each graph. `join`: makes a result of the shards' results. `on_success`: called with the
-        compute on the longest path."""
+        """`join`: makes a result of the shards' results. `on_success`: called with the compute on the longest path."""
         self.pending = pending
         self.phase = pending.phase
         self.number = pending.number
         self.timing: ReplayTiming | None = None
         self._queue = queue
-        self._shards = shards
+        self.shards = list(shards)
+        """The shard of each graph, ascending: all, unless some have no workers (`Scheduler.recover`)."""
         self._join = join
         self._padding_share = padding_share
         self._on_success = on_success
@@ -106,23 +106,17 @@ class Replay:
             raise self._error
         return self._outcome
 
-    @property
-    def shards(self) -> list[int]:
-        """The shards that run it: all, unless some have no workers (`Scheduler.recover`)."""
-        return sorted(shard for mine in self._shards for shard in mine)
-
     def partial(self) -> dict[int, Any]:
         """Returns the results of a failed replay by shard, of the graphs that had ended without a failure."""
         whole = {graph: mine for graph, mine in self.pending.packets.items() if not any(packet.failures for packet in mine)}
-        values = {shard: tuple(packet.value for packet in mine) for shard, mine in self._by_shard(whole).items()}
+        values = {self.shards[graph]: tuple(packet.value for packet in mine) for graph, mine in whole.items()}
         return {shard: mine[0] if len(mine) == 1 else mine for shard, mine in values.items()}
 
     def succeed(self, packets: Sequence[Sequence[Packet]]) -> None:
         """Sets the result from the packets of every graph. Raises PhaseError if the shards' results do not fit together."""
         try:
-            shards = [mine for _, mine in sorted(self._by_shard(dict(enumerate(packets))).items())]
-            busy_s = tuple(max(packet.busy_s for packet in outputs) for outputs in shards)
-            outputs = [self._join([packet.value for packet in column]) for column in zip(*shards, strict=True)]
+            busy_s = tuple(max(packet.busy_s for packet in outputs) for outputs in packets)
+            outputs = [self._join([packet.value for packet in column]) for column in zip(*packets, strict=True)]
         except Exception as error:  # the replay is over, and its graphs are whole
             raise PhaseError((), f"{self.pending.name}: the results of its shards do not fit together: {error}") from error
         self._outcome = outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -131,15 +125,6 @@ class Replay:
 
     def fail(self, error: Exception) -> None:
         self._error = error
-
-    def _by_shard(self, packets: Mapping[int, Sequence[Packet]]) -> dict[int, Sequence[Packet]]:
-        """Returns the packets of each shard, from those of each graph."""
-        by_shard: dict[int, Sequence[Packet]] = {}
-        for graph, mine in packets.items():
-            outputs = len(mine) // len(self._shards[graph])
-            for position, shard in enumerate(self._shards[graph]):
-                by_shard[shard] = mine[position * outputs : (position + 1) * outputs]
-        return by_shard
 
 
 @dataclass

@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -79,8 +78,8 @@ _schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 class SchedulerOptions:
     """Options for compiling and replaying phases; engine and deadlines are those of the configuration.
 
-    `engine`: compiled graphs run on dagrl's loop and channels, or on Ray's own. `fuse_shards`: data-parallel shards on the
-    same hosts share one graph, instead of one graph each. `max_in_flight`: replays of a phase under way at once.
+    `engine`: compiled graphs run on dagrl's loop and channels, or on Ray's own. `max_in_flight`:
+    replays of a phase under way at once.
     `hang_factor`, `hang_floor_s`: a worker hangs if it runs a replay for that multiple of the longest one of its phase so
     far, and at least that long, or does not answer for as long. None: only the deadline `replay_s` counts.
     """
@@ -88,7 +87,6 @@ class SchedulerOptions:
     executor: Literal["compiled", "eager"] = "compiled"
     engine: Engine = "dagrl"
     fallback: Literal["eager", "error"] = "eager"
-    fuse_shards: bool = False
     max_in_flight: int = 2
     arity: int = 8
     result_bytes: int = 1 << 20
@@ -139,29 +137,24 @@ class AddedPhase:
         """The types of its batches' fields; None if it takes no batches."""
         return None if self.phase.inputs is None else field_types(self.phase.inputs)
 
-    @property
-    def shards(self) -> int:
-        """The number of data-parallel shards (graphs as they were traced) that the phase is compiled on."""
-        return sum(len(graph.shards) for graph in self.compiled)
-
     def warmup_inputs(self) -> list[object]:
         """Returns the inputs at which the phase is warmed up, the largest first."""
         if self.phase.inputs is None:
             return [] if self.codec is not None and self.warmup_value is None else [self.warmup_value]
-        shards = self.shards
+        shards = len(self.compiled)
         largest_first = sorted(self.buckets, key=lambda bucket: -bucket.sequences * bucket.tokens)
         whole = [Bucket(bucket.sequences * shards, bucket.tokens) for bucket in largest_first]
         return [empty_batch(self.phase.inputs, bucket, self.scalars, self.token_ids) for bucket in whole]
 
     def check_sizes(self, values: Sequence[object]) -> None:
         """Raises RunError if an input does not fit. Only those that a codec split have different sizes."""
-        for graph, value in zip(self.compiled, values, strict=True):
-            splits = self.fields is not None or type(value) is Shares
-            needed = -(-payload_bytes(value) // (len(graph.shards) if splits else 1)) + ENVELOPE_BYTES
-            if needed > self.limits.input_bytes:
+        for value in values:
+            parts, each = (len(value.parts), "worker") if isinstance(value, Shares) else (1, "shard")
+            needed, room = -(-payload_bytes(value) // parts) + ENVELOPE_BYTES, self.limits.input_bytes // parts
+            if needed > room:
                 raise RunError(
-                    f"the input of phase {self.phase.name!r} needs {needed} bytes per shard, but its channel has room for "
-                    f"{self.limits.input_bytes}; raise {self.limits.input_key}"
+                    f"the input of phase {self.phase.name!r} needs {needed} bytes per {each}, but its channel has room for "
+                    f"{room}; raise {self.limits.input_key}"
                 )
             if type(value) not in (Encoded, Shares):
                 break
@@ -170,9 +163,9 @@ class AddedPhase:
         self, value: object, rows: Sequence[npt.NDArray[np.intp]] | None
     ) -> tuple[list[object], Join, Bucket | None, float | None]:
         """Returns the input of each graph, how results of shards are joined, the bucket and the share of padding."""
-        here, graphs = self._places()
+        here = [graph.shard for graph in self.compiled]
         if self.fields is None:
-            return (*share_out(self.phase.name, self.codec, value, graphs), None, None)
+            return (*share_out(self.phase.name, self.codec, value, len(here)), None, None)
         value = check_batch(self.phase.name, value, self.fields)
         longest = longest_row(self.phase.name, value)
         lengths = value["lengths"].astype("int64")
@@ -185,16 +178,8 @@ class AddedPhase:
             check_rows(self.phase.name, rows, len(here), value.rows)
         bucket = choose_bucket(self.buckets, max(map(len, rows)), longest)
         split = Split(tuple(rows), bucket, value.tokens or longest)
-        return [split.share(value, mine) for mine in graphs], split.join, bucket, padding_share(lengths, bucket, len(here))
-
-    def _places(self) -> tuple[Sequence[int], Sequence[Sequence[int]]]:
-        """Returns the shards that have workers, and for each graph where its own are among them."""
-        graphs: list[Sequence[int]] = [graph.shards for graph in self.compiled]
-        here: Sequence[int] = range(sum(map(len, graphs)))
-        if max(chain.from_iterable(graphs)) in here:  # none is missing
-            return here, graphs
-        here = sorted(chain.from_iterable(graphs))
-        return here, [[here.index(shard) for shard in mine] for mine in graphs]
+        shares = [split.share(value, place) for place in range(len(here))]
+        return shares, split.join, bucket, padding_share(lengths, bucket, len(here))
 
 
 class Scheduler:
@@ -271,7 +256,7 @@ class Scheduler:
         )
 
     def compile(self) -> None:
-        """Compiles every phase that is not compiled yet: one graph per shard, or per host with `fuse_shards`.
+        """Compiles every phase that is not compiled yet: one graph per shard.
 
         The first time, sets the workers' tickets to this scheduler's: another one may have used the workers. Raises
         RunError while another one has graphs on them.
@@ -290,10 +275,10 @@ class Scheduler:
         for name, entry in self._entries.items():
             entry.groups = {role: self.groups[role] for role in entry.phase.roles}
             new = self._compile(entry)
-            entry.compiled = sorted([*entry.compiled, *new], key=lambda graph: graph.shards)
+            entry.compiled = sorted([*entry.compiled, *new], key=lambda graph: graph.shard)
             if new:
                 entry.durations.buckets.clear()
-                compiled[name] = [shard for graph in new for shard in graph.shards]
+                compiled[name] = [graph.shard for graph in new]
         return compiled
 
     def _reset_tickets(self, roles: Iterable[str]) -> None:
@@ -456,8 +441,7 @@ class Scheduler:
             self.groups,
             self._tickets.counters,
             limits,
-            self.options.fuse_shards,
-            [shard for graph in entry.compiled for shard in graph.shards],
+            [graph.shard for graph in entry.compiled],
         )
 
     def _submit(
@@ -500,7 +484,7 @@ class Scheduler:
             pending = PendingReplay(
                 entry.phase.name, number, submitted, entry.groups, deadline, self.options.grace_s, hang_s
             )
-            shards = [graph.shards for graph in entry.compiled]
+            shards = [graph.shard for graph in entry.compiled]
             measured = partial(entry.durations.add, bucket) if not warmup else lambda busy_s: None
             replay = Replay(pending, entry.in_flight, shards, join, padding, measured)
             entry.replays += 1

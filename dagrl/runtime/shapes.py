@@ -104,21 +104,12 @@ class Batch:
         return Batch(self.fields, {**self.scalars, **scalars})
 
 
-def pad_rows(array: Array, counts: Sequence[int], bucket: Bucket) -> Array:
-    """Returns a copy of the rows of several shards, each shard's padded to `bucket`.
-
-    `array` is `[rows]` or `[rows, tokens]`, one shard's rows after the other's; `counts` are the rows of each shard. Columns
-    beyond the bucket's width are cut.
-    """
-    wide = [bucket.tokens] if array.ndim == 2 else []
-    padded, start = np.zeros((len(counts), bucket.sequences, *wide), array.dtype), 0
-    for shard, count in enumerate(counts):
-        rows = array[start : start + count]
-        part = rows[:, : bucket.tokens] if wide else rows
-        place: tuple[int | slice, ...] = (shard, *map(slice, part.shape))
-        padded[place] = part
-        start += count
-    return padded.reshape(len(counts) * bucket.sequences, *wide)
+def pad_rows(array: Array, bucket: Bucket) -> Array:
+    """Returns a copy of an array, `[rows]` or `[rows, tokens]`, padded to `bucket`. Columns beyond its width are cut."""
+    kept = array[:, : bucket.tokens] if array.ndim == 2 else array
+    padded = np.zeros((bucket.sequences, bucket.tokens)[: array.ndim], array.dtype)
+    padded[tuple(map(slice, kept.shape))] = kept
+    return padded
 
 
 FieldTypes = Mapping[str, tuple[np.dtype[Any], int]]

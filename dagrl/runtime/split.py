@@ -66,23 +66,19 @@ class Split:
     bucket: Bucket
     tokens: int
 
-    def share(self, batch: Batch, shards: Sequence[int]) -> Batch:
-        """Returns the rows of some shards in turn, each shard's padded to the bucket; views if they are in that order."""
-        parts = [self.rows[shard] for shard in shards]
-        order = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        numbers = order.tolist()
+    def share(self, batch: Batch, shard: int) -> Batch:
+        """Returns the rows of a shard, padded to the bucket; views if they follow each other and fill it."""
+        numbers = self.rows[shard].tolist()
         first, end = (numbers[0], numbers[0] + len(numbers)) if numbers else (0, 0)
-        dealt = slice(first, end) if numbers == list(range(first, end)) else order
-        return Batch({name: self._field(array, parts, dealt) for name, array in batch.fields.items()}, batch.scalars)
+        order = slice(first, end) if numbers == list(range(first, end)) else self.rows[shard]
+        return Batch({name: self._field(array, order) for name, array in batch.fields.items()}, batch.scalars)
 
-    def _field(self, array: Array, parts: Sequence[npt.NDArray[np.intp]], order: slice | npt.NDArray[np.intp]) -> Array:
-        """Returns one field, `[rows]` or `[rows, tokens]`. `parts` are the rows of each shard, `order` all of them."""
-        wide = [self.bucket.tokens] if array.ndim == 2 else []
-        kept = array[:, : self.bucket.tokens] if wide else array
+    def _field(self, array: Array, order: slice | npt.NDArray[np.intp]) -> Array:
+        """Returns one field, `[rows]` or `[rows, tokens]`, of the rows in `order`."""
+        kept = array[:, : self.bucket.tokens] if array.ndim == 2 else array
         dealt = kept[order] if isinstance(order, slice) else kept.take(order, axis=0)  # copies whole rows, unlike indexing
-        if list(dealt.shape) == [len(parts) * self.bucket.sequences, *wide]:
-            return dealt
-        return pad_rows(dealt, list(map(len, parts)), self.bucket)
+        filled = dealt.shape == (self.bucket.sequences, self.bucket.tokens)[: array.ndim]
+        return dealt if filled else pad_rows(dealt, self.bucket)
 
     def join(self, values: Sequence[object]) -> object:
         """Returns the shards' results as one batch if all are batches, else as a tuple."""
@@ -123,7 +119,7 @@ class Codec:
     """`split(value, n)` returns a part for each of `n` shards; `join(parts)` makes one result of the shards' results.
 
     A part may be of any type that pickles. Arrays and tensors in it are not copied into the pickle. Parts that are the same
-    object are sent once.
+    object are pickled once. A `Shares` has a part for each worker of the shard.
     """
 
     split: Callable[[Any, int], Sequence[Any]]
@@ -140,15 +136,15 @@ class Codec:
         return parts
 
 
-def share_out(phase: str, codec: Codec | None, value: object, graphs: Sequence[Sequence[int]]) -> tuple[list[object], Join]:
-    """Returns the input of each graph, given the shards in each, and how the results of all shards are joined.
+def share_out(phase: str, codec: Codec | None, value: object, shards: int) -> tuple[list[object], Join]:
+    """Returns the input of each shard's graph, and how the results of all shards are joined.
 
     Without a codec, every shard takes the whole value.
     """
     if codec is None:
         whole = Encoded.of(value) if isinstance(value, Batch) else encoded(value)  # a batch would be taken apart
-        return [whole] * len(graphs), tuple
-    parts = codec.parts(phase, value, sum(map(len, graphs)))
-    encoded_parts = {key: Encoded.of(part) for key, part in {id(part): part for part in parts}.items()}
-    shares = [tuple(encoded_parts[id(parts[shard])] for shard in mine) for mine in graphs]
-    return [mine[0] if len(mine) == 1 else Shares(mine) for mine in shares], codec.join
+        return [whole] * shards, tuple
+    parts = codec.parts(phase, value, shards)
+    distinct = {id(part): part for part in parts}
+    inputs = {key: part if isinstance(part, Shares) else Encoded.of(part) for key, part in distinct.items()}
+    return [inputs[id(part)] for part in parts], codec.join

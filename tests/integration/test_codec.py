@@ -110,22 +110,18 @@ def table(rows: int, tokens: int) -> TensorTable:
     return TensorTable({"logits": logits, "ids": ids}, {"temperature": 1.0, "names": ["a", "b"]})
 
 
-def scheduler_of(actors: list[Any], executor: str, engine: str, fused: bool = False) -> Scheduler:
+def scheduler_of(actors: list[Any], executor: str, engine: str) -> Scheduler:
     group = WorkerGroup.from_actors(actors, ParallelLayout(dp=2, tp=2))
-    options = SchedulerOptions(executor=executor, engine=engine, fallback="error", fuse_shards=fused)  # type: ignore[arg-type]
+    options = SchedulerOptions(executor=executor, engine=engine, fallback="error")  # type: ignore[arg-type]
     return Scheduler([group], options)
 
 
-@pytest.mark.parametrize(
-    ("executor", "engine", "fused"),
-    [*((*engine, False) for engine in ENGINES), (*ENGINES[0], True)],
-    ids=["dagrl", "ray", "eager", "dagrl, one graph"],
-)
+@pytest.mark.parametrize(("executor", "engine"), ENGINES)
 def test_values_of_any_type_are_split_and_joined_as_plain_calls_see_them(
-    actors: list[Any], executor: str, engine: str, fused: bool
+    actors: list[Any], executor: str, engine: str
 ) -> None:
     arrays: dict[str, Array] = {"x": np.asfortranarray(np.arange(24.0).reshape(6, 4)), "flags": np.arange(6) > 2}
-    with scheduler_of(actors, executor, engine, fused) as scheduler:
+    with scheduler_of(actors, executor, engine) as scheduler:
         scheduler.add(logprobs, codec=TABLE, warmup_value=table(4, 4000), result_bytes=1 << 20)
         scheduler.add(scaled, codec=ROWS, input_bytes=1 << 16)
         scheduler.add(whole, warmup_value=Arguments((table(2, 3),)))
@@ -152,7 +148,7 @@ def test_values_of_any_type_are_split_and_joined_as_plain_calls_see_them(
 def test_a_method_that_changes_its_tensors_changes_nobody_elses(actors: list[Any], executor: str, engine: str) -> None:
     data = table(4, 4000)
     total = float(data.tensors["logits"].abs().sum())
-    with scheduler_of(actors, executor, engine, fused=True) as scheduler:
+    with scheduler_of(actors, executor, engine) as scheduler:
         scheduler.add(in_place, codec=TABLE, warmup_value=data)
         scheduler.add(logprobs, codec=TABLE, warmup_value=data)
         scheduler.compile()

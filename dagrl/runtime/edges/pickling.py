@@ -1,7 +1,7 @@
 """Pickles values with their large buffers apart, among them the elements of torch tensors on the CPU.
 
 The driver pickles an input of any type once (`Encoded`), and each worker unpickles it where it uses it. So its size is known
-before it is sent, and a worker of a fused graph unpickles only its own shard's part (`Shares`).
+before it is sent, and a worker unpickles only its own part (`Shares`).
 
 Torch is looked up in `sys.modules` and never imported: a process that has not imported it has no tensors.
 """
@@ -112,7 +112,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The parts of an input for the shards of one graph, in their order. Equal parts may be one object, sent once."""
+    """The parts of an input for the workers of one graph, in their order. Equal parts may be one object, sent once."""
 
     parts: tuple[Encoded, ...]
 

@@ -18,7 +18,7 @@ from dagrl.errors import WorkerFailure
 from dagrl.runtime.edges.packet import ENVELOPE_BYTES, Packet
 from dagrl.runtime.executors.node import NodeCall, Take
 from dagrl.runtime.graph import SHARED_MEMORY, Constant, InputRef, Json, Node, NodeRef, PhaseGraph, WorkerRef
-from dagrl.runtime.passes.hosts import RELAY, relays_input
+from dagrl.runtime.passes.hosts import RELAY
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def node_calls(graph: PhaseGraph, limits: GraphLimits) -> list[NodeCall]:
     return [
         NodeCall(
             role=node.worker.role,
-            label=graph.label(node),
+            label=node.label,
             position=node.worker.position,
             kind=node.kind,
             method=node.method,
@@ -157,7 +157,6 @@ def accelerated(graph: PhaseGraph) -> set[int]:
 
 def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Json, ...]:
     takes: list[Take | Json] = []
-    share = (graph.shard(node.worker), graph.shards) if graph.shards > 1 else None
     index = 0
     for arg in node.args:
         match arg:
@@ -165,9 +164,9 @@ def _takes(graph: PhaseGraph, node: Node) -> tuple[Take | Json, ...]:
                 takes.append(value)
             case NodeRef(number):
                 flatten = node.kind == "collect" and graph.nodes[number].kind == "collect"
-                takes.append(Take(index, flatten, share if relays_input(graph, graph.nodes[number]) else None))
+                takes.append(Take(index, flatten))
                 index += 1
             case InputRef():
-                takes.append(Take(index, share=share))
+                takes.append(Take(index))
                 index += 1
     return tuple(takes)

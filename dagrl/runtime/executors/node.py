@@ -30,7 +30,6 @@ from dagrl.runtime.edges.packet import ENVELOPE_BYTES, FAILURE_CHARACTERS, Packe
 from dagrl.runtime.edges.pickling import Encoded, Shares, accelerator_tensors
 from dagrl.runtime.graph import Arguments, Json
 from dagrl.runtime.passes.hosts import RELAY
-from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker import ReplayContext, replay_context
 
 logger = logging.getLogger(__name__)
@@ -47,22 +46,18 @@ class ResultTooLargeError(RunError):
 class Take:
     """One argument of a node's method: the value of input `index`.
 
-    `flatten`: the value is a list, whose items go into the node's own list. `share`: the value is that of several shards, of
-    which the node takes the rows or the part of one; its number, and the number of shards.
+    `flatten`: the value is a list, whose items go into the node's own list.
     """
 
     index: int
     flatten: bool = False
-    share: tuple[int, int] | None = None
 
-    def of(self, value: Any) -> object:
-        """Returns the argument, given the input's value."""
+    def of(self, value: Any, position: int) -> object:
+        """Returns the argument of the worker at `position`, given the input's value."""
         kind = type(value)
-        if kind is Shares and self.share is not None:
-            return value.parts[self.share[0]].load()
-        if kind is Encoded:
-            return value.load()
-        return value.share(*self.share) if self.share is not None and kind is Batch else value
+        if kind is Shares:
+            return value.parts[position].load()
+        return value.load() if kind is Encoded else value
 
 
 @dataclass(frozen=True)
@@ -309,7 +304,7 @@ def _evaluate(worker: object, call: NodeCall, packets: tuple[Packet, ...]) -> ob
             assert isinstance(collected, list)
             args.extend(collected)
         else:
-            args.append(arg.of(packets[arg.index].value))
+            args.append(arg.of(packets[arg.index].value, call.position))
     if call.kind == "collect":
         return args
     method = getattr(worker, call.method)

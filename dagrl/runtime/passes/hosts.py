@@ -52,13 +52,6 @@ def with_relays(graph: PhaseGraph, hosts: Hosts, direct: Collection[int] = ()) -
     return dataclasses.replace(graph, nodes=tuple(nodes), outputs=tuple(places[number] for number in graph.outputs))
 
 
-def relays_input(graph: PhaseGraph, node: Node) -> bool:
-    """Returns whether a node is a relay of the phase's input."""
-    while node.kind == RELAY and node.upstream:
-        node = graph.nodes[node.upstream[0]]
-    return node.kind == RELAY
-
-
 def by_host(workers: Sequence[WorkerRef], hosts: Hosts) -> dict[str, list[int]]:
     """Returns the positions of the workers on each host, hosts in the order of their first workers."""
     positions: dict[str, list[int]] = {}

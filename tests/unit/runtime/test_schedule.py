@@ -778,26 +778,6 @@ def test_a_graph_with_any_worker_of_somebody_else_kills_none(made: list[Graph]) 
         assert [graph.limits.may_kill for graph in made] == [False]
 
 
-def on_one_host() -> Group:
-    """Two shards on one host."""
-    group = Group()
-    group.locations = [SimpleNamespace(node="host")] * 2
-    return group
-
-
-def test_each_shard_has_its_own_graph_unless_shards_are_fused(made: list[Graph]) -> None:
-    for fuse, widths in ((False, [1, 1]), (True, [2])):
-        with Scheduler([on_one_host()], SchedulerOptions(fuse_shards=fuse)) as scheduler:  # type: ignore[list-item]
-            scheduler.add(step, buckets=[Bucket(2, 8)])
-            scheduler.compile()
-            assert [graph.widths["train"] for graph in made] == widths
-            rows = Batch({"x": np.arange(4)[:, None] * np.ones((1, 8), np.int64), "lengths": np.full(4, 8)})
-            scheduler.replay(step, rows, rows=[np.array([0, 1]), np.array([2, 3])])
-            sent = [graph.taken[0].value["x"][:, 0].tolist() for graph in made]  # type: ignore[index]
-            assert sent == ([[0, 1, 2, 3]] if fuse else [[0, 1], [2, 3]])
-        made.clear()
-
-
 def test_recover_keeps_the_graphs_whose_replays_have_ended_on_workers_that_are_the_same(
     scheduler: Scheduler, group: Group, made: list[Graph]
 ) -> None:
@@ -886,25 +866,11 @@ def test_a_failure_on_one_role_leaves_others_alone_and_its_other_shards_go_on(ma
         assert not first.gone.is_set() and not working.gone.is_set()
 
 
-def test_results_of_shards_in_one_graph_are_told_apart_by_output(made: list[Graph]) -> None:
-    @phase
-    def pair(train: Shard, value):
-        return train.map("forward", value), train.map("forward", value, note="again")
-
-    with compiled(on_one_host(), phases=(pair,), fuse_shards=True) as scheduler:
-        (graph,) = made
-        outputs = ["first of 0", "second of 0", "first of 1", "second of 1"]
-        graph.fetch = lambda submitted, timeout_s: [  # type: ignore[method-assign]
-            Packet(submitted.header, value) for value in outputs
-        ]
-        assert scheduler.replay(pair, 0).result() == (("first of 0", "first of 1"), ("second of 0", "second of 1"))
-
-
 def test_an_input_has_the_room_of_the_largest_bucket_for_each_shard_and_no_more(made: list[Graph]) -> None:
     def full(rows: int, tokens: int) -> Batch:
         return Batch({"x": np.zeros((rows, tokens), np.int64), "lengths": np.full(rows, tokens)})
 
-    with Scheduler([on_one_host()], SchedulerOptions(fuse_shards=True)) as scheduler:  # type: ignore[list-item]
+    with Scheduler([Group()]) as scheduler:  # type: ignore[list-item]
         scheduler.add(step, buckets=[Bucket(1, 64), Bucket(64, 64)])
         scheduler.add(other, warmup_value=np.zeros(1000))
         scheduler.compile()
@@ -913,7 +879,7 @@ def test_an_input_has_the_room_of_the_largest_bucket_for_each_shard_and_no_more(
         with pytest.raises(RunError, match=r"input of phase 'other' needs .* bytes per shard, .* or add a larger bucket"):
             scheduler.replay(other, np.zeros(3000))
         scheduler.replay(other, 1)
-    assert [graph.limits.input_bytes > 2 * 64 * 64 * 8 for graph in made] == [True, False]
+    assert [graph.limits.input_bytes > 64 * 64 * 8 for graph in made] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

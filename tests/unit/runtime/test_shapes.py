@@ -37,7 +37,7 @@ def assert_equal(ours: Batch, theirs: Batch) -> None:
 
 
 def padded_to(bucket: Bucket, batch: Batch) -> Batch:
-    return Batch({name: pad_rows(array, [batch.rows], bucket) for name, array in batch.fields.items()}, batch.scalars)
+    return Batch({name: pad_rows(array, bucket) for name, array in batch.fields.items()}, batch.scalars)
 
 
 @given(LENGTHS, st.integers(0, 9), st.integers(0, 9))
@@ -186,11 +186,9 @@ def test_split_pad_replay_and_restore_gives_the_rows_back(lengths: list[int], sh
     parts = split_rows(batch["lengths"].astype(np.int64), shards)
     bucket = Bucket(max(len(part) for part in parts) + rows, max(lengths) + tokens)
     split = Split(tuple(parts), bucket, batch.tokens)
-    whole = split.share(batch, range(shards))  # what one graph of all shards is sent, and what its workers make of it
-    shares = [whole.share(shard, shards) for shard in range(shards)]
-    for shard, (share, part) in enumerate(zip(shares, parts, strict=True)):
+    shares = [split.share(batch, shard) for shard in range(shards)]
+    for share, part in zip(shares, parts, strict=True):
         assert_equal(share, padded_to(bucket, batch.select(part)))
-        assert_equal(split.share(batch, [shard]), share)
     assert_equal(split.restore(shares), batch)
 
 
@@ -201,7 +199,7 @@ def test_rows_wider_than_their_bucket_come_back_at_the_buckets_width(lengths: li
     parts = split_rows(batch["lengths"].astype(np.int64), shards)
     bucket = Bucket(max(len(part) for part in parts), max(lengths))
     split = Split(tuple(parts), bucket, batch.tokens)
-    assert_equal(split.restore([split.share(batch, [shard]) for shard in range(shards)]), exact)
+    assert_equal(split.restore([split.share(batch, shard) for shard in range(shards)]), exact)
 
 
 def test_padding_share_counts_every_slot() -> None:
