@@ -12,23 +12,13 @@ import mmap
 import os
 from dataclasses import astuple
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dagrl.errors import ChannelError, MissingDependencyError
 from dagrl.runtime.edges.memory import EdgeClosedError, MemoryAddress, anonymous_memory, open_memory
 
 if TYPE_CHECKING:
     import torch
-
-
-class Segment(Protocol):
-    """`bytes` is the memory as a vector of uint8; another process attaches to it with `handle`."""
-
-    bytes: torch.Tensor
-    handle: str
-
-    def close(self) -> None:
-        """Frees the memory if this process owns it, otherwise unmaps it."""
 
 
 def create_segment(nbytes: int, device: torch.device) -> Segment:
@@ -120,6 +110,10 @@ class DeviceSegment:
         with torch.cuda.device(self._device):
             (self._runtime.free if self._owned else self._runtime.ipcCloseMemHandle)(self._pointer)
         self._pointer = None
+
+
+Segment = HostSegment | DeviceSegment
+"""`bytes` is the memory as a vector of uint8; another process attaches to it with `handle`."""
 
 
 def device_handle(pointer: int, nbytes: int, device: torch.device) -> str:

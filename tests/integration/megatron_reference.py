@@ -116,7 +116,7 @@ def make_config(model: Path, **policy: Any) -> Config:
 
 def padded(batch: Batch, bucket: Bucket) -> Batch:
     """A batch with zeros up to the bucket's shape."""
-    return Batch({name: pad_rows(array, [batch.rows], bucket) for name, array in batch.fields.items()}, batch.scalars)
+    return Batch({name: pad_rows(array, bucket) for name, array in batch.fields.items()}, batch.scalars)
 
 
 def make_batch(vocabulary: int = VOCABULARY, grpo: bool = False) -> Batch:

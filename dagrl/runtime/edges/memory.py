@@ -23,7 +23,7 @@ class EdgeClosedError(RunError):
 
 
 class EdgeLostError(EdgeClosedError):
-    """An edge to another host ended although this process did not close it, or an edge's memory is damaged."""
+    """An edge to another host ended although this process did not close it."""
 
 
 class EdgeTimeoutError(RunError):

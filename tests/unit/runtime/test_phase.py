@@ -355,12 +355,6 @@ def chained() -> PhaseGraph:
     return PhaseGraph("chained", {"train": 2}, nodes, (1,))
 
 
-def with_node(place: int, **changes: Any) -> PhaseGraph:
-    nodes = list(chained().nodes)
-    nodes[place] = replace(nodes[place], **changes)
-    return replace(chained(), nodes=tuple(nodes))
-
-
 @pytest.mark.parametrize(
     ("graph", "words"),
     [
@@ -370,24 +364,6 @@ def with_node(place: int, **changes: Any) -> PhaseGraph:
 )
 def test_results_must_be_used(graph: PhaseGraph, words: str) -> None:
     with pytest.raises(GraphError, match=words):
-        graph.validate()
-
-
-@pytest.mark.parametrize(
-    "graph",
-    [
-        with_node(0, args=(InputRef(), NodeRef(1))),
-        with_node(1, args=(NodeRef(0), NodeRef(1))),
-        with_node(1, args=(NodeRef(0), NodeRef(-1))),
-        with_node(1, number=5),
-        with_node(1, worker=WorkerRef("train", 2)),
-        with_node(1, worker=WorkerRef("critic", 0)),
-        with_node(0, args=(Constant(1),)),
-        replace(chained(), outputs=(1, 7)),
-    ],
-)
-def test_graphs_that_cannot_be_traced_are_noticed(graph: PhaseGraph) -> None:
-    with pytest.raises(AssertionError):
         graph.validate()
 
 
