@@ -178,7 +178,7 @@ class AddedPhase:
             check_rows(self.phase.name, rows, len(here), value.rows)
         bucket = choose_bucket(self.buckets, max(map(len, rows)), longest)
         split = Split(tuple(rows), bucket, value.tokens or longest)
-        shares = [split.share(value, place) for place in range(len(here))]
+        shares: list[object] = [split.share(value, place) for place in range(len(here))]
         return shares, split.join, bucket, padding_share(lengths, bucket, len(here))
 
 

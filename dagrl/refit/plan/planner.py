@@ -175,19 +175,17 @@ def plan_refit(
     Raises RefitPlanError that names the parameter if only one side has it, its shapes differ, no source holds some part of
     it, an element would be written twice, its dtype cannot be cast, or an FP8 block would be split.
     """
-    if hosts is not None and len(hosts) != len(sources) + len(destinations):
-        raise RefitPlanError(
-            f"got {len(hosts)} hosts for a refit of {len(sources) + len(destinations)} ranks; give one per rank"
-        )
+    size = len(sources) + len(destinations)
+    placement = Placement(tuple(hosts or [0] * size))
+    if len(placement.hosts) != size:
+        raise RefitPlanError(f"got {len(placement.hosts)} hosts for a refit of {size} ranks; give one per rank")
     held, wanted = without_mixed_stacks(distinct_lists(sources), distinct_lists(destinations))
     index = index_sources(held)
     check_parameters(index, wanted, aliases or {})
     most = max((sum(volume(weight.box) for weight in slices) for slices, _ in wanted), default=0) * _item_bytes(dtype)
-    pair = len(sources) + len(destinations) == 2 and (hosts is None or len(set(hosts)) == 1)
+    pair = size == 2 and len(set(placement.hosts)) == 1
     mailboxed = len(destinations) if mailboxes else 0
-    placement = None if hosts is None else Placement(tuple(hosts))
-    relays = placement is not None and placement.may_relay(len(sources))
-    limits = _limits(most, pair, mailboxed, bucket_bytes, direct_bytes, relays)
+    limits = _limits(most, pair, mailboxed, bucket_bytes, direct_bytes, placement.may_relay(len(sources)))
     dtypes = (dtype, target_dtype or dtype)
     # Planning creates millions of objects and no cyclic garbage; collections would take a third of the time.
     with gc_paused():
@@ -195,7 +193,7 @@ def plan_refit(
         buckets = planner.buckets()
     digest = _digest(held, wanted, buckets, (dtype, aliases, limits))
     return RefitPlan(
-        len(sources), len(destinations), digest, buckets, tuple(hosts or ()), mailboxes, tuple(devices), planner.moves
+        len(sources), len(destinations), digest, buckets, placement.hosts, mailboxes, tuple(devices), planner.moves
     )
 
 
@@ -233,7 +231,7 @@ class _Planner:
         dtypes: tuple[str, str],
         aliases: Mapping[str, str],
         limits: BucketLimits,
-        placement: Placement | None,
+        placement: Placement,
     ) -> None:
         self._index, self._sources, self._dtype = index, sources, dtypes[0]
         self._aliases, self._limits, self._placement = aliases, limits, placement
@@ -293,7 +291,7 @@ class _Planner:
         filled |= relayed
         durations: dict[RankPair, list[int]] = {}  # in nanoseconds
         for pair, contents in filled.items():
-            crosses = self._placement is not None and self._placement.crosses(*pair)
+            crosses = self._placement.crosses(*pair)
             durations[pair] = [1 + round(1e9 * message_s(nbytes, crosses)) for _, nbytes, *_ in contents]
         ordered = tuple(
             PlannedBucket(number, source, to, *filled[source, to][position])

@@ -105,7 +105,7 @@ def _split_parts(parts: Sequence[SourcePart], nbytes: Mapping[SourcePart, int], 
 
 
 def choose_routes(
-    groups: Sequence[PartGroup], ranks_of: Sequence[Sequence[int]], sources: int, limit: int, placement: Placement | None
+    groups: Sequence[PartGroup], ranks_of: Sequence[Sequence[int]], sources: int, limit: int, placement: Placement
 ) -> Routes:
     """Chooses a source for each group of each destination, so that sources send about equally many bytes.
 
@@ -130,7 +130,7 @@ class _Chooser:
         ranks_of: Sequence[Sequence[int]],
         sources: int,
         limit: int,
-        placement: Placement | None,
+        placement: Placement,
     ) -> None:
         self.routes = Routes()
         self._ranks_of, self._sources, self._placement = ranks_of, sources, placement
@@ -147,7 +147,6 @@ class _Chooser:
         return [rank for index in group.lists for rank in self._ranks_of[index]]
 
     def _receivers_by_host(self, group: PartGroup) -> dict[int, list[int]]:
-        assert self._placement is not None
         by_host = self._by_host.get(group.lists)
         if by_host is None:
             by_host = self._by_host[group.lists] = defaultdict(list)
@@ -157,10 +156,6 @@ class _Chooser:
 
     def route(self, group: PartGroup) -> None:
         """Chooses a sender for every destination of `group`."""
-        if self._placement is None:
-            for rank in self._receivers(group):
-                self._send(group, rank)
-            return
         for host, ranks in self._receivers_by_host(group).items():
             if self._holders_on(group.holders, host):
                 for rank in ranks:
@@ -179,7 +174,7 @@ class _Chooser:
 
     def _send(self, group: PartGroup, to: int) -> None:
         holders = group.holders
-        if self._placement is not None and len(holders) > 1:
+        if len(holders) > 1:
             holders = self._holders_on(holders, self._placement.hosts[to]) or holders
         source = holders[0]
         if len(holders) > 1:
@@ -193,7 +188,6 @@ class _Chooser:
         self.routes.direct[source, to].append(group)
 
     def _holders_on(self, holders: tuple[int, ...], host: int) -> tuple[int, ...]:
-        assert self._placement is not None
         near = self._near.get((holders, host))
         if near is None:
             near = tuple(rank for rank in holders if self._placement.hosts[rank] == host)

@@ -21,7 +21,7 @@ class PlanSummary:
     """The numbers of a plan. `messages` has `(round, sender, receiver, bytes)` of each bucket, in order, by channel rank.
 
     `copied` has the bytes of each bucket that the sender packs and the receiver unpacks. The rest is sent directly between
-    tensors, which must be contiguous and have the dtype on the wire. `hosts` is empty if unknown. With `mailboxes` messages
+    tensors, which must be contiguous and have the dtype on the wire. With `mailboxes` messages
     are sent through memory of the sender (`channels/ipc.py`).
     """
 
@@ -29,7 +29,7 @@ class PlanSummary:
     copied: Sequence[tuple[int, int]]
     sources: int
     destinations: int
-    hosts: tuple[int, ...] = ()
+    hosts: tuple[int, ...]
     mailboxes: bool = False
 
     @cached_property
@@ -87,7 +87,7 @@ class PlanSummary:
         """Bytes per (sending host, receiving host), with those inside each host."""
         sizes: dict[tuple[int, int], int] = defaultdict(int)
         for (sender, receiver), count in self.pairs.items():
-            sizes[self._host(sender), self._host(receiver)] += count
+            sizes[self.hosts[sender], self.hosts[receiver]] += count
         return dict(sizes)
 
     @property
@@ -128,11 +128,8 @@ class PlanSummary:
             sizes[pair[side]] += count
         return sizes
 
-    def _host(self, rank: int) -> int:
-        return self.hosts[rank] if self.hosts else 0
-
     def _crosses(self, sender: int, receiver: int) -> bool:
-        return self._host(sender) != self._host(receiver)
+        return self.hosts[sender] != self.hosts[receiver]
 
     def __str__(self) -> str:
         """The plan as printed, with durations at the links' speeds and the `SHOWN_PAIRS` largest pairs and links."""
@@ -145,7 +142,7 @@ class PlanSummary:
             f"sent per rank: {_spread(self.sent)}; received per rank: {_spread(self.received)}",
             f"schedule {_seconds(self.schedule_s)}, floor {_seconds(self.busiest_s)} of the busiest rank, "
             f"{_seconds(self.floor_s)} of the busiest link, at {IN_HOST / 1e9:g} GB/s in a host"
-            + (f" and {BETWEEN_HOSTS / 1e9:g} GB/s between hosts" if self.hosts else ""),
+            + (f" and {BETWEEN_HOSTS / 1e9:g} GB/s between hosts" if len(set(self.hosts)) > 1 else ""),
         ]
         if len(set(self.hosts)) > 1:
             between = {link: count for link, count in self.links.items() if link[0] != link[1]}
