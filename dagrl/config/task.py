@@ -81,8 +81,8 @@ class DataConfig(DataSourceConfig):
     """Seed of the shuffling and of the held-out share."""
 
     assistant_turns: Literal["all", "each", "last"] = "all"
-    """Assistant turns of a conversation that SFT learns. `all`: every turn, in one row; the chat template must only append.
-    `each`: every turn, each in a row that ends with it. `last`: the last turn only."""
+    """Assistant turns of a conversation that SFT learns. `all`: every turn, in one row; the chat template must only append,
+    or mark what is generated. `each`: every turn, each in a row that ends with it. `last`: the last turn only."""
 
     too_long: Literal["error", "drop"] = "error"
     """What to do with an example longer than the largest bucket."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 Row = TypeVar("Row", "Prompt", "Demonstration", "Preference")
 Turns = Literal["all", "each", "last"]
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # required by transformers' mask of assistant tokens
 
 
 @dataclass(frozen=True)
@@ -221,18 +225,79 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
 def _encode_conversation(example: Example, tokenizer: PreTrainedTokenizerFast, turns: Turns) -> list[Demonstration]:
     """Puts the loss on all assistant turns in one row, on each in its own row, or on the last only.
 
-    Turns that are not learned are context, and so is an assistant turn that opens the conversation.
+    Turns that are not learned are context, and so is an assistant turn that opens the conversation, unless the template
+    marks it.
     """
-    numbered = enumerate(example.messages, start=1)
-    ends = [count for count, turn in numbered if turn.role == "assistant" and turn.learned and count > 1]
+    if turns == "all" and _GENERATION.search(str(tokenizer.chat_template)):
+        return [_encode_marked(example, tokenizer)]
+    ends = [count for count, message in _assistant_turns(example) if message.learned and count > 1]
     if not ends:
-        raise DataError(
-            f"{example.source}: every assistant turn that answers something has weight 0, so there is nothing to learn; set "
-            "a weight to 1, or remove the example"
-        )
+        raise _nothing_to_learn(example)
     if turns == "all":
         return [_encode_turns(example, tokenizer, ends)]
     return [_encode_turns(example, tokenizer, [end]) for end in (ends if turns == "each" else ends[-1:])]
+
+
+def _assistant_turns(example: Example) -> list[tuple[int, Message]]:
+    """Returns each assistant turn with the number of messages up to it."""
+    return [(count, message) for count, message in enumerate(example.messages, start=1) if message.role == "assistant"]
+
+
+def _nothing_to_learn(example: Example) -> DataError:
+    return DataError(
+        f"{example.source}: every assistant turn that answers something has weight 0, so there is nothing to learn; set a "
+        "weight to 1, or remove the example"
+    )
+
+
+def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
+    """Puts the loss on what the chat template marks as generated."""
+    _render(_turns(example.messages), tokenizer, example, opened=False)  # reports errors of the template
+    try:
+        encoded = tokenizer.apply_chat_template(
+            _turns(example.messages),
+            tools=list(example.tools) or None,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"return_offsets_mapping": True},
+        )
+    except OverflowError:  # transformers fails on an empty block at the start of the text
+        encoded = {"assistant_masks": []}
+    mask = encoded["assistant_masks"]
+    if not any(mask[1:]):
+        raise DataError(
+            f"{example.source}: the chat template marks nothing of the conversation as generated; set "
+            "data.assistant_turns=each, or fix its {% generation %} blocks (policy.tokenizer.chat_template)"
+        )
+    mask = _without_unlearned(_whole_characters(mask, encoded["offset_mapping"]), example)
+    marked = zip(encoded["input_ids"], mask, strict=True)
+    return _demonstration([([token], learned) for token, learned in marked], example.source)
+
+
+def _whole_characters(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[bool]:
+    """Marks every token of a marked character. transformers marks the first; byte-level tokenizers may have several."""
+    whole = [bool(marked) for marked in mask]
+    for index in range(1, len(whole)):
+        whole[index] |= whole[index - 1] and offsets[index][0] < offsets[index - 1][1]
+    return whole
+
+
+def _without_unlearned(mask: list[bool], example: Example) -> list[bool]:
+    """Removes turns that are not learned from the mask. Each turn must be one contiguous part of it."""
+    learned = [message.learned for _, message in _assistant_turns(example)]
+    if all(learned):
+        return mask
+    if not any(learned):
+        raise _nothing_to_learn(example)
+    starts = (marked and not before for marked, before in zip(mask, [False, *mask], strict=False))
+    spans = list(accumulate(starts))  # number of the marked part of each token, from 1
+    if spans[-1] != len(learned):
+        raise DataError(
+            f"{example.source}: cannot tell which turns have weight 0: the chat template marks {spans[-1]} parts as "
+            f"generated, but the conversation has {len(learned)} assistant turns; set data.assistant_turns=each"
+        )
+    return [marked and learned[span - 1] for marked, span in zip(mask, spans, strict=True)]
 
 
 def _encode_turns(example: Example, tokenizer: PreTrainedTokenizerFast, ends: Sequence[int]) -> Demonstration:
@@ -247,8 +312,8 @@ def _encode_turns(example: Example, tokenizer: PreTrainedTokenizerFast, ends: Se
             if not text.startswith(done):
                 raise DataError(
                     f"{example.source}: the chat template renders earlier turns differently once later ones follow, so one "
-                    "row cannot teach all; set data.assistant_turns=each or last, or use a template that only "
-                    "appends (policy.tokenizer.chat_template)"
+                    "row cannot teach all; set data.assistant_turns=each or last, or use a template that only appends or "
+                    "has {% generation %} blocks (policy.tokenizer.chat_template)"
                 )
             pieces.append((text[len(done) :], learned))
             done = text

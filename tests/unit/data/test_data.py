@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from dagrl.config import DataConfig
 from dagrl.data import Example, Message, Sampler, load_splits, read_jsonl
@@ -60,6 +62,10 @@ WITH_TOOLS = (
     "{% if tools %}[tools]{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]"
     "{% if m.role == 'assistant' %}{% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}{{ m.content or '' }}"
     "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ eos_token }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
@@ -158,6 +164,13 @@ def test_loss_mask_equals_the_mask_of_generation_tags() -> None:
         assert row.loss_mask.tolist() == expected["assistant_masks"]
 
 
+@pytest.mark.parametrize("opening", ["", "[{{ m.role }}]"])
+def test_empty_generation_tags_mark_nothing(opening: str) -> None:
+    template = f"{{% for m in messages %}}{opening}{{% generation %}}{{% endgeneration %}}{{{{ m.content }}}}{{% endfor %}}"
+    with pytest.raises(DataError, match=r"line 3: the chat template marks nothing .* data\.assistant_turns=each"):
+        encode_demonstrations([SUMS], character_tokenizer(CHARACTERS, template))
+
+
 def test_turns_of_a_template_that_rewrites_earlier_ones() -> None:
     """Qwen3's template: an answer after the last question opens with an empty thought, earlier ones do not."""
     tokenizer = character_tokenizer(CHARACTERS, QWEN3)
@@ -179,6 +192,14 @@ def test_turns_of_a_template_that_rewrites_earlier_ones() -> None:
         ["<think></think>4!."],
         ["4<eos>"],
     ]
+
+
+def test_marked_turns_of_a_template_that_rewrites_earlier_ones() -> None:
+    marked = QWEN3.replace("{{ answer }}", "{% generation %}{{ answer }}{% endgeneration %}")
+    tokenizer = character_tokenizer(CHARACTERS, marked)
+    (row,) = encode_demonstrations([SUMS], tokenizer)
+    assert tokenizer.decode(row.tokens) == "[user]1+1=.[assistant]2.[user]and 2+2=.[assistant]<think></think>4!."
+    assert learned(row) == ["2.", "<think></think>4!."]
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), None])
@@ -209,7 +230,8 @@ def test_unused_keys_do_not_change_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("turns", ["all", "each", "last"])
-def test_turns_of_weight_0_are_context(turns: Literal["all", "each", "last"], tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_turns_of_weight_0_are_context(template: str, turns: Literal["all", "each", "last"], tmp_path: Path) -> None:
     answers = {"one": 0, "two": 1, "three": None, "four": 0}
     told = [
         turn
@@ -217,13 +239,22 @@ def test_turns_of_weight_0_are_context(turns: Literal["all", "each", "last"], tm
         for turn in ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer, "weight": weight})
     ]
     path = write(tmp_path / "a.jsonl", [{"messages": told}])
-    tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
+    tokenizer = character_tokenizer(CHARACTERS, template)
     rows = encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer, turns)
     expected = {"all": [["two", "three"]], "each": [["two"], ["three"]], "last": [["three"]]}[turns]
     assert [[text.removesuffix("<eos>") for text in learned(row)] for row in rows] == expected
     path = write(tmp_path / "b.jsonl", [{"messages": [{**turn, "weight": 0} for turn in told]}])
     with pytest.raises(DataError, match=r"b\.jsonl, line 1: every assistant turn .* weight 0.* nothing to learn"):
         encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer, turns)
+
+
+def test_weights_need_one_mark_per_turn() -> None:
+    messages = tuple(replace(message, learned=message.content == "2") for message in SUMS.messages)
+    tokenizer = character_tokenizer(CHARACTERS, MARKED.replace("'assistant' %}{%", "'assistant' and loop.last %}{%"))
+    with pytest.raises(
+        DataError, match=r"line 3: cannot tell which turns have weight 0.* marks 1 parts .* 2 assistant turns"
+    ):
+        encode_demonstrations([replace(SUMS, messages=messages)], tokenizer)
 
 
 def test_an_opening_assistant_turn_is_context() -> None:
@@ -238,6 +269,24 @@ def test_an_opening_assistant_turn_is_context() -> None:
             [Example("", "hi", (Message("user", "a"), Message("assistant", "hi", learned=False)))],
             character_tokenizer(CHARACTERS, TEMPLATE),
         )
+
+
+@pytest.mark.parametrize("answer", ["ok", "caf\u00e9", "\u65e5\u672c", "hi \U0001f600", "\u00e9"])
+def test_marked_turns_end_with_all_bytes_of_their_last_character(answer: str) -> None:
+    tokenizer = byte_tokenizer(MARKED)
+    messages = (Message("user", "q \u00e9"), Message("assistant", answer)) * 2
+    (row,) = encode_demonstrations([Example("", answer, messages)], tokenizer)
+    assert tokenizer.decode(row.tokens[row.loss_mask > 0]) == answer * 2
+
+
+def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Returns a byte-level BPE without merges: one token per byte."""
+    bytes_of = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=bytes_of, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    fast.chat_template = template
+    return fast
 
 
 def test_null_keys_of_dataset_messages_are_removed(tmp_path: Path) -> None:
