@@ -1,22 +1,39 @@
-"""The generation engines of a run: quanta are replays of `phases.generate`, the rest are calls of the worker group."""
+"""The generation engines of a run, and the replacement of those that fail while training goes on.
+
+Quanta are replays of `phases.generate`, the rest are calls of the worker group.
+
+    shards = replacement.replace(error)    # in the background. Other shards go on without them
+    replacement.connect()                  # once training rests: their graphs, a plan and a channel for the next refit
+
+The train workers hold the weights, so nothing is read from a checkpoint, and no step is lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.errors import WorkerError
+from dagrl.config import Config
+from dagrl.config.roles import GENERATION
+from dagrl.errors import ClusterError, WorkerError, WorkerFailure
 from dagrl.rl.generation import FinishedRequest, Generated, pack_generated
 from dagrl.rl.rollout.engines import GenerationEngines, Quantum, QuantumResult
-from dagrl.run.engine_replacement import EngineReplacement
+from dagrl.run.fleet import Fleet
 from dagrl.run.replays import Replays
-from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.deadline import Deadline, in_background
 from dagrl.runtime.replay import Replay
+from dagrl.runtime.revive import idle_ranks, revive
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
 
 PHASE = "generate"
 
@@ -74,7 +91,7 @@ class WorkerEngines(GenerationEngines):
         return {request.request_id: request for report in reports if report is not None for request in report}
 
     def exclude_wait(self) -> None:
-        self._replays.exclude_wait(self._group.role.name)
+        self._replays.times.exclude_wait(self._group.role.name)
 
     def replace(self, error: WorkerError) -> set[int] | None:
         return None if self._replacement is None else self._replacement.replace(error)
@@ -90,3 +107,93 @@ class WorkerEngines(GenerationEngines):
     def connect(self) -> None:
         if self._replacement is not None:
             self._replacement.connect()
+
+
+@dataclass
+class EngineReplacement:
+    """See the module's docstring. `plan` connects the groups for refits."""
+
+    config: Config
+    fleet: Fleet
+    group: WorkerGroup
+    replays: Replays
+    plan: Callable[[], object]
+    _starting: Future[None] | None = field(default=None, init=False)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the new engines have started."""
+        return self._starting is None or self._starting.done()
+
+    def replace(self, error: WorkerError) -> set[int] | None:
+        """Starts replacing the engines that failed; returns their shards. None if the run has to restart.
+
+        New engines start in the background, if the nodes of the dead ones live, while the others run quanta.
+        """
+        if not self.fleet.restarts or not self._replaceable(error.failures):
+            return None
+        self._started()
+        failed = {failure.rank for failure in error.failures if failure.role == GENERATION}
+        resting = set(idle_ranks(self.group, self.config.timeouts.grace_s))
+        lost = failed | (set(range(len(self.group.actors))) - resting)
+        shards = {self.group.layout.coordinates(rank).dp for rank in lost}
+        nodes = {self.group.locations[rank].node for rank in lost}
+        try:
+            self.fleet.check_nodes(nodes)
+        except ClusterError as dead:
+            logger.warning("the engines of generation shards %s are not replaced: %s", sorted(shards), dead)
+            return None
+        self.fleet.restarts -= 1
+        logger.warning(
+            "replacing the engines of generation shards %s (%d restarts left), training goes on, after: %s",
+            sorted(shards),
+            self.fleet.restarts,
+            error,
+        )
+        self.group.out_of_service |= {rank for shard in shards for rank in self.group.layout.shard(shard)}
+        self.replays.scheduler.recover([GENERATION])
+        self._starting = in_background(partial(self._revive, lost, nodes), "replace-engines")
+        return shards
+
+    def connect(self) -> None:
+        """Connects new engines for refits, if there are any. Waits until they have started and all workers rest."""
+        if not self.group.out_of_service:
+            return
+        self._started()
+        scheduler, refit = self.replays.scheduler, self.replays.phases["refit"]
+        with scheduler.at_rest(self.config.timeouts.replay_s):
+            self.group.out_of_service.clear()
+            scheduler.recover([GENERATION])
+            self.plan()
+            scheduler.warmup(only=[refit.name])
+
+    def end(self) -> None:
+        """Waits for engines that are starting, at the end of a session: the next one may use the group."""
+        try:
+            self._started()
+        except Exception as error:
+            logger.warning("a replaced engine did not start: %s", error)
+
+    def _revive(self, lost: set[int], nodes: set[str]) -> None:
+        begin = time.monotonic()
+        with self.group.waiting(partial(self.fleet.check_nodes, nodes)):
+            revival = revive(self.group, lost, rest_s=self.config.timeouts.teardown_s)
+        logger.info("%s; the engines started in %.1f s", revival, time.monotonic() - begin)
+
+    def _started(self) -> None:
+        """Waits for the new engines. Raises what kept them from starting."""
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.result()
+
+    def _replaceable(self, failures: tuple[WorkerFailure, ...]) -> bool:
+        """Returns whether these failures are deaths of generation workers, and exceptions that follow from them.
+
+        Workers that waited for a dead one in a collective raise. Agents would see their requests begin again, and without
+        updates in flight sequences must not change their version.
+        """
+        settings = self.config.grpo.async_grpo
+        if self.config.environment.agent is not None or (settings.enabled and not settings.in_flight_weight_updates):
+            return False
+        lost = [failure for failure in failures if failure.kind != "raised"]
+        return bool(lost) and all((failure.role, failure.kind) == (GENERATION, "died") for failure in lost)

@@ -13,7 +13,7 @@ from dagrl.config.plan import RunPlan
 from dagrl.errors import StopRequestedError
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.checkpoints import Checkpoints, ranking_metric, require_shared
-from dagrl.run.engine_replacement import EngineReplacement
+from dagrl.run.engines import EngineReplacement
 from dagrl.run.preflight import Inputs
 from dagrl.run.recorder import Recorder
 from dagrl.run.replays import Replays

@@ -30,7 +30,7 @@ from dagrl.refit import Refit
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
 from dagrl.run.checkpoints import Checkpoints
 from dagrl.run.colocated import DROP_WEIGHTS, KEEP_WEIGHTS, SharedDevices
-from dagrl.run.engine_replacement import EngineReplacement
+from dagrl.run.engines import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.run.model import write_random_model
 from dagrl.run.plans import PhasePlan, run_plans, with_records

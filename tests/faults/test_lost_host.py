@@ -20,7 +20,7 @@ import ray
 
 from dagrl.config.file import load_config
 from dagrl.errors import PhaseError
-from dagrl.run.engine_replacement import EngineReplacement
+from dagrl.run.engines import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.runtime.actors import Resources
 from dagrl.runtime.layout import ParallelLayout

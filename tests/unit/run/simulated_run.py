@@ -44,7 +44,7 @@ from dagrl.run.engines import WorkerEngines
 from dagrl.run.loops.grpo import train_grpo
 from dagrl.run.loops.policy_update import Learned
 from dagrl.run.model import character_tokenizer
-from dagrl.run.replay_times import CountedReplay
+from dagrl.run.replays import CountedReplay, ReplayTimes
 from dagrl.run.session import Session, Stage
 from dagrl.runtime.deadline import Deadline
 from dagrl.runtime.layout import ParallelLayout
@@ -344,6 +344,7 @@ class SimulatedReplays:
 
     def __init__(self, run: Run) -> None:
         self._run, self.shared = run, None
+        self.times = ReplayTimes()
 
     def hold(self, *roles: str, keep_generation_weights: bool = False) -> None:
         """Does nothing: workers do not share memory."""
@@ -358,9 +359,6 @@ class SimulatedReplays:
 
     def replay(self, name: str, value: Any, rows: Any = None) -> Any:
         return self._run.replay(name, value, rows)
-
-    def exclude_wait(self, role: str) -> None:
-        """Does nothing: nothing is timed."""
 
     def close_step(self, tokens: int) -> dict[str, float]:
         return {}

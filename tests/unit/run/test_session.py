@@ -27,8 +27,7 @@ from dagrl.run.loops.grpo import exposed, mean_pause, refit, start_policy
 from dagrl.run.loops.optimizer_step import replay_batch, submit_batch
 from dagrl.run.loops.policy_update import PolicyTrainer
 from dagrl.run.model import character_tokenizer
-from dagrl.run.replay_times import CountedReplay
-from dagrl.run.replays import Replays
+from dagrl.run.replays import CountedReplay, Replays
 from dagrl.run.resume import REFERENCE, check_reference, check_stage
 from dagrl.run.session import LastStep, Session, Stage
 from dagrl.run.start import run_session, with_absolute_paths, with_end_of_sequence
@@ -328,7 +327,7 @@ def test_waits_for_a_refit_or_a_checkpoint_are_no_overhead(last_s: float, monkey
     """Quanta of 10 steps of 10 ms, 1 ms apart, two in flight: the waits change neither their overhead nor their size."""
     replays, size = timed_replays(10.0), QuantumSize(None, seconds=10.0, in_flight=2)
     engine, quanta = SimulatedEngine(replays), deque[Submitted]()
-    monkeypatch.setattr("dagrl.run.replay_times.time.perf_counter", lambda: engine.now)
+    monkeypatch.setattr("dagrl.run.replays.time.perf_counter", lambda: engine.now)
     for number in range(60):
         while len(quanta) < 2:
             quanta.append(engine.submit("generate", last_s if number % 6 in (2, 3) else 0.1))
@@ -339,7 +338,7 @@ def test_waits_for_a_refit_or_a_checkpoint_are_no_overhead(last_s: float, monkey
             engine.now += 0.04
         if number % 6 == 5:  # a checkpoint of 3 s, after which the quanta are read that had ended meanwhile
             engine.now += 3.0
-            replays.exclude_wait("generation")
+            replays.times.exclude_wait("generation")
         counted = engine.read(quanta.popleft())
         size.record([10 if counted.busy_s else 0], counted.timing.shards_busy_s, counted.overhead_s)
     assert size.overhead_s is not None and size.overhead_s <= 0.001 + 1e-9
