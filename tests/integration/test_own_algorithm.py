@@ -28,6 +28,7 @@ def assert_learned(steps: list[dict[str, Any]]) -> None:
     assert np.mean(rewards[-3:]) > np.mean(rewards[:2])  # sevens become more frequent
 
 
+@pytest.mark.slow  # test_stop.py has a run with them
 def test_a_loss_and_an_advantage_train(tmp_path: Path) -> None:
     config = configuration(tmp_path, "own", grpo={"max_num_steps": 8}, **OWN)
     train(config)

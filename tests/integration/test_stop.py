@@ -14,6 +14,7 @@ from dagrl.config.file import dump_config
 from dagrl.run.checkpoint_store import CheckpointStore
 from tests.integration.main_job import GRPO, LEARNING, OF_REPLAYS, SFT, SFT_STEPS, Run, copy_run, running, train, untimed
 from tests.integration.test_async_grpo import configuration
+from tests.integration.test_own_algorithm import OWN
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
@@ -53,14 +54,18 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_stopped_run_saves_its_last_step(output: Path) -> None:
-    """Both roles, the reward's process and Ray end, and what they had in shared memory is gone."""
-    sections = {"executor": "compiled", "grpo": {"max_num_steps": 10_000, "val_period": 0}}
+    """Both roles, the reward's process and Ray end, and what they had in shared memory is gone.
+
+    The run has a loss and an advantage of a user's.
+    """
+    sections = {"executor": "compiled", "grpo": {"max_num_steps": 10_000, "val_period": 0}, **OWN}
     path = output / "unigram.yaml"
     path.write_text(dump_config(configuration(output, "unigram", **sections)))
     with running(str(path), output, "unigram") as run:
         run.wait_for_step(3)
         assert ends_in_time(run, lambda: os.killpg(run.process.pid, signal.SIGTERM)) == INTERRUPTED
         assert 3 <= saved_step(run) == run.metrics[-1]["step"]
+        assert run.metrics[-1]["own/bounded_ratio"] == pytest.approx(1.0, abs=0.2)
 
 
 @pytest.fixture(scope="module")

@@ -174,7 +174,7 @@ def test_groups_of_different_data_parallel_sizes(shards: dict[str, int], expecte
         assert graph.widths == {"train": expected["train"] * 2, "generation": expected["generation"]}
 
 
-@given(workers=st.integers(1, 300), arity=st.integers(2, 12), kind=st.sampled_from(["reduce", "join"]))
+@given(workers=st.integers(1, 150), arity=st.integers(2, 12), kind=st.sampled_from(["reduce", "join"]))
 def test_trees_use_every_part_once_and_keep_their_order(workers: int, arity: int, kind: str) -> None:
     def step(train: Shard, x: Input) -> Value:
         parts = train.map("forward", x)
