@@ -113,7 +113,7 @@ class Tab:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Tab]:
-    """A new browser with an empty profile."""
+    """Starts a browser with an empty profile."""
     assert CHROMIUM is not None
     to_read, to_write = os.pipe(), os.pipe()  # chromium reads from 3 and writes to 4
     command = (

@@ -18,7 +18,7 @@ class ChannelSuite:
     notices_death: ClassVar[bool] = True  # at once; otherwise only at the deadline
 
     def deadline_s(self, otherwise: float) -> float:
-        """The channel deadline. Long if a death is noticed without it, so that a busy machine does not reach it."""
+        """Returns the channel deadline: long if a death is noticed without it, so that a busy machine does not reach it."""
         return 40.0 if self.notices_death else otherwise
 
     def test_messages_between_all_ranks_with_default_groups(self) -> None:

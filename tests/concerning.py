@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def module_of(file: Path) -> str:
-    """The import path of a Python file of this repository."""
+    """Returns the import path of a Python file of this repository."""
     parts = file.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -72,6 +72,6 @@ def _own_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A local Ray cluster for the whole session."""
+    """Starts a local Ray cluster for the whole session."""
     with ray_cluster(ClusterConfig(num_cpus=4), {"OMP_NUM_THREADS": "1"}):
         yield

@@ -128,7 +128,7 @@ FAMILIES: dict[str, Hf] = {
 
 
 def random_model(config: Hf, directory: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A model of transformers', and its checkpoint under the names of published ones."""
+    """Returns a model of transformers', and its checkpoint under the names of published ones."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
 

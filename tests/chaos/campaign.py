@@ -120,12 +120,12 @@ class Campaign:
             disk.close()
 
     def _drawn(self, faults: Sequence[Fault]) -> Iterator[Fault]:
-        """All faults in random order, again and again."""
+        """Yields all faults in random order, again and again."""
         while True:
             yield from self._random.sample(faults, len(faults))
 
     def _truth(self, scenario: Scenario) -> Path | None:
-        """The directory of an undisturbed run; None if none is needed."""
+        """Returns the directory of an undisturbed run; None if none is needed."""
         if not scenario.exact:
             return None
         if scenario.name not in self._truths:

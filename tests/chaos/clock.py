@@ -30,7 +30,7 @@ class Clock:
 
     @contextmanager
     def ahead(self, seconds: int) -> Iterator[None]:
-        """The clock is ahead (negative: behind) during the block."""
+        """Sets the clock ahead (negative: behind) during the block."""
         try:
             self._set(seconds)
             yield
@@ -39,7 +39,7 @@ class Clock:
 
     @contextmanager
     def fast(self, times: int) -> Iterator[None]:
-        """The clock runs `times` as fast during the block, and is right again after it."""
+        """Runs the clock `times` as fast during the block; it is right again after it."""
         began, ended = time.monotonic(), threading.Event()
 
         def run() -> None:

@@ -51,7 +51,7 @@ class Cluster:
             self._start_raylet(1)
 
     def pids(self) -> list[int]:
-        """All processes of both hosts."""
+        """Returns all processes of both hosts."""
         return [pid for name in self._hosts.names for pid in _pids(name)]
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class Victim(Protocol):
         """The driver's pid."""
 
     def pids(self, target: str) -> list[int]:
-        """The processes of a place of the run, such as `train worker`."""
+        """Returns the processes of a place of the run, such as `train worker`."""
 
     def second(self) -> subprocess.Popen[str]:
         """Starts the same command once more."""
@@ -79,7 +79,7 @@ class Fault:
         return self.noticed_s if self.noticed_s is not None else 0.0 if self.harmless else 12.0
 
     def applied(self, victim: Victim, random: Random) -> AbstractContextManager[str]:
-        """The fault, applied to a run for the block."""
+        """Applies the fault to a run for the block."""
         return contextmanager(self.apply)(victim, random)
 
 
@@ -170,7 +170,7 @@ def _disk(victim: Victim) -> Disk:
 
 
 def clock_jumps(victim: Victim, random: Random) -> Iterator[str]:
-    """The wall clock is an hour or a day ahead or behind, and then right again; between two hosts, that of the second."""
+    """Sets the wall clock an hour or a day ahead or behind, and then right again; between two hosts, that of the second."""
     if victim.clock is None:
         raise CannotError("needs a C compiler, for a clock of its own")
     seconds = random.choice((-86400, -3600, 3600, 86400))
@@ -179,7 +179,7 @@ def clock_jumps(victim: Victim, random: Random) -> Iterator[str]:
 
 
 def clock_runs_fast(victim: Victim, random: Random) -> Iterator[str]:
-    """An hour to a day of the wall clock pass in a few seconds."""
+    """Lets an hour to a day of the wall clock pass in a few seconds."""
     if victim.clock is None:
         raise CannotError("needs a C compiler, for a clock of its own")
     times = random.choice((1000, 10000))
@@ -188,7 +188,7 @@ def clock_runs_fast(victim: Victim, random: Random) -> Iterator[str]:
 
 
 def misbehaves(how: str) -> Applied:
-    """The user's function (`task.py`) raises, hangs or ends its process: for all samples, or for some."""
+    """Makes the user's function (`task.py`) raise, hang or end its process, for all samples or for some."""
 
     def apply(victim: Victim, random: Random) -> Iterator[str]:
         share = random.choice((0.2, 1.0))
@@ -205,7 +205,7 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 
 
 def out_of_memory(target: str) -> Applied:
-    """A memory cgroup without memory: the kernel kills the process at its next page."""
+    """Puts a process into a cgroup without memory: the kernel kills it at its next page."""
 
     def apply(victim: Victim, random: Random) -> Iterator[str]:
         if not os.access(MEMORY / "tasks", os.W_OK):
@@ -241,7 +241,7 @@ SECOND_S = 120.0
 
 
 def second_run(victim: Victim, random: Random) -> Iterator[str]:
-    """The same command once more: it must be refused, and the first run must not notice."""
+    """Starts the same command once more: it must be refused, and the first run must not notice."""
     with victim.second() as process:
         try:
             text, _ = process.communicate(timeout=SECOND_S)

@@ -101,7 +101,7 @@ def _carry(devices: list[str], how: Mapping[str, Synchronized[float]]) -> None:
 
 
 def _changed(frame: bytes, share: float, chance: random.Random) -> bytes:
-    """The frame, or the frame with a flipped bit behind its Ethernet header."""
+    """Returns the frame, or the frame with a flipped bit behind its Ethernet header."""
     if len(frame) < 20 or chance.random() >= share:
         return frame
     at = chance.randrange(14, len(frame))

@@ -55,7 +55,7 @@ class Scenario:
     hosts: int = 1
 
     def arguments(self) -> tuple[str, ...]:
-        """The overrides, those of all scenarios among them."""
+        """Returns the overrides, with those of all scenarios."""
         return (*COMMON, *self.overrides)
 
 

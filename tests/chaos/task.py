@@ -14,7 +14,7 @@ CONDUCT = "DAGRL_CHAOS_CONDUCT"
 
 
 def sevens(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
-    """The share of sevens, which an untrained policy has."""
+    """Returns the share of sevens, which an untrained policy has."""
     for text in completions:
         behave(text)
     return [text.count("7") / max(len(text), 1) for text in completions]
@@ -45,7 +45,7 @@ def behave(text: str) -> None:
 
 
 def conduct() -> tuple[str, float]:
-    """What to do, and the share of texts to do it for."""
+    """Returns what to do, and the share of texts to do it for."""
     path = Path(os.environ.get(CONDUCT, os.devnull))
     words = path.read_text().split() if path.exists() else []
     return (words[0], float(words[1])) if words else ("", 0.0)

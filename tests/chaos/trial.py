@@ -58,7 +58,7 @@ class Row:
     wrong: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
-        """The row without what is empty."""
+        """Returns the row without empty fields."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "", [])}
 
 
@@ -102,7 +102,7 @@ class Trial:
         return self.run.process.poll() is not None
 
     def second(self) -> subprocess.Popen[str]:
-        """The same command once more."""
+        """Starts the same command once more."""
         command = self.run.process.args
         assert isinstance(command, list)
         begin = next(place for place, word in enumerate(command) if str(word).endswith("/dagrl"))
@@ -179,7 +179,7 @@ class Trial:
             self._wait_for_step(self._started, HANG_S)
 
     def _damage(self) -> None:
-        """A checkpoint cut or flipped at a byte is refused with one message, or means the same."""
+        """Checks that a checkpoint cut or flipped at a byte is refused with one message, or means the same."""
         with damaged(self.directory / "checkpoints", self.random) as did:
             if did is None:
                 return
@@ -227,7 +227,7 @@ class Trial:
         return b"".join(self.run._shown).count(RESTART)
 
     def _check_stop(self, row: Row, fault: Fault | None, since: int = 0) -> None:
-        """What a run that stopped must have left: one message, an exit code, nothing else.
+        """Checks what a stopped run has left: one message, an exit code, nothing else.
 
         A restart before the fault may have shown a worker's traceback, in what was drawn up to `since`.
         """
@@ -247,7 +247,7 @@ class Trial:
         self.end()
 
     def _left(self) -> list[str]:
-        """What the command left behind."""
+        """Returns what the command left behind."""
         run = self.run
         self._wait(lambda: not (run.left_processes() or run.left_shared_memory()), GONE_S)
         left = [f"process {process.pid} {process.name}" for process in run.left_processes()]

@@ -13,7 +13,7 @@ WEIGHTS = "final_model/model.safetensors"
 
 
 def differences(scenario: Scenario, truth: Path | None, found: Path) -> list[str]:
-    """What differs between the directories of an undisturbed run and of one that was disturbed and reached its end.
+    """Returns what differs between the directories of an undisturbed run and of a disturbed one that reached its end.
 
     `truth` is None for a scenario that is not `exact`.
     """

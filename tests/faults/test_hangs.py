@@ -48,7 +48,7 @@ def spend(train: Shard, how):
 
 @contextmanager
 def running(floor_s: float, factor: float = FACTOR) -> Iterator[Scheduler]:
-    """Two workers that have replayed once, for `USUAL_S`."""
+    """Starts two workers that have replayed once, for `USUAL_S`."""
     group = WorkerGroup.create("train", Worker, ParallelLayout(tp=2), None)
     options = SchedulerOptions(fallback="error", hang_factor=factor, hang_floor_s=floor_s, teardown_s=4.0)
     try:

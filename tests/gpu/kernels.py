@@ -33,5 +33,5 @@ def exact_in_fp8(shape: tuple[int, ...], form: torch.dtype, seed: int) -> Tensor
 
 
 def large(*values: object) -> object:
-    """A case of many programs, which the interpreter would take minutes for."""
+    """Returns a case of many programs, for which the interpreter would take minutes."""
     return pytest.param(*values, marks=pytest.mark.skipif(INTERPRETED, reason="takes the interpreter minutes"))

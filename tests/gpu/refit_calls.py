@@ -42,7 +42,7 @@ class DeviceChannel(MemoryChannel):
 def refit_from(
     worker: VllmWorker, slices: Sequence[Sequence[WeightSlice]], checkpoint: Path, version: int, flip: int | None = None
 ) -> None:
-    """A refit of a bfloat16 checkpoint, held whole on this GPU, into this rank of the engine; every part verified.
+    """Refits a bfloat16 checkpoint, held whole on this GPU, into this rank of the engine; verifies every part.
 
     `slices` are those of all ranks of the engine; what is for the others is sent, and nobody takes it.
     """
@@ -58,7 +58,7 @@ def refit_from(
 
 
 def whole(state: Mapping[str, Tensor]) -> list[WeightSlice]:
-    """Every tensor whole; the experts of a layer as the stacks that plans deal in."""
+    """Returns every tensor whole; the experts of a layer as stacks, as in plans."""
     slices: dict[str, WeightSlice] = {}
     for name, tensor in state.items():
         box = tuple((0, size) for size in tensor.shape)
@@ -75,7 +75,7 @@ def whole(state: Mapping[str, Tensor]) -> list[WeightSlice]:
 
 
 def held(worker: VllmWorker) -> dict[str, Tensor]:
-    """The live parameters of vLLM's model on the host, FP8 as bytes."""
+    """Returns the live parameters of vLLM's model on the host, FP8 as bytes."""
     assert worker._llm is not None
     model = worker._llm.collective_rpc(_model)[0]
     return {name: _raw(tensor.data).cpu() for name, tensor in model.named_parameters(remove_duplicate=False)}

@@ -55,7 +55,7 @@ OVERRIDES = (
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
-    """A session after its SFT phase, whose weights are kept for the tests to begin from."""
+    """Opens a session after its SFT phase, from whose weights each test begins."""
     output = tmp_path_factory.mktemp("runs")
     config = load_config(ROOT / "examples" / "grpo_quickstart.yaml", [*OVERRIDES, f"output_dir={output}"])
     with open_session(config) as session:
@@ -74,7 +74,7 @@ def begin_again(session: Session) -> int:
 
 
 def run(session: Session, **grpo: Any) -> list[dict[str, Any]]:
-    """The metrics of GRPO steps from the weights after SFT."""
+    """Returns the metrics of GRPO steps from the weights after SFT."""
     before, config = begin_again(session), session.config
     changed = replace(session, config=config.model_copy(update={"grpo": config.grpo.model_copy(update=grpo)}))
     train_samples(changed)

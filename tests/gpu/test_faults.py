@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> list[Fault]:
-    """Of a GRPO run; of two runs on two GPUs, as an all-reduce takes both."""
+    """Returns the faults of a GRPO run; of two runs on two GPUs, as an all-reduce takes both."""
     replicas, directory = "policy.megatron_cfg.data_parallel_size=2", tmp_path_factory.mktemp("faults")
     if torch.cuda.device_count() >= 3:
         return measure(directory, [replicas])

@@ -89,7 +89,7 @@ def make_checkpoint(directory: Path, model_type: str, seed: int) -> Path:
 
 
 def export_fp8(checkpoint: Path, directory: Path) -> Path:
-    """A checkpoint in DeepSeek's format: blocks by vLLM's own function; routers, embedding and head unquantized."""
+    """Writes a checkpoint in DeepSeek's format: blocks by vLLM's own function; routers, embedding and head unquantized."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     shutil.copytree(checkpoint, directory)
@@ -112,7 +112,7 @@ def export_fp8(checkpoint: Path, directory: Path) -> Path:
 
 
 def fp8_config(model: Path, *, sleeps: bool = False, **vllm: Any) -> Config:
-    """An engine's configuration. Of engines that can sleep vLLM allows one in a process."""
+    """Returns an engine's configuration. vLLM allows one engine that can sleep in a process."""
     content: dict[str, Any] = make_config(model, length=128).model_dump()
     content["policy"]["precision"] = "bfloat16"
     content["policy"]["generation"]["colocated"] = {"enabled": sleeps}

@@ -88,7 +88,7 @@ def _move(live: dict[str, torch.nn.Parameter], mine: bool) -> None:
 
 
 def _in_one_storage(tensors: dict[str, torch.Tensor], device: str) -> dict[str, torch.nn.Parameter]:
-    """A view of a large buffer, as in Megatron; large enough for an allocation of its own."""
+    """Returns views of one buffer, as in Megatron, large enough for an allocation of its own."""
     storage, used = torch.empty(64 << 20, dtype=torch.uint8, device=device), 0
     live = {}
     for name, tensor in tensors.items():

@@ -107,7 +107,7 @@ def weights(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def exact_weights(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Each block is of numbers that FP8 has, times a power of 2."""
+    """Returns blocks of numbers that FP8 has, each times a power of 2."""
     weight = torch.empty(shape, dtype=dtype)
     for number, matrix in enumerate(weight.flatten(0, -3) if weight.dim() > 2 else [weight]):
         for top in range(0, shape[-2], BLOCK):

@@ -66,7 +66,7 @@ SMALL = (
 
 
 def recorded_exact_match(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
-    """The quickstart's reward, which also writes down what it was asked; runs in the reward process."""
+    """Scores as the quickstart does, in the reward process, and records what it was asked."""
     with Path(os.environ[COMPLETIONS]).open("a", encoding="utf-8") as file:
         file.write(json.dumps([prompts, completions]) + "\n")
     return exact_match(prompts, completions, references)
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def drawn(self) -> str:
-        """All that has been on the terminal, also what was drawn over since, without colours."""
+        """Everything written to the terminal, also what was overwritten since, without colours."""
         return re.sub(ESCAPE, "", b"".join(self._shown).decode(errors="replace"))
 
     @property
@@ -139,7 +139,7 @@ class Run:
         return list(read_metrics(path)) if path.exists() else []
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Return as soon as it holds, while the command runs."""
+        """Returns as soon as `condition` holds, while the command runs."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}:\n{self.shown}"
@@ -148,27 +148,27 @@ class Run:
         self.notice()
 
     def wait_for_step(self, step: int) -> None:
-        """Return when `step` has been recorded."""
+        """Returns when `step` has been recorded."""
         self.wait_until(lambda: any(line["step"] >= step for line in self.metrics), f"step {step}")
 
     def wait_for_text(self, text: str) -> None:
-        """Return when `text` has been drawn."""
+        """Returns when `text` has been drawn."""
         self.wait_until(lambda: text in self.drawn, f"{text!r} on the terminal")
 
     def interrupt(self) -> None:
-        """Press Ctrl-C."""
+        """Presses Ctrl-C."""
         self.notice()
         os.write(self._terminal, b"\x03")
 
     def hang_up(self) -> None:
-        """Close the terminal, as a lost connection does. What is drawn next lets its reader go."""
+        """Closes the terminal, as a lost connection does. The next output ends its reader."""
         self.notice()
         terminal, self._terminal = self._terminal, -1
         self._reader.join(5.0)
         os.close(terminal)
 
     def finish(self, timeout_s: float = 2 * PATIENCE_S) -> int:
-        """The exit code."""
+        """Waits for the end, and returns the exit code."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"still running after {timeout_s} s:\n{self.shown}"
@@ -178,7 +178,7 @@ class Run:
         return self.process.returncode
 
     def notice(self) -> None:
-        """Remember the processes that stand now, and which new segments they have mapped."""
+        """Remembers the processes that run now, and which new segments they have mapped."""
         new = set(descendants(self.process.pid)) - self.seen
         self.seen |= new
         for process in new:
@@ -189,20 +189,20 @@ class Run:
         self._mapped |= _mapped({name for name in names if not _maker(name)}, [process.pid for process in self.seen])
 
     def pids(self, pattern: str) -> list[int]:
-        """Processes of this command whose command line has the pattern."""
+        """Returns the processes of this command whose command line has the pattern."""
         return [process.pid for process in descendants(self.process.pid) if re.search(pattern, command_line(process.pid))]
 
     def left_processes(self) -> list[Process]:
-        """Processes of this command that are still there."""
+        """Returns the processes of this command that still run."""
         left = of_session(self.process.pid) | self.seen & set(processes().values())
         return sorted(left, key=lambda process: process.pid)
 
     def left_shared_memory(self) -> list[str]:
-        """Its segments and semaphores that are still there, less those of processes that run."""
+        """Returns its segments and semaphores that are left, less those of processes that run."""
         return left_shared_memory(self._before, {process.pid for process in self.seen} | {self.process.pid}, self._mapped)
 
     def end(self) -> None:
-        """Kill what still runs, after a failed test."""
+        """Kills what still runs after a failed test."""
         self.notice()
         for process in [Process(self.process.pid, "", ""), *self.left_processes()]:
             if process.pid != self.process.pid or self.process.poll() is None:
@@ -214,7 +214,7 @@ class Run:
 
 @contextmanager
 def running(config: str, output: Path, name: str, *overrides: str, **environment: str) -> Iterator[Run]:
-    """A command that is started, and gone at the end."""
+    """Starts a command, and ends it after the block."""
     run = Run(config, output, name, *overrides, **environment)
     try:
         yield run
@@ -223,14 +223,14 @@ def running(config: str, output: Path, name: str, *overrides: str, **environment
 
 
 def train(config: str, output: Path, name: str, *overrides: str) -> Run:
-    """A command that ran to its end, and well."""
+    """Runs a command to its end, which must be good."""
     with running(config, output, name, *overrides) as run:
         assert run.finish() == 0, run.shown
     return run
 
 
 def screen(text: str) -> str:
-    """What a terminal shows after `text`: as much of its ways as rich uses."""
+    """Returns what a terminal shows after `text`, of the escapes that rich uses."""
     lines, row = [""], 0
     for part in re.findall(rf"{ESCAPE}|\n|[^\x1b\n]+", text):
         if part == "\n":
@@ -246,7 +246,7 @@ def screen(text: str) -> str:
 
 
 def copy_run(source: Path, target: Path, last_step: int) -> None:
-    """A run as if it had been stopped after `last_step`, of which it has a checkpoint."""
+    """Copies a run as if it had been stopped after `last_step`, of which it has a checkpoint."""
     shutil.copytree(source, target)
     lines = (target / "metrics.jsonl").read_text().splitlines(keepends=True)
     (target / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= last_step))
@@ -256,12 +256,12 @@ def copy_run(source: Path, target: Path, last_step: int) -> None:
 
 
 def untimed(lines: Sequence[Metrics]) -> list[Metrics]:
-    """Metrics less what the clock says."""
+    """Returns metrics without times."""
     return [{name: value for name, value in line.items() if not is_measured(name)} for line in lines]
 
 
 def processes() -> dict[int, Process]:
-    """All processes of this machine but zombies."""
+    """Returns all processes of this machine but zombies."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))) and fields[1] != "Z":
@@ -270,7 +270,7 @@ def processes() -> dict[int, Process]:
 
 
 def descendants(pid: int) -> list[Process]:
-    """The process and all that it started, and they."""
+    """Returns the process and its descendants."""
     everyone = processes()
     children: dict[int, list[int]] = {}
     for other in everyone:
@@ -285,7 +285,7 @@ def descendants(pid: int) -> list[Process]:
 
 
 def command_line(pid: int) -> str:
-    """The command line of a process; empty if it has ended."""
+    """Returns the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
     except OSError:
@@ -293,7 +293,7 @@ def command_line(pid: int) -> str:
 
 
 def of_session(leader: int) -> set[Process]:
-    """The processes, but zombies, of the session that `leader` began, and maybe ended before them."""
+    """Returns the processes, but zombies, of the session that `leader` began."""
     return {process for process in processes().values() if (fields := _stat(process.pid)) and fields[4] == str(leader)}
 
 
@@ -308,7 +308,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def left_shared_memory(before: set[str], pids: Collection[int], mapped: Collection[str] = ()) -> list[str]:
-    """What came after `before` and is of `pids` or among `mapped`, less what a running process has made or mapped.
+    """Returns what came after `before` and is of `pids` or among `mapped`, less what a running process has made or mapped.
 
     Where other tests kill workers or servers, their segments and semaphores stay.
     """
@@ -318,13 +318,13 @@ def left_shared_memory(before: set[str], pids: Collection[int], mapped: Collecti
 
 
 def _maker(name: str) -> int | None:
-    """The process that made this semaphore of Ray's channels; None for other names, which do not tell."""
+    """Returns the process that made this semaphore of Ray's channels; None for other names."""
     found = re.match(r"sem\.(?:hdr|obj)(\d+)-", name)
     return int(found[1]) if found else None
 
 
 def _mapped(names: set[str], pids: Iterable[int]) -> set[str]:
-    """Those of `names` that one of `pids` has mapped."""
+    """Returns those of `names` that one of `pids` has mapped."""
     used: set[str] = set()
     for pid in pids if names else ():
         with suppress(OSError):  # it has ended

@@ -115,7 +115,7 @@ def make_config(model: Path, **policy: Any) -> Config:
 
 
 def padded(batch: Batch, bucket: Bucket) -> Batch:
-    """A batch with zeros up to the bucket's shape."""
+    """Returns a batch with zeros up to the bucket's shape."""
     return Batch({name: pad_rows(array, bucket) for name, array in batch.fields.items()}, batch.scalars)
 
 

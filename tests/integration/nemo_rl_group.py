@@ -37,7 +37,7 @@ class NotingWorker:
         return self.note(text, 0.02)
 
     def done(self) -> list[str]:
-        """What was called since it was last asked."""
+        """Returns what was called since it was last asked."""
         done, self.history = self.history, []
         return done
 

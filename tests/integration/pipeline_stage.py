@@ -60,7 +60,7 @@ def gradients_of(layers: nn.Module, clip: float | None) -> list[np.ndarray]:
 
 
 def weights_of(layers: nn.Module) -> list[np.ndarray]:
-    """All parameters, copied."""
+    """Returns copies of all parameters."""
     return [parameter.detach().cpu().numpy().copy() for parameter in layers.parameters()]
 
 

@@ -81,7 +81,7 @@ def test_trained_tokens_are_those_that_the_agent_got(
 
 
 def check_row(row: Episode, answers: list[dict[str, Any]]) -> None:
-    """The tokens in the loss are those of the answers, each in the context that it was given."""
+    """Checks that the tokens in the loss are those of the answers, each in the context that it was given."""
     whole = [*row.prompt.tokens.tolist(), *row.tokens]
     sampled = [place for place, in_loss in enumerate(row.sampled) if in_loss]
     assert [row.tokens[place] for place in sampled] == [token for item in answers for token in item["tokens"]]

@@ -40,7 +40,7 @@ class TestIpc(ChannelSuite):
 
 
 def waited_twice(place: cases.Place) -> object:
-    """The errors of waiting for two messages of an aborted peer, for the first one again, and for one more receive."""
+    """Returns the errors of waiting for two messages of an aborted peer, and for the first one again."""
     channel = place.open()
     if place.rank == 1:
         channel.receive(torch.zeros(4), 0).wait()

@@ -96,7 +96,7 @@ def batch(nemo: Any, step: int) -> Any:
 
 
 def trainer_steps(group: Any, nemo: Any) -> list[Any]:
-    """What NeMo-RL's `Policy` does with its worker group in a step, for three steps."""
+    """Runs three steps of NeMo-RL's `Policy` with its worker group."""
     found: list[Any] = []
     ray.get([worker.begin.remote() for worker in group.workers])
     replicated = ["context_parallel", "tensor_parallel", "pipeline_parallel"]
@@ -128,7 +128,7 @@ def calls_of(group: Any) -> list[list[str]]:
     return done
 
 
-def test_who_is_called_with_what_is_as_in_nemo_rl(groups: tuple[Any, AcceleratedGroup], nemo: Any) -> None:
+def test_calls_reach_the_same_workers_as_in_nemo_rl(groups: tuple[Any, AcceleratedGroup], nemo: Any) -> None:
     shards = batch(nemo, 0).shard_by_batch_size(2, batch_size=None)
 
     def calls(group: Any) -> list[Any]:

@@ -169,7 +169,7 @@ def test_a_checkpoint_that_does_not_fit_is_rejected(
 
 
 def _fails(group: Group, message: str, method: str, *args: str) -> None:
-    """Every worker raises, including those that could go on."""
+    """Checks that every worker raises, including those that could go on."""
     for rank in range(2):
         group.start(rank, method, *args)
     for rank in range(2):

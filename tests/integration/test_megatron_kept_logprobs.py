@@ -30,7 +30,7 @@ def keep(group: Group, batch: Batch, model: str) -> None:
 
 
 def identified(batch: Batch) -> Batch:
-    """The batch as the loops send it: row ids instead of columns."""
+    """Returns the batch as the loops send it: row ids instead of columns."""
     fields = {name: array for name, array in batch.fields.items() if name not in ("prev_logprobs", "reference_logprobs")}
     ids = 100 + np.arange(batch.rows)
     return Batch({**fields, "row_ids": ids}, {**batch.scalars, "step": 7})

@@ -98,7 +98,7 @@ UNCLIPPED = {"clip_grad": 1e3}  # clipped gradients would not show that they are
 
 
 def shard_batches(batch: Batch, layout: ParallelLayout) -> list[Batch]:
-    """The rows of each data-parallel shard, in a larger bucket: with two shards there are padding rows."""
+    """Returns the rows of each data-parallel shard, in a larger bucket: with two shards there are padding rows."""
     shards = split_rows(batch["lengths"], layout.dp)
     bucket = Bucket(len(shards[0]) + layout.dp - 1, reference.WIDTH)
     return [reference.padded(batch.select(rows), bucket) for rows in shards]

@@ -51,7 +51,7 @@ class Peft:
         self.model.save_pretrained(directory)
 
     def parameters(self) -> dict[str, Tensor]:
-        """The adapters by the names of Hugging Face's parameters, with `A` or `B`."""
+        """Returns the adapters by the names of Hugging Face's parameters, with `A` or `B`."""
         found = {name: part for name, part in self.model.named_parameters() if part.requires_grad}
         ends = {f".lora_{part}.default.weight": f".weight {part}" for part in "AB"}
         return {
@@ -79,7 +79,7 @@ def learn(adapters: dict[str, Tensor], loss: Callable[[], Tensor], config: Any) 
 
 
 def assert_same_gradients(found: list[dict[str, Sequence[Any]]], expected: dict[str, Any]) -> None:
-    """Every rank has the whole gradient of its adapters."""
+    """Checks that every rank has the whole gradient of its adapters."""
     seen = set()
     for rank in found:
         for name, adapter in rank.items():
@@ -191,7 +191,7 @@ def test_adapters_of_experts_have_the_gradients_of_plain_torch(
 
 
 def linear_weights(base: Any) -> dict[str, Tensor]:
-    """The weights of all linear layers, with names as in checkpoints."""
+    """Returns the weights of all linear layers, with names as in checkpoints."""
     found: dict[str, Tensor] = {}
     for name, part in base.named_parameters():
         prefix, between, kind = name.rpartition(".experts.")

@@ -26,7 +26,7 @@ from tests.integration.test_megatron_layouts import logprobs, train
 
 
 def whole_model(shapes: Mapping[str, Sequence[int]]) -> list[WeightSlice]:
-    """A destination with every whole parameter under its own name; experts as stacks."""
+    """Returns a destination with every whole parameter under its own name; experts as stacks."""
     stacks = Counter(re.sub(r"experts\.\d+\.", "experts.*.", name) for name in shapes)
     slices = []
     for name, count in stacks.items():
@@ -88,7 +88,7 @@ def receiving(group: Group, plan: RefitPlan, received: dict[str, torch.Tensor]) 
 
 
 def check_aborts(group: Group, batch: Batch) -> None:
-    """An abort after a failed refit does not affect training; a later abort does."""
+    """Checks that an abort after a failed refit does not affect training, and that a later one does."""
     with pytest.raises(WorkerError, match="ChannelError"):
         group.call("send_weights", 3)
     group.call("abort")

@@ -92,7 +92,7 @@ def share_of(chosen: Sequence[Tensor], experts: int) -> Tensor:
 
 
 def groups_of(kind: str, batch: Batch, dp: int) -> list[tuple[list[int], list[int]]]:
-    """The rows whose probabilities belong together, and the rows over which their f_i are taken.
+    """Returns the rows whose probabilities belong together, and the rows over which their f_i are taken.
 
     The tests' microbatches are of two rows. Those of global balancing see the step's earlier ones, too.
     """

@@ -65,7 +65,7 @@ class Truth:
 
 
 def plain_torch(directory: Path, head: Any, batch: Batch, config: Config) -> Truth:
-    """The formula of verl's `compute_value_loss`, written apart, and AdamW."""
+    """Trains by the formula of verl's `compute_value_loss`, written apart, and AdamW."""
     critic, wanted = Critic(directory, torch.tensor(head)), config.policy.optimizer
     groups = [
         {"params": [one for one in critic.parameters() if one.ndim > 1], "weight_decay": wanted.weight_decay},

@@ -60,7 +60,7 @@ def plain_losses(train_rows: list[tuple[list[int], list[int]]]) -> tuple[list[fl
 
 
 def encoded(config: Config) -> list[tuple[list[int], list[int]]]:
-    """The tokens of the answers of the training pairs, as numbers of the unigram model."""
+    """Returns the tokens of the answers of the training pairs, as numbers of the unigram model."""
     from dagrl.run.preflight import preflight
 
     pairs = preflight(config).preferences

@@ -75,7 +75,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, str]]:
 
 
 def counted(model: str, url: str, first: int) -> list[int]:
-    """What the server writes after the first two tokens of a rank's sequence."""
+    """Returns what the server writes after the first two tokens of a rank's sequence."""
     body = {"model": model, "prompt": [first, first + 1], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     return [int(word.removeprefix("t")) for word in asked(f"{url}/v1/completions", body)["choices"][0]["text"].split()]
 

@@ -67,7 +67,7 @@ OWN = (
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of this checkout, built from a copy, so that nothing of an earlier build gets in."""
+    """Builds a wheel from a copy of this checkout, so that nothing of an earlier build gets in."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -140,7 +140,7 @@ def test_the_quickstart_trains_from_the_wheel_with_the_users_own_packages(
 
 
 def _run(*command: str, cwd: Path) -> str:
-    """The output of a command, which sees nothing of this checkout."""
+    """Returns the output of a command that sees nothing of this checkout."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

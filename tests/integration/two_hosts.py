@@ -151,13 +151,13 @@ def swap_large(group: WorkerGroup) -> None:
 
 
 def swapped(value: float) -> float:
-    """What `swap` makes of a value in one round, by hand: workers 0 and 3 add their numbers."""
+    """Returns what `swap` makes of a value in one round: workers 0 and 3 add their numbers."""
     one, other = value, value + 3
     return (one + 2 * other) + 2 * (other + 2 * one)
 
 
 def lose_a_link(scheduler: Scheduler, group: WorkerGroup) -> None:
-    """A connection ends between two workers that both live: the driver hears of it from either, and compiles again."""
+    """Ends a connection between two living workers: the driver hears of it from either, and compiles again."""
     ray.get(group.actors[3].__ray_call__.remote(cut_links))
     started = time.monotonic()
     try:
@@ -178,7 +178,7 @@ def cut_links(worker: object) -> None:
 
 
 def large_results(group: WorkerGroup) -> None:
-    """Each result fits; all of a host in one message do too."""
+    """Checks that each result fits, and all of a host in one message too."""
     with Scheduler([group], SchedulerOptions(fallback="error", result_bytes=LARGE_RESULT + (1 << 16))) as scheduler:
         scheduler.add(large, warmup_value=0)
         scheduler.compile()
@@ -187,7 +187,7 @@ def large_results(group: WorkerGroup) -> None:
 
 
 def after_death(scheduler: Scheduler) -> list[tuple[int, str]]:
-    """Who is named once Ray has killed a worker, which it does in its own time."""
+    """Returns who is named once Ray has killed a worker."""
     until = time.monotonic() + 60.0
     while time.monotonic() < until:
         try:

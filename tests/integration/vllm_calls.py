@@ -138,7 +138,7 @@ def first_computed(worker: Any) -> int:
 
 
 def nothing(worker: Any) -> None:
-    """A rank that does not join the collective."""
+    """Does not join the collective."""
 
 
 def memory_addresses(worker: Any) -> dict[str, int]:

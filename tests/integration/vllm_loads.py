@@ -110,7 +110,7 @@ def named_tensors(model: torch.nn.Module) -> Weights:
 
 
 def check_rank(checkpoint: Weights, named: Weights, slices: Sequence[WeightSlice]) -> None:
-    """Every slice equals its tensor content, and slices cover everything except padding."""
+    """Checks that every slice equals its tensor content, and that slices cover everything except padding."""
     covered: dict[int, int] = {}
 
     def check_part(tensor: str, local: Box, name: str, box: Box) -> None:
@@ -165,7 +165,7 @@ def check(case: Case, root: Path) -> None:
 
 
 def local_name(parameter: str) -> str:
-    """The name in the reference; since 0.25 vLLM's experts are in a module of their own."""
+    """Returns the name in the reference; since 0.25 vLLM's experts are in a module of their own."""
     return parameter.replace(".experts.routed_experts.", ".experts.")
 
 
@@ -183,7 +183,7 @@ def boxes(slices: Sequence[WeightSlice], dtype: str) -> list[tuple[object, ...]]
 
 
 def check_recording(model: torch.nn.Module, checkpoint: Weights, rules: Sequence[WeightSlice], dtype: str) -> None:
-    """The recording of vLLM's loader has the boxes of the rules, and computes what the loader computes."""
+    """Checks that a recording of vLLM's loader has the boxes of the rules, and computes what the loader computes."""
     before = {name: tensor.clone() for name, tensor in named_tensors(model).items()}
     whole = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint.items()]
     found = record(model, whole, getattr(torch, dtype))
@@ -222,7 +222,7 @@ def check_derived(model: torch.nn.Module) -> None:
 
 
 def check_refit(whole: Weights, config: Hf, ranks: Sequence[VllmRank], held: Sequence[Weights]) -> None:
-    """A refit from a BF16 trainer gives the bytes of vLLM's loader for the FP8 checkpoint."""
+    """Checks that a refit from a BF16 trainer gives the bytes of vLLM's loader for the FP8 checkpoint."""
     layout, modules = ParallelLayout(tp=2, pp=2), MegatronModules(transformer_engine=True, grouped_experts=True)
     slices = [megatron_weight_slices(config, layout, rank, modules) for rank in range(layout.world_size)]
     wanted = [vllm_weight_slices(config, rank) for rank in ranks]
@@ -235,7 +235,7 @@ def check_received(
     wanted: Sequence[Sequence[WeightSlice]],
     held: Sequence[Weights],
 ) -> None:
-    """A refit writes what `held` has."""
+    """Checks that a refit writes what `held` has."""
     plan = plan_refit(slices, wanted, dtype="bfloat16", bucket_bytes=100_000)
     built = [{name: torch.zeros_like(tensor) for name, tensor in tensors.items()} for tensors in held]
     run_refit(plan, [*sources, *built], verify="checksum")
@@ -263,7 +263,7 @@ def fill(whole: Weights, slices: Sequence[WeightSlice]) -> Weights:
 
 
 def check_descriptions(root: Path) -> None:
-    """What `dagrl inspect` says of engines before they run, which it asks of a process of its own, is their layout."""
+    """Checks what `dagrl inspect` says of engines before they run, here without the process that it starts for that."""
 
     def describe_here(request: str) -> list[list[WeightSlice]]:
         (root / "request.json").write_text(request)

@@ -49,7 +49,7 @@ def make_checkpoint(directory: Path, model_type: str = "qwen3", *, tied: bool = 
 
 
 def add_tokenizer(directory: Path) -> None:
-    """A tokenizer of words: token 4 is `t4`, and so on."""
+    """Saves a tokenizer of words: token 4 is `t4`, and so on."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -106,7 +106,7 @@ def requests(
     seed: int = 0,
     seconds: float | None = None,
 ) -> Batch:
-    """A batch for `generate`. A request's seed is `seed` plus its id. `seconds` limits the quantum."""
+    """Returns a batch for `generate`. A request's seed is `seed` plus its id. `seconds` limits the quantum."""
     rows, width = len(ids), max((len(prompt) for prompt in prompts), default=1)
     tokens = np.zeros((rows, width), np.int64)
     for row, prompt in enumerate(prompts):

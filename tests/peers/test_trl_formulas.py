@@ -36,7 +36,7 @@ class OneProcess:
 
 
 def trainer(kind: type, samples: Samples, **settings: Any) -> Any:
-    """A trainer of TRL that was not built: it has what its loss reads, and the given log-probabilities."""
+    """Returns a trainer of TRL that was not built: it has what its loss reads, and the given log-probabilities."""
     made = kind.__new__(kind)  # type: ignore[call-overload]
     arguments = {"use_bias_correction_kl": False, "delta": settings.pop("delta", None), "steps_per_generation": 1}
     usual = {

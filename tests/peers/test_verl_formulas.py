@@ -180,7 +180,7 @@ def outcome(seed: int) -> tuple[np.ndarray[Any, Any], Tensor, Tensor, np.ndarray
 
 
 def of_rows(advantages: Tensor, mask: Tensor) -> np.ndarray[Any, Any]:
-    """The advantage of each row [GROUPS, SIZE], which verl repeats on its tokens."""
+    """Returns the advantage of each row [GROUPS, SIZE], which verl repeats on its tokens."""
     first = advantages[:, 0]
     torch.testing.assert_close(advantages, first[:, None] * mask)
     return np.asarray(first.reshape(GROUPS, SIZE))
