@@ -13,6 +13,7 @@ import pytest
 from dagrl.bench import train
 from dagrl.bench.harness import ROOT, run_process
 from dagrl.bench.overhead import PHASES, SIDES
+from dagrl.bench.refit_cases import TRIALS
 from dagrl.bench.report import commit
 from dagrl.cli.main import main
 from dagrl.errors import RunError
@@ -85,3 +86,36 @@ def test_a_report_names_the_commit_of_the_checkout() -> None:
         pytest.skip("not a checkout")
     found = commit.__wrapped__().removesuffix("+changes")
     assert len(found) >= 12 and done.stdout.startswith(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_every_trial_by_every_method(tmp_path: Path) -> None:
+    """To Megatron modules of another layout, Megatron-Core's own resharding runs in the same way over the same tensors.
+
+    A parameter that is wrong after a turn would be an error of its side.
+    """
+    pytest.importorskip("megatron.core")
+    results = tmp_path / "refit.json"
+    assert main(["bench", "refit", "--trial", "--repeats", "1", "--rounds", "2", "--json", str(results)]) == 0
+    rows = json.loads(results.read_text())["rows"]
+    for case in TRIALS:
+        found = {row["side"]: row for row in rows if row["case"] == case.label}
+        assert found["dagrl"]["rounds"] == 2 and found["dagrl"]["bytes_into_rank"] > 0
+        assert ("megatron.core.resharding" in found) == case.to_megatron
+        assert ("dagrl verify=checksum" in found) != case.to_megatron
+
+
+@pytest.mark.slow
+def test_rows_of_architectures(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    report = tmp_path / "rows.json"
+    names = ["GptOssForCausalLM", "NemotronHForCausalLM", "Qwen3ForCausalLM", "NoSuchModel"]
+    code = "import sys; from dagrl.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "bench", "refit", "--architectures", "--json", str(report), "--names", *names]
+    subprocess.run(command, check=True, timeout=280)
+    rows = {(row["architecture"], row["source"], row["tp"]): row for row in json.loads(report.read_text())}
+    sources = [(name, source) for name in names[:3] for source in ("hf", "dtensor")] + [("Qwen3ForCausalLM", "megatron")]
+    assert all(rows[*one, tp]["passed"] for one in sources for tp in (1, 2)), rows
+    missing = rows["NoSuchModel", "hf", 1]
+    assert not missing["passed"] and "no model of this name" in missing["reason"]
