@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.channels.base import wait_all
-from dagrl.errors import ChannelError, DagrlError, RefitPlanError
+from dagrl.errors import ChannelError, DagrlError
 from dagrl.refit import RefitPlan, RefitReceiver, RefitSender, commit_together, plan_refit
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.store import reserve_port
@@ -364,18 +364,6 @@ def _with_a_failing_rank(place: Place, failing: int) -> object:
         moved.data = whole
     channel.close()
     return found
-
-
-def other_world(place: Place) -> object:
-    """A plan for another number of ranks is rejected before any byte is sent."""
-    plan, _ = _refit_plan(4)
-    channel, peer = place.open(), 1 - place.rank
-    # A rank that ended earlier would disturb the other one, which still joins.
-    wait_all(channel.exchange([(torch.zeros(1), peer)], [(torch.zeros(1), peer)]))
-    try:
-        RefitSender(plan.for_rank(place.rank), {}, channel)
-    except RefitPlanError as error:
-        return str(error)
 
 
 def _error_of(act: Callable[[], object]) -> tuple[str, float]:

@@ -69,14 +69,6 @@ def test_strided_parts_are_written_into_a_stacked_tensor(dtype: str, bucket_byte
     assert torch.equal(target, torch.stack([source(kind)[:, 5:], source(kind)[:, :5]]))
 
 
-@pytest.mark.parametrize(("sent", "held"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")])
-def test_the_receiver_casts(sent: str, held: str) -> None:
-    weights = torch.randn(6, 10, dtype=getattr(torch, sent))
-    target = torch.zeros(6, 10, dtype=getattr(torch, held))
-    run_refit(plan_of(matrix(), dtype=sent), [{"s": weights}, {"t": target}])
-    assert torch.equal(target, weights.to(target.dtype))
-
-
 def test_live_parameters_and_inference_tensors_are_written_in_place() -> None:
     parameter = torch.nn.Parameter(torch.zeros(6, 10))
     with torch.inference_mode():

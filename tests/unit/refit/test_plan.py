@@ -120,23 +120,6 @@ def check_rounds(plan: RefitPlan) -> None:
     assert rounds == sorted(rounds)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "layout", "tp"),
-    [
-        ("qwen3", ParallelLayout(dp=2), 1),
-        ("qwen3", ParallelLayout(tp=2, pp=2), 4),  # replicated key-value heads
-        ("qwen2", ParallelLayout(tp=4), 2),  # a rank holds a part of a query group
-        ("llama", ParallelLayout(pp=2, vpp=2), 2),
-        ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2, etp=1), 2),
-        ("qwen3_moe", ParallelLayout(tp=2, dp=2, ep=2), 4),
-        ("qwen3_moe", ParallelLayout(cp=2, pp=2, ep=2, etp=1, dp=1), 1),
-    ],
-)
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_layouts_of_every_family(model_type: str, layout: ParallelLayout, tp: int, tied: bool) -> None:
-    check_megatron_to_vllm(model_config(model_type, tie_word_embeddings=tied), layout, tp, 1, 256)
-
-
 def test_a_tied_head_is_filled_from_the_embedding() -> None:
     config = model_config(tie_word_embeddings=True)
     sources = megatron_slices(config, ParallelLayout(pp=2))
@@ -242,17 +225,6 @@ def test_sources_that_share_some_layouts_send_each_part_from_its_own_place() -> 
     values, built = {name: torch.randn(4) for name in names}, [{name: torch.zeros(4) for name in names} for _ in range(2)]
     run_refit(plan, [*({tensor: values[name] for tensor, name in mine.items()} for mine in tensors), *built])
     assert all(equal(one, values) for one in built)
-
-
-def test_a_parameter_that_only_one_destination_has_in_two_places() -> None:
-    """It counts twice for the limit, whether it is split or shares a bucket."""
-    box: Box = ((0, 4),)
-    once, again = WeightSlice("p", box, "t", box), WeightSlice("q", box, "u", box)
-    for wanted in ([[once], [once, again]], [[once, again], [once]]):
-        plan = plan_refit([[held(box)]], wanted, dtype="float32", aliases={"q": "p"})
-        assert {bucket.destination: bucket.nbytes for bucket in plan.buckets} == {
-            rank: 16 * len(slices) for rank, slices in enumerate(wanted, 1)
-        }
 
 
 @pytest.mark.parametrize(("number", "rows"), [(1, 64), (32, 1)], ids=["cut", "small"])

@@ -17,10 +17,8 @@ from dagrl.refit.carry.pack import BucketMemory
 from dagrl.refit.carry.verify import checksum, compare_checksums, contiguous_bytes
 from dagrl.refit.slices import Scales, WeightSlice
 from dagrl.refit.transfers import DIRECT_BYTES
-from dagrl.runtime.layout import ParallelLayout
 from tests.unit.refit.memory_channel import Done, MemoryChannel, Pair, run_refit
-from tests.unit.refit.test_plan import check_megatron_to_vllm, held
-from tests.unit.refit.weight_reference import model_config
+from tests.unit.refit.test_plan import held
 
 
 class FlippingChannel(MemoryChannel):
@@ -146,17 +144,6 @@ def test_packing_that_skips_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(BucketMemory, "pack", lambda memory: None)
     with pytest.raises(RunError, match="parameter 'p'"):
         ends.refit(3)
-
-
-@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
-def test_casts_and_stacks_pass(target: torch.dtype) -> None:
-    plan, tensors = two_parameters(100)
-    tensors[1] = {name: tensor.to(target) for name, tensor in tensors[1].items()}
-    run_refit(plan, tensors, 1, "checksum")
-    assert torch.equal(tensors[1]["u"], tensors[0]["u"].to(target))
-    check_megatron_to_vllm(
-        model_config("deepseek_v3"), ParallelLayout(tp=2, dp=2, ep=2, etp=1), 2, 1, 500, verify="checksum"
-    )
 
 
 def test_fp8_and_its_scales_are_verified() -> None:

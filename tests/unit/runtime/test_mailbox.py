@@ -30,13 +30,6 @@ def post(mailbox: Mailbox, writer: int, number: int, value: object, timeout_s: f
     mailbox.post(writer, number, pickle.dumps(value), timeout_s)
 
 
-def test_messages_come_in_the_order_of_the_writers(mailbox: Mailbox) -> None:
-    for number in range(1, 20):
-        for writer in reversed(range(WRITERS)):
-            post(mailbox, writer, number, (number, writer))
-        assert mailbox.collect(number, 1.0) == [(number, writer) for writer in range(WRITERS)]
-
-
 def test_writers_may_be_ahead_of_each_other_and_of_the_reader(mailbox: Mailbox) -> None:
     writers = [Mailbox.open(mailbox.address) for _ in range(WRITERS)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -265,35 +264,6 @@ def test_results_of_another_shape_than_the_buckets_are_refused(
     assert again.result() == (1, 2), "the graphs are whole"
 
 
-class Watched(deque[Replay]):
-    """A queue of which another thread takes replays after the `look`-th look at its first one."""
-
-    def __init__(self, replays: deque[Replay], look: int, take: Callable[[], object]) -> None:
-        super().__init__(replays)
-        self.looks, self.take = look, take
-
-    def __getitem__(self, index: Any) -> Any:
-        found, self.looks = super().__getitem__(index), self.looks - 1
-        if not self.looks:
-            self.take()
-        return found
-
-
-def test_a_result_may_be_read_or_torn_down_while_a_thread_looks_for_the_oldest(
-    scheduler: Scheduler, made: list[Graph]
-) -> None:
-    queue = scheduler._entries["other"].in_flight
-    for _ in range(2):
-        first = scheduler.replay(other, 1)
-    made[2].results, made[3].results = [1, 2], [1, 2]
-    queue.replays = Watched(queue.replays, 1, first.result)
-    second = scheduler.replay(other, 1)
-    assert first.result() == (2, 2)
-    queue.replays = Watched(queue.replays, 2, scheduler.close)
-    made[2].results, made[3].results = [3], [3]
-    assert second.result() == (3, 3)
-
-
 def test_tokens_of_a_batch_without_token_fields_are_returned(scheduler: Scheduler, made: list[Graph]) -> None:
     scheduler.add(scores, buckets=[Bucket(2, 4)])
     scheduler.compile()
@@ -440,16 +410,6 @@ def test_lengths_that_are_no_whole_number_a_row_are_refused(lengths: Field, word
         phase(inputs={"lengths": lengths})(step.function)
 
 
-def test_a_result_that_was_not_there_in_time_can_be_asked_for_again(scheduler: Scheduler, made: list[Graph]) -> None:
-    replay = scheduler.replay(step, batch(2))
-    made[0].results = [1]
-    for timeout_s in (0.0, 0.05):
-        with pytest.raises(DeadlineError, match="no result yet"):
-            replay.result(timeout_s=timeout_s)
-    made[1].results = [2]
-    assert replay.result(timeout_s=0.0) == replay.result() == (1, 2)
-
-
 def test_a_deadline_holds_while_another_thread_waits(scheduler: Scheduler, made: list[Graph]) -> None:
     replay = scheduler.replay(other, 1)
     thread = threading.Thread(target=replay.result)
@@ -535,21 +495,6 @@ def test_a_warm_up_replays_full_batches_of_every_bucket_the_largest_first(group:
         assert sent == [(4, *[8] * 4), (2, *[8] * 2), (3, *[2] * 3), (1, 4)]
         assert {packet.value.number("lr") for packet in graph.taken} == {0.5}
     scheduler.close()
-
-
-def test_an_error_of_any_kind_is_the_replays_own(scheduler: Scheduler, made: list[Graph]) -> None:
-    first, second = scheduler.replay(step, batch(2)), scheduler.replay(other, 1)
-    made[0].results, made[1].results = [KeyError("a worker's loop")], [1]
-    for graph in made[2:]:
-        graph.results = ["unharmed"]
-    for _ in range(2):
-        with pytest.raises(PhaseError, match="replay 0: its graph broke, although no worker died: KeyError"):
-            first.result()
-    assert second.result() == ("unharmed", "unharmed")
-    with pytest.raises(PhaseError, match="recover"):
-        scheduler.replay(other, 1)
-    scheduler.recover()
-    scheduler.replay(other, 1)
 
 
 def test_what_broke_first_is_told_whatever_becomes_of_replays_that_were_under_way(
