@@ -21,7 +21,7 @@ from dagrl.errors import DataError, GraphError
 from dagrl.graphs.phases import ROWS
 from dagrl.runtime.graph import SHARED_MEMORY
 from dagrl.runtime.phase import Input, Phase, Shard, Value, join, phase
-from dagrl.runtime.shapes import Batch, InputSpec
+from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
 
 Work = tuple[Literal["forward", "backward"], int]
@@ -70,22 +70,16 @@ class PipelineWorker(Protocol):
         """Merges the metrics of stages (`dagrl.telemetry.metrics.merge_step_metrics`)."""
 
 
-def pipeline_phase(
-    microbatches: int = 8,
-    transport: str = SHARED_MEMORY,
-    *,
-    inputs: InputSpec = ROWS,
-    name: str = "pipeline_step",
-) -> Phase:
+def pipeline_phase(microbatches: int = 8, transport: str = SHARED_MEMORY) -> Phase:
     """Returns the phase of one optimizer step over the pipeline stages of the `train` group.
 
     `transport` carries activations and gradients between stages: `shm`, or `nccl` between GPUs. The rows of each bucket must
     be a multiple of `microbatches`. Raises GraphError for fewer than one microbatch.
     """
     if microbatches < 1:
-        raise GraphError(f"phase {name!r}: {microbatches} microbatches; expected at least one")
+        raise GraphError(f"a pipeline of {microbatches} microbatches; expected at least one")
 
-    @phase(inputs=inputs, name=name)
+    @phase(inputs=ROWS)
     def pipeline_step(train: Shard, batch: Input) -> Value:
         stages = train.stages()
         started = [stage.map("start_step", batch, microbatches=microbatches) for stage in stages]

@@ -80,7 +80,6 @@ class Refit:
         tied_embeddings: bool = False,
         kind: ChannelKind | None = None,
         verify: Verify = "off",
-        bucket_bytes: int | None = None,
         timeout_s: float = 60.0,
         connect_timeout_s: float = 600.0,
     ) -> Refit:
@@ -96,7 +95,6 @@ class Refit:
         - `tied_embeddings`: fill a generation head of its own from the embedding.
         - `kind`: of the channel. None chooses `gloo` without GPUs, `ipc` where workers of one host share a GPU, else `nccl`.
         - `verify`: `off` or `checksum`.
-        - `bucket_bytes`: see `plan_refit`.
         - `timeout_s`: limit of every wait in a refit. `connect_timeout_s`: limit of this call.
 
         Raises RefitPlanError before any channel is opened if the groups cannot be connected.
@@ -121,7 +119,6 @@ class Refit:
             dtype=dtype,
             target_dtype=target_dtype,
             tied_embeddings=tied_embeddings,
-            bucket_bytes=bucket_bytes,
         )
         connected = cls(plan)
         logger.debug("refit plan: %s", connected)
@@ -138,11 +135,6 @@ class Refit:
         )
         return connected
 
-    @property
-    def floor_s(self) -> float:
-        """Seconds that the busiest link needs at an H200's speeds: no schedule of this plan is faster."""
-        return self.plan.summary().floor_s
-
     def __str__(self) -> str:
         return str(self.plan.summary())
 
@@ -157,7 +149,6 @@ def plan_between(
     dtype: str,
     target_dtype: str | None = None,
     tied_embeddings: bool = False,
-    bucket_bytes: int | None = None,
 ) -> RefitPlan:
     """Plans a refit over a channel of `kind` between ranks on these hosts and GPUs; see `Refit.connect` and `plan_refit`."""
     check_devices(kind, hosts, devices)
@@ -167,7 +158,6 @@ def plan_between(
         dtype=dtype,
         target_dtype=target_dtype,
         aliases=TIED_HEAD if tied_embeddings else None,
-        bucket_bytes=bucket_bytes,
         hosts=hosts,
         mailboxes=kind == "ipc",
         devices=devices if kind == "ipc" else (),

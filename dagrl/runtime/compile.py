@@ -97,21 +97,15 @@ def executor_of(name: str, engine: Engine = "dagrl") -> Executor:
         from dagrl.runtime.executors.eager import EagerGraph, Sender
 
         return functools.partial(EagerGraph, sender=Sender())
-    return _compile_with_ray if engine == "ray" else _compile_with_dagrl
 
+    def compiled(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Executable:
+        from dagrl.runtime.executors.dagrl_engine import DagrlGraph
+        from dagrl.runtime.executors.ray_engine import RayGraph
 
-def _compile_with_dagrl(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Executable:
-    from dagrl.runtime.executors.dagrl_engine import DagrlGraph
+        made = RayGraph if engine == "ray" or accelerated(graph) else DagrlGraph
+        return made(graph, actors, nodes, limits)
 
-    if accelerated(graph):
-        return _compile_with_ray(graph, actors, nodes, limits)
-    return DagrlGraph(graph, actors, nodes, limits)
-
-
-def _compile_with_ray(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Executable:
-    from dagrl.runtime.executors.ray_engine import RayGraph
-
-    return RayGraph(graph, actors, nodes, limits)
+    return compiled
 
 
 def _in_service(ranks: Ranks, groups: Groups) -> bool:

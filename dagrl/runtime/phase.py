@@ -113,8 +113,8 @@ class Shard:
             ) from None
         if isinstance(position, slice) and not chosen:
             raise self.tracer.error(
-                f"{self.role.name}[{_slice_text(position)}] selects none of the {len(self)} workers; select some, or "
-                f"skip these nodes if len({self.role.name}) is too small"
+                f"{position} selects none of the {len(self)} {self.role.name} workers; select some, or skip these nodes if "
+                f"len({self.role.name}) is too small"
             )
         return Shard(self.tracer, self.role, chosen if isinstance(chosen, tuple) else (chosen,))
 
@@ -324,8 +324,6 @@ class Phase:
 
     def trace(self, roles: Mapping[str, Role], arity: int = 8) -> PhaseGraph:
         """Returns the phase's graph over `roles`. Values are joined `arity` (at least 2) at a time. Raises GraphError."""
-        if arity < 2:
-            raise GraphError(f"phase {self.name!r}: arity is {arity}; expected at least 2")
         missing = [role for role in self.roles if role not in roles]
         if missing:
             raise GraphError(
@@ -406,12 +404,6 @@ def _check_lengths(name: str, inputs: InputSpec) -> None:
             f"phase {name!r}: `lengths` of its inputs is {dtype} [rows{', tokens' * (dimensions - 1)}]; expected one "
             'integer per row: Field("int64", "row"), or leave it out'
         )
-
-
-def _slice_text(position: slice) -> str:
-    """Returns a slice as it is written between brackets."""
-    bounds = [position.start, position.stop, *([] if position.step is None else [position.step])]
-    return ":".join("" if bound is None else str(bound) for bound in bounds)
 
 
 def _is_shard(annotation: object) -> bool:

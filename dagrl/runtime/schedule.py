@@ -88,7 +88,6 @@ class SchedulerOptions:
     engine: Engine = "dagrl"
     fallback: Literal["eager", "error"] = "eager"
     max_in_flight: int = 2
-    arity: int = 8
     result_bytes: int = 1 << 20
     compile_s: float = 60.0
     warmup_s: float = 180.0
@@ -236,7 +235,7 @@ class Scheduler:
         """
         if phase.name in self._entries:
             raise GraphError(f"a phase {phase.name!r} was added already; give one of the two another name")
-        graph = phase.trace({name: group.role for name, group in self.groups.items()}, self.options.arity)
+        graph = phase.trace({name: group.role for name, group in self.groups.items()})
         if phase.inputs is not None:
             if codec is not None:
                 raise GraphError(f"phase {phase.name!r} takes batches, which are split by rows; give no codec")

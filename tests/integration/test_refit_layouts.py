@@ -180,7 +180,7 @@ def scheduler(case: Case, groups: Groups) -> Iterator[Scheduler]:
         verify="checksum",
     )
     assert connected.plan.sources == case.layout.world_size and connected.plan.destinations == case.generation_tp
-    assert 0 < connected.floor_s and f"to {case.generation_tp} ranks" in str(connected)
+    assert 0 < connected.plan.summary().floor_s and f"to {case.generation_tp} ranks" in str(connected)
     rows = Bucket(ROWS // case.layout.dp, WIDTH)
     denominators = {"global_valid_tokens": 1.0, "global_valid_sequences": 1.0}
     with Scheduler([train, generation], SchedulerOptions(fallback="error", result_bytes=RESULT_BYTES)) as scheduler:

@@ -84,7 +84,7 @@ def large(train: Shard, size):
 
 
 ALL = (double, count_tokens, ranks, chain, both, two_outputs, slow, slow_generation, misbehave, large)
-OPTIONS = {"max_in_flight": 2, "arity": 2, "result_bytes": 1 << 16, "replay_s": 30.0, "teardown_s": 5.0}
+OPTIONS = {"max_in_flight": 2, "result_bytes": 1 << 16, "replay_s": 30.0, "teardown_s": 5.0}
 
 
 @pytest.fixture(scope="module")
