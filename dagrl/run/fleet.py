@@ -36,7 +36,6 @@ from dagrl.run.stop import StopSignal
 from dagrl.run.worker_protocols import required_protocols
 from dagrl.runtime.actors import GpuBundles, Resources
 from dagrl.runtime.revive import Revival, revive
-from dagrl.runtime.start_parts import StartParts, parts_text, started_parts
 from dagrl.runtime.worker_group import WorkerGroup, shutdown_groups
 
 logger = logging.getLogger(__name__)
@@ -240,17 +239,10 @@ def _start_group(
     check: Callable[[], None],
 ) -> WorkerGroup:
     """Starts one group, adds it to `started`, and moves its train state to the host if the plan says so."""
-    begin, waited = time.monotonic(), StartParts()
-
-    def wait() -> None:
-        with waited.part("waiting for training's memory"):
-            (before_setup or (lambda: None))()
-
-    waits = {"while_waiting": check, "before_setup": wait if before_setup is not None else None}
-    group = _create_group(config, plan, start.role, resources, **waits)
+    begin = time.monotonic()
+    group = _create_group(config, plan, start.role, resources, while_waiting=check, before_setup=before_setup)
     started.append(group)
-    parts = [waited.seconds | measured for measured in group.call_function(started_parts)]
-    logger.info("%s workers started in %s", start.role, parts_text(time.monotonic() - begin, parts))
+    logger.info("%s workers started in %.1f s", start.role, time.monotonic() - begin)
     if start.leaves:
         group.call("offload", TRAIN_PARTS)
     return group

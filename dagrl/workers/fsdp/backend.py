@@ -81,20 +81,17 @@ class FsdpBackend:
         from dagrl.workers.fsdp.trainer import ShardedModel
 
         spec = self._spec
-        with spec.start_parts.part("process groups"):
-            if spec.device.type == "cuda":
-                torch.cuda.init()  # type: ignore[no-untyped-call]  # else a mesh would choose the device
-            join_group(spec.context, address)
-            torch.manual_seed(spec.config.seed)
-            self._meshes = Meshes.of(spec.context.layout, self._policy.fsdp_cfg.data_parallel_replicas, spec.device)
-        with spec.start_parts.part("model and weights"):
-            root = load_model(spec.source, self._policy, self._meshes, spec.device, scalar=spec.scalar, trains=spec.trains)
+        if spec.device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # else a mesh would choose the device
+        join_group(spec.context, address)
+        torch.manual_seed(spec.config.seed)
+        self._meshes = Meshes.of(spec.context.layout, self._policy.fsdp_cfg.data_parallel_replicas, spec.device)
+        root = load_model(spec.source, self._policy, self._meshes, spec.device, scalar=spec.scalar, trains=spec.trains)
         if spec.scalar and not has_scalar_head(spec.source):
             init_scalar_head(root, spec.config.seed)
         if self._policy.sequence_packing.enabled:
             check_separation(root, spec.device)
-        with spec.start_parts.part("optimizer"):
-            self._model = ShardedModel(root, spec.config, spec.device, trains=spec.trains)
+        self._model = ShardedModel(root, spec.config, spec.device, trains=spec.trains)
 
     def abort(self) -> None:
         """Aborts this worker's collectives, so that peers waiting for it raise."""

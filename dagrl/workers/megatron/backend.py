@@ -105,22 +105,19 @@ class MegatronBackend:
         check_layout(spec.hf_config, layout)
         if self.captures and spec.device.type == "cpu":
             raise ConfigError("policy.megatron_cfg.cuda_graphs is true, and this worker has no GPU; set it to false")
-        with spec.start_parts.part("process groups"):
-            start_groups(self.context, address, config.seed)
+        start_groups(self.context, address, config.seed)
         architecture = read_architecture(spec.hf_config)
         if self.captures and architecture.experts:
             check_grouped_kernel()
-        with spec.start_parts.part("model and weights"):
-            model = self._load(spec.source, spec.hf_config)
+        model = self._load(spec.source, spec.hf_config)
         if architecture.scalar and not has_scalar_head(spec.source):
             deviation = spec.hf_config.get("initializer_range", 0.02)
             model.init_scalar_head(float(cast(float, deviation)), config.seed)
         self.adapters = self._make_adapters(model)
-        with spec.start_parts.part("optimizer"):
-            if spec.trains:
-                self._trainer = make_trainer(model, OptimizerSteps(config), config, layout)
-            else:
-                self._trainer = frozen_trainer(model, config, layout)
+        if spec.trains:
+            self._trainer = make_trainer(model, OptimizerSteps(config), config, layout)
+        else:
+            self._trainer = frozen_trainer(model, config, layout)
 
     def abort(self) -> None:
         """Aborts this worker's collectives, so that peers waiting for it raise."""

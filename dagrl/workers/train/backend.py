@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from dagrl.config import Config, Json
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.train.optimizer import Gradients
@@ -58,7 +57,6 @@ class ModelSpec:
     device: torch.device
     trains: bool
     scalar: bool
-    start_parts: StartParts
 
 
 class Model(Protocol):

@@ -32,7 +32,6 @@ from dagrl.run.worker_protocols import OPTIONAL_SETTINGS
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
-from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext, current_replay, in_warmup
 from dagrl.telemetry.metrics import StepMetrics, merge_step_metrics
 from dagrl.workers.families.hf_config import model_keys, with_scalar_head
@@ -73,7 +72,6 @@ class TrainWorker:
     def __init__(self, context: WorkerContext, config: Config) -> None:
         self.context = context
         self.config = config
-        self.start_parts = StartParts()
         self._backend: Backend | None = None
         self._hf_config: Mapping[str, Json] = {}
         self._files_group: ProcessGroup | None = None  # in which workers wait for each other's files
@@ -123,7 +121,7 @@ class TrainWorker:
 
     def prepare(self) -> None:
         """Imports the backend's libraries."""
-        with warnings.catch_warnings(), gc_paused(), self.start_parts.part("imports"):
+        with warnings.catch_warnings(), gc_paused():
             warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension
             self.backend_class.prepare()
 
@@ -140,8 +138,10 @@ class TrainWorker:
             raise ConfigError("policy.model_name is not set; the worker needs a Hugging Face directory")
         source = Path(self.config.policy.model_name)
         self._hf_config = self.model_config(read_hf_config(source))
-        kind = self.trains, self.scalar, self.start_parts
-        backend = self.backend_class(ModelSpec(self.context, self.config, source, self._hf_config, self._device, *kind))
+        spec = ModelSpec(
+            self.context, self.config, source, self._hf_config, self._device, trains=self.trains, scalar=self.scalar
+        )
+        backend = self.backend_class(spec)
         self._backend = backend
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron warns of every missing optional extension

@@ -27,7 +27,6 @@ from dagrl.errors import DeadlineError, MissingDependencyError
 from dagrl.machine import VISIBLE, device_index
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.process_groups import break_groups, reset_group_names
-from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.store import open_tcp_store, reserve_port
 from dagrl.runtime.worker import WorkerContext
 from dagrl.workers.vllm import features
@@ -49,13 +48,6 @@ SCHEME = "dagrl"
 SOCKET = "ipc://"
 """URL scheme of a socket file."""
 
-FIRST_RUN = "first run of the model"
-START_CALLS: dict[Any, str] = {
-    "determine_available_memory": FIRST_RUN,
-    "initialize_from_config": "KV cache",
-    "compile_or_warm_up_model": "kernels",
-}
-"""Calls of an engine's executor that take long at the start, and the parts that they are."""
 
 MOST_CAPTURED = 512
 """Tokens of the largest step with a CUDA graph, as in vLLM."""
@@ -125,11 +117,11 @@ def _register_rendezvous() -> None:
 
 
 def start_engine(
-    config: Config, context: WorkerContext, rendezvous: Rendezvous, recorder: ExpertRecorder | None, parts: StartParts
+    config: Config, context: WorkerContext, rendezvous: Rendezvous, recorder: ExpertRecorder | None
 ) -> LLMEngine:
     """Starts an engine rank with loaded weights and an empty KV cache. Raises MissingDependencyError without vLLM.
 
-    A `recorder` is attached to its model. `parts` gets the times.
+    A `recorder` is attached to its model.
     """
     hf_config = read_hf_config(config)
     import_vllm(hf_config)
@@ -143,15 +135,11 @@ def start_engine(
     # vLLM caches compiled code that contains the GPU index and fails on another GPU. This makes the cache key differ.
     own = {"additional_config": {"device": rendezvous.local_rank, "records_experts": recorder is not None}}
     engine_config = features.engine_config(engine_arguments(config, context) | own)
-    executor = _executor_class(rendezvous, recorder, parts)
+    executor = _executor_class(rendezvous, recorder)
     # An agent's requests choose their own parameters, so its engines warm up all that vLLM has.
     own_sampling = config.environment.agent is not None
     with nullcontext() if own_sampling else features.warm_up_sampling(warmup_params(require_generation(config))):
         engine = LLMEngine(engine_config, executor, log_stats=False, multiprocess_mode=False)
-    compilation = float(engine_config.compilation_config.compilation_time)
-    if compilation:  # it is in the first run of the model
-        parts.seconds[FIRST_RUN] = max(0.0, parts.seconds.get(FIRST_RUN, 0.0) - compilation)
-        parts.seconds["compilation"] = compilation
     _drop_message_queue()
     return engine
 
@@ -316,7 +304,7 @@ def _tokenizer(config: Config) -> str | None:
     return config.policy.tokenizer.name or model_path(config)
 
 
-def _executor_class(rendezvous: Rendezvous, recorder: ExpertRecorder | None, parts: StartParts) -> type[Any]:
+def _executor_class(rendezvous: Rendezvous, recorder: ExpertRecorder | None) -> type[Any]:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class QuantumExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
@@ -326,16 +314,9 @@ def _executor_class(rendezvous: Rendezvous, recorder: ExpertRecorder | None, par
             return rendezvous.init_method, rendezvous.rank, rendezvous.local_rank
 
         def _init_executor(self) -> None:
-            with parts.part("device and weights"):
-                super()._init_executor()
-            runner = self.driver_worker.worker.model_runner
-            runner.capture_model = parts.part("CUDA graphs")(runner.capture_model)
+            super()._init_executor()
             if recorder is not None:
                 recorder.attach(self.driver_worker.worker.get_model(), self.vllm_config)
-
-        def collective_rpc(self, method: Any, *arguments: Any, **options: Any) -> Any:
-            with parts.part(START_CALLS[method]) if method in START_CALLS else nullcontext():
-                return super().collective_rpc(method, *arguments, **options)
 
         def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
             output = super().execute_model(scheduler_output, non_block)

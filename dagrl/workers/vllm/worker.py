@@ -30,7 +30,6 @@ from dagrl.rl.generation import (
 from dagrl.rl.routed_experts import routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
-from dagrl.runtime.start_parts import StartParts
 from dagrl.runtime.worker import WorkerContext, in_warmup
 from dagrl.workers.families.hf_config import model_keys
 from dagrl.workers.vllm import features
@@ -84,7 +83,6 @@ class VllmWorker:
         self._channel: Channel | None = None
         self._receiver: RefitReceiver | None = None
         self.version = 0
-        self.start_parts = StartParts()
         show_host_gpus()
 
     @staticmethod
@@ -121,8 +119,7 @@ class VllmWorker:
 
     def prepare(self) -> None:
         """Imports vLLM and the model's class, which takes 10 to 20 seconds."""
-        with self.start_parts.part("imports"):
-            import_vllm(read_hf_config(self.config))
+        import_vllm(read_hf_config(self.config))
 
     def setup(self, address: str) -> None:
         """Starts the engine together with the other ranks of the shard, unless it runs. `address` is the group's rendezvous.
@@ -142,7 +139,7 @@ class VllmWorker:
         self._hf_config = read_hf_config(self.config)
         recorder = ExpertRecorder(routed_layers(self._hf_config)) if self.config.policy.router_replay else None
         rendezvous = make_rendezvous(self.context, address)
-        llm = self._llm = start_engine(self.config, self.context, rendezvous, recorder, self.start_parts)
+        llm = self._llm = start_engine(self.config, self.context, rendezvous, recorder)
         if recorder is not None:
             recorder.cache_holds(int(llm.vllm_config.cache_config.num_gpu_blocks or 0))
         model, self._device = llm.collective_rpc(lambda worker: (worker.get_model(), worker.device))[0]
