@@ -60,7 +60,7 @@ GRAD_NORM = "grad_norm"  # before clipping; the largest of several optimizer ste
 SKIPPED_STEPS = "skipped_steps"  # optimizer steps of the run skipped because the gradient was zero or not finite
 MASKED_MINIBATCHES = "masked_minibatches"  # minibatches of a step skipped because they have no token in the loss
 
-# What train workers report of a step, and `throughput` turns into the metrics below
+# What train workers report of a step, and `StepMetrics.flat` turns into the metrics below
 TRAIN_TFLOP = "train_tflop"  # model TFLOPs
 TRAIN_TOKENS = "train_tokens"
 TRAIN_RANKS = "train_ranks"  # number of train workers
@@ -100,26 +100,18 @@ class StepMetrics:
         """Returns all metrics in one dictionary, with throughput and the padding of microbatches."""
         metrics = {**self.sums, **self.maxima, **self.shared}
         if TRAIN_SECONDS in metrics:
-            metrics |= throughput(metrics)
+            tokens, tflop, ranks = (metrics.pop(name) for name in (TRAIN_TOKENS, TRAIN_TFLOP, TRAIN_RANKS))
+            seconds, peak = metrics[TRAIN_SECONDS], metrics.pop(PEAK_TFLOPS, None)
+            metrics[TRAIN_TOKENS_PER_SEC] = tokens / seconds
+            metrics[TRAIN_TOKENS_PER_SEC_PER_GPU] = tokens / seconds / ranks
+            metrics[TRAIN_TFLOPS_PER_GPU] = tflop / seconds / ranks
+            if peak is not None:
+                metrics[TRAIN_MFU] = metrics[TRAIN_TFLOPS_PER_GPU] / peak
         if PROCESSED_TOKENS in metrics:
             filled, saved = metrics.pop(FILLED_TOKENS), metrics.pop(SAVED_TOKENS)
             metrics[MICROBATCH_PADDING] = 1.0 - filled / metrics.pop(PROCESSED_TOKENS)
             metrics[SHARED_PREFIXES] = saved / max(filled + saved, 1.0)
         return metrics
-
-
-def throughput(metrics: dict[str, float]) -> dict[str, float]:
-    """Computes the throughput of all train workers, and removes its inputs from `metrics`."""
-    tokens, tflop, ranks = (metrics.pop(name) for name in (TRAIN_TOKENS, TRAIN_TFLOP, TRAIN_RANKS))
-    seconds, peak = metrics[TRAIN_SECONDS], metrics.pop(PEAK_TFLOPS, None)
-    figures = {
-        TRAIN_TOKENS_PER_SEC: tokens / seconds,
-        TRAIN_TOKENS_PER_SEC_PER_GPU: tokens / seconds / ranks,
-        TRAIN_TFLOPS_PER_GPU: tflop / seconds / ranks,
-    }
-    if peak is not None:
-        figures[TRAIN_MFU] = figures[TRAIN_TFLOPS_PER_GPU] / peak
-    return figures
 
 
 def merge_step_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:

@@ -87,7 +87,9 @@ class TraceWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        with self._lock:
+            self._flush()
+            self._file.close()
 
     def declare(self, processes: Iterable[str]) -> None:
         """Opens a row for each process, in this order, before its first event."""
@@ -118,13 +120,6 @@ class TraceWriter:
                 self._recorded += 1
             if len(self._lines) >= buffered or time.monotonic() - self._flushed_at > flush_s:
                 self._flush()
-
-    def close(self) -> None:
-        """Flushes and closes the file. Later events are an error."""
-        with self._lock:
-            if not self._file.closed:
-                self._flush()
-                self._file.close()
 
     def _process(self, process: str) -> int:
         """Returns the process's number. Its first use names and orders its row."""

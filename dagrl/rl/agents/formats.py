@@ -82,12 +82,11 @@ class ChatFormat:
         ids = {"token_ids": list(result.tokens)} if self.body.return_token_ids else {}
         if not self.body.logprobs:
             return {"logprobs": None, **ids}
-        pairs = zip(result.tokens, result.logprobs, strict=True)
-        return {"logprobs": {"content": [self._logprob(*pair) for pair in pairs], "refusal": None}, **ids}
-
-    def _logprob(self, token: int, logprob: float) -> Mapping[str, Any]:
-        text = self.token_text(token)
-        return {"token": text, "logprob": float(logprob), "bytes": list(text.encode()), "top_logprobs": []}
+        content = []
+        for token, logprob in zip(result.tokens, result.logprobs, strict=True):
+            text = self.token_text(token)
+            content.append({"token": text, "logprob": float(logprob), "bytes": list(text.encode()), "top_logprobs": []})
+        return {"logprobs": {"content": content, "refusal": None}, **ids}
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:

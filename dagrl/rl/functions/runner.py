@@ -105,24 +105,16 @@ class FunctionRunner:
             answers = self._checked(answers, len(columns[0])) if not isinstance(answers, str) else answers
             if not isinstance(answers, str):
                 return answers
-            # A single row is not retried: that would repeat the same call, with its time and side effects.
-            return [Failed(answers)] if len(columns[0]) == 1 else await self._retry(process, columns, until, answers)
+            if len(columns[0]) == 1:  # not retried: that would repeat the same call, with its time and side effects
+                return [Failed(answers)]
+            alone = await self._one_by_one(process, columns, until)
+            if answers not in self._warned and not any(isinstance(answer, Failed) for answer in alone):
+                self._warned.add(answers)
+                text = "%s fails for a batch but answers each of its rows alone, which takes longer: %s (warned once)"
+                logger.warning(text, self._key, answers)
+            return alone
         finally:
             self._idle.put_nowait(process)
-
-    async def _retry(
-        self, process: FunctionProcess, columns: Sequence[Sequence[Any]], until: float, message: str
-    ) -> Answers:
-        """Asks row by row. Warns if no row fails alone: the failed batch would go unnoticed."""
-        answers = await self._one_by_one(process, columns, until)
-        if message not in self._warned and not any(isinstance(answer, Failed) for answer in answers):
-            self._warned.add(message)
-            logger.warning(
-                "%s fails for a batch but answers each of its rows alone, which takes longer: %s (warned once)",
-                self._key,
-                message,
-            )
-        return answers
 
     async def _one_by_one(self, process: FunctionProcess, columns: Sequence[Sequence[Any]], until: float) -> Answers:
         """Returns one answer per row, giving each remaining row an equal share of the time left `until` (`time.monotonic`).

@@ -142,7 +142,12 @@ class Experience:
         Without `other`, which is the training under way, engines that were replaced get their weights first.
         """
         while other is None and self._unfilled:
-            self._refill()
+            self.rest()  # replaces those that have failed since
+            try:
+                self._engines.refill(self.buffer.version)
+                self.rollouts.serve()
+            except WorkerError as error:
+                self.replace(error)
         if not self.rollouts.generating:
             awaited: list[Future[Any]] = [*self._turns.awaited, *([] if other is None else [other])]
             awaited += [item.answers for item in self._scoring]
@@ -203,14 +208,6 @@ class Experience:
         """Whether new engines wait for weights."""
         starting = not self._engines.ready and self.rollouts.generating
         return not self.rollouts.serving and not starting
-
-    def _refill(self) -> None:
-        self.rest()  # replaces those that have failed since
-        try:
-            self._engines.refill(self.buffer.version)
-            self.rollouts.serve()
-        except WorkerError as error:
-            self.replace(error)
 
     def rest(self) -> None:
         """Reads the quanta in flight and starts none."""

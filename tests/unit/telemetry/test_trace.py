@@ -52,11 +52,10 @@ def test_rows_and_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("buffered", "flush_s", "most"), [(10, 1e9, 10), (512, 0.0, 0)])
 def test_the_file_is_complete_after_every_flush(tmp_path: Path, buffered: int, flush_s: float, most: int) -> None:
-    trace = TraceWriter(tmp_path / "trace.json", buffered_events=buffered, flush_s=flush_s)
-    for number in range(1, 201):  # read while open, as after a crash
-        trace.write([TraceEvent("event", "test", number, 1)])
-        assert number - len(events(trace.path)) <= most
-    trace.close()
+    with TraceWriter(tmp_path / "trace.json", buffered_events=buffered, flush_s=flush_s) as trace:
+        for number in range(1, 201):  # read while open, as after a crash
+            trace.write([TraceEvent("event", "test", number, 1)])
+            assert number - len(events(trace.path)) <= most
     assert len(events(trace.path)) == 200
 
 
