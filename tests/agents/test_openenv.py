@@ -38,7 +38,7 @@ def act(text):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server of the environment."""
+    """Starts a server of the environment and returns its address."""
     directory = tmp_path_factory.mktemp("openenv")
     openenv = Path(sys.executable).with_name("openenv")
     made = subprocess.run([openenv, "init", "echoes"], cwd=directory, capture_output=True, text=True, check=False)
@@ -116,7 +116,7 @@ def test_the_double_has_the_signatures_of_the_client() -> None:
         assert parameters[0] == parameters[1]
 
 
-def test_a_server_that_does_not_run_ends_the_run_at_once() -> None:
+def test_an_unreachable_server_ends_the_run() -> None:
     runner = EnvironmentRunner(EnvironmentConfig(function=ENVIRONMENT, args={"url": "http://127.0.0.1:9"}), TOKENIZER)
     with runner, pytest.raises(RunError, match="does not answer with the schema of an OpenEnv server"):
         ask(runner, prompts()[0])

@@ -25,12 +25,12 @@ PROGRAM_S = 300  # the first program waits for uv
 
 
 def documented() -> Any:
-    """What the example of docs/agents.md defines."""
+    """Returns what the example of docs/agents.md defines."""
     section = (ROOT / "docs" / "agents.md").read_text().partition("## With verifiers 0.4\n")[2]
     code = section.partition("```python\n")[2].partition("```")[0]
-    found: dict[str, Any] = {"__name__": "documented"}
-    exec(compile(code, "docs/agents.md", "exec"), found)  # noqa: S102
-    return found
+    actual: dict[str, Any] = {"__name__": "documented"}
+    exec(compile(code, "docs/agents.md", "exec"), actual)  # noqa: S102
+    return actual
 
 
 def endpoint(served: Served) -> Endpoint:
@@ -38,7 +38,7 @@ def endpoint(served: Served) -> Endpoint:
 
 
 def turns(served: Served) -> tuple[list[str], str]:
-    """The turns in the loss of the only conversation, and all that is in its context."""
+    """Returns the turns in the loss of the only conversation, and the text of its context."""
     (row,) = served.rows()
     decode = served.tokenizer.decode
     learned = decode([token for token, in_loss in zip(row.tokens, row.sampled, strict=True) if in_loss])
@@ -48,7 +48,7 @@ def turns(served: Served) -> tuple[list[str], str]:
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NLTK's lists of words, which its server has: one word."""
+    """Writes the word lists that TextArena downloads from NLTK, with one word."""
     directory = tmp_path / "corpora" / "words"
     directory.mkdir(parents=True)
     for name in ("README", "en", "en-basic"):

@@ -1,4 +1,4 @@
-"""Agent packages, as they are, against the endpoint: their conversations are rows of exactly the sampled tokens."""
+"""Unmodified agent packages against the endpoint: their conversations are rows of exactly the sampled tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def served() -> Iterator[Served]:
 
 
 def check_row(served: Served, said: list[str], heard: str) -> None:
-    """One conversation: the turns in the loss, in order, and what the tool said in the context."""
+    """Checks that there is one conversation with these turns in the loss, and the tool's answer in its context."""
     (row,) = served.rows()
     pieces: list[tuple[bool, str]] = []
     for token, in_loss in zip(row.tokens, row.sampled, strict=True):

@@ -1,4 +1,4 @@
-"""Agents in processes of their own, over simulated engines: their episodes end, whatever they do."""
+"""Agents in processes of their own, over simulated engines."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("task", FAILURES)
-def test_a_failing_agent_costs_its_sample(runner: AgentRunner, task: str) -> None:
+def test_a_failing_agent_fails_its_sample(runner: AgentRunner, task: str) -> None:
     bench = AgentBench(runner)
     bench.rollouts.start(group(0, task))
     (complete,) = bench.run_all()
@@ -211,7 +211,7 @@ def test_the_others_of_a_lost_process_start_again(runner: AgentRunner) -> None:
     assert waited[0].tokens.tolist() == undisturbed.tokens.tolist(), "seeds do not depend on how often an episode started"
 
 
-def test_a_batch_of_untrained_tokens_has_metrics(runner: AgentRunner, module: str) -> None:
+def test_a_batch_without_trained_tokens_has_metrics(runner: AgentRunner, module: str) -> None:
     bench, config = AgentBench(runner), with_agent(module)
     bench.rollouts.start(group(0, "samples_otherwise", "samples_otherwise"))
     (complete,) = bench.run_all()
@@ -253,7 +253,7 @@ def test_a_request_whose_client_has_gone_leaves_the_engines(runner: AgentRunner)
     assert episode.prompt.text == "2+" and episode.turns == 1 and not episode.more and not any(bench.engines.requests)
 
 
-def test_a_request_goes_on_after_its_engine_slept(runner: AgentRunner) -> None:
+def test_a_request_continues_after_its_engine_slept(runner: AgentRunner) -> None:
     """It is another request of the engine then, and the whole is trained on."""
     bench = AgentBench(runner)
     seed = next(seed for seed in range(100) if _length(seed) > LIMIT)
@@ -274,7 +274,7 @@ def test_a_request_goes_on_after_its_engine_slept(runner: AgentRunner) -> None:
 
 
 def _length(seed: int) -> int:
-    """How many tokens the simulated engine gives the first request of an episode."""
+    """Returns how many tokens the simulated engine gives the first request of an episode."""
     (drawn,) = request_seeds(seed, 0, 1)
     return random.Random(drawn).randint(1, 2 * LIMIT)  # noqa: S311  # not cryptography
 

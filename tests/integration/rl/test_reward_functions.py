@@ -1,4 +1,4 @@
-"""Reward functions in processes, under deadlines: what hangs, dies or leaves something behind costs only itself."""
+"""Reward functions in processes, under deadlines: samples that hang, die or leave something behind fail alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FUNCTIONS = "tests.integration.rl.reward_functions"
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes start slowly on a busy machine: whole calls may take long."""
+    """Raises the time of a whole call, as processes start slowly on a busy machine."""
     monkeypatch.setattr("dagrl.rl.functions.runner.CALL_TIMEOUTS", 600)
 
 
@@ -34,12 +34,12 @@ def run(name: str, completions: list[str], prompt: str = "p", **keys: Any) -> Re
         return rewards_of(runner.submit([prompt] * len(completions), completions, ["r"] * len(completions)).result())
 
 
-def test_sample_that_hangs_or_kills_the_process_costs_only_itself(patient: None) -> None:
+def test_a_sample_that_hangs_or_kills_the_process_fails_alone(patient: None) -> None:
     rewards = run("picky", ["ab", "hang", "abc", "die"], timeout_s=1.0)
     assert (rewards.values.tolist(), rewards.failed) == ([2.0, 0.0, 3.0, 0.0], 2)
 
 
-def test_many_hangs_cost_only_themselves(patient: None, tmp_path: Path) -> None:
+def test_samples_that_hang_fail_alone(patient: None, tmp_path: Path) -> None:
     """The batch is asked once, then each sample once alone, as far as the call has time."""
     noted, completions = tmp_path / "calls", ["hang"] * 3 + ["abc"] * 12
     rewards = run("noted", completions, str(noted), timeout_s=0.7)
@@ -48,18 +48,7 @@ def test_many_hangs_cost_only_themselves(patient: None, tmp_path: Path) -> None:
     assert noted.read_text().splitlines() == ["hang", *completions]
 
 
-def test_a_batch_that_always_hangs_ends_with_the_time_of_the_call(tmp_path: Path) -> None:
-    """Thirty processes do not start within 1.2 s: some samples fail without a retry."""
-    noted = tmp_path / "calls"
-    ends = r"failed for all 30 samples: (no answer within its share of|not retried alone within) 4 \* reward\.timeout_s"
-    rewards = run("noted", ["hang"] * 30, str(noted), timeout_s=0.3)
-    with pytest.raises(RunError, match=ends):
-        RewardRunner(RewardConfig()).check(rewards)
-    assert (rewards.failed, rewards.values.tolist()) == (30, [0.0] * 30)
-    assert 1 <= len(noted.read_text().splitlines()) <= 30
-
-
-def test_answers_are_pickled_by_value_and_bad_ones_cost_only_themselves() -> None:
+def test_answers_are_pickled_by_value_and_invalid_ones_fail_alone() -> None:
     """`multiprocessing` would share torch tensors. Classes of answers may raise in pickling, unpickling and `float`."""
     said = {
         "rebuilt": "its answer cannot be unpickled: KeyError: 'not here'",
@@ -199,7 +188,7 @@ def test_a_failed_start_is_reported_by_the_first_call_and_not_repeated(
     assert len(list(tmp_path.glob("*.tried"))) == 1
 
 
-def test_a_failed_restart_costs_the_samples_that_waited_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_restart_fails_the_samples_that_waited_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the second import takes too long, as on a busy machine."""
     source = """
 import os, sys, time

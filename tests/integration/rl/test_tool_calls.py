@@ -63,8 +63,8 @@ def test_calls_are_answered_in_the_chat_template() -> None:
     config = EnvironmentConfig(tools=(f"{__name__}:add", f"{__name__}:look_up"), timeout_s=20.0)
     check_environment(config)
     with EnvironmentRunner(config, tokenizer) as environment:
-        found = environment.submit(0, questions).result()
-    assert found == [*map(Reply, turns.values()), Reply(None)], "a turn without a call ends the sequence"
+        actual = environment.submit(0, questions).result()
+    assert actual == [*map(Reply, turns.values()), Reply(None)], "a turn without a call ends the sequence"
 
 
 def test_a_tool_call_and_its_result(served: Served) -> None:

@@ -11,22 +11,8 @@ from typing import Any
 
 import pytest
 
-from dagrl.config import Config
 from dagrl.telemetry.record import RunRecord, prepare_run_directory
-
-
-def config(tmp_path: Path, resume: bool = False, **logger: Any) -> Config:
-    return Config.model_validate(
-        {
-            "name": "tiny",
-            "algorithm": "grpo",
-            "output_dir": str(tmp_path / "runs"),
-            "policy": {},
-            "data": {"task": "dagrl.rl.tasks:arithmetic"},
-            "checkpointing": {"resume": resume},
-            "logger": {"tensorboard_enabled": False, **logger},
-        }
-    )
+from tests.unit.telemetry.test_record import config
 
 
 def run_twice(tmp_path: Path, **logger: Any) -> Path:
@@ -65,8 +51,8 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records(content: bytes) -> list[bytes]:
-    """The records of a `.wandb` file: LevelDB's log format after a header of 7 bytes, in blocks of 32 KiB."""
-    found, at, parts = [], 7, b""
+    """Reads the records of a `.wandb` file: LevelDB's log format after a header of 7 bytes, in blocks of 32 KiB."""
+    actual, at, parts = [], 7, b""
     while at + 7 <= len(content):
         left = 32768 - at % 32768
         if left < 7:
@@ -76,6 +62,6 @@ def records(content: bytes) -> list[bytes]:
         parts += content[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
-            found.append(parts)
+            actual.append(parts)
             parts = b""
-    return found
+    return actual

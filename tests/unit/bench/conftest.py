@@ -1,4 +1,4 @@
-"""Benchmarks without the programs that they ask: git and nvidia-smi."""
+"""Replaces the programs that benchmarks ask: git and nvidia-smi."""
 
 from __future__ import annotations
 

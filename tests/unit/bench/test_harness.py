@@ -27,7 +27,7 @@ def contest(sides: dict[str, Any], warmup: int = 0) -> Contest:
 
 
 def side(name: str, taken: list[str], *seconds: float) -> Any:
-    """A side whose turns take these seconds, the last one in all later turns."""
+    """Returns a side whose turns take these seconds; the last one repeats."""
     left = list(seconds)
 
     def take() -> dict[str, Turn]:

@@ -38,7 +38,7 @@ def test_rows_can_be_drawn_on_any_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.5, "4.5 s"), (0.0123, "12.3 ms"), (44e-6, "44 us"), (None, "")])
-def test_times_have_a_unit_that_suits_them(seconds: float | None, text: str) -> None:
+def test_times_are_shown_in_readable_units(seconds: float | None, text: str) -> None:
     assert report.shown(seconds) == text
 
 

@@ -55,8 +55,8 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path: Path, monkeypatch: pyte
     }
     (tmp_path / "good.json").write_text("{}")
     assert run_without_processes(tmp_path, every, answers, monkeypatch) == 2
-    found = json.loads((tmp_path / "jobs.json").read_text())
-    assert {name: (row["result"], row["note"]) for name, row in found.items()} == {
+    actual = json.loads((tmp_path / "jobs.json").read_text())
+    assert {name: (row["result"], row["note"]) for name, row in actual.items()} == {
         "good": ("passed", ""),
         "bad": ("FAILED", "ended with exit code 3"),
         "slow": ("FAILED", "took longer than 2 s"),
@@ -68,7 +68,7 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path: Path, monkeypatch: pyte
     assert re.search(r"\| good \| passed \| [\d.]+ \|  \| \S* \| \[json\]\(good\.json\) \[log\]\(good\.log\) \|", page)
 
 
-def test_the_page_has_what_a_run_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_summarizes_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[dict[str, object]] = [{"stage": "sft", "loss": 3.0}]
     for number in (1, 2, 3):
         learned = {"reward/mean": 0.5 + 0.1 * number, "gen_kl_error": 1e-4 * number, "timing_s/total": 0.5}
@@ -83,41 +83,41 @@ def test_the_page_has_what_a_run_learned(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_parts_and_jobs_are_chosen_by_name() -> None:
     every = jobs(4)
-    assert {found.part for found in run_all.chosen("step,peers", every)} == {"step", "peers"}
-    assert [found.name for found in run_all.chosen("run-sync", every)] == ["run-sync"]
+    assert {job.part for job in run_all.chosen("step,peers", every)} == {"step", "peers"}
+    assert [job.name for job in run_all.chosen("run-sync", every)] == ["run-sync"]
     with pytest.raises(SystemExit, match="--parts: found stepp; choose from"):
         run_all.chosen("stepp", every)
-    assert len({found.name for found in every}) == len(every)
+    assert len({job.name for job in every}) == len(every)
 
 
 def test_test_files_declare_their_gpus() -> None:
     """A file whose tests are all skipped on one GPU is a job for two."""
-    for found in jobs(8):
-        if found.part == "tests":
-            text = (ROOT / found.command[-1]).read_text()
+    for job in jobs(8):
+        if job.part == "tests":
+            text = (ROOT / job.command[-1]).read_text()
             needs_two = re.search(
                 r"^(    |pytestmark = .*|@)pytest\.mark\.skipif\(torch\.cuda\.device_count\(\) < 2", text, re.M
             )
-            assert found.gpus == (2 if needs_two else 1), found.name
+            assert job.gpus == (2 if needs_two else 1), job.name
 
 
-def options_of(found: Job) -> argparse.Namespace:
+def options_of(job: Job) -> argparse.Namespace:
     """Returns the options of a benchmark's job."""
     parser = argparse.ArgumentParser(exit_on_error=False)
-    importlib.import_module(f"dagrl.bench.{found.part}").add_arguments(parser)
-    words = [word.replace("{seconds}", "500") for word in found.command]
-    return parser.parse_intermixed_args(words[words.index(found.part) + 1 :])
+    importlib.import_module(f"dagrl.bench.{job.part}").add_arguments(parser)
+    words = [word.replace("{seconds}", "500") for word in job.command]
+    return parser.parse_intermixed_args(words[words.index(job.part) + 1 :])
 
 
 def test_benchmarks_use_existing_options_and_fit_their_gpus() -> None:
-    for found in jobs(8):
-        if found.part in ("tests", "runs"):
+    for job in jobs(8):
+        if job.part in ("tests", "runs"):
             continue
-        options = options_of(found)
-        if found.part == "train":
+        options = options_of(job)
+        if job.part == "train":
             cases = [train.parse_case(case, tiny=False) for case in options.cases]
-            assert cases[0].layout.world_size == 1, found.name
-            assert max(case.layout.world_size for case in cases) == found.gpus, found.name
+            assert cases[0].layout.world_size == 1, job.name
+            assert max(case.layout.world_size for case in cases) == job.gpus, job.name
             for case in cases:
                 check_layout(case.shape.config, case.layout)
                 assert options.rows % case.layout.dp == 0, case.name
@@ -125,12 +125,12 @@ def test_benchmarks_use_existing_options_and_fit_their_gpus() -> None:
 
 def configurations(gpus: int) -> dict[str, Config]:
     """Returns the configurations of the training runs for this number of GPUs, by name."""
-    found = {}
+    by_name = {}
     for run in jobs(gpus):
         if run.part == "runs" and run.gpus == gpus:
             words = [word.replace("{out}", "out") for word in run.command[run.command.index("train") + 1 :]]
-            found[run.name] = load_config(ROOT / words[0], [*words[1:], f"cluster.num_gpus={gpus}"])
-    return found
+            by_name[run.name] = load_config(ROOT / words[0], [*words[1:], f"cluster.num_gpus={gpus}"])
+    return by_name
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
@@ -147,8 +147,8 @@ def test_training_runs_fit_their_gpus(gpus: int) -> None:
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_measured_steps_pass_the_preflight(tmp_path: Path, gpus: int) -> None:
     """Finds every mistake of every side that is visible before the start."""
-    (found,) = (found for found in jobs(gpus) if found.part == "step")
-    options = options_of(found)
+    (job,) = (job for job in jobs(gpus) if job.part == "step")
+    options = options_of(job)
     for side in options.sides:
         machine = (f"cluster.num_gpus={gpus}", f"output_dir={tmp_path}", *step.overrides_of(side))
         assert preflight(load_config(options.config, [*options.overrides, *machine]))

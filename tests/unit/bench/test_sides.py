@@ -1,4 +1,4 @@
-"""What the sides of `bench step`, `train`, `peers` and `generate` are: cases, configurations and numbers of their rows."""
+"""Sides of `bench step`, `train`, `peers` and `generate`: cases, configurations and the numbers of rows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_losses_are_compared_with_the_first_case_of_the_model() -> None:
     assert (first["loss_error"], second["loss_error"], first["tokens_per_s_per_gpu"]) == (0.0, 0.1, 100.0)
 
 
-def test_demonstrations_have_the_length_that_was_asked_for() -> None:
+def test_demonstrations_have_the_requested_length() -> None:
     """A prompt of one token; all later tokens, among them the end of the text, are learned."""
     batch = collate(encode_demonstrations(rows(3, 17).demonstrations, character_tokenizer(CHARACTERS)))
     assert batch["lengths"].tolist() == [17] * 3 and batch["loss_mask"].sum() == 3 * 16

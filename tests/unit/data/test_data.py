@@ -312,11 +312,11 @@ def test_datasets_on_disk(tmp_path: Path) -> None:
     ]
     splits = {"train": datasets.Dataset.from_list(chats), "test": datasets.Dataset.from_list(chats[:3])}
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
-    found = load_splits(DataConfig(path=str(tmp_path / "saved"), val_split="test"))
-    assert [example.response for example in found.train] == [row["a"] for row in pairs]
-    assert found.train[2].messages == (Message("user", "2+1="), Message("assistant", "3"))
-    assert found.train[2].source == f"{tmp_path / 'saved'}, row 2"
-    assert len(found.validation) == 3
+    actual = load_splits(DataConfig(path=str(tmp_path / "saved"), val_split="test"))
+    assert [example.response for example in actual.train] == [row["a"] for row in pairs]
+    assert actual.train[2].messages == (Message("user", "2+1="), Message("assistant", "3"))
+    assert actual.train[2].source == f"{tmp_path / 'saved'}, row 2"
+    assert len(actual.validation) == 3
     with pytest.raises(DataError, match="has no split 'dev'; found: train, test"):
         load_splits(DataConfig(path=str(tmp_path / "saved"), split="dev"))
 
@@ -350,9 +350,9 @@ def test_datasets_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     parts = {"train-00000-of-00002": rows[:3], "train-00001-of-00002": rows[3:], "test-00000-of-00001": rows[:1]}
     for name, part in parts.items():
         datasets.Dataset.from_list(part).to_parquet(str(files / f"{name}.parquet"))
-    found = load_splits(DataConfig(path=str(files), val_split="test"))
-    assert [(e.prompt, e.response) for e in found.train] == [(row["prompt"], row["response"]) for row in rows]
-    assert len(found.validation) == 1
+    actual = load_splits(DataConfig(path=str(files), val_split="test"))
+    assert [(e.prompt, e.response) for e in actual.train] == [(row["prompt"], row["response"]) for row in rows]
+    assert len(actual.validation) == 1
     (tmp_path / "cache" / "sums").rename(tmp_path / "cache" / "owner___sums")
     assert len(load_splits(DataConfig(path="owner/sums", subset="default", val_fraction=0)).train) == 5
     with pytest.raises(DataError, match=r"cannot read 'unknown/sums' as a Hugging Face dataset, on disk or on the Hub"):

@@ -22,7 +22,7 @@ def write_rows(path: Path, sums: list[str], key: str = "prompt") -> str:
 
 
 def mixture(tmp_path: Path, **more: object) -> DataConfig:
-    """Twenty sums of ones and four of twos, in files with different columns."""
+    """Returns a mixture of twenty sums of ones and five of twos, in files with different columns."""
     ones = {"path": write_rows(tmp_path / "ones.jsonl", [f"1+{n}=" for n in range(20)]), "val_fraction": 0.1}
     twos = {"path": write_rows(tmp_path / "twos.jsonl", [f"2+{n}=" for n in range(5)], "q"), "prompt_key": "q"}
     return DataConfig.model_validate({"mixture": {"ones": ones, "twos": {**twos, "val_fraction": 0.2, **more}}})

@@ -39,7 +39,7 @@ class InProcess:
         self._loop.start()
 
     async def start(self) -> None:
-        """Nothing to start."""
+        """Starts nothing."""
 
     async def ask(self, columns: Sequence[Sequence[Any]], limit: Deadline | None = None) -> list[Any] | str:
         """Calls the function. Coroutines run in the loop of the runner, which all calls share."""
@@ -49,7 +49,7 @@ class InProcess:
         return await asyncio.to_thread(answer_together, self._loop, self._function, given, batched=self._batched)
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Ends nothing."""
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ PROMPT = Prompt("1", np.array([4, 5]), "", "row 0")
 def test_the_baseline_is_the_mean_of_the_group_and_the_scale_its_sample_deviation() -> None:
     rewards = np.array([[0.0, 0, 0, 1], [2, 4, 6, 8]])
     centered = np.array([[-0.25, -0.25, -0.25, 0.75], [-3, -1, 1, 3]])
-    found = group_advantages(rewards, leave_one_out=False, normalize=False)
-    np.testing.assert_allclose(found, centered, rtol=0, atol=1e-15)
+    actual = group_advantages(rewards, leave_one_out=False, normalize=False)
+    np.testing.assert_allclose(actual, centered, rtol=0, atol=1e-15)
     normalized = group_advantages(rewards, leave_one_out=False, normalize=True)
     np.testing.assert_allclose(normalized[1], centered[1] / np.sqrt((9 + 1 + 1 + 9) / 3), rtol=1e-6)
     assert rewards.tolist() == [[0, 0, 0, 1], [2, 4, 6, 8]], "they are not changed"
@@ -48,9 +48,9 @@ def test_rewards_without_advantages_are_an_error(rewards: list[list[float]], mes
 @pytest.mark.parametrize("normalize", [False, True])
 def test_a_group_without_variance_has_zero_advantages(leave_one_out: bool, normalize: bool) -> None:
     rewards = [[0.1] * 7, [0, 0, 0, 0, 0, 0, 1]]  # the mean of seven 0.1 is not 0.1 in floating point
-    found = group_advantages(rewards, leave_one_out=leave_one_out, normalize=normalize)
-    assert (found[0] == 0.0).all()
-    assert found[1, -1] > 0 > found[1, 0]
+    actual = group_advantages(rewards, leave_one_out=leave_one_out, normalize=normalize)
+    assert (actual[0] == 0.0).all()
+    assert actual[1, -1] > 0 > actual[1, 0]
     assert zero_variance_groups(rewards).tolist() == [True, False]
 
 
@@ -58,10 +58,10 @@ def test_a_group_without_variance_has_zero_advantages(leave_one_out: bool, norma
 def test_leave_one_out_is_the_mean_of_the_others(prompts: int, generations: int, data: st.DataObject) -> None:
     row = st.lists(st.floats(-10, 10), min_size=generations, max_size=generations)
     rewards = np.array(data.draw(st.lists(row, min_size=prompts, max_size=prompts)))
-    found = group_advantages(rewards, leave_one_out=True, normalize=False)
+    actual = group_advantages(rewards, leave_one_out=True, normalize=False)
     for (prompt, generation), reward in np.ndenumerate(rewards):
         others = np.delete(rewards[prompt], generation)
-        assert found[prompt, generation] == pytest.approx(reward - others.mean(), abs=1e-9)
+        assert actual[prompt, generation] == pytest.approx(reward - others.mean(), abs=1e-9)
 
 
 @given(st.integers(2, 6), st.booleans(), st.booleans(), st.data())
@@ -70,13 +70,13 @@ def test_invalid_generations_are_ignored(
 ) -> None:
     rewards = np.array([data.draw(st.lists(st.floats(-10, 10), min_size=generations, max_size=generations))])
     valid = np.array([data.draw(st.lists(st.booleans(), min_size=generations, max_size=generations))])
-    found = group_advantages(rewards, leave_one_out=leave_one_out, normalize=normalize, valid=valid)
-    assert (found[~valid] == 0.0).all()
+    actual = group_advantages(rewards, leave_one_out=leave_one_out, normalize=normalize, valid=valid)
+    assert (actual[~valid] == 0.0).all()
     if valid.sum() < 2:
-        assert (found == 0.0).all() and zero_variance_groups(rewards, valid).all()
+        assert (actual == 0.0).all() and zero_variance_groups(rewards, valid).all()
         return
     alone = group_advantages([rewards[valid]], leave_one_out=leave_one_out, normalize=normalize)
-    np.testing.assert_allclose(found[valid], alone[0], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(actual[valid], alone[0], rtol=1e-9, atol=1e-12)
     assert zero_variance_groups(rewards, valid).tolist() == zero_variance_groups([rewards[valid]]).tolist()
 
 
@@ -87,30 +87,30 @@ def test_a_leave_one_out_baseline_divides_by_the_deviation_of_the_others_as_nemo
     for row, column in np.ndindex(*rewards.shape):
         others = np.delete(rewards[row], column)
         expected[row, column] = (rewards[row, column] - others.mean()) / (others.std(ddof=1) + 1e-6)
-    found = group_advantages(rewards, leave_one_out=True, normalize=True, std="others")
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    actual = group_advantages(rewards, leave_one_out=True, normalize=True, std="others")
+    np.testing.assert_allclose(actual, expected, rtol=1e-9)
 
 
 def test_the_only_winner_of_a_group_is_not_divided_by_a_deviation_of_zero() -> None:
     """NeMo-RL divides only where the deviation of the others is positive."""
-    found = group_advantages([[1, 0, 0, 0, 0, 0, 0, 0]], leave_one_out=True, normalize=True, std="others")
+    actual = group_advantages([[1, 0, 0, 0, 0, 0, 0, 0]], leave_one_out=True, normalize=True, std="others")
     others = np.array([1.0, 0, 0, 0, 0, 0, 0])
-    np.testing.assert_allclose(found[0, 0], 1.0)
-    np.testing.assert_allclose(found[0, 1:], -others.mean() / (others.std(ddof=1) + 1e-6))
+    np.testing.assert_allclose(actual[0, 0], 1.0)
+    np.testing.assert_allclose(actual[0, 1:], -others.mean() / (others.std(ddof=1) + 1e-6))
 
 
 @pytest.mark.parametrize(("others", "best"), [(88.8, 88.9), (95.3, 95.4)])
-def test_equal_rewards_of_the_others_are_no_deviation_however_they_round(others: float, best: float) -> None:
-    found = group_advantages([[others] * 4 + [best]], leave_one_out=True, normalize=True, std="others")
-    assert found[0, -1] == pytest.approx(best - others)
+def test_equal_rewards_of_the_others_have_no_deviation(others: float, best: float) -> None:
+    actual = group_advantages([[others] * 4 + [best]], leave_one_out=True, normalize=True, std="others")
+    assert actual[0, -1] == pytest.approx(best - others)
 
 
 def test_advantages_of_the_batch_are_whitened_rewards() -> None:
     rewards, valid = np.array([[1.0, 0, 0], [5, 4, 9]]), np.array([[True] * 3, [True, True, False]])
-    found = batch_advantages(rewards, baseline=False, valid=valid)
+    actual = batch_advantages(rewards, baseline=False, valid=valid)
     inside = rewards[valid]
-    np.testing.assert_allclose(found[valid], (inside - inside.mean()) / (inside.std(ddof=1) + 1e-6))
-    assert found[1, 2] == 0
+    np.testing.assert_allclose(actual[valid], (inside - inside.mean()) / (inside.std(ddof=1) + 1e-6))
+    assert actual[1, 2] == 0
     centered = batch_advantages(rewards, baseline=True, valid=valid)
     assert centered[1, 0] > 0 > centered[1, 1] and abs(centered[valid].mean()) < 1e-12
 
@@ -132,11 +132,11 @@ def test_advantages_of_the_batch_may_be_whitened_over_tokens(baseline: bool) -> 
         groups.append(ScoredGroup(RolloutGroup(number, number, made), samples, rewards, row, np.ones(3, np.bool_)))
     keys = {"name": "batch", "group_baseline": baseline, "whiten_over": "tokens"}
     config = config_of(**keys).model_copy(update={"grpo": GrpoConfig(num_prompts_per_step=2, num_generations_per_prompt=3)})
-    found = scored_batch(algorithm_of(config), groups, 1)
+    actual = scored_batch(algorithm_of(config), groups, 1)
     tokens = np.repeat((values - values.mean(1, keepdims=True) * baseline).reshape(-1), lengths)
     expected = (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
-    np.testing.assert_allclose(found["advantages"][found["loss_mask"] > 0], expected, atol=1e-6)
-    assert not found["advantages"][found["loss_mask"] == 0].any()
+    np.testing.assert_allclose(actual["advantages"][actual["loss_mask"] > 0], expected, atol=1e-6)
+    assert not actual["advantages"][actual["loss_mask"] == 0].any()
 
 
 def scaled(rewards: np.ndarray, valid: np.ndarray, *, factor: float = 1.0) -> np.ndarray:
@@ -151,8 +151,8 @@ def test_a_users_function_sees_no_reward_of_an_invalid_completion() -> None:
     config = config_of(name=f"{__name__}:scaled", args={"factor": 2.0})
     try_advantages(algorithm_of(config))
     rewards, valid = [[1.0, 2.0], [3.0, 50.0]], [[True, True], [True, False]]
-    found = advantages_of(algorithm_of(config), rewards, valid, np.ones((2, 2)))
-    np.testing.assert_array_equal(found, [[2.0, 4.0], [6.0, 0.0]])
+    actual = advantages_of(algorithm_of(config), rewards, valid, np.ones((2, 2)))
+    np.testing.assert_array_equal(actual, [[2.0, 4.0], [6.0, 0.0]])
 
 
 def optimal_baseline(rewards: np.ndarray, valid: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -192,6 +192,6 @@ def test_advantages_may_ask_for_lengths(own: bool) -> None:
         ({"name": f"{__name__}:of_another_shape"}, r"shape \[2\].*expected: a finite advantage for each generation"),
     ],
 )
-def test_an_advantage_that_cannot_be_is_an_error_before_the_run(keys: dict[str, object], says: str) -> None:
+def test_invalid_advantage_functions_are_rejected(keys: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         try_advantages(algorithm_of(config_of(**keys)))

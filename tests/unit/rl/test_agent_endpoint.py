@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoint with the real client: what it answers, what it refuses, and which tokens it keeps."""
+"""The OpenAI-compatible endpoint with OpenAI's client: answers, rejected requests, and recorded tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASKED = [{"role": "user", "content": "2+3"}]
 
 
 def merging_tokenizer() -> Any:
-    """One token per character, and one for `ab`: the tokens of a text are not the only ones that say it."""
+    """Returns a tokenizer with a token per character and one for `ab`, so that a text has several tokenizations."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -99,8 +99,8 @@ class Served:
         return self.client.chat.completions.create(model="policy", messages=list(messages), **{**with_ids, **options})
 
     def ids(self, text: str) -> list[int]:
-        found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        actual: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return actual
 
     def rendered(self, messages: Sequence[Any]) -> str:
         return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
@@ -181,7 +181,7 @@ def learned_texts(served: Served, row: Row) -> list[str]:
     return [served.tokenizer.decode([token]) for token, in_loss in zip(row.tokens, row.sampled, strict=True) if in_loss]
 
 
-def test_what_is_sampled_otherwise_is_context_only(served: Served) -> None:
+def test_answers_with_other_sampling_parameters_are_context(served: Served) -> None:
     served.chat(ASKED, "ab", temperature=0.2)
     assert served.generation.turns[0].options.temperature == 0.2
     (row,) = served.rows()
@@ -196,8 +196,8 @@ def test_a_stream_has_the_same_text_and_tokens(served: Served) -> None:
     tokens = [token for chunk in chunks[1:] for token in chunk.choices[0].token_ids]
     (row,) = served.rows()
     assert tokens == row.tokens and usage.usage.completion_tokens == len(tokens) == 20
-    found = [item.logprob for chunk in chunks[1:] for item in chunk.choices[0].logprobs.content]
-    assert found == pytest.approx(row.logprobs)
+    actual = [item.logprob for chunk in chunks[1:] for item in chunk.choices[0].logprobs.content]
+    assert actual == pytest.approx(row.logprobs)
     assert chunks[-1].choices[0].finish_reason == "stop" and usage.policy_versions == [3, 4, 5, 6, 7]
     answered = [*ASKED, {"role": "assistant", "content": "".join(texts)}, {"role": "user", "content": "go on"}]
     served.chat(answered, "x")
@@ -232,11 +232,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_served_is_named(served: Served, case: str) -> None:
+def test_rejected_requests_name_the_parameter(served: Served, case: str) -> None:
     options, kind, message = REFUSED[case]
-    with pytest.raises(kind, match=message) as found:
+    with pytest.raises(kind, match=message) as actual:
         served.client.chat.completions.create(**{"model": "policy", "messages": ASKED, **options})
-    assert found.value.body["type"] == "invalid_request_error"  # type: ignore[attr-defined]
+    assert actual.value.body["type"] == "invalid_request_error"  # type: ignore[attr-defined]
     assert not served.generation.turns
 
 
@@ -248,7 +248,7 @@ def test_neutral_parameters_are_accepted(served: Served) -> None:
     assert served.client.models.list().data[0].id == "policy"
 
 
-def test_keys_and_paths_that_are_not_served(served: Served) -> None:
+def test_unknown_keys_and_paths_are_rejected(served: Served) -> None:
     stranger = openai.OpenAI(base_url=served.server.base_url, api_key="other", max_retries=0)
     with pytest.raises(openai.AuthenticationError, match="API key is not that of an episode"):
         stranger.models.list()
@@ -259,7 +259,7 @@ def test_keys_and_paths_that_are_not_served(served: Served) -> None:
     assert broken.status_code == 400 and "Invalid JSON" in broken.json()["error"]["message"]
 
 
-def test_an_episode_makes_so_many_requests(served: Served) -> None:
+def test_requests_of_an_episode_are_limited(served: Served) -> None:
     for _ in range(LIMITS.max_turns):
         served.chat(ASKED, "x")
     with pytest.raises(openai.BadRequestError, match=r"environment\.max_turns = 5"):

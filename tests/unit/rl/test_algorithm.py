@@ -1,4 +1,4 @@
-"""Algorithms of the user's: what they declare decides what runs, and what cannot train is an error before a start."""
+"""Algorithms of the user's own: which phases and workers they need, and which are rejected."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Unbuildable(Algorithm):
         (Path, "pathlib:Path is not an algorithm; derive the class from dagrl.Algorithm"),
     ],
 )
-def test_what_cannot_train_is_an_error_before_a_start(algorithm: type, says: str) -> None:
+def test_algorithms_that_cannot_train_are_rejected(algorithm: type, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         try_algorithm(config_of(algorithm))
 
@@ -132,7 +132,7 @@ def test_columns_decide_which_phases_run() -> None:
     assert logprob_phases(RunPlan.of(config_of("grpo", loss_fn=forced))) == ()
 
 
-def test_what_it_learns_from_decides_which_workers_run() -> None:
+def test_learns_from_decides_which_workers_run() -> None:
     assert [list(RunPlan.of(config_of(algorithm)).layouts) for algorithm in (Weighted, "sft", KlInReward)] == [
         ["train"],
         ["train"],
@@ -153,7 +153,7 @@ def test_an_example_equals_its_formula() -> None:
     torch.testing.assert_close(output.sums["own/distance"], (distance * mask).sum() / mask.sum())
 
 
-def test_demonstrations_are_learned_by_the_run_s_algorithm_or_by_sft() -> None:
+def test_demonstrations_are_learned_by_the_algorithm_or_by_sft() -> None:
     assert type(algorithm_for("likelihood", config_of(Weighted))) is Weighted
     assert algorithm_for("likelihood", config_of("grpo")).learns_from == "demonstrations"
     assert type(algorithm_for("policy", config_of(KlInReward))) is KlInReward
@@ -167,5 +167,5 @@ def test_workers_phases_and_the_runtime_name_no_algorithm(room: str) -> None:
     names = re.compile(rf"(?<![a-z])({'|'.join(ALGORITHMS)})(?![a-z])", re.IGNORECASE)
     files = list((REPOSITORY / room).rglob("*.py"))
     assert files
-    found = [f"{file}: {line}" for file in files for line in file.read_text().splitlines() if names.search(line)]
-    assert not found
+    actual = [f"{file}: {line}" for file in files for line in file.read_text().splitlines() if names.search(line)]
+    assert not actual

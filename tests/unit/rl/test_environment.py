@@ -1,4 +1,4 @@
-"""Environments: state by episode, rewards by turn, replies that are valid, and what a broken one costs."""
+"""Environments: state by episode, rewards by turn, valid replies, and failures."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_reset_may_give_the_first_messages_of_a_conversation(opening: Any, text:
 
 
 def opened(tmp_path: Path, opening: Any, **fields: Any) -> Reply:
-    """What the environment gives before the first turn of an episode."""
+    """Returns the environment's reply before the first turn of an episode."""
     prompt = Prompt("1+1=", np.array([1]), "2", "row 0", columns={"left": 2, "opening": opening}, **fields)
     config = EnvironmentConfig(function=f"{__name__}:Opens", args={"notes": str(tmp_path / "notes")})
     with EnvironmentRunner(config, TEMPLATED) as runner:
@@ -177,16 +177,10 @@ def opened(tmp_path: Path, opening: Any, **fields: Any) -> Reply:
     return reply
 
 
-def test_reset_may_give_another_plain_prompt(tmp_path: Path) -> None:
-    found = opened(tmp_path, "3+4=").prompt
-    assert found is not None and (found.text, found.messages) == ("3+4=", ())
-    assert found.tokens.tolist() == TEMPLATED("3+4=")["input_ids"]
-
-
 @pytest.mark.parametrize("opening, message", [([], "found no messages"), (3, "it returned 3; expected: a text")])
-def test_a_reset_that_gives_no_prompt_costs_its_sequence(opening: Any, message: str, tmp_path: Path) -> None:
-    found = opened(tmp_path, opening)
-    assert found.reason == FAILED and message in found.failure
+def test_a_reset_without_a_prompt_fails_its_sequence(opening: Any, message: str, tmp_path: Path) -> None:
+    actual = opened(tmp_path, opening)
+    assert actual.reason == FAILED and message in actual.failure
 
 
 def test_the_first_turn_continues_what_reset_began(tmp_path: Path) -> None:
@@ -223,7 +217,7 @@ def test_episodes_step_at_the_same_time(name: str, tmp_path: Path) -> None:
     assert answers == [Reply("8 left", reward=1.0)] * 20
 
 
-def test_an_episode_that_raises_costs_only_itself(tmp_path: Path) -> None:
+def test_an_episode_that_raises_fails_alone(tmp_path: Path) -> None:
     with episodes("Counts", tmp_path) as run:
         good, bad = run.ask(("a", 9, ["x"]), ("b", 9, ["raise"]))
         assert good == Reply("8 left", reward=1.0)
@@ -248,20 +242,20 @@ def test_turn_rewards_are_a_weighted_part_of_the_reward() -> None:
         answers = runner.submit(["1"] * 3, [""] * 3, [""] * 3).result()
     assert answers == [SampleReward(0.0)] * 3
     config = Config.model_construct(reward=reward)
-    found = with_turn_rewards(config, rewards_of(answers), samples)
-    assert found.values.tolist() == [1.5, 0.0, 2.0]
-    assert {name: values.tolist() for name, values in found.parts.items()} == {"environment": [3.0, 0.0, 4.0]}
+    actual = with_turn_rewards(config, rewards_of(answers), samples)
+    assert actual.values.tolist() == [1.5, 0.0, 2.0]
+    assert {name: values.tolist() for name, values in actual.parts.items()} == {"environment": [3.0, 0.0, 4.0]}
 
 
 def test_replies() -> None:
     """Texts and None are replies. Anything else ends its own sequence as failed."""
     questions = [Question(text, Prompt("1", np.array([1]), "", "row 0"), 0, [text]) for text in REPLIES]
     with EnvironmentRunner(EnvironmentConfig(function=f"{__name__}:Says"), character_tokenizer("0123456789")) as environment:
-        found = environment.submit(0, questions).result()
-    assert found[:3] == [Reply(""), Reply("café"), Reply(None, ENDED)]
-    assert [(reply.text, reply.reason) for reply in found[3:]] == [(None, FAILED)] * 2
-    assert found[3].failure.startswith("it returned 3; expected: a text, messages, a Step, or None")
-    assert found[4].failure.startswith("it returned a text that UTF-8 cannot encode: ")
+        actual = environment.submit(0, questions).result()
+    assert actual[:3] == [Reply(""), Reply("café"), Reply(None, ENDED)]
+    assert [(reply.text, reply.reason) for reply in actual[3:]] == [(None, FAILED)] * 2
+    assert actual[3].failure.startswith("it returned 3; expected: a text, messages, a Step, or None")
+    assert actual[4].failure.startswith("it returned a text that UTF-8 cannot encode: ")
 
 
 @pytest.mark.parametrize("text", ["", "12", "123456", "1" * 30, "1" * 10_000], ids=len)

@@ -1,15 +1,19 @@
-"""Sequences that continue as a new request in the middle of a turn."""
+"""Episodes: their tokens, texts, seeds and forced lengths."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from dagrl.config import ForcedLengths
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.generation import FinishedRequest, pack_generated
-from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, stop_prefix, turn_seed
+from dagrl.rl.rollout.episodes import TOKEN_FIELDS, Episode, RolloutGroup, forced_lengths, samples_of, stop_prefix, turn_seed
 
 WORDS = ("a", "b", "\n", "\n\n", "Us", "er", "ser:", "\nU")
 
@@ -67,9 +71,9 @@ def test_all_columns_follow_every_change() -> None:
         whole = [5, 6, 9, 9, 8], [-0.1, -0.2, 0.0, 0.0, -1.5], [1, 1, 1, 1, 2], [True, True, False, False, True]
         expected = whole if length != 3 else ([5, 6, 7], [-0.1, -0.2, -0.3], [1, 1, 1], [True, True, True])
         for (name, dtype), column in zip(TOKEN_FIELDS.items(), expected, strict=True):
-            found = getattr(episode, name)
-            assert found.dtype == dtype
-            np.testing.assert_array_equal(found, np.array(column[:length], dtype))
+            actual = getattr(episode, name)
+            assert actual.dtype == dtype
+            np.testing.assert_array_equal(actual, np.array(column[:length], dtype))
     assert not np.shares_memory(first.tokens, packed.tokens)
 
 
@@ -80,3 +84,45 @@ def test_every_request_of_a_sequence_has_its_own_seed() -> None:
     assert (seeds[5, 0], seeds[6, 0]) == (5, 6)
     assert len(set(seeds.values())) == len(seeds)
     assert seeds == {(seed, made): turn_seed(Episode(prompt, seed, 9, [1] * made)) for seed, made in seeds}
+
+
+PROMPT = Prompt("x", np.array([1]), "", "row 0")
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+def test_texts_are_those_of_transformers(cleans: bool) -> None:
+    special = {"eos_token": "<eos>", "unk_token": "<unk>"}
+    words = [*special.values(), "do", "n't", ".", "1", "é"]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, words[1]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special, clean_up_tokenization_spaces=cleans)
+    episodes = [Episode(PROMPT, 0, 8, tokens) for tokens in ([2, 3, 4, 0], [], [5, 6])]
+    groups = [RolloutGroup(number, 0, part) for number, part in enumerate((episodes[:2], episodes[2:]))]
+    actual = [sample.text for sample in samples_of(tokenizer, *groups)]
+    assert actual == [tokenizer.decode(episode.tokens, skip_special_tokens=True) for episode in episodes]
+    assert samples_of(tokenizer) == []
+    assert actual[0] == ("don't." if cleans else "do n't .")
+
+
+@pytest.mark.parametrize("sampled", [[], [True], [True] * 5, [False, True], [True, False, False, True]])
+def test_spans_are_of_turns(sampled: list[bool]) -> None:
+    versions = list(range(len(sampled)))
+    episode = Episode(PROMPT, 0, 8, versions, [0.0] * len(sampled), versions, sampled)
+    runs = [list(run) for _, run in groupby(versions, lambda at: sampled[at])]
+    assert episode.spans() == [(run[0], run[-1] + 1) for run in runs]
+
+
+def test_median_spread_and_share_between_prompts() -> None:
+    config = ForcedLengths(median=640, sigma=0.8)
+    table = np.log([forced_lengths(config, 0, key, range(key * 100, key * 100 + 30), 10**9) for key in range(500)])
+    assert np.exp(np.median(table)) == pytest.approx(640, rel=0.06)
+    assert table.std() == pytest.approx(0.8, rel=0.05)
+    between = table.mean(axis=1).var() - table.var(axis=1).mean() / 30
+    assert between / table.var() == pytest.approx(0.5, abs=0.05)
+
+
+def test_lengths_follow_the_seed_and_are_bounded() -> None:
+    config = ForcedLengths(median=30, sigma=2.0)
+    first = forced_lengths(config, 0, 3, range(100), 64)
+    assert first == forced_lengths(config, 0, 3, range(100), 64) != forced_lengths(config, 0, 4, range(100), 64)
+    assert min(first) >= 1 and max(first) == 64

@@ -1,4 +1,4 @@
-"""`sys.exit` in a user's code, such as a program that the policy wrote, is an error of its row: the process goes on."""
+"""`sys.exit` in a user's code, such as a program that the policy wrote, fails its row, and the process continues."""
 
 from __future__ import annotations
 

@@ -59,42 +59,28 @@ def test_logprobs_may_differ_in_their_last_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("other", "message"),
     [
-        ({"tokens": [4, 5, 7]}, r"9 finished \(length\) with 3 new .*, but finished .*\(part 2 of 3 against part 0\)"),
-        ({"tokens": [4, 5], "logprobs": [-1.0, -2.0], "versions": [0, 0]}, r"request 9 .* 3 new .* 2 new"),
-        ({"versions": [0, 1, 1]}, "request 9 finished"),
-        ({"finish_reason": "stop"}, r"request 9 finished \(length\) .* finished \(stop\)"),
-        ({"request_id": 8}, r"request 8 is absent, but finished"),
-    ],
-)
-def test_the_differing_rank_and_request_are_named(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(RunError, match=message):
-        merge_generated([generated(), generated(), generated(**changes)])
-
-
-def test_unequal_steps_are_an_error() -> None:
-    with pytest.raises(RunError, match=r"the engine steps are 4 and 3"):
-        merge_generated([generated(), pack_generated(ROWS, RUNNING, engine_steps=3)])
-
-
-@pytest.mark.parametrize(
-    ("running", "message"),
-    [
+        (generated(tokens=[4, 5, 7]), r"9 finished \(length\) with 3 new .*, but finished .*\(part 2 of 3 against part 0\)"),
+        (generated(tokens=[4, 5], logprobs=[-1.0, -2.0], versions=[0, 0]), r"request 9 .* 3 new .* 2 new"),
+        (generated(versions=[0, 1, 1]), "request 9 finished"),
+        (generated(finish_reason="stop"), r"request 9 finished \(length\) .* finished \(stop\)"),
+        (generated(request_id=8), r"request 8 is absent, but finished"),
+        (pack_generated(ROWS, RUNNING, engine_steps=3), "the engine steps are 4 and 3"),
         (
-            [RequestProgress(5, 2, checksum([8, 7])), *RUNNING[1:]],
-            r"request 5 runs with 2 new .*, but runs with 2 new",
+            pack_generated(ROWS, [RequestProgress(5, 2, checksum([8, 7])), *RUNNING[1:]], 4),
+            "request 5 runs with 2 new .*, but runs with 2 new",
         ),
         (
-            [*RUNNING[:2], RequestProgress(4, 2, checksum([8]))],
-            r"request 4 runs with 1 new .*, but runs with 2 new",
+            pack_generated(ROWS, [*RUNNING[:2], RequestProgress(4, 2, checksum([8]))], 4),
+            "request 4 runs with 1 new .*, but runs with 2 new",
         ),
-        (RUNNING[:2], r"request 4 runs with .*, but is absent"),
+        (pack_generated(ROWS, RUNNING[:2], 4), "request 4 runs with .*, but is absent"),
     ],
 )
-def test_a_differing_running_request_is_named(running: list[RequestProgress], message: str) -> None:
+def test_errors_name_the_request_that_differs(other: Generated, message: str) -> None:
     with pytest.raises(RunError, match=message):
-        merge_generated([generated(), pack_generated(ROWS, running, engine_steps=4)])
+        merge_generated([generated(), generated(), other])
 
 
 def test_checksums_continue() -> None:

@@ -142,9 +142,9 @@ def test_grpo_equals_the_formula(config: LossConfig) -> None:
     logprobs, data, denominators = make_batch()
     output = LOSSES["policy"](logprobs, data, config, denominators)
     expected = written_out(logprobs.detach(), data, config, denominators)
-    found = {**output.sums, **output.maxima}
+    actual = {**output.sums, **output.maxima}
     for name, value in expected.items():
-        assert float(found[name]) == pytest.approx(value, abs=1e-12), name
+        assert float(actual[name]) == pytest.approx(value, abs=1e-12), name
     assert float(output.loss.detach()) == float(output.sums["loss"])
     assert 0 < expected["policy/clip_ratio"] < 1, "the batch must have clipped and unclipped tokens"
 
@@ -176,11 +176,11 @@ def test_forced_ratio_equals_an_unmoved_policy(level: bool) -> None:
     (gradient,) = torch.autograd.grad(expected.loss, logprobs)
     del data["prev_logprobs"]
     forced = LossConfig(**options, **bound, force_on_policy_ratio=True)
-    found = LOSSES["policy"](logprobs, data, forced, denominators)
-    (forced_gradient,) = torch.autograd.grad(found.loss, logprobs)
+    actual = LOSSES["policy"](logprobs, data, forced, denominators)
+    (forced_gradient,) = torch.autograd.grad(actual.loss, logprobs)
     torch.testing.assert_close(forced_gradient, gradient, rtol=0, atol=0)
-    assert found.sums == expected.sums and found.maxima == expected.maxima
-    assert float(found.sums["probs_ratio"]) == pytest.approx(1.0) and float(found.sums["is_oob_ratio"]) > 0
+    assert actual.sums == expected.sums and actual.maxima == expected.maxima
+    assert float(actual.sums["probs_ratio"]) == pytest.approx(1.0) and float(actual.sums["is_oob_ratio"]) > 0
 
 
 @pytest.mark.parametrize("config", CORRECTIONS.values(), ids=CORRECTIONS.keys())

@@ -60,17 +60,17 @@ def optimized(batch: Batch) -> tuple[dict[str, float], int]:
 
 def test_metrics_are_those_of_the_whole_batch() -> None:
     batch = make_batch(12)
-    found, steps = optimized(batch)
+    actual, steps = optimized(batch)
     whole = take_step(batch).flat()
     tokens = [float(batch["loss_mask"][start : start + 4].sum()) for start in (0, 4, 8)]
     assert steps == 3 and len(set(tokens)) == 3
     figures = {name for name in whole if name.startswith("perf/")}
     for name in whole.keys() - figures - {"grad_norm", "lr"}:
-        assert found[name] == pytest.approx(whole[name], rel=1e-5), name
-    assert (found["grad_norm"], found["lr"]) == (max(tokens), tokens[-1])
-    assert found["perf/train_seconds"] == 3.0
-    assert found["perf/policy_training_tokens_per_sec"] == pytest.approx(float(batch["lengths"].sum()) / 3)
-    assert found["perf/train_tflops_per_gpu"] == pytest.approx(3 * 2.0 / 3 / 4)
+        assert actual[name] == pytest.approx(whole[name], rel=1e-5), name
+    assert (actual["grad_norm"], actual["lr"]) == (max(tokens), tokens[-1])
+    assert actual["perf/train_seconds"] == 3.0
+    assert actual["perf/policy_training_tokens_per_sec"] == pytest.approx(float(batch["lengths"].sum()) / 3)
+    assert actual["perf/train_tflops_per_gpu"] == pytest.approx(3 * 2.0 / 3 / 4)
 
 
 def test_a_single_step_is_unchanged() -> None:
@@ -87,7 +87,7 @@ def test_nan_is_the_largest() -> None:
 
 
 def test_minibatches_without_loss_are_skipped_and_counted() -> None:
-    found, steps = optimized(make_batch(12, slice(4, 8)))
-    assert (steps, found["masked_minibatches"]) == (2, 1)
-    assert np.isfinite(list(found.values())).all()
+    actual, steps = optimized(make_batch(12, slice(4, 8)))
+    assert (steps, actual["masked_minibatches"]) == (2, 1)
+    assert np.isfinite(list(actual.values())).all()
     assert optimized(make_batch(8, slice(0, 8))) == ({"masked_minibatches": 2.0}, 0)

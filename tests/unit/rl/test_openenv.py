@@ -48,7 +48,7 @@ class GenericEnvClient:
         return StepResult({"text": action["text"]}, reward=len(action["text"]) / 10, done=action["text"] == "end")
 
     async def close(self) -> None:
-        """There is no connection."""
+        """Closes nothing."""
 
 
 @pytest.mark.usefixtures("in_process")

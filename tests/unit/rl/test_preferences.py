@@ -1,4 +1,4 @@
-"""Losses of pairs against TRL's formulas (trl/trainer/dpo_trainer.py, 1.16), written apart; users' own; data of pairs."""
+"""Losses of pairs against TRL's formulas (trl/trainer/dpo_trainer.py, 1.16); losses of the user's own; data of pairs."""
 
 from __future__ import annotations
 
@@ -118,32 +118,32 @@ def test_losses_and_weights_are_those_of_the_formula(name: str) -> None:
     tokens = draw.integers(1, 9, 2 * PAIRS)
     algorithm = algorithm_of(config)
     assert isinstance(algorithm, PreferenceAlgorithm)
-    found = pair_losses(algorithm, sums, tokens, fixed)
+    actual = pair_losses(algorithm, sums, tokens, fixed)
     order = np.concatenate([np.arange(0, 2 * PAIRS, 2), np.arange(1, 2 * PAIRS, 2)])
     leaf = torch.tensor(sums[order], requires_grad=True)
     expected = formula(leaf, torch.tensor(fixed[order]), torch.tensor(tokens[order], dtype=torch.float64))
     (gradient,) = torch.autograd.grad(expected, leaf)
-    assert found.metrics["loss"] == pytest.approx(float(expected.detach()), abs=1e-12)
-    np.testing.assert_allclose(found.weights[order], gradient.numpy(), atol=1e-12)
-    assert np.abs(found.weights).min() > 1e-4
+    assert actual.metrics["loss"] == pytest.approx(float(expected.detach()), abs=1e-12)
+    np.testing.assert_allclose(actual.weights[order], gradient.numpy(), atol=1e-12)
+    assert np.abs(actual.weights).min() > 1e-4
 
 
-def test_a_model_that_overflows_is_not_a_fault_of_the_loss() -> None:
+def test_sums_that_are_not_finite_are_no_error_of_the_loss() -> None:
     algorithm = algorithm_of(config_of())
     assert isinstance(algorithm, PreferenceAlgorithm)
-    found = pair_losses(algorithm, np.array([-1.0, np.nan]), np.full(2, 3), np.zeros(2))
-    assert np.isnan(found.weights).all() and np.isnan(found.metrics["loss"])
+    actual = pair_losses(algorithm, np.array([-1.0, np.nan]), np.full(2, 3), np.zeros(2))
+    assert np.isnan(actual.weights).all() and np.isnan(actual.metrics["loss"])
 
 
 def test_metrics_of_dpo_are_those_of_trl() -> None:
     sums, fixed = np.array([-3.0, -5.0, -4.0, -1.0]), np.array([-4.0, -4.0, -3.0, -3.0])
     algorithm = algorithm_of(config_of(beta=BETA))
     assert isinstance(algorithm, PreferenceAlgorithm)
-    found = pair_losses(algorithm, sums, np.full(4, 2), fixed).metrics
-    assert found["preference/accuracy"] == 0.5
-    assert found["preference/chosen_reward"] == pytest.approx(BETA * (1 - 1) / 2)
-    assert found["preference/rejected_reward"] == pytest.approx(BETA * (-1 + 2) / 2)
-    assert found["preference/margin"] == pytest.approx(-BETA / 2)
+    actual = pair_losses(algorithm, sums, np.full(4, 2), fixed).metrics
+    assert actual["preference/accuracy"] == 0.5
+    assert actual["preference/chosen_reward"] == pytest.approx(BETA * (1 - 1) / 2)
+    assert actual["preference/rejected_reward"] == pytest.approx(BETA * (-1 + 2) / 2)
+    assert actual["preference/margin"] == pytest.approx(-BETA / 2)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_metrics_of_dpo_are_those_of_trl() -> None:
         (PreferenceAlgorithm, "raised NotImplementedError"),
     ],
 )
-def test_a_loss_that_cannot_train_is_an_error_before_a_start(algorithm: type, says: str) -> None:
+def test_losses_that_cannot_train_are_rejected(algorithm: type, says: str) -> None:
     try_algorithm(config_of(Ipo))
     with pytest.raises(ConfigError, match=says):
         try_algorithm(config_of(algorithm))
@@ -185,7 +185,7 @@ def pairs_of(path: Path, rows: list[dict[str, Any]]) -> list[Preference]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_pair_is_the_same_conversation(form: str, tmp_path: Path) -> None:
+def test_all_forms_of_a_pair_are_the_same_conversation(form: str, tmp_path: Path) -> None:
     (pair,) = pairs_of(tmp_path / "pairs.jsonl", [FORMS[form]])
     for answer, text in ((pair.chosen, "right"), (pair.rejected, "wrong one")):
         assert TOKENIZER.decode(answer.tokens) == f"[user]a sum[assistant]{text}{TOKENIZER.eos_token}"
@@ -237,6 +237,6 @@ def test_pairs_of_several_sources_have_their_task(tmp_path: Path) -> None:
         ({"prompt": [USER], "chosen": [GOOD], "rejected": []}, r"line 2: 'rejected' is \[\]; expected: a list of messages"),
     ],
 )
-def test_a_row_that_is_no_pair_is_one_error(row: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_rows_that_are_not_pairs_are_rejected(row: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=says):
         pairs_of(tmp_path / "pairs.jsonl", [FORMS["text"], row])

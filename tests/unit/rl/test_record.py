@@ -1,4 +1,4 @@
-"""Rows of `rollouts/`: which samples are marked as what, and texts of tokens where several make one character."""
+"""Rows of `rollouts/`: marks of samples, and texts of tokens where several make one character."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dagrl.runtime.shapes import Batch
 
 @pytest.fixture(scope="module")
 def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: each token is one byte."""
+    """Returns a byte-level tokenizer without merges: each token is one byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -28,8 +28,8 @@ def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokeni
 @pytest.mark.parametrize("text", ["x = 1", "größer", "日本", "a😀b", "é😀é"])
 def test_texts_join_to_the_whole(text: str, byte_tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = byte_tokenizer.encode(text, add_special_tokens=False)
-    found = TokenTexts(byte_tokenizer)(tokens)
-    assert len(found) == len(tokens) == len(text.encode()) and "".join(found) == text
+    actual = TokenTexts(byte_tokenizer)(tokens)
+    assert len(actual) == len(tokens) == len(text.encode()) and "".join(actual) == text
 
 
 def test_each_plain_character_has_its_token(byte_tokenizer: PreTrainedTokenizerFast) -> None:

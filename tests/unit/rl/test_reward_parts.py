@@ -96,18 +96,18 @@ def rewarded(config: RewardConfig, completions: list[str], prompt: Prompt | None
 
 def test_a_reward_asks_for_columns_by_name(tmp_path: Path) -> None:
     (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2", "level": 7}])
-    found = rewarded(RewardConfig(function=f"{__name__}:level"), ["1", "22"], prompt)
-    assert found.values.tolist() == [7.0, 7.0] and not found.message
-    found = rewarded(RewardConfig(function=f"{__name__}:everything", batched=False), ["1", "22"], prompt)
-    assert not found.message
-    columns = {name: values.tolist() for name, values in found.parts.items()}
+    actual = rewarded(RewardConfig(function=f"{__name__}:level"), ["1", "22"], prompt)
+    assert actual.values.tolist() == [7.0, 7.0] and not actual.message
+    actual = rewarded(RewardConfig(function=f"{__name__}:everything", batched=False), ["1", "22"], prompt)
+    assert not actual.message
+    columns = {name: values.tolist() for name, values in actual.parts.items()}
     assert columns == {"prompt_ids": [2.0, 2.0], "completion_ids": [1.0, 2.0], "logprobs": [1.0, 2.0]}
 
 
 def test_rows_without_a_column_get_none(tmp_path: Path) -> None:
     (prompt,) = prompts_of(tmp_path, [{"prompt": "1+", "response": "2"}])
-    found = rewarded(RewardConfig(function=f"{__name__}:level"), ["1"], prompt)
-    assert found.failed == 1 and "NoneType" in found.message
+    actual = rewarded(RewardConfig(function=f"{__name__}:level"), ["1"], prompt)
+    assert actual.failed == 1 and "NoneType" in actual.message
 
 
 def test_columns_are_part_of_the_data(tmp_path: Path) -> None:
@@ -118,18 +118,18 @@ def test_columns_are_part_of_the_data(tmp_path: Path) -> None:
 
 def test_named_parts_are_weighted_and_kept() -> None:
     config = RewardConfig(function=f"{__name__}:parts", weights={"short": 0.25})
-    found = rewarded(config, ["1", "22"])
-    assert found.values.tolist() == [1.0 - 0.25, -0.5]
-    assert {name: values.tolist() for name, values in found.parts.items()} == {"right": [1.0, 0.0], "short": [-1.0, -2.0]}
+    actual = rewarded(config, ["1", "22"])
+    assert actual.values.tolist() == [1.0 - 0.25, -0.5]
+    assert {name: values.tolist() for name, values in actual.parts.items()} == {"right": [1.0, 0.0], "short": [-1.0, -2.0]}
 
 
 def test_none_excludes_a_sample_without_counting_it_as_failed() -> None:
-    found = rewarded(RewardConfig(function=f"{__name__}:only_odd"), ["1", "2", "3", "4"])
-    assert found.answered.tolist() == [True, False, True, False]
-    assert (found.excluded, found.failed, found.values.tolist()) == (2, 0, [1.0, 0.0, 3.0, 0.0])
+    actual = rewarded(RewardConfig(function=f"{__name__}:only_odd"), ["1", "2", "3", "4"])
+    assert actual.answered.tolist() == [True, False, True, False]
+    assert (actual.excluded, actual.failed, actual.values.tolist()) == (2, 0, [1.0, 0.0, 3.0, 0.0])
 
 
-def test_several_functions_are_summed_and_one_failure_costs_only_its_sample() -> None:
+def test_several_functions_are_summed_and_a_failure_fails_one_sample() -> None:
     config = RewardConfig.model_validate(
         {
             "functions": {
@@ -140,10 +140,10 @@ def test_several_functions_are_summed_and_one_failure_costs_only_its_sample() ->
             "weights": {"odd": 10.0, "form/short": 0.0},
         }
     )
-    found = rewarded(config, ["1", "2", "3"])
-    assert found.values.tolist() == [10.0 + 1.0 + 1.0, 1.0, 0.0]
-    assert (found.failed, found.excluded) == (1, 0) and found.message.startswith("ValueError: no threes (")
-    assert found.means(found.answered) == {"odd": 1.0, "fine": 1.0, "form/right": 0.5, "form/short": -1.0}
+    actual = rewarded(config, ["1", "2", "3"])
+    assert actual.values.tolist() == [10.0 + 1.0 + 1.0, 1.0, 0.0]
+    assert (actual.failed, actual.excluded) == (1, 0) and actual.message.startswith("ValueError: no threes (")
+    assert actual.means(actual.answered) == {"odd": 1.0, "fine": 1.0, "form/right": 0.5, "form/short": -1.0}
 
 
 def test_functions_of_other_tasks_are_not_asked() -> None:
@@ -153,10 +153,10 @@ def test_functions_of_other_tasks_are_not_asked() -> None:
     }
     config = RewardConfig.model_validate({"functions": both})
     prompts = {task: Prompt("1=", np.array([5, 15]), "1", "row 0", task=task) for task in ("sums", "odd")}
-    found = {task: rewarded(config, ["5", "7"], prompt) for task, prompt in prompts.items()}
-    assert found["sums"].values.tolist() == [1.0, 1.0] and found["odd"].values.tolist() == [5.0, 7.0]
+    actual = {task: rewarded(config, ["5", "7"], prompt) for task, prompt in prompts.items()}
+    assert actual["sums"].values.tolist() == [1.0, 1.0] and actual["odd"].values.tolist() == [5.0, 7.0]
     samples = [Sample(prompt, Episode(prompt, 0, 8, finish_reason="stop"), "") for prompt in prompts.values() for _ in "12"]
-    means = reward_means(join_rewards([*found.values()]), samples, "reward/")
+    means = reward_means(join_rewards([*actual.values()]), samples, "reward/")
     assert means == {"reward/parts/sums": 1.0, "reward/parts/odd": 6.0, "reward/tasks/odd": 6.0, "reward/tasks/sums": 1.0}
 
 
@@ -166,8 +166,8 @@ def test_a_remote_judge_has_a_concurrency_limit(limit: int | None) -> None:
     judge = "two_at_once" if limit else "all_at_once"
     config = RewardConfig(function=f"{__name__}:{judge}", batched=False, max_concurrency=limit, timeout_s=0.12)
     began = time.monotonic()
-    found = rewarded(config, ["1"] * 6)
-    assert found.failed == 0 and found.values.max() == (limit or 6)
+    actual = rewarded(config, ["1"] * 6)
+    assert actual.failed == 0 and actual.values.max() == (limit or 6)
     assert limit is None or time.monotonic() - began >= 0.15
 
 
@@ -190,13 +190,13 @@ def test_an_unknown_parameter_is_found_before_the_run() -> None:
 def test_a_weight_of_no_part_is_an_error_once_parts_are_known(name: str, weights: dict[str, float], message: str) -> None:
     config = RewardConfig(function=f"{__name__}:{name}", weights=weights)
     check_weights(config, has_environment=False)  # the parts of one function are not known yet
-    runner, found = RewardRunner(config), rewarded(config, ["1", "3"])
+    runner, actual = RewardRunner(config), rewarded(config, ["1", "3"])
     if not message:
-        runner.check_parts(found)
-        assert found.values[0] == 1, "2 for the right answer and -1 for its length, or 1 for the right answer"
+        runner.check_parts(actual)
+        assert actual.values[0] == 1, "2 for the right answer and -1 for its length, or 1 for the right answer"
         return
     with pytest.raises(ConfigError, match=message):
-        runner.check_parts(found)
+        runner.check_parts(actual)
     runner.check_parts(rewards_of([]))  # nothing is known of parts without a reward
 
 

@@ -1,4 +1,4 @@
-"""Rollouts over simulated engines: which requests are sent when, and the state of sequences at any pause."""
+"""Rollouts over simulated engines: the order of requests, and the state of sequences at any pause."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def fresh(seed: int, limit: int = LIMIT) -> Episode:
 
 
 def begun(count: int, **fields: Any) -> Episode:
-    """A sequence that has tokens of its current turn."""
+    """Returns a sequence that has tokens of its current turn."""
     columns = [4] * count, [-1.0] * count, [0] * count, [True] * count
     return Episode(PROMPT, 7, LIMIT, *columns, **fields)
 
@@ -146,8 +146,8 @@ def report_by_rank(bench: Bench, tp: int) -> None:
     first = {layout.shard(dp)[0]: dp for dp in range(layout.dp)}
 
     def of_ranks(*words: Any, **keys: Any) -> list[Any]:
-        found = call(*words, **keys)
-        return [found[first[rank]] if rank in first else [] for rank in range(layout.world_size)]
+        actual = call(*words, **keys)
+        return [actual[first[rank]] if rank in first else [] for rank in range(layout.world_size)]
 
     bench.engines.layout, bench.engines.call = layout, of_ranks  # type: ignore[method-assign]
 
@@ -162,7 +162,7 @@ def test_a_snapshot_has_all_tokens_so_far_and_no_later_ones() -> None:
     copies = bench.rollouts.snapshot()
     under_way = {copy.number for copy in copies}
     assert all(copy.cohort == 3 for copy in copies) and under_way == bench.rollouts.numbers
-    by_seed = {copy.seed: copy for found in copies for copy in found.episodes}
+    by_seed = {copy.seed: copy for actual in copies for copy in actual.episodes}
     running = [one for one in by_seed.values() if len(one.tokens) and not one.finish_reason]
     assert sorted(len(one.tokens) for one in running) == sorted(made.values())
     before = {seed: (one.tokens.tolist(), one.versions.tolist(), one.sampled.tolist()) for seed, one in by_seed.items()}
@@ -230,7 +230,7 @@ def test_the_environment_gives_the_prompt_before_the_first_turn() -> None:
     given = replace(PROMPT, text="1+1+", tokens=np.array([4, 5, 4, 5]))
     huge = replace(PROMPT, text="1" * ROOM, tokens=np.full(ROOM, 4))
     environment.answer(Reply(None), Reply(None, prompt=given), Reply(None, prompt=huge), Reply(None, FAILED, "it raised"))
-    assert [found.number for found in bench.rollouts.advance()] == [1]
+    assert [actual.number for actual in bench.rollouts.advance()] == [1]
     assert bench.batches[0]["lengths"].tolist() == [2, 4]
     assert own.opened and own.prompt is PROMPT and longer.prompt is given
     assert too_long.finish_reason == FAILED and f"a prompt of {ROOM} tokens" in too_long.failure
@@ -247,21 +247,21 @@ def test_a_checkpoint_has_the_prompts_that_an_environment_gave(tmp_path: Path) -
     write_trajectories(tmp_path, [SavedGroup(group(0, episode, waiting), 0, True)], {}, {})
     saved = read_trajectories(tmp_path)
     assert saved is not None
-    found, unopened = saved.groups[0].group.episodes
-    assert found.opened and found.prompt.text == "2+" and found.prompt.tokens.tolist() == [6, 5, 5]
-    assert list(found.prompt.messages) == [{"role": "user", "content": "2+"}]
+    actual, unopened = saved.groups[0].group.episodes
+    assert actual.opened and actual.prompt.text == "2+" and actual.prompt.tokens.tolist() == [6, 5, 5]
+    assert list(actual.prompt.messages) == [{"role": "user", "content": "2+"}]
     assert not unopened.opened and not len(unopened.prompt), "the data have it"
     environment = Asked(opens=True)
     bench = Bench(environment)
     unopened.prompt = PROMPT
-    bench.rollouts.start(group(0, found, unopened))
+    bench.rollouts.start(group(0, actual, unopened))
     assert [texts for texts, _ in environment.asked] == [["reset"]] and bench.rollouts.generating
 
 
 def test_an_awaiting_sequence_ends_if_the_run_has_no_environment() -> None:
     bench, episode = Bench(), begun(2, awaiting=True, turns=1)
     bench.rollouts.start(group(0, episode))
-    assert [found.number for found in bench.rollouts.settle()] == [0] and not bench.batches
+    assert [actual.number for actual in bench.rollouts.settle()] == [0] and not bench.batches
     assert (episode.finish_reason, episode.awaiting, episode.tokens.tolist()) == ("stop", False, [4, 4])
 
 
@@ -279,7 +279,7 @@ def test_the_overhead_of_quanta_is_recorded() -> None:
     assert bench.rollouts.quantum_size.overhead_s == 0.25
 
 
-def test_settle_takes_finished_answers() -> None:
+def test_settle_collects_finished_answers() -> None:
     """A checkpoint then does not save their questions as open."""
     environment = Asked()
     bench, ends, fails, goes_on = Bench(environment), *(begun(2, awaiting=True, turns=1) for _ in range(3))

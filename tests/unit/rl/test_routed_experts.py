@@ -18,7 +18,7 @@ from dagrl.runtime.split import Split
 
 
 def record(tokens: int, size: int = 6, seed: int = 0) -> np.ndarray:
-    """Bytes with zeros at the ends of tokens, which numpy's strings would hide."""
+    """Returns bytes with zeros at the ends of tokens, which numpy's strings would hide."""
     made = np.random.default_rng(seed).integers(0, 3, (tokens, size)).astype(np.uint8)
     made[:, -2:] = 0
     return made
@@ -31,9 +31,9 @@ def test_the_field_keeps_every_byte_through_padding_and_splitting() -> None:
     split = Split((np.array([0, 2]), np.array([1])), Bucket(2, 8), 5)
     sent = [pickle.loads(pickle.dumps(split.share(batch, shard))) for shard in range(2)]  # noqa: S301
     for (shard, row), made in zip(((0, 0), (1, 0), (0, 1)), records, strict=True):
-        found = field_bytes(sent[shard]["experts"])[row]
-        np.testing.assert_array_equal(found[: len(made)], made)
-        assert (found[len(made) : 5] == MISSING).all()
+        actual = field_bytes(sent[shard]["experts"])[row]
+        np.testing.assert_array_equal(actual[: len(made)], made)
+        assert (actual[len(made) : 5] == MISSING).all()
     assert encoded(batch) is not None
 
 
@@ -42,7 +42,7 @@ def test_a_sequence_without_a_record_is_an_error() -> None:
         field_of([record(2), None], 4)
 
 
-def test_the_first_request_counts_where_both_have_a_token() -> None:
+def test_the_first_record_of_a_token_counts() -> None:
     first, second = record(4, seed=1), record(6, seed=2)
     first[1] = MISSING  # was in a prefix cache
     joined = join_records(first, second)
@@ -64,7 +64,7 @@ def test_sizes_are_read_from_the_model(keys: dict[str, int], experts: int) -> No
     assert sizes == RoutedLayers(4, experts, 2)
 
 
-def test_a_dense_model_has_nothing_to_replay() -> None:
+def test_a_dense_model_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'qwen3' has no experts to replay"):
         routed_layers({"model_type": "qwen3", "num_hidden_layers": 4})
 
@@ -79,7 +79,7 @@ def test_checkpoints_keep_records(tmp_path: Path) -> None:
     write_trajectories(tmp_path, [SavedGroup(RolloutGroup(0, 0, episodes), 0, whole=True)], {}, {})
     saved = read_trajectories(tmp_path)
     assert saved is not None
-    found = [episode.experts for episode in saved.groups[0].group.episodes]
-    assert found[1] is None
+    actual = [episode.experts for episode in saved.groups[0].group.episodes]
+    assert actual[1] is None
     for index in (0, 2):
-        np.testing.assert_array_equal(found[index], episodes[index].experts)
+        np.testing.assert_array_equal(actual[index], episodes[index].experts)

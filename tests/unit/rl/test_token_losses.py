@@ -1,4 +1,4 @@
-"""Each token loss against the formula of its paper or of a peer, written apart; the opening for users' own; bad ones."""
+"""Token losses against the formulas of their papers or peers; losses of the user's own, valid and invalid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_KL = {"reference_policy_kl_penalty": 0.0}
 
 
 def random_data(seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
-    """Rows of different lengths; ratios from 0.3 to 3, advantages of both signs, one per row."""
+    """Returns rows of different lengths, with ratios from 0.3 to 3 and advantages of both signs, one per row."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([9, 4, 7, 1, 9, 5])
     mask = (torch.arange(WIDTH)[None] < lengths[:, None]).double()
@@ -126,12 +126,12 @@ def test_losses_and_gradients_are_those_of_the_formula(name: str, mean: str) -> 
     config = LossConfig(**CLIP, **NO_KL, **options, **normalisation)
     mask = data["loss_mask"]
     output = LOSSES["policy"](logprobs, data, config, Denominators(float(mask.sum()), float(ROWS)))
-    (found,) = torch.autograd.grad(output.loss, logprobs)
+    (actual,) = torch.autograd.grad(output.loss, logprobs)
     expected = average(formula(logprobs, data), mask)
     (gradient,) = torch.autograd.grad(expected, logprobs)
     torch.testing.assert_close(output.loss, expected, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(found * mask, gradient * mask, atol=1e-12, rtol=1e-12)
-    assert found.abs().max() > 0.001
+    torch.testing.assert_close(actual * mask, gradient * mask, atol=1e-12, rtol=1e-12)
+    assert actual.abs().max() > 0.001
 
 
 def test_distillation_has_the_gradient_of_the_reverse_kl() -> None:
@@ -144,10 +144,10 @@ def test_distillation_has_the_gradient_of_the_reverse_kl() -> None:
     columns = {"prev_logprobs": old, "reference_logprobs": target[None]}
     batch = TokenBatch(policy[None], mask, columns)
     cost, means = evaluate(token_loss(LossConfig(name="distill")), batch, "distill")
-    (found,) = torch.autograd.grad((cost * old.exp()).sum(), logits, retain_graph=True)
+    (actual,) = torch.autograd.grad((cost * old.exp()).sum(), logits, retain_graph=True)
     divergence = (policy.exp() * (policy - target)).sum()
     (gradient,) = torch.autograd.grad(divergence, logits)
-    torch.testing.assert_close(found, gradient, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(actual, gradient, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close((means["policy/reverse_kl"] * old.exp()).sum(), divergence.detach())
 
 
@@ -257,6 +257,6 @@ def test_a_users_loss_is_called_with_its_arguments() -> None:
         (f"{__name__}:failing", {}, "raised KeyError: 'entropy'"),
     ],
 )
-def test_a_loss_that_cannot_train_is_an_error_before_training(name: str, args: dict[str, Any], says: str) -> None:
+def test_losses_that_cannot_train_are_rejected(name: str, args: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         try_loss_of(LossConfig(name=name, args=args))

@@ -19,7 +19,7 @@ from dagrl.run.session import LastStep
 from dagrl.telemetry.record import read_metrics
 from dagrl.telemetry.rollouts import RolloutFiles, read_rollouts, rollout_files
 from tests.unit.run.saving import saving
-from tests.unit.telemetry.made_run import make_run
+from tests.unit.telemetry.run_directory import make_run
 
 
 def change(run: Path, step: int, sample: int, column: str, token: int | None, value: object) -> None:

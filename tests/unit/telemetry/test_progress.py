@@ -42,7 +42,7 @@ class Screen:
 
     @property
     def lines(self) -> list[str]:
-        """The lines without times of day and terminal control sequences."""
+        """Returns the lines without times of day and terminal control sequences."""
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text)
         return [re.sub(r"^\d\d:\d\d:\d\d INFO ", "", line).rstrip() for line in plain.splitlines()]
 
@@ -106,7 +106,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """What is on the screen now, without times of day."""
+        """Returns the lines on the screen, without times of day."""
         with contextlib.suppress(BlockingIOError):
             while written := os.read(self._reader, 1 << 16):
                 self._stream.feed(written)

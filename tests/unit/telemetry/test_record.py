@@ -1,4 +1,4 @@
-"""The run directory: what is written, what a resume drops, and that earlier runs are kept."""
+"""The run directory: its files, what a resume drops, and earlier runs of the same name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,7 +30,7 @@ from dagrl.telemetry.trackers import TRACKERS, TensorBoardTracker
 from tests.unit.run.full_disk import full_disk
 
 
-def config(tmp_path: Path, name: str = "tiny", resume: bool = False, **logger: bool) -> Config:
+def config(tmp_path: Path, name: str = "tiny", resume: bool = False, **logger: Any) -> Config:
     return Config.model_validate(
         {
             "name": name,
@@ -51,7 +52,7 @@ def log_steps(run: Config, first: int, last: int, resumed_step: int = 0) -> RunP
     return paths
 
 
-def test_one_line_per_step_is_flushed_at_once(tmp_path: Path) -> None:
+def test_each_step_is_flushed_as_one_line(tmp_path: Path) -> None:
     run = config(tmp_path)
     paths = prepare_run_directory(run)
     with RunRecord(run) as record:
@@ -65,7 +66,7 @@ def test_one_line_per_step_is_flushed_at_once(tmp_path: Path) -> None:
     assert lines[1]["time"] >= lines[0]["time"] > 1e9
 
 
-def test_the_saved_configuration_loads_to_the_same(tmp_path: Path) -> None:
+def test_the_saved_configuration_loads_unchanged(tmp_path: Path) -> None:
     run = config(tmp_path)
     paths = prepare_run_directory(run)
     assert Config.model_validate(yaml.safe_load(paths.config.read_text())) == run
@@ -185,30 +186,17 @@ def test_a_name_is_a_single_directory(tmp_path: Path, name: str) -> None:
         config(tmp_path, name=name)
 
 
-def read_first(directory: Path) -> None:
-    """Lets TensorBoard read the event file before later ones: of one second, it reads a process's 10th before its 9th."""
-    (file,) = directory.iterdir()
-    file.rename(file.with_name("events.out.tfevents.0000000001"))
-
-
-def test_tensorboard_events(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resumed_step", [3, 0], ids=["a checkpoint", "no checkpoint"])
+def test_tensorboard_shows_steps_once(tmp_path: Path, resumed_step: int) -> None:
     paths = log_steps(config(tmp_path, tensorboard_enabled=True), 1, 5)
-    read_first(paths.tensorboard)
-    log_steps(config(tmp_path, resume=True, tensorboard_enabled=True), 4, 4, resumed_step=3)
+    (file,) = paths.tensorboard.iterdir()  # read first: of one second, TensorBoard reads a process's 10th before its 9th
+    file.rename(file.with_name("events.out.tfevents.0000000001"))
+    log_steps(config(tmp_path, resume=True, tensorboard_enabled=True), resumed_step + 1, 4, resumed_step)
     events = EventAccumulator(str(paths.tensorboard))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"grpo/loss", "grpo/reward/mean"}
     assert [event.step for event in events.Scalars("grpo/reward/mean")] == [1, 2, 3, 4]
     assert [event.value for event in events.Scalars("grpo/loss")] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
-
-
-def test_tensorboard_shows_steps_once_after_a_restart_without_a_checkpoint(tmp_path: Path) -> None:
-    paths = log_steps(config(tmp_path, tensorboard_enabled=True), 1, 2)
-    read_first(paths.tensorboard)
-    log_steps(config(tmp_path, resume=True, tensorboard_enabled=True), 1, 3)
-    events = EventAccumulator(str(paths.tensorboard))
-    events.Reload()
-    assert [event.step for event in events.Scalars("grpo/loss")] == [1, 2, 3]
 
 
 def test_a_run_restarts_without_a_tracker_that_cannot_be_opened(
@@ -228,7 +216,7 @@ def test_a_run_restarts_without_a_tracker_that_cannot_be_opened(
     assert "the run goes on without Down, which failed: ConnectionError: server is down" in caplog.text
 
 
-def test_a_tracker_that_fails_costs_neither_the_run_nor_other_trackers(
+def test_a_failing_tracker_stops_neither_the_run_nor_other_trackers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = []
@@ -281,7 +269,7 @@ def test_a_check_for_running_runs_makes_no_file(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_a_run_that_saves_into_anothers_checkpoints_is_locked_out(tmp_path: Path) -> None:
+def test_a_run_cannot_save_into_the_checkpoints_of_a_running_one(tmp_path: Path) -> None:
     mine, others = RunPaths.of(config(tmp_path)), tmp_path / "other"
     others.mkdir()
     (others / "config.yaml").touch()

@@ -67,7 +67,7 @@ def test_samples_that_were_not_trained_on_count_in_the_limit(tmp_path: Path) -> 
     assert list(rollout_files(tmp_path)) == [] and list(rollout_files(tmp_path, OTHER)) == [2]
 
 
-def test_a_step_does_not_look_through_the_files_of_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writing_a_step_does_not_list_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two files a step are 200,000 after 100,000 steps. A file that is written again counts once."""
     files = RolloutFiles(tmp_path, max_bytes=None)
     files.write(1, table_of([ROW]))
@@ -84,9 +84,9 @@ def test_a_step_does_not_look_through_the_files_of_a_long_run(tmp_path: Path, mo
     assert list(rollout_files(tmp_path)) == [2, 3]
 
 
-def test_a_full_disk_leaves_no_part_and_is_named(tmp_path: Path) -> None:
+def test_a_full_disk_error_names_the_file_and_leaves_no_part(tmp_path: Path) -> None:
     files = RolloutFiles(tmp_path, max_bytes=None)
-    with full_disk(500), pytest.raises(OSError) as found:
+    with full_disk(500), pytest.raises(OSError) as actual:
         files.write(1, table_of([ROW] * 1000))
-    assert found.value.errno in (errno.ENOSPC, errno.EFBIG) and "step_000001" in str(found.value.filename)
+    assert actual.value.errno in (errno.ENOSPC, errno.EFBIG) and "step_000001" in str(actual.value.filename)
     assert list(tmp_path.iterdir()) == []

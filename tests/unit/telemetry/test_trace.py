@@ -86,8 +86,8 @@ def test_traces_before_a_resume_are_kept(tmp_path: Path) -> None:
     for name in ("first", "second", "third"):
         with TraceWriter(tmp_path / "trace.json") as trace:
             trace.write([TraceEvent(name, "test", 0, 1)])
-    found = {path.name: events(path)[0]["name"] for path in tmp_path.iterdir()}
-    assert found == {"trace.1.json": "first", "trace.2.json": "second", "trace.json": "third"}
+    actual = {path.name: events(path)[0]["name"] for path in tmp_path.iterdir()}
+    assert actual == {"trace.1.json": "first", "trace.2.json": "second", "trace.json": "third"}
 
 
 def test_threads_may_write_concurrently(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run directory made by hand, as `dagrl train` writes it: two steps of four samples whose numbers are chosen."""
+"""Writes run directories as `dagrl train` does, with chosen numbers: two steps of four samples."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def make_run(directory: Path, name: str, *, steps: int = 2, drift: float = 0.01)
 
 def add_step(run: Path, files: RolloutFiles, step: int, drift: float) -> None:
     """Writes the rollouts of a step and then its metrics, as a run does."""
-    files.write(step, table_of([made_sample(step, place, drift) for place in range(4)]))
+    files.write(step, table_of([sample_row(step, place, drift) for place in range(4)]))
     line = {"step": step, "stage": "grpo", "time": 1e9 + 90 * step, "reward/mean": 0.2 * step, "loss": 0.5 / step}
     times = {"timing_s/total": 3.0, "timing_s/generate": 2.0, "timing_s/train_step": 0.5 + step / 10}
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({**line, **times}) + "\n")
 
 
-def made_sample(step: int, place: int, drift: float) -> dict[str, Any]:
-    """One sample of a question of GSM8K; that of place 3 has a turn of an environment, that of place 1 three
+def sample_row(step: int, place: int, drift: float) -> dict[str, Any]:
+    """Returns a sample of a question of GSM8K. That of place 3 has a turn of an environment, that of place 1 three
     conversations."""
     count = len(ANSWER)
     logprobs = [-math.log(at + 1) for at in range(count)]

@@ -1,12 +1,17 @@
-"""Advantages of a critic: closed forms, sums by definition, tokens of an environment, whitening."""
+"""A critic's advantages and loss: closed forms, sums by definition, clipping, and tokens outside the mask."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, strategies as st
+from torch import Tensor
 
+from dagrl.config import Config
+from dagrl.rl.algorithm import VALUE, algorithm_for
 from dagrl.rl.gae import advantages_and_returns, explained_variance, rewards_at_end, whitened
+from dagrl.rl.losses import Denominators, LossOutput, batch_loss
 
 
 def by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -46,10 +51,10 @@ def test_a_reward_at_the_end_is_every_tokens_return() -> None:
 
 def test_whitened_advantages_have_mean_zero_and_variance_one() -> None:
     mask = np.random.default_rng(1).random((4, 7)) < 0.5
-    found = whitened(np.random.default_rng(2).normal(3, 5, mask.shape), mask)
-    assert found[mask].mean() == pytest.approx(0, abs=1e-12)
-    assert found[mask].var(ddof=1) == pytest.approx(1, abs=1e-6)
-    assert not found[~mask].any()
+    actual = whitened(np.random.default_rng(2).normal(3, 5, mask.shape), mask)
+    assert actual[mask].mean() == pytest.approx(0, abs=1e-12)
+    assert actual[mask].var(ddof=1) == pytest.approx(1, abs=1e-6)
+    assert not actual[~mask].any()
     assert not whitened([[3.0, 4.0]], [[1, 0]]).any()
 
 
@@ -61,3 +66,42 @@ def test_the_variance_that_values_explain() -> None:
     values, mask = np.random.default_rng(0).normal(size=(2, 30)), np.ones((2, 30))
     _, returns = advantages_and_returns(rewards_at_end([0.3, 0.3], mask), values, mask, gamma=1.0, lam=1.0)
     assert 0 < returns.var() < 1e-30 and explained_variance(returns, values, mask) == 0.0, "returns that are equal but round"
+
+
+def output(values: Tensor, clip: float | None) -> LossOutput:
+    data = {
+        "loss_mask": torch.tensor([[0.0, 1.0, 1.0, 1.0]]),
+        "values": torch.tensor([[9.0, 1.0, 1.0, 1.0]]),
+        "returns": torch.tensor([[float("nan"), 2.0, 0.0, 1.0]]),
+    }
+    config = Config.model_validate(
+        {"name": "critic", "algorithm": "ppo", "data": {}, "policy": {}, "critic": {"value_clip": clip}}
+    )
+    return batch_loss(algorithm_for(VALUE, config), values, data, Denominators(3, 1))
+
+
+def test_a_value_that_moved_too_far_towards_its_return_has_no_gradient() -> None:
+    values = torch.tensor([[7.0, 1.8, 1.8, 1.2]], requires_grad=True)
+    actual = output(values, 0.5)
+    # Kept within 0.5 of 1, the values are 1.5, 1.5 and 1.2: errors of 0.5, 1.5 and 0.2 instead of 0.2, 1.8 and 0.2.
+    assert actual.loss.item() == pytest.approx((0.5**2 + 1.8**2 + 0.2**2) / 6)
+    (gradient,) = torch.autograd.grad(actual.loss, values)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, 1.8 / 3, 0.2 / 3]]))
+    sums = {name: value.item() for name, value in actual.sums.items()}
+    assert sums == pytest.approx(
+        {
+            "loss": actual.loss.item(),
+            "value_mean": (1.8 + 1.8 + 1.2) / 3,
+            "value_error": (0.2 + 1.8 + 0.2) / 3,
+            "value_clip_ratio": 1 / 3,
+            "valid_tokens": 3,
+        }
+    )
+
+
+def test_without_a_clip_it_is_half_the_mean_squared_error() -> None:
+    values = torch.tensor([[7.0, 1.8, 1.8, 1.2]], requires_grad=True)
+    actual = output(values, None)
+    assert actual.loss.item() == pytest.approx((0.2**2 + 1.8**2 + 0.2**2) / 6)
+    (gradient,) = torch.autograd.grad(actual.loss, values)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -0.2 / 3, 1.8 / 3, 0.2 / 3]]))
