@@ -45,13 +45,13 @@ class Compiled:
         except (RayError, EdgeClosedError) as error:
             return error
 
-    def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
+    def fetch(self, submitted: Any, timeout_s: float) -> Packet:
         """Calls `Executable.fetch`. Raises the error of a replay that could not be sent."""
         if isinstance(submitted, RayError | EdgeClosedError):
             raise submitted
-        packets = self.executable.fetch(submitted, timeout_s)
+        packet = self.executable.fetch(submitted, timeout_s)
         self.under_way -= 1
-        return packets
+        return packet
 
     @property
     def reusable(self) -> bool:

@@ -84,7 +84,7 @@ class PendingReplay:
     grace_s: float  # time that other workers get to finish after one raised
     hang_s: float = math.inf
     waiting: deque[int] = field(init=False)  # graphs without an outcome
-    packets: dict[int, list[Packet]] = field(default_factory=dict)  # by graph
+    packets: dict[int, Packet] = field(default_factory=dict)  # by graph
     failures: list[WorkerFailure] = field(default_factory=list)
     broken: Exception | None = None
     late: bool = False
@@ -117,8 +117,8 @@ class PendingReplay:
             self.deadline = min(self.deadline, time.monotonic() + left)
 
 
-def collect_outcome(replay: PendingReplay, until: float = math.inf) -> list[list[Packet]]:
-    """Returns the packets of every graph of a replay.
+def collect_outcome(replay: PendingReplay, until: float = math.inf) -> list[Packet]:
+    """Returns the packet of every graph of a replay.
 
     Raises PhaseError, the cause first; DeadlineError if the outcome is not there by `until` (`time.monotonic`). It may still
     come then, and can be asked for again.
@@ -140,7 +140,7 @@ def _wait_for_next(replay: PendingReplay, until: float) -> None:
     graph, submitted = replay.submitted[number]
     try:
         left = min(replay.deadline, until) - time.monotonic()
-        packets = replay.packets[number] = graph.fetch(submitted, max(0.0, min(left, TURN_S)))
+        packet = replay.packets[number] = graph.fetch(submitted, max(0.0, min(left, TURN_S)))
     except TimeoutError:
         if replay.watch.due() and not replay.failures and replay.broken is None:
             replay.hung = _workers_that_hang(replay)
@@ -168,9 +168,8 @@ def _wait_for_next(replay: PendingReplay, until: float) -> None:
             replay.groups[role].abort([rank for rank in range(replay.groups[role].layout.world_size) if rank not in dead])
     else:
         replay.waiting.popleft()
-        for packet in packets:
-            if packet.failures:
-                replay.add(packet.failures)
+        if packet.failures:
+            replay.add(packet.failures)
 
 
 def _workers_that_hang(replay: PendingReplay) -> dict[RoleRank, Report]:

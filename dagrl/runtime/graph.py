@@ -108,7 +108,8 @@ def _remapped(arg: ArgumentRef, source: Callable[[Source], Source]) -> ArgumentR
 
 @dataclass(frozen=True)
 class PhaseGraph:
-    """A traced phase: `widths` are the workers of each role in one graph, `outputs` the nodes whose results are returned.
+    """A traced phase: `widths` are the workers of each role in one graph, `outputs` the nodes that the driver reads: one, or
+    the items of a list (`passes/gather.py`).
 
     `aliases`: workers on the actor of an earlier one, and that one.
     """
@@ -124,9 +125,7 @@ class PhaseGraph:
         return self.aliases.get(worker, worker)
 
     def validate(self) -> None:
-        """Raises GraphError for a phase that returns nothing, or does not use a result."""
-        if not self.outputs:
-            raise GraphError(f"phase {self.phase!r} returns nothing; return at least one value")
+        """Raises GraphError for a phase that does not use a result."""
         read = {number for node in self.nodes for number in node.upstream} | set(self.outputs)
         for node in self.nodes:
             if node.number not in read:

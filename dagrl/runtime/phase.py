@@ -184,7 +184,7 @@ def join(*values: Value) -> Value:
     return tracer.tree(None, "", Value(tracer, tuple(node for value in values for node in value.nodes)), kind="collect")
 
 
-PhaseFunction = Callable[..., Value | tuple[Value, ...]]
+PhaseFunction = Callable[..., Value]
 
 
 @dataclass(eq=False)
@@ -256,14 +256,13 @@ class Tracer:
                         f"group cannot use; it has {', '.join(sorted(available))}. Send the value over one of these"
                     )
 
-    def check_outputs(self, outputs: Sequence[int]) -> None:
-        """Raises GraphError for an output over a transport that the driver, which reads outputs, cannot use."""
-        for number in outputs:
-            if self.nodes[number].transport != SHARED_MEMORY:
-                raise self.error(
-                    f"node {self.nodes[number].label} is an output via {self.nodes[number].transport!r}, but the driver "
-                    f"only reads {SHARED_MEMORY!r}; remove the .via(), or return another node's value"
-                )
+    def check_output(self, number: int) -> None:
+        """Raises GraphError for an output over a transport that the driver, which reads it, cannot use."""
+        if self.nodes[number].transport != SHARED_MEMORY:
+            raise self.error(
+                f"node {self.nodes[number].label} is an output via {self.nodes[number].transport!r}, but the driver "
+                f"only reads {SHARED_MEMORY!r}; remove the .via(), or return another node's value"
+            )
 
     def _check_method(self, role: Role, method: str) -> None:
         if method not in role.methods:
@@ -336,13 +335,11 @@ class Phase:
         shards = {
             name: Shard(tracer, role, tuple(range(replicas[name] * role.layout.shard_size))) for name, role in mine.items()
         }
-        returned = self.function(**shards, **{self.input_name: Input(self.input_name)})
-        values = returned if isinstance(returned, tuple) else (returned,)
-        outputs = tuple(self._single_output(tracer, value) for value in values)
+        output = self._output(tracer, self.function(**shards, **{self.input_name: Input(self.input_name)}))
         tracer.check_readers()
-        tracer.check_outputs(outputs)
+        tracer.check_output(output)
         widths = {name: len(shard) for name, shard in shards.items()}
-        graph = PhaseGraph(self.name, widths, tuple(tracer.nodes), outputs)
+        graph = PhaseGraph(self.name, widths, tuple(tracer.nodes), (output,))
         graph.validate()
         return graph
 
@@ -351,10 +348,10 @@ class Phase:
         """Name of the parameter that takes the phase's input."""
         return next(name for name in inspect.signature(self.function).parameters if name not in self.roles)
 
-    def _single_output(self, tracer: Tracer, value: object) -> int:
-        """Returns the node whose result is a returned value; of a value of several nodes, their join."""
+    def _output(self, tracer: Tracer, value: object) -> int:
+        """Returns the node whose result is the returned value; of a value of several nodes, their join."""
         if not isinstance(value, Value):
-            raise tracer.error(f"it returns {value!r}; return a value from map, reduce or join, or a tuple of these")
+            raise tracer.error(f"it returns {value!r}; return a value from map, reduce or join, which makes one of several")
         tracer.check_own("its result", value)
         return (value if len(value.nodes) == 1 else join(value)).nodes[0]
 

@@ -95,7 +95,7 @@ class Replay:
         """Waits for the result until the replay's deadline, and returns it.
 
         If all shards return a `Batch`, the result is one `Batch`. A codec joins results of its types. Any others are a tuple
-        with one value per shard. A phase with several outputs gives a tuple of these.
+        with one value per shard.
 
         Raises PhaseError; DeadlineError if there is no result within `timeout_s` seconds. The replay continues then, and can
         be asked again.
@@ -108,18 +108,15 @@ class Replay:
 
     def partial(self) -> dict[int, Any]:
         """Returns the results of a failed replay by shard, of the graphs that had ended without a failure."""
-        whole = {graph: mine for graph, mine in self.pending.packets.items() if not any(packet.failures for packet in mine)}
-        values = {self.shards[graph]: tuple(packet.value for packet in mine) for graph, mine in whole.items()}
-        return {shard: mine[0] if len(mine) == 1 else mine for shard, mine in values.items()}
+        return {self.shards[graph]: mine.value for graph, mine in self.pending.packets.items() if not mine.failures}
 
-    def succeed(self, packets: Sequence[Sequence[Packet]]) -> None:
-        """Sets the result from the packets of every graph. Raises PhaseError if the shards' results do not fit together."""
+    def succeed(self, packets: Sequence[Packet]) -> None:
+        """Sets the result from the packet of every graph. Raises PhaseError if the shards' results do not fit together."""
         try:
-            busy_s = tuple(max(packet.busy_s for packet in outputs) for outputs in packets)
-            outputs = [self._join([packet.value for packet in column]) for column in zip(*packets, strict=True)]
+            busy_s = tuple(packet.busy_s for packet in packets)
+            self._outcome = self._join([packet.value for packet in packets])
         except Exception as error:  # the replay is over, and its graphs are whole
             raise PhaseError((), f"{self.pending.name}: the results of its shards do not fit together: {error}") from error
-        self._outcome = outputs[0] if len(outputs) == 1 else tuple(outputs)
         self.timing = ReplayTiming(self._started, time.perf_counter(), busy_s, self._padding_share)
         self._on_success(self.timing.busy_s)
 

@@ -59,11 +59,6 @@ def both(train: Shard, generation: Shard, value):
 
 
 @phase
-def two_outputs(train: Shard, value):
-    return train[0].map("rank", value), train.map("rank", value)
-
-
-@phase
 def slow(train: Shard, seconds):
     return train.reduce("first", train.map("slow", seconds))
 
@@ -83,7 +78,7 @@ def large(train: Shard, size):
     return train.map("large", size)
 
 
-ALL = (double, count_tokens, ranks, chain, both, two_outputs, slow, slow_generation, misbehave, large)
+ALL = (double, count_tokens, ranks, chain, both, slow, slow_generation, misbehave, large)
 OPTIONS = {"max_in_flight": 2, "result_bytes": 1 << 16, "replay_s": 30.0, "teardown_s": 5.0}
 
 
@@ -101,7 +96,7 @@ def scheduler(request: pytest.FixtureRequest, groups: list[WorkerGroup]) -> Iter
     with Scheduler(groups, SchedulerOptions(**ENGINES[request.param], fallback="error", **OPTIONS)) as scheduler:
         for item in (double, count_tokens):
             scheduler.add(item, buckets=[Bucket(2, 4), Bucket(4, 8)])
-        for item in (ranks, both, two_outputs):
+        for item in (ranks, both):
             scheduler.add(item, warmup_value="warm")
         scheduler.add(chain, warmup_value=0)
         scheduler.add(slow, warmup_value=0.0)
@@ -244,7 +239,6 @@ def test_many_phases_live_on_the_same_workers(scheduler: Scheduler) -> None:
         (ranks, "x", ([0, 2], [1, 3])),
         (chain, 40, (42, 42)),
         (both, "x", ([0, 2, 1, 3, 0, 1],)),
-        (two_outputs, "x", ((0, 1), ([0, 2], [1, 3]))),
         (count_tokens, batch, (9, 9)),
         (slow, 0.0, ("done", "done")),
         (misbehave, {"rank": -1, "kind": "raise"}, ([0, 2], [1, 3])),

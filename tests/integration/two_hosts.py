@@ -61,7 +61,7 @@ def exchange(train: Shard, value):
     """One worker's result is read on both hosts, and the total of what they make of it goes round once more."""
     first = train[4].map("add", value)
     total = train.reduce("total", train.map("both", value, first))
-    return join(train.map("both", total, first)), total
+    return join(train.map("both", total, first), total)
 
 
 @phase

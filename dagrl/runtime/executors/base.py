@@ -57,8 +57,8 @@ class Executable(Protocol):
     def submit(self, packet: Packet) -> Any:
         """Starts a replay; returns what `fetch` takes."""
 
-    def fetch(self, submitted: Any, timeout_s: float) -> list[Packet]:
-        """Returns a packet for each output of the graph.
+    def fetch(self, submitted: Any, timeout_s: float) -> Packet:
+        """Returns the packet of the phase's output.
 
         Raises TimeoutError if late, ActorDiedError if a worker died, UnreadableError for a value that a process cannot
         unpickle.

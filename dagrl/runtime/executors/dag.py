@@ -7,7 +7,6 @@ loops of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.dag import InputNode, MultiOutputNode
 
-from dagrl.runtime.edges.packet import Header, Packet, PacketBody
+from dagrl.runtime.edges.packet import Packet
 from dagrl.runtime.edges.pickling import UnreadableError, dump, load
 from dagrl.runtime.executors.base import Actors, GraphLimits, Nodes, accelerated, node_calls
 from dagrl.runtime.executors.node import NodeCall, abort, failed_packet, run_node
@@ -30,7 +29,7 @@ Ray's engine holds one. dagrl's loops have threads of their own."""
 
 @dataclass(frozen=True)
 class BoundGraph:
-    """A Ray DAG, the actors of its nodes (each once), and how its outputs make up those of the phase.
+    """A Ray DAG, the actors of its nodes (each once), and how its outputs make up that of the phase.
 
     `outputs`: the numbers of its output nodes.
     """
@@ -40,14 +39,7 @@ class BoundGraph:
     actors: tuple[ActorHandle, ...]
     hosts: Hosts
     outputs: tuple[int, ...]
-    _gathering: Gathering
-    _places: tuple[int, ...] | None  # in the DAG's outputs, if the phase returns one value twice
-
-    def put_together(self, header: Header, bodies: Sequence[PacketBody]) -> list[Packet]:
-        """Returns the packets of the phase's outputs from those of the DAG's."""
-        if self._places is not None:
-            bodies = [bodies[place] for place in self._places]
-        return self._gathering.put_together(header, bodies)
+    gathering: Gathering
 
 
 @dataclass(frozen=True)
@@ -65,22 +57,20 @@ def bind_graph(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLim
     gathering = Gathering.of(graph, limits.result_bytes, hosts)
     graph = with_relays(gathering.graph, hosts, accelerated(gathering.graph))
     calls = node_calls(graph, limits)
-    outputs = tuple(dict.fromkeys(graph.outputs))  # Ray takes each output once
     bound: list[Any] = []
     with InputNode() as start:
         for node, call in zip(graph.nodes, calls, strict=True):
             packets = [start if source is None else bound[source] for source in node.sources]
             call_node = actors[call.role][call.position].__ray_call__.bind(run_pickled, call, *packets)
             bound.append(call_node.with_tensor_transport(node.transport) if call.accelerated else call_node)
-        dag = MultiOutputNode([bound[number] for number in outputs])
+        dag = MultiOutputNode([bound[number] for number in graph.outputs])
     return BoundGraph(
         graph.phase,
         dag,
         tuple({actor._actor_id: actor for actor in (actors[call.role][call.position] for call in calls)}.values()),
         hosts,
-        outputs,
+        graph.outputs,
         gathering,
-        None if outputs == graph.outputs else tuple(outputs.index(number) for number in graph.outputs),
     )
 
 

@@ -177,8 +177,8 @@ class DagrlGraph:
         self._submitted += 1
         return Submitted(self._submitted, packet.header)
 
-    def fetch(self, submitted: Submitted, timeout_s: float) -> list[Packet]:
-        """Returns the outputs' packets of a replay; drops those of earlier replays that were not fetched."""
+    def fetch(self, submitted: Submitted, timeout_s: float) -> Packet:
+        """Returns the packet of a replay; drops those of earlier replays that were not fetched."""
         try:
             bodies = self._outputs.read(submitted, timeout_s)
         except EdgeTimeoutError as late:
@@ -187,7 +187,7 @@ class DagrlGraph:
         except EdgeClosedError:
             self._raise_end()
             raise
-        return self._bound.put_together(submitted.header, bodies)
+        return self._bound.gathering.put_together(submitted.header, bodies)
 
     def failures(self, submitted: Submitted) -> list[WorkerFailure]:
         return self._outputs.failures(submitted)

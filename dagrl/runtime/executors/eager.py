@@ -74,7 +74,7 @@ class EagerGraph:
             refs.append(self._sender.send(actor, call, packets))
         return [refs[number] for number in self._outputs]
 
-    def fetch(self, submitted: list[ray.ObjectRef], timeout_s: float) -> list[Packet]:
+    def fetch(self, submitted: list[ray.ObjectRef], timeout_s: float) -> Packet:
         try:
             packets: list[Packet] = ray.get(submitted, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as late:
@@ -89,8 +89,7 @@ class EagerGraph:
     def failures(self, submitted: list[ray.ObjectRef]) -> list[WorkerFailure]:
         """Returns the failures in the outputs that have arrived; `fetch` raises what Ray raises for one."""
         failures: list[WorkerFailure] = []
-        refs = list(dict.fromkeys(submitted))  # a phase may return one value twice
-        for ref in ray.wait(refs, num_returns=len(refs), timeout=0)[0]:
+        for ref in ray.wait(submitted, num_returns=len(submitted), timeout=0)[0]:
             with suppress(RayError):
                 failures += ray.get(ref).failures
         return failures

@@ -101,13 +101,13 @@ class RayGraph:
                 submitted.outputs.set_exception(error)
             del item, outputs  # Ray's references keep the graph alive
 
-    def fetch(self, submitted: Executed, timeout_s: float) -> list[Packet]:
+    def fetch(self, submitted: Executed, timeout_s: float) -> Packet:
         try:
             outputs = submitted.outputs.result(timeout_s)
         except RayChannelTimeoutError as late:
             raise TimeoutError(str(late)) from late
         packets = [Packet.from_wire(load(one)) if isinstance(one, bytes) else one for one in outputs]
-        return self._bound.put_together(submitted.header, [packet.body for packet in packets])
+        return self._bound.gathering.put_together(submitted.header, [packet.body for packet in packets])
 
     def failures(self, submitted: Executed) -> list[WorkerFailure]:
         """Returns nothing: failures arrive with all outputs."""

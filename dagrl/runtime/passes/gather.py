@@ -34,45 +34,39 @@ class ListItems:
 
 @dataclass(frozen=True)
 class Gathering:
-    """A graph without the lists that the driver assembles, and which of its outputs make up each output of the phase."""
+    """A graph without the list that the driver assembles, and what of that list each of its outputs holds."""
 
     graph: PhaseGraph
-    items: tuple[tuple[ListItems, ...], ...]  # for each output of the phase; empty if the graph has the output itself
+    items: tuple[ListItems, ...]  # empty if the graph has the output itself
 
     @staticmethod
     def of(graph: PhaseGraph, result_bytes: int, hosts: Hosts | None = None) -> Gathering:
-        """Removes the lists that the driver assembles from `graph`, whose nodes have results of up to `result_bytes`."""
+        """Removes a list that the driver assembles from `graph`, whose nodes have results of up to `result_bytes`."""
         longest = DRIVER_PARTS if result_bytes <= LARGE_BYTES else len(graph.nodes)
-        nodes, outputs, items = list(graph.nodes), [], []
-        for output in graph.outputs:
-            leaves = _leaves(graph, output)
-            read = _list_items(nodes, leaves, hosts) if 0 < len(leaves) <= longest else {output: None}
-            outputs += list(read)
-            items.append(tuple(part for part in read.values() if part is not None))
-        if len(set(outputs)) < len(outputs):  # a value in two outputs is rare: leave the graph as it was
-            return Gathering(graph, ((),) * len(graph.outputs))
-        return Gathering(_pruned(dataclasses.replace(graph, nodes=tuple(nodes)), outputs), tuple(items))
+        leaves = _leaves(graph, graph.outputs[0])
+        if not 0 < len(leaves) <= longest or len(set(leaves)) < len(leaves):  # a value that is listed twice is rare
+            return Gathering(graph, ())
+        nodes = list(graph.nodes)
+        read = _list_items(nodes, leaves, hosts)
+        return Gathering(_pruned(dataclasses.replace(graph, nodes=tuple(nodes)), list(read)), tuple(read.values()))
 
     @functools.cached_property
-    def _item_by_item(self) -> tuple[bool, ...]:
-        """Whether each output of the phase is a list whose items are the graph's outputs, one by one."""
-        return tuple(not any(one.listed for one in items) for items in self.items)
+    def _item_by_item(self) -> bool:
+        """Whether the items of the list are the graph's outputs, one by one."""
+        return not any(one.listed for one in self.items)
 
-    def put_together(self, header: Header, parts: Sequence[PacketBody]) -> list[Packet]:
-        """Returns the packets of the phase's outputs, from those of the graph's outputs without their headers."""
-        packets, start = [], 0
-        for items, item_by_item in zip(self.items, self._item_by_item, strict=True):
-            mine = parts[start : start + (len(items) or 1)]
-            packets.append(_listed(header, mine, None if item_by_item else items) if items else Packet(header, *mine[0]))
-            start += len(mine)
-        return packets
+    def put_together(self, header: Header, parts: Sequence[PacketBody]) -> Packet:
+        """Returns the packet of the phase's output, from those of the graph's outputs without their headers."""
+        if not self.items:
+            return Packet(header, *parts[0])
+        return _listed(header, parts, None if self._item_by_item else self.items)
 
 
-def _list_items(nodes: list[Node], leaves: Sequence[int], hosts: Hosts | None) -> dict[int, ListItems | None]:
+def _list_items(nodes: list[Node], leaves: Sequence[int], hosts: Hosts | None) -> dict[int, ListItems]:
     """Returns the nodes that the driver reads for a list, after appending nodes that collect the items of other hosts."""
     if hosts is None or not hosts.several:
         return {leaf: ListItems((place,), listed=False) for place, leaf in enumerate(leaves)}
-    read: dict[int, ListItems | None] = {}
+    read: dict[int, ListItems] = {}
     far: list[tuple[int, tuple[int, ...]]] = []
     for host, places in by_host([nodes[leaf].worker for leaf in leaves], hosts).items():
         if host == hosts.driver:

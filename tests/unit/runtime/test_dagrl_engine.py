@@ -191,7 +191,7 @@ def live_graph(monkeypatch: pytest.MonkeyPatch, rays: Rays, read: Exception | No
     edges: Any = SimpleNamespace(write=raise_it, read=raise_it, close=lambda: None)
     graph._start = graph._outputs = edges
     graph._closing = [edges]
-    bound: Any = SimpleNamespace(actors=tuple(rays.answers), put_together=lambda header, parts: parts)
+    bound: Any = SimpleNamespace(actors=tuple(rays.answers), gathering=None)
     graph._bound = bound
     monkeypatch.setattr(graph, "_call", rays.ask)
     return graph

@@ -36,10 +36,10 @@ def pipeline(train: Shard, x: Input) -> Value:
 
 
 @phase
-def outputs(train: Shard, x: Input) -> tuple[Value, ...]:
+def outputs(train: Shard, x: Input) -> Value:
     """A value that is read twice, by one node, and returned as well."""
     first = train[0].map("forward", x)
-    return first, train[1].map("backward", first, first), train.reduce("merge_reports", train.map("send_weights", x))
+    return join(first, train[1].map("backward", first, first), train.reduce("merge_reports", train.map("send_weights", x)))
 
 
 def drawing(item: Phase, arity: int = 4, **layouts: ParallelLayout) -> Drawing:

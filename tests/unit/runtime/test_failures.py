@@ -30,7 +30,7 @@ class Shard:
     def __init__(self, outcome: Any = None, after_s: float = 0.0, arrived: Sequence[WorkerFailure] = ()) -> None:
         self.outcome, self.ready, self.arrived = outcome, time.monotonic() + after_s, arrived
 
-    def fetch(self, submitted: object, timeout_s: float) -> list[Packet]:
+    def fetch(self, submitted: object, timeout_s: float) -> Packet:
         left = self.ready - time.monotonic() if self.outcome is not None else float("inf")
         time.sleep(max(0.0, min(left, timeout_s)))
         if left > timeout_s:
@@ -38,8 +38,8 @@ class Shard:
         if isinstance(self.outcome, Exception):
             raise self.outcome
         if isinstance(self.outcome, WorkerFailure):
-            return [Packet(HEADER, None, failures=(self.outcome,))]
-        return [Packet(HEADER, self.outcome)]
+            return Packet(HEADER, None, failures=(self.outcome,))
+        return Packet(HEADER, self.outcome)
 
     @property
     def executable(self) -> Shard:
@@ -162,7 +162,7 @@ def test_a_worker_that_does_not_answer_hangs_long_before_the_deadline(monkeypatc
 def test_a_worker_that_answers_late_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "QUESTION_S", 0.1)
     group = Stopped(4, Shard())
-    assert outcome_of(replay(Shard("done", after_s=1.2), hang_s=1.0), group) == [[Packet(HEADER, "done")]]
+    assert outcome_of(replay(Shard("done", after_s=1.2), hang_s=1.0), group) == [Packet(HEADER, "done")]
     assert group.asked >= 5 and not group.killed
 
 
@@ -233,7 +233,7 @@ def test_a_result_that_is_not_there_yet_can_be_asked_for_again() -> None:
     with pytest.raises(DeadlineError, match="Ask again"):
         outcome_of(asked, Group(), until=time.monotonic() + 0.05)
     first.outcome, second.outcome = "read twice", "second"
-    assert [packets[0].value for packets in outcome_of(asked, Group())] == ["first", "second"]
+    assert [packet.value for packet in outcome_of(asked, Group())] == ["first", "second"]
 
 
 def test_a_death_is_reported_while_another_shard_hangs_and_releases_it() -> None:
@@ -353,7 +353,7 @@ def test_the_error_names_what_broke_a_graph_and_not_unfinished_workers() -> None
 
 def test_results_come_in_the_order_of_the_shards() -> None:
     shards = [Shard("slow", after_s=0.3), Shard("quick"), Shard("middle", after_s=0.15)]
-    assert [packets[0].value for packets in outcome_of(replay(*shards))] == ["slow", "quick", "middle"]
+    assert [packet.value for packet in outcome_of(replay(*shards))] == ["slow", "quick", "middle"]
 
 
 class WithoutWords(Exception):

@@ -56,7 +56,7 @@ class Graph:
     """A graph whose replays give what the test says; `taken` are the packets that were sent."""
 
     def __init__(self, graph: PhaseGraph, limits: GraphLimits, made: list[Graph]) -> None:
-        self.phase, self.outputs, self.limits, self.widths = graph.phase, len(graph.outputs), limits, graph.widths
+        self.phase, self.limits, self.widths = graph.phase, limits, graph.widths
         self.taken: list[Packet] = []
         self.results: list[Any] = []
         self.gone, self.stays = threading.Event(), True
@@ -69,14 +69,14 @@ class Graph:
         self.taken.append(packet)
         return packet
 
-    def fetch(self, submitted: Packet, timeout_s: float) -> list[Packet]:
+    def fetch(self, submitted: Packet, timeout_s: float) -> Packet:
         if not self.results:
             self.gone.wait(timeout_s)
             raise TimeoutError
         result = self.results.pop(0)
         if isinstance(result, Exception):
             raise result
-        return [Packet(submitted.header, result)] * self.outputs
+        return Packet(submitted.header, result)
 
     def failures(self, submitted: Packet) -> list[Any]:
         return []
@@ -379,10 +379,10 @@ def test_a_warm_up_is_repeated_by_what_its_second_replay_took(
     with compiled(Group(1)) as scheduler:
         (graph,) = made
 
-        def fetch(submitted: Packet, timeout_s: float) -> list[Packet]:
+        def fetch(submitted: Packet, timeout_s: float) -> Packet:
             nonlocal now
             now += others_s if len(graph.taken) > 1 else first_s
-            return [Packet(submitted.header, None)]
+            return Packet(submitted.header, None)
 
         graph.fetch = fetch  # type: ignore[method-assign]
         scheduler.warmup()
@@ -441,17 +441,17 @@ class Counted:
         assert self.go_on.wait(60.0)
         return packet
 
-    def fetch(self, submitted: Packet, timeout_s: float) -> list[Packet]:
+    def fetch(self, submitted: Packet, timeout_s: float) -> Packet:
         time.sleep(0.001)
         with self.counting:
             self.now -= 1
-        return [Packet(submitted.header, submitted.value)]
+        return Packet(submitted.header, submitted.value)
 
 
 def test_threads_that_submit_one_phase_keep_to_the_replays_in_flight(scheduler: Scheduler, made: list[Graph]) -> None:
     """Five look for room while the first is being sent, and is not in flight yet."""
     counted = Counted(made[2])
-    made[3].fetch = lambda submitted, timeout_s: [Packet(submitted.header, 0)]  # type: ignore[method-assign]
+    made[3].fetch = lambda submitted, timeout_s: Packet(submitted.header, 0)  # type: ignore[method-assign]
     replays = []
     threads = [threading.Thread(target=lambda: replays.append(scheduler.replay(other, 1))) for _ in range(6)]
     threads[0].start()
@@ -485,7 +485,7 @@ def test_a_warm_up_replays_full_batches_of_every_bucket_the_largest_first(group:
     scheduler.add(step, buckets=[Bucket(1, 4), Bucket(4, 8), Bucket(3, 2), Bucket(2, 8)], scalars={"lr": 0.5}, token_ids=9)
     scheduler.compile()
     for graph in made:
-        graph.fetch = lambda submitted, timeout_s: [Packet(submitted.header, 0)]  # type: ignore[method-assign]
+        graph.fetch = lambda submitted, timeout_s: Packet(submitted.header, 0)  # type: ignore[method-assign]
     told: list[int] = []
     assert list(scheduler.warmup(lambda phase: told.append(sum(len(graph.taken) for graph in made)))) == ["step"]
     assert told == [0], "before the first replay"
@@ -536,7 +536,7 @@ def test_a_teardown_while_a_result_is_read_ends_that_replay_alone(
     monkeypatch.setattr("dagrl.runtime.failures.GRACE_S", 0.1)
     replay = scheduler.replay(other, 1)
 
-    def closed(submitted: Packet, timeout_s: float) -> list[Packet]:
+    def closed(submitted: Packet, timeout_s: float) -> Packet:
         scheduler.recover()
         raise ValueError("what it was read from is closed")
 
