@@ -21,6 +21,12 @@ class TestedWorker(FsdpWorker):
         """Returns name, box and values of this rank's weights."""
         return self._boxes(lambda parameter: parameter)
 
+    def sent(self) -> dict[str, Any]:
+        """Returns the tensors that a refit sends."""
+        backend = self.backend()
+        with backend.sending():
+            return {name: tensor.float().numpy() for name, tensor in backend.sent_tensors().items()}
+
     def _boxes(self, tensor_of: Any) -> list[tuple[str, Box, Any]]:
         from dagrl.refit.sources import held_boxes
         from dagrl.workers.fsdp.backend import FsdpBackend

@@ -6,18 +6,21 @@ Heavy imports happen in `prepare` and `setup`, so the driver can import the clas
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dagrl.channels.nccl import nccl_environment
 from dagrl.config import Config, Json
+from dagrl.config.settings import sends_adapters
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import model_keys
 from dagrl.workers.fsdp.checks import check_model
+from dagrl.workers.train.adapters import write_adapters
 from dagrl.workers.train.backend import ModelSpec
-from dagrl.workers.train.groups import abort_groups, gather_objects, join_group, leave_group
+from dagrl.workers.train.groups import abort_groups, gather_objects, join_group, leave_group, run_on_all_ranks
 from dagrl.workers.train.hf_export import export_hf
 from dagrl.workers.train.hf_load import has_scalar_head
 
@@ -25,8 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from dagrl.workers.fsdp.lora import Adapters
     from dagrl.workers.fsdp.model import Meshes
-    from dagrl.workers.fsdp.sent import SentWeights
+    from dagrl.workers.fsdp.sent import SentAdapters, SentWeights
     from dagrl.workers.fsdp.trainer import ShardedModel
     from dagrl.workers.train.checkpoint import Piece
     from dagrl.workers.train.row_plans import ParallelRank
@@ -42,7 +46,8 @@ class FsdpBackend:
         self._spec, self._policy = spec, spec.config.policy
         self._model: ShardedModel | None = None
         self._meshes: Meshes | None = None
-        self._sent: SentWeights | None = None
+        self._adapters: Adapters | None = None
+        self._sent: SentWeights | SentAdapters | None = None
 
     @staticmethod
     def check(config: Config, hf_config: Mapping[str, Json]) -> None:
@@ -58,9 +63,12 @@ class FsdpBackend:
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:
         """Returns what `rank` of `layout` will hold, without a worker."""
         from dagrl.workers.fsdp.dry import dry_model
+        from dagrl.workers.fsdp.lora import Adapters
         from dagrl.workers.fsdp.sent import sent_slices
 
         with dry_model(config.policy, hf_config, layout, rank) as root:
+            if sends_adapters(config):
+                return Adapters(root.net, config.policy.peft).sent_slices()
             return sent_slices(root.net, config.policy.precision)
 
     @staticmethod
@@ -77,6 +85,7 @@ class FsdpBackend:
         """Joins the group at `address`, builds this rank's part of the model and loads its weights."""
         import torch
 
+        from dagrl.workers.fsdp.lora import Adapters
         from dagrl.workers.fsdp.model import Meshes, check_separation, init_scalar_head, load_model
         from dagrl.workers.fsdp.trainer import ShardedModel
 
@@ -89,6 +98,9 @@ class FsdpBackend:
         root = load_model(spec.source, self._policy, self._meshes, spec.device, scalar=spec.scalar, trains=spec.trains)
         if spec.scalar and not has_scalar_head(spec.source):
             init_scalar_head(root, spec.config.seed)
+        if spec.trains and self._policy.peft.enabled:
+            self._adapters = Adapters(root.net, self._policy.peft)
+            self._adapters.fill(spec.config.seed)
         if self._policy.sequence_packing.enabled:
             check_separation(root, spec.device)
         self._model = ShardedModel(root, spec.config, spec.device, trains=spec.trains)
@@ -101,7 +113,7 @@ class FsdpBackend:
         """Leaves the groups and drops the model."""
         from dagrl.workers.fsdp.model import forget_meshes
 
-        self._model = self._meshes = self._sent = None
+        self._model = self._meshes = self._adapters = self._sent = None
         forget_meshes()
         leave_group()
 
@@ -133,9 +145,9 @@ class FsdpBackend:
 
     # ---- state
 
-    def base_model(self) -> None:
-        """Returns None: there are no adapters."""
-        return None
+    def base_model(self) -> AbstractContextManager[None] | None:
+        """Returns a context in which the model runs without its adapters; None if it has none."""
+        return None if self._adapters is None else self._adapters.disabled()
 
     def frozen_model(self, directory: Path) -> ShardedModel:
         """Loads another model, which only runs forward."""
@@ -149,11 +161,11 @@ class FsdpBackend:
     # ---- refits
 
     def weight_slices(self) -> list[WeightSlice]:
-        """Returns which boxes of the HF parameters a refit sends."""
+        """Returns which boxes of the HF parameters, or of their adapters, a refit sends."""
         return self.sent.slices
 
     def sent_tensors(self) -> Mapping[str, Tensor]:
-        """Returns the tensors that `weight_slices` names: weights in `policy.precision`."""
+        """Returns the tensors that `weight_slices` names, in `policy.precision`."""
         return self.sent.tensors
 
     @contextmanager
@@ -163,13 +175,20 @@ class FsdpBackend:
         yield
 
     @property
-    def sent(self) -> SentWeights:
-        """The weights as a refit sends them. Made when first asked for, as a run may have no refits."""
+    def sent(self) -> SentWeights | SentAdapters:
+        """What a refit sends. Made when first asked for, as a run may have no refits."""
+        from dagrl.workers.fsdp.sent import SentAdapters
+
+        if self._sent is None and self._adapters is not None and sends_adapters(self._spec.config):
+            self._sent = SentAdapters(self._adapters, self._policy.precision, self._spec.device)
+        elif self._sent is None:
+            self._sent = self._weights_to_send()
+        return self._sent
+
+    def _weights_to_send(self) -> SentWeights:
         from dagrl.workers.fsdp.sent import SentWeights
 
-        if self._sent is None:
-            self._sent = SentWeights(self.model.net, self._policy.precision, self._spec.device)
-        return self._sent
+        return SentWeights(self.model.net, self._policy.precision, self._spec.device, self._adapters)
 
     # ---- files
 
@@ -182,12 +201,13 @@ class FsdpBackend:
     pieces_to_load = pieces_to_save
 
     def export_hf(self, directory: str, group: ProcessGroup | None) -> None:
-        """Writes the model in `policy.precision`."""
-        from dagrl.refit.sources import tensors_of
-        from dagrl.workers.fsdp.sent import sent_slices
-
+        """Writes the model in `policy.precision` with merged weights, and any adapters in PEFT's format."""
         assert group is not None, "`setup` has joined one"
-        net, precision = self.model.net, self._policy.precision
-        slices = gather_objects(group, sent_slices(net, precision))
-        tensors = tensors_of(net, dtype=precision)
-        export_hf(self._spec.source, directory, slices, tensors, self._spec.context.rank, group, precision)
+        spec, precision, sent = self._spec, self._policy.precision, self._weights_to_send()
+        sent.update()
+        slices = gather_objects(group, sent.slices)
+        export_hf(spec.source, directory, slices, sent.tensors, spec.context.rank, group, precision)
+        if self._adapters is not None:
+            whole = {name: [part.cpu() for part in one.whole()] for name, one in self._adapters.held.items()}
+            write = partial(write_adapters, Path(directory) / "adapter", str(spec.source), self._policy.peft, whole)
+            run_on_all_ranks(group, lambda: write() if spec.context.rank == 0 else None)

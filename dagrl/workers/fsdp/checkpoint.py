@@ -21,6 +21,8 @@ def pieces_of(model: ShardedModel, reference: Mapping[str, Tensor] | None) -> It
     """Yields the boxes that this rank holds. Of ranks with the same box DCP lets one write it."""
     states = model.optimizer_state()
     for name, parameter in model.parameters.items():
+        if not parameter.requires_grad:  # the base model of adapters
+            continue
         tensors = {"model": parameter, **{f"optimizer.{key}": value for key, value in states.get(name, {}).items()}}
         parts = {kind: local(tensor.detach()) for kind, tensor in tensors.items()}
         if reference is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from dagrl.config import Config, Json, MegatronConfig
-from dagrl.errors import ConfigError
+from dagrl.errors import ConfigError, MissingDependencyError
 from dagrl.imports import load_class
 
 SEPARABLE = ("full_attention", "sliding_attention", "chunked_attention")
@@ -38,6 +39,13 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
         raise ConfigError(f"{policy.model_name} has no *.safetensors, from which models are loaded; convert its weights")
     from dagrl.workers.fsdp.dry import dry_model
 
+    if policy.peft.enabled and find_spec("peft") is None:
+        raise MissingDependencyError("policy.peft.enabled is true, but PEFT is not installed; install dagrl[peft]")
+    if policy.peft.enabled and (layout.tp > 1 or layout.ep > 1):
+        raise ConfigError(
+            "policy.peft.enabled is true, but FSDP workers split no adapters over tensor- or expert-parallel ranks; set "
+            "policy.fsdp_cfg.tensor_parallel_size and expert_parallel_size to 1"
+        )
     with dry_model(policy, hf_config, layout, 0) as root:
         kinds = set(getattr(root.net.config.get_text_config(), "layer_types", None) or ()) - set(SEPARABLE)
         stateful = getattr(root.net, "_is_stateful", False)

@@ -38,6 +38,7 @@ from dagrl.refit.sources import held_boxes
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCORE
 from dagrl.workers.fsdp.architecture import find_class, find_config
+from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names
 from dagrl.workers.fsdp.output import LogitTransform
 from dagrl.workers.train.hf_load import read_hf_config
 
@@ -114,7 +115,8 @@ def load_model(
     """Loads the model in `directory`. `scalar`: with one number per token in place of the vocabulary's head."""
     disable_progress_bar()
     set_verbosity_error()  # what its report of the files says is checked here
-    dtype = torch.float32 if trains else getattr(torch, policy.precision)
+    adapted = trains and policy.peft.enabled
+    dtype = torch.float32 if trains and not adapted else getattr(torch, policy.precision)
     root: HiddenStates
 
     def shard(model: PreTrainedModel) -> None:
@@ -122,21 +124,24 @@ def load_model(
         root = shard_model(model, policy, meshes, device, trains=trains)
 
     config = find_config(policy, read_hf_config(directory), scalar=scalar)
-    home = torch.device("cpu") if policy.fsdp_cfg.cpu_offload else device
-    loaded, report = _sharded_class(find_class(policy, config, scalar=scalar), home, shard).from_pretrained(
+    home, kind = torch.device("cpu") if policy.fsdp_cfg.cpu_offload else device, find_class(policy, config, scalar=scalar)
+    loaded, report = _sharded_class(kind, home, shard).from_pretrained(
         directory,
         config=config,
         dtype=dtype,
         attn_implementation=policy.fsdp_cfg.attn_implementation,
         distributed_config=DistributedConfig(),
+        key_mapping=moved_names(kind, config, policy.peft) if adapted else None,
         output_loading_info=True,
     )
-    if lacking := sorted(set(report["missing_keys"]) - ({SCORE} if scalar else set())):
+    made = {name for name in report["missing_keys"] if name == SCORE or is_adapter(name)}
+    if lacking := sorted(set(report["missing_keys"]) - made):
         raise CheckpointError(
             f"{directory} lacks {len(lacking)} parameters that config.json defines, such as {lacking[0]!r}; config.json and "
             "the weights belong to different models"
         )
-    loaded.requires_grad_(trains)
+    for name, parameter in loaded.named_parameters():
+        parameter.requires_grad_(trains and is_adapter(name) == adapted)
     for buffer in loaded.buffers():
         buffer.data = buffer.to(device)
     for module in sharded_modules(root):  # settles the memory of the shards, which FSDP2 pads
@@ -176,6 +181,8 @@ def shard_model(
 ) -> HiddenStates:
     """Shards a model whose weights may be on the meta device. Returns its root."""
     settings = policy.fsdp_cfg
+    if trains and policy.peft.enabled:
+        add_adapters(model, policy.peft)
     root = HiddenStates(model)
     options: dict[str, Any] = {}
     if trains and policy.precision != "float32":

@@ -13,19 +13,21 @@ from torch import Tensor, nn
 
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.sources import slices_of, tensors_of
+from dagrl.workers.fsdp.lora import Adapters, plain_view
 
 
 class SentWeights:
-    """What a refit sends of `net`. `tensors` are its own shards, or copies of these in another dtype or on the `device`."""
+    """What a refit sends of `net`. `tensors` are its own shards, or copies: in another dtype, on the `device`, or merged."""
 
-    def __init__(self, net: nn.Module, precision: str, device: torch.device) -> None:
+    def __init__(self, net: nn.Module, precision: str, device: torch.device, adapters: Adapters | None) -> None:
         self.slices = sent_slices(net, precision)
-        self._shards = tensors_of(net, dtype=_dtype_of(net))
+        self._shards = tensors_of(plain_view(net), dtype=_dtype_of(net))
+        self._adapters = {} if adapters is None else adapters.held
         kinds = {one.tensor: getattr(torch, one.dtype or precision) for one in self.slices}
         self._copies = {
             name: torch.empty_like(shard, dtype=kinds[name], device=device, memory_format=torch.contiguous_format)
             for name, shard in self._shards.items()
-            if shard.dtype != kinds[name] or shard.device != device
+            if shard.dtype != kinds[name] or shard.device != device or name in self._adapters
         }
         self.tensors: Mapping[str, Tensor] = {**self._shards, **self._copies} if self._copies else self._shards
 
@@ -33,13 +35,29 @@ class SentWeights:
     def update(self) -> None:
         """Copies the current weights where `tensors` has copies."""
         for name, copy in self._copies.items():
-            copy.copy_(self._shards[name], non_blocking=True)
+            source = self._adapters[name].merged() if name in self._adapters else self._shards[name]
+            copy.copy_(source, non_blocking=True)
+
+
+class SentAdapters:
+    """What a refit of adapters alone sends: A, and B times its scale, whole on each rank, in `policy.precision`."""
+
+    def __init__(self, adapters: Adapters, precision: str, device: torch.device) -> None:
+        self.slices, self._adapters = adapters.sent_slices(), adapters
+        dtype = getattr(torch, precision)
+        sizes = {part.tensor: [stop for _, stop in part.box] for part in self.slices}
+        self.tensors = {name: torch.empty(size, dtype=dtype, device=device) for name, size in sizes.items()}
+
+    def update(self) -> None:
+        """Copies the current adapters. A collective."""
+        for name, value in self._adapters.sent().items():
+            self.tensors[name].copy_(value, non_blocking=True)
 
 
 def sent_slices(net: nn.Module, precision: str) -> list[WeightSlice]:
     """Returns the slices of a model's weights in `precision`, and of its buffers as they are."""
     trained, buffers = _dtype_of(net), dict(net.named_buffers())
-    slices = slices_of(net, dtype=trained)
+    slices = slices_of(plain_view(net), dtype=trained)
     if trained == precision:
         return slices
     return [replace(part, dtype=trained) if part.tensor in buffers and not part.dtype else part for part in slices]

@@ -20,6 +20,7 @@ from torch.nn.utils import get_total_norm
 from dagrl.config import Config
 from dagrl.imports import load_class
 from dagrl.telemetry.metrics import StepMetrics
+from dagrl.workers.fsdp.lora import is_adapter
 from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, local
 from dagrl.workers.train.backend import Score
 from dagrl.workers.train.logprobs import OutputLayer, TokenHead, VocabularyShard, token_logprobs
@@ -203,12 +204,12 @@ class ShardedModel:
 
     def weights(self) -> dict[str, Tensor]:
         """Returns this rank's shards by the name of their parameter."""
-        return {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
+        return {name: local(weight.detach()) for name, weight in self.parameters.items() if not is_adapter(name)}
 
     def state(self, part: StatePart) -> list[Tensor]:
         """Returns the tensors of a part. Gradients exist within a step only."""
         if part == "weights":
-            return list(self.weights().values())
+            return [local(parameter.detach()) for parameter in self.parameters.values()]
         if part == "gradients":
             return []
         return [local(value) for state in self.optimizer_state().values() for value in state.values() if value.ndim]

@@ -11,7 +11,7 @@ SUPPORTS = frozenset(("sequence_packing.enabled", "deterministic", "reference_mo
 class FsdpWorker(TrainWorker):
     """A train worker of the policy."""
 
-    supports = SUPPORTS
+    supports = SUPPORTS | {"peft.enabled"}
 
     requires = ("transformers",)
     backend_class = FsdpBackend

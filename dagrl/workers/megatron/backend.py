@@ -22,7 +22,14 @@ from dagrl.workers.megatron import cpu
 from dagrl.workers.megatron.architecture import Architecture, check_layout, read_architecture, step_tflop
 from dagrl.workers.megatron.groups import end_groups, start_groups
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes, stacked_shapes
-from dagrl.workers.train.adapters import check_adapters, read_adapters, targets, trained_adapters, write_adapters
+from dagrl.workers.train.adapters import (
+    check_adapters,
+    linear_shapes,
+    read_adapters,
+    targets,
+    trained_adapters,
+    write_adapters,
+)
 from dagrl.workers.train.backend import ModelSpec
 from dagrl.workers.train.groups import abort_groups, gather_objects, run_on_all_ranks
 from dagrl.workers.train.hf_export import export_hf
@@ -64,7 +71,7 @@ class MegatronBackend:
             routed_layers(hf_config)
         shapes = parameter_shapes(hf_config)
         if config.policy.peft.enabled:
-            check_adapters(config.policy.peft, shapes)
+            check_adapters(config.policy.peft, linear_shapes(shapes))
         if config.policy.model_name is not None:
             check_hf(config.policy.model_name, shapes)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from torch import Tensor
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import WeightSlice, expand
 from dagrl.workers.megatron.model import ADAPTERS, ModelChunks
-from dagrl.workers.train.adapters import AdapterShapes, adapter_names, is_target
+from dagrl.workers.train.adapters import AdapterShapes, adapter_names, first_factors, is_target
 
 PARTS = "AB"
 """Names of the parts of an adapter in modules and checkpoints."""
@@ -362,11 +361,8 @@ def _module(model: ModelChunks, name: str) -> torch.nn.Module:
 
 
 def _new_adapter(name: str, shape: Sequence[int], base: torch.nn.Parameter, settings: PeftConfig, seed: int) -> Adapter:
-    (outputs, inputs), dim = shape, settings.dim
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
-    bound = 1 / math.sqrt(inputs)  # PEFT's kaiming_uniform_(a=sqrt(5))
-    a = torch.empty(dim, inputs).uniform_(-bound, bound, generator=generator)
-    a, b = (torch.nn.Parameter(value.to(device=base.device, dtype=base.dtype)) for value in (a, torch.zeros(outputs, dim)))
+    values = first_factors(name, shape, settings, seed)
+    a, b = (torch.nn.Parameter(value.to(device=base.device, dtype=base.dtype)) for value in values)
     marked: list[Any] = [a, b]
     for parameter in marked:  # Megatron reads the replicas' group, and which rank counts the parameter in gradient norms
         parameter.allreduce = _is_dense(base)

@@ -9,6 +9,8 @@ with `base_model.model`. Needs neither Megatron nor PEFT; imports torch only to 
 from __future__ import annotations
 
 import json
+import math
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,14 +32,37 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def is_target(name: str, settings: PeftConfig) -> bool:
-    """Whether the parameter `name` has an adapter. Targets match whole names at the end, as in PEFT."""
+    """Whether the parameter `name` has an adapter."""
+    return _is_linear(name) and is_chosen(name, settings)
+
+
+def is_chosen(name: str, settings: PeftConfig) -> bool:
+    """Whether a linear layer's parameter has an adapter. Targets match whole names at the end, as in PEFT."""
     names = settings.target_modules
-    return _is_linear(name) and (not names or any(_matches(name, target) for target in names))
+    return not names or any(_matches(name, target) for target in names)
 
 
-def check_adapters(settings: PeftConfig, shapes: AdapterShapes) -> None:
-    """Raises ConfigError for a target that the model does not have, CheckpointError for adapters of another model."""
-    names = [name for name in shapes if _is_linear(name)]
+def first_factors(name: str, shape: Sequence[int], settings: PeftConfig, seed: int) -> tuple[Tensor, Tensor]:
+    """Returns the A [dim, inputs] and B [outputs, dim] with which training begins, the same in any layout and backend."""
+    import torch
+
+    outputs, inputs = shape
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
+    bound = 1 / math.sqrt(inputs)  # PEFT's kaiming_uniform_(a=sqrt(5))
+    return torch.empty(settings.dim, inputs).uniform_(-bound, bound, generator=generator), torch.zeros(outputs, settings.dim)
+
+
+def linear_shapes(shapes: AdapterShapes) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of those parameters that may have adapters, by the usual names of linear layers."""
+    return {name: shape for name, shape in shapes.items() if _is_linear(name)}
+
+
+def check_adapters(settings: PeftConfig, linear: AdapterShapes) -> None:
+    """Raises ConfigError for a target that the model does not have, CheckpointError for adapters of another model.
+
+    `linear`: the shapes of all parameters that may have adapters.
+    """
+    names = list(linear)
     for target in settings.target_modules:
         if not any(_matches(name, target) for name in names):
             known = dict.fromkeys(_module(name).rpartition(".")[2] for name in names)
@@ -47,7 +72,7 @@ def check_adapters(settings: PeftConfig, shapes: AdapterShapes) -> None:
             )
     if settings.adapter_path is not None:
         _check_config(Path(settings.adapter_path), settings)
-        _check_shapes(Path(settings.adapter_path), settings, shapes)
+        _check_shapes(Path(settings.adapter_path), settings, linear)
 
 
 def read_adapters(directory: str | Path, adapters: Mapping[str, Sequence[Tensor]]) -> None:
@@ -160,9 +185,9 @@ def _check_config(directory: Path, settings: PeftConfig) -> None:
             raise CheckpointError(f"{directory / CONFIG} has {name}, which dagrl does not train; expected LoRA or rsLoRA")
 
 
-def _check_shapes(directory: Path, settings: PeftConfig, shapes: AdapterShapes) -> None:
+def _check_shapes(directory: Path, settings: PeftConfig, linear: AdapterShapes) -> None:
     expected: dict[str, tuple[int, ...]] = {}
-    for name, (outputs, inputs) in ((name, shapes[name]) for name in shapes if is_target(name, settings)):
+    for name, (outputs, inputs) in ((name, shape) for name, shape in linear.items() if is_chosen(name, settings)):
         expected |= zip(_keys(name), ((settings.dim, inputs), (outputs, settings.dim)), strict=True)
     path = directory / WEIGHTS
     with opened(path) as file:

@@ -1,0 +1,159 @@
+"""LoRA adapters of a sharded model, by PEFT's layers.
+
+`add_adapters` wraps linear layers before the model is sharded, so FSDP2 shards A and B like other weights. Frozen weights
+are in `policy.precision`, adapters in float32. A refit sends merged weights, of which each rank computes its shards, or the
+adapters, whole. Imported only where torch is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from dagrl.config import PeftConfig
+from dagrl.refit.slices import WeightSlice
+from dagrl.refit.sources import held_boxes
+from dagrl.workers.train.adapters import adapter_names, check_adapters, first_factors, is_chosen, read_adapters
+
+NAME = "default"
+"""PEFT's name of the adapter."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One linear layer's parameters: the frozen weight, and W + scale * B @ A."""
+
+    layer: Any
+    scale: float
+
+    @property
+    def weight(self) -> Any:
+        """The frozen weight, a DTensor."""
+        return self.layer.get_base_layer().weight
+
+    @property
+    def factors(self) -> tuple[Any, Any]:
+        """A [dim, inputs] and B [outputs, dim], each a DTensor."""
+        return self.layer.lora_A[NAME].weight, self.layer.lora_B[NAME].weight
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Returns A and B whole. A collective."""
+        a, b = (factor.detach().full_tensor() for factor in self.factors)
+        return a, b
+
+    def merged(self) -> Tensor:
+        """Returns this rank's rows of the weight with the adapter, in float32. A collective."""
+        a, b = self.factors
+        frozen: Tensor = self.weight.to_local().float()
+        return frozen.addmm(b.to_local(), a.full_tensor(), alpha=self.scale)  # B is sharded as the rows of the weight are
+
+
+class Adapters:
+    """The adapters of a model, by the name of the parameter that each is for."""
+
+    def __init__(self, net: nn.Module, settings: PeftConfig) -> None:
+        self._settings = settings
+        layers = ((name, layer) for name, layer in net.named_modules() if _has_adapter(layer))
+        self.held = {f"{name}.weight": Adapter(layer, layer.scaling[NAME]) for name, layer in layers}
+
+    @torch.no_grad()
+    def fill(self, seed: int) -> None:
+        """Fills A and B: from `adapter_path`, else A at random and B with zeros, the same in every layout."""
+        whole = {name: first_factors(name, one.weight.shape, self._settings, seed) for name, one in self.held.items()}
+        if self._settings.adapter_path is not None:
+            read_adapters(self._settings.adapter_path, whole)
+        for name, adapter in self.held.items():
+            for factor, value in zip(adapter.factors, whole[name], strict=True):
+                for box, at in held_boxes(name, factor):
+                    factor.to_local()[tuple(slice(*run) for run in at)] = value[tuple(slice(*run) for run in box)]
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Runs the block with the base model."""
+        for adapter in self.held.values():
+            adapter.layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for adapter in self.held.values():
+                adapter.layer.enable_adapters(True)
+
+    def sent_slices(self) -> list[WeightSlice]:
+        """Returns the slices of a refit of adapters alone, which every rank holds whole."""
+        return list(self._slices())
+
+    def _slices(self) -> Iterator[WeightSlice]:
+        for name, adapter in self.held.items():
+            for part, factor in zip(adapter_names(name), adapter.factors, strict=True):
+                box = tuple((0, size) for size in factor.shape)
+                yield WeightSlice(part, box, part, box)
+
+    @torch.no_grad()
+    def sent(self) -> dict[str, Tensor]:
+        """Returns A, and B times its scale, whole, by their names in a refit. A collective."""
+        tensors: dict[str, Tensor] = {}
+        for name, adapter in self.held.items():
+            a, b = adapter.whole()
+            tensors |= zip(adapter_names(name), (a, b * adapter.scale), strict=True)
+        return tensors
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a model is a factor of an adapter."""
+    return ".lora_" in name
+
+
+def _has_adapter(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A")
+
+
+def linear_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the parameters that may have adapters: those of all linear layers but the head."""
+    head = model.get_output_embeddings()
+    layers = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head)
+    return {f"{name}.weight": tuple(part.weight.shape) for name, part in layers}
+
+
+def add_adapters(model: nn.Module, settings: PeftConfig) -> None:
+    """Wraps the linear layers that `settings` choose. A and B are float32, the frozen weights as they were.
+
+    Raises a UserError for targets or saved adapters that do not fit the model.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    check_adapters(settings, linear_shapes(model))
+    lora: dict[str, Any] = {"r": settings.dim, "lora_alpha": settings.alpha, "use_rslora": settings.use_rslora}
+    inject_adapter_in_model(LoraConfig(target_modules=_chosen_layers(model, settings), **lora), model, NAME)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            parameter.data = parameter.data.float()
+
+
+def moved_names(kind: type[Any], config: Any, settings: PeftConfig) -> dict[str, str]:
+    """Returns the names that parameters of a checkpoint have next to adapters, as patterns for `from_pretrained`."""
+    with torch.device("meta"):
+        layers = _chosen_layers(kind(config), settings)
+    return {f"^{re.escape(layer)}[.](weight|bias)$": rf"{layer}.base_layer.\1" for layer in layers}
+
+
+def _chosen_layers(model: nn.Module, settings: PeftConfig) -> list[str]:
+    return [name.removesuffix(".weight") for name in linear_shapes(model) if is_chosen(name, settings)]
+
+
+def plain_view(module: nn.Module) -> nn.Module:
+    """Returns a model that shares the parameters, in which linear layers are in place of their adapters."""
+    if _has_adapter(module):
+        base: nn.Module = module.get_base_layer()  # type: ignore[operator]
+        return base
+    kind: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    view: nn.Module = kind.__new__(kind)
+    view.__dict__ = dict(module.__dict__)
+    view._modules = {name: None if child is None else plain_view(child) for name, child in module._modules.items()}
+    return view
