@@ -25,8 +25,9 @@ def test_slices_and_lora_slots_are_what_vllm_loads_and_fills() -> None:
     assert done.stdout.count("slots agree:") == len(CASES)
 
 
-def test_a_model_that_cannot_be_described_is_an_error() -> None:
-    """Raises before the process that builds it imports vLLM, which takes longest."""
-    config = {**FAMILIES["llama"], "model_type": "no_such_model"}
-    with pytest.raises(ConfigError, match=r"(?s)no refit plan before an engine runs.*no_such_model"):
-        describe_ranks(config, 4, {"dtype": "bfloat16"})
+def test_a_model_that_cannot_be_described_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the end of what the process says; `vllm_loads` has models that vLLM cannot build, without the process."""
+    ended = subprocess.CompletedProcess([], 1, "", "a traceback\n" * 20 + "AssertionError: 30 is not divisible by 4\n")
+    monkeypatch.setattr("dagrl.workers.vllm.described.subprocess.run", lambda *_, **__: ended)
+    with pytest.raises(ConfigError, match=r"(?s)no refit plan before an engine runs:\na trace.*30 is not divisible by 4$"):
+        describe_ranks({**FAMILIES["llama"], "intermediate_size": 30}, 4, {"dtype": "bfloat16"})
