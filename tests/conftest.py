@@ -16,7 +16,7 @@ from dagrl.run.cluster import ray_cluster
 SHARED = {
     "Megatron workers": ("megatron_", "failed_starts", "fsdp_"),
     "vLLM engines": ("vllm_",),
-    "learned run": ("main_job", "stop"),
+    "learned run": ("main_job", "stop", "own_worker"),
 }
 """Starts of the names of integration tests that share processes or a run (tests/integration/conftest.py)."""
 

@@ -20,9 +20,13 @@ CASES = [
     (Case("phi", {DP: 2}, {"activation_checkpointing": "full"}), ("dense", "fc2")),
     (Case("qwen3_tied"), ("v_proj", "layers.1.mlp.up_proj")),
 ]
+IN_CI = "gemma3-dp2-packed"  # test_fsdp_layouts.py has the other models and settings
 
 
-@pytest.mark.parametrize(("case", "targets"), CASES, ids=[str(case) for case, _ in CASES])
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [pytest.param(*one, marks=[pytest.mark.slow] * (str(one[0]) != IN_CI), id=str(one[0])) for one in CASES],
+)
 def test_steps_and_files_are_those_of_peft(
     case: Case,
     targets: tuple[str, ...],
