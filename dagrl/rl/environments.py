@@ -54,11 +54,20 @@ FAILED = "environment_failed"
 
 def check_environment(config: EnvironmentConfig) -> None:
     """Raises ConfigError for an import path, a class or arguments that cannot make an environment."""
+    first, *others = [key for key in ("agent", "tools", "function", "args") if getattr(config, key)]
+    if others and (first, others) != ("function", ["args"]):
+        raise ConfigError(f"environment.{first} is set, and so is environment.{others[0]}; leave one of them out")
     if config.agent is not None:
-        _check_agent(config)
+        function = load_callable(config.agent, "environment.agent")
+        for package in ("starlette", "uvicorn", *getattr(function, "requires", ())):
+            require_package(package, "environment.agent")
+        check_arguments(function, {}, config.agent, "environment.agent", positional=["example", "endpoint"])
         return
     if config.tools:
-        _check_tools(config)
+        from dagrl.rl.tools import load_tools, tool_schemas
+
+        require_package("vllm", "environment.tools")
+        tool_schemas(load_tools(config.tools))
         return
     assert config.function is not None
     key, factory = "environment.function", load_callable(config.function, "environment.function")
@@ -71,30 +80,6 @@ def check_environment(config: EnvironmentConfig) -> None:
     for name, argument in (("reset", "example"), ("step", "completion")):
         if inspect.isfunction(method := inspect.getattr_static(factory, name, None)):
             check_arguments(method, {}, f"{config.function}.{name}", key, positional=["self", argument])
-
-
-def _check_agent(config: EnvironmentConfig) -> None:
-    if config.function is not None or config.tools or config.args:
-        raise ConfigError(
-            "environment.agent is set, and so is environment.function, environment.tools or environment.args; leave out the "
-            "latter. An agent brings its own tools"
-        )
-    assert config.agent is not None
-    function = load_callable(config.agent, "environment.agent")
-    for package in ("starlette", "uvicorn", *getattr(function, "requires", ())):
-        require_package(package, "environment.agent")
-    check_arguments(function, {}, config.agent, "environment.agent", positional=["example", "endpoint"])
-
-
-def _check_tools(config: EnvironmentConfig) -> None:
-    from dagrl.rl.tools import load_tools, tool_schemas
-
-    if config.function is not None or config.args:
-        raise ConfigError(
-            "environment.tools is set, and so is environment.function or environment.args; leave out the latter"
-        )
-    require_package("vllm", "environment.tools")
-    tool_schemas(load_tools(config.tools))
 
 
 @dataclass(frozen=True)

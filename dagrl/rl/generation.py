@@ -203,7 +203,12 @@ def merge_generated(parts: Sequence[Generated]) -> Generated:
     first = parts[0]
     for rank, part in enumerate(parts[1:], start=1):
         if part.digest != first.digest:
-            raise disagreement(f"{_difference(first, part)} (part {rank} of {len(parts)} against part 0)")
+            what = f"all requests are equal, but the engine steps are {first.engine_steps} and {part.engine_steps}"
+            ours, theirs = _states(first), _states(part)
+            requests = sorted(ours.keys() | theirs.keys())
+            for request in [request for request in requests if ours.get(request) != theirs.get(request)][:1]:
+                what = f"request {request} {ours.get(request, 'is absent')}, but {theirs.get(request, 'is absent')}"
+            raise disagreement(f"{what} (part {rank} of {len(parts)} against part 0)")
     return first
 
 
@@ -213,15 +218,6 @@ def disagreement(what: str) -> RunError:
         f"tensor-parallel ranks of a generation shard disagree: {what}. They must sample the same tokens; restart the "
         "generation workers, and keep vLLM's custom all-reduce off"
     )
-
-
-def _difference(first: Generated, second: Generated) -> str:
-    """Names the first request that differs, and its state on both ranks."""
-    ours, theirs = _states(first), _states(second)
-    for request in sorted(ours.keys() | theirs.keys()):
-        if ours.get(request) != theirs.get(request):
-            return f"request {request} {ours.get(request, 'is absent')}, but {theirs.get(request, 'is absent')}"
-    return f"all requests are equal, but the engine steps are {first.engine_steps} and {second.engine_steps}"
 
 
 def _states(part: Generated) -> dict[int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 from dagrl.data import Example, Splits
 
@@ -20,11 +19,16 @@ def arithmetic(
 ) -> Splits:
     """Makes additions `a+b=` of numbers with `digits` digits (1 or 2); `held_out` of them are for validation only.
 
+    Without `carry`, digits never add up to more than 9.
     Every training prompt has `demonstrations_per_prompt` demonstrations. A share `right_share` of them is the sum; the
     others repeat one of the two numbers. A model that imitates them is right that often, which leaves GRPO something to
     learn: the reference of a prompt is always the sum. Raises ValueError for arguments out of range.
     """
-    operands = list(_operands(digits, carry))
+    if digits not in (1, 2):
+        raise ValueError(f"digits is {digits}; expected: 1 or 2")
+    numbers = range(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+    pairs = ((a, b) for a in numbers for b in numbers)
+    operands = [(a, b) for a, b in pairs if carry or (a % 10 + b % 10 < 10 and a // 10 + b // 10 < 10)]
     if not 0 < held_out < len(operands):
         raise ValueError(
             f"held_out is {held_out}; expected: 1 to {len(operands) - 1}, as there are {len(operands)} additions"
@@ -48,17 +52,6 @@ def arithmetic(
         tuple(_addition(pair, sum(pair)) for pair in train),
         tuple(_addition(pair, sum(pair)) for pair in validation),
     )
-
-
-def _operands(digits: int, carry: bool) -> Iterator[Operands]:
-    """Yields all pairs of numbers with `digits` digits; without `carry`, those whose digits never add up to more than 9."""
-    if digits not in (1, 2):
-        raise ValueError(f"digits is {digits}; expected: 1 or 2")
-    numbers = range(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
-    for a in numbers:
-        for b in numbers:
-            if carry or (a % 10 + b % 10 < 10 and a // 10 + b // 10 < 10):
-                yield a, b
 
 
 def _addition(pair: Operands, answer: int) -> Example:

@@ -10,8 +10,8 @@ The format is the JSON array of Chrome's Trace Event Format (Google, "Trace Even
 Timestamps have the clock and origin of `torch.profiler` (`baseTimeNanoseconds` in its export), so events of both fit on
 one time axis.
 
-The file is a complete JSON document after every flush, so a crash loses only the last events. Memory holds only these and
-the labels.
+The closing bracket is written last; viewers do not need it, so a crash loses only the last events. Memory holds only these
+and the labels.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ from dagrl.files import move_aside, naming
 logger = logging.getLogger(__name__)
 
 DRIVER = "driver"
-
-START, END = b"[\n", b"\n]\n"
-"""Start and end of the file. The newline before the closing bracket is written with the first events."""
 
 _ORIGIN_PERIOD_NS = 3 * 2_629_746 * 10**9
 """Kineto's origin is the last multiple of three months since the epoch, each a twelfth of a Gregorian year. Microseconds
@@ -73,14 +70,14 @@ class TraceWriter:
         self.path = path
         self._file = path.open("wb", buffering=0)  # so that a flush is one write
         with naming(path):
-            self._file.write(START + END[1:])
-        self._end = len(START)  # offset of the closing bracket and of the next event
+            self._file.write(b"[")
         self._origin_ns = time.time_ns() // _ORIGIN_PERIOD_NS * _ORIGIN_PERIOD_NS
         self._rows: dict[tuple[str, str | None], int] = {}
         self._lines: list[str] = []
         self._lock = threading.Lock()
-        self._limits = (buffered_events, flush_s, max_events)
+        self._buffered_events, self._flush_s, self._max_events = buffered_events, flush_s, max_events
         self._recorded = 0
+        self._separator = "\n"
         self._flushed_at = time.monotonic()
 
     def __enter__(self) -> TraceWriter:
@@ -89,6 +86,8 @@ class TraceWriter:
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._flush()
+            with suppress(OSError):  # viewers do not need the bracket
+                self._file.write(b"\n]\n")
             self._file.close()
 
     def declare(self, processes: Iterable[str]) -> None:
@@ -99,12 +98,11 @@ class TraceWriter:
 
     def write(self, events: Iterable[TraceEvent]) -> None:
         """Records events, in any order of time."""
-        buffered, flush_s, limit = self._limits
         with self._lock:
             for event in events:
-                if self._recorded == limit:
-                    logger.warning("the trace %s has %d events; later ones are not recorded", self.path, limit)
-                elif self._recorded < limit:
+                if self._recorded == self._max_events:
+                    logger.warning("the trace %s has %d events; later ones are not recorded", self.path, self._max_events)
+                elif self._recorded < self._max_events:
                     self._line(
                         {
                             "name": event.name,
@@ -118,7 +116,7 @@ class TraceWriter:
                         }
                     )
                 self._recorded += 1
-            if len(self._lines) >= buffered or time.monotonic() - self._flushed_at > flush_s:
+            if len(self._lines) >= self._buffered_events or time.monotonic() - self._flushed_at > self._flush_s:
                 self._flush()
 
     def _process(self, process: str) -> int:
@@ -142,31 +140,19 @@ class TraceWriter:
         self._lines.append(json.dumps(content, separators=(",", ":")))
 
     def _flush(self) -> None:
-        """Overwrites the closing bracket with the new events and a new bracket, in one write."""
+        """Appends the new events in one write. If that fails, removes what was written of them and stops recording."""
         self._flushed_at = time.monotonic()
         if not self._lines:
             return
-        separator = ",\n" if self._end > len(START) else ""
-        body = (separator + ",\n".join(self._lines)).encode()
-        try:
-            self._overwrite(body)
-        except OSError as error:
-            self._give_up(error)
-        else:
-            self._end += len(body)
+        content, end = (self._separator + ",\n".join(self._lines)).encode(), self._file.tell()
         self._lines.clear()
-
-    def _overwrite(self, events: bytes) -> None:
-        self._file.seek(self._end)
-        whole = events + END
-        if self._file.write(whole) != len(whole):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _give_up(self, error: OSError) -> None:
-        """Removes partly written events from the file and stops recording."""
-        buffered, flush_s, _ = self._limits
-        self._limits = (buffered, flush_s, -1)
-        logger.warning("cannot write the trace %s: %s; later events are not recorded", self.path, error)
-        with suppress(OSError):  # restore the bracket
-            self._file.truncate(self._end)
-            self._overwrite(b"")
+        try:
+            if self._file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._separator = ",\n"
+        except OSError as error:
+            self._max_events = -1
+            logger.warning("cannot write the trace %s: %s; later events are not recorded", self.path, error)
+            with suppress(OSError):
+                self._file.truncate(end)
+                self._file.seek(end)

@@ -9,7 +9,7 @@ several conversations share is in the loss of one of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,15 +82,6 @@ class Row:
     sampled: list[bool] = field(default_factory=list)
     finish_reason: str = ""
 
-    def extend(
-        self, tokens: Collection[int], logprobs: Collection[float], versions: Iterable[int], *, sampled: bool
-    ) -> None:
-        """Appends tokens."""
-        self.tokens.extend(tokens)
-        self.logprobs.extend(logprobs if sampled else [0.0] * len(tokens))
-        self.versions.extend(versions)
-        self.sampled.extend([sampled] * len(tokens))
-
 
 @dataclass(frozen=True)
 class EpisodeRows:
@@ -150,11 +141,13 @@ def _row(path: Sequence[Answer], left: set[int]) -> Row:
     first = path[0].context
     row = Row(first.text, first.tokens, first.given, finish_reason=path[-1].result.finish_reason)
     for answer in path:
-        result = answer.result
-        if answer is not path[0]:
-            version = row.versions[-1] if row.versions else result.versions[0]
-            row.extend(answer.context.tokens, (), [version] * len(answer.context.tokens), sampled=False)
-        row.extend(result.tokens, result.logprobs, result.versions, sampled=id(answer) in left)
+        result, given = answer.result, () if answer is path[0] else answer.context.tokens
+        row.versions.extend([row.versions[-1] if row.versions else result.versions[0]] * len(given))
+        row.versions.extend(result.versions)
+        row.tokens.extend([*given, *result.tokens])
+        learned = id(answer) in left
+        row.logprobs.extend([*[0.0] * len(given), *(result.logprobs if learned else [0.0] * len(result.tokens))])
+        row.sampled.extend([*[False] * len(given), *[learned] * len(result.tokens)])
     return row
 
 

@@ -67,15 +67,29 @@ class AgentEpisode:
 
     def ask(self, body: ChatBody, context: Callable[[Conversations], Context]) -> Turn:
         """Returns the turn of a request. Raises EndpointError if the episode has ended, or for a request beyond limits."""
+        limits = self._limits
         with self._lock:
             if self._ended:
                 raise EndpointError(self._ended, status=401, code="episode_ended")
-            if self._requests >= self._limits.max_turns:
+            if self._requests >= limits.max_turns:
                 raise EndpointError(
-                    f"the episode has made environment.max_turns = {self._limits.max_turns} requests; raise it, or ask less",
+                    f"the episode has made environment.max_turns = {limits.max_turns} requests; raise it, or ask less",
                     code="max_turns",
                 )
-            turn = self._turn(body, context(self._conversations))
+            given = context(self._conversations)
+            prompt = given.whole()
+            room = limits.room - len(prompt)
+            if room < 1 or not prompt:
+                raise EndpointError(
+                    f"the conversation has {len(prompt)} tokens; expected 1 to {limits.room - 1} (policy.sequence_buckets "
+                    "or policy.max_total_sequence_length), as an answer needs room too",
+                    code="context_length_exceeded",
+                )
+            temperature = 0.0 if body.temperature is None and self._greedy else body.temperature
+            options = RequestOptions(temperature, body.top_p, body.stop)
+            most = min(body.max_completion_tokens or body.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
+            trained = body.temperature in (None, limits.temperature) and body.top_p in (None, limits.top_p)
+            turn = Turn(given, prompt, self._requests, most, body.seed, options, trained)
             self._requests += 1
             self._open.add(turn)
             return turn
@@ -127,18 +141,3 @@ class AgentEpisode:
         for turn in turns:
             turn.cancelled = True
         return turns
-
-    def _turn(self, body: ChatBody, context: Context) -> Turn:
-        limits, prompt = self._limits, context.whole()
-        room = limits.room - len(prompt)
-        if room < 1 or not prompt:
-            raise EndpointError(
-                f"the conversation has {len(prompt)} tokens; expected 1 to {limits.room - 1} (policy.sequence_buckets or "
-                "policy.max_total_sequence_length), as an answer needs room too",
-                code="context_length_exceeded",
-            )
-        temperature = 0.0 if body.temperature is None and self._greedy else body.temperature
-        options = RequestOptions(temperature, body.top_p, body.stop)
-        most = min(body.max_completion_tokens or body.max_tokens or limits.max_new_tokens, limits.max_new_tokens, room)
-        trained = body.temperature in (None, limits.temperature) and body.top_p in (None, limits.top_p)
-        return Turn(context, prompt, self._requests, most, body.seed, options, trained)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from dagrl.rl.agents.conversations import Answer, Context, Conversations, message_key
+from dagrl.rl.agents.conversations import Context, Conversations, message_key
 from dagrl.rl.agents.protocol import ChatBody, EndpointError, plain_messages
 from dagrl.rl.environments import reply_text
 from dagrl.rl.tools import CallParser, Calls, vllm_parser
@@ -25,12 +25,22 @@ class Renderer:
 
     def context(self, body: ChatBody, conversations: Conversations) -> Context:
         """Returns the tokens of a chat request. If it extends an answer, only the messages after it are rendered."""
-        messages = plain_messages(body.messages)
-        setting = json.dumps([body.offered_tools, body.chat_template_kwargs], sort_keys=True)
+        if self._tokenizer.chat_template is None:
+            raise EndpointError("the tokenizer has no chat template; set policy.tokenizer.chat_template")
+        messages, options = plain_messages(body.messages), body.chat_template_kwargs
+        setting = json.dumps([body.offered_tools, options], sort_keys=True)
         keys = (setting, *map(message_key, messages))
         after = conversations.extended_by(keys)
-        new = messages if after is None else messages[len(after.messages) - 1 :]
-        text = self._rendered(body, new, after)
+        try:
+            if after is not None:
+                closed = list(after.result.tokens[-1:]) == [self._tokenizer.eos_token_id]
+                text = reply_text(self._tokenizer, messages[len(after.messages) - 1 :], closed=closed, **options)
+            else:
+                tools = body.offered_tools or None
+                template = self._tokenizer.apply_chat_template
+                text = str(template(messages, tools, tokenize=False, add_generation_prompt=True, **options))
+        except Exception as error:  # Jinja's errors, and those that templates raise
+            raise EndpointError(f"the chat template rejects the conversation: {error}", param="messages") from error
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return Context(after, tokens, text, keys, messages)
 
@@ -48,19 +58,3 @@ class Renderer:
         if key not in self._parsers:
             self._parsers[key] = vllm_parser(key, self._parser, self._tokenizer)
         return self._parsers[key](text)
-
-    def _rendered(self, body: ChatBody, messages: Sequence[dict[str, Any]], after: Answer | None) -> str:
-        if self._tokenizer.chat_template is None:
-            raise EndpointError("the tokenizer has no chat template; set policy.tokenizer.chat_template")
-        options = body.chat_template_kwargs
-        try:
-            if after is not None:
-                closed = list(after.result.tokens[-1:]) == [self._tokenizer.eos_token_id]
-                return reply_text(self._tokenizer, messages, closed=closed, **options)
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), body.offered_tools or None, tokenize=False, add_generation_prompt=True, **options
-                )
-            )
-        except Exception as error:  # Jinja's errors, and those that templates raise
-            raise EndpointError(f"the chat template rejects the conversation: {error}", param="messages") from error

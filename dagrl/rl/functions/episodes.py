@@ -57,7 +57,10 @@ class EpisodeHost:
         try:
             answer = await self._step(key, request)
         except BaseException:
-            self._abandon(key)  # in an unknown state
+            # It is in an unknown state, and to close it may hang or fail too.
+            closing = asyncio.get_running_loop().create_task(self._close_failed(key))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
             raise
         if request["turns"] and (answer is None or (isinstance(answer, Step) and answer.reply is None)):
             await self._close(key)
@@ -76,15 +79,10 @@ class EpisodeHost:
             episode.steps += 1
         return answer
 
-    def _abandon(self, key: str) -> None:
-        """Closes an episode that failed in the background, as that may hang or fail too."""
-        closing = asyncio.get_running_loop().create_task(self._close(key))
-        self._closing.add(closing)
-        closing.add_done_callback(self._abandoned)
-
-    def _abandoned(self, closing: asyncio.Task[None]) -> None:
-        self._closing.discard(closing)
-        if not closing.cancelled() and (error := closing.exception()) is not None:
+    async def _close_failed(self, key: str) -> None:
+        try:
+            await self._close(key)
+        except Exception as error:
             logger.warning("environment.function: close failed after an episode failed: %s", error_text(error))
 
     async def _close(self, key: str) -> None:

@@ -245,7 +245,11 @@ class Experience:
         self.rollouts.start(*groups)
         while len(self._validated) < len(prompts):
             if self._stop.requested:
-                self._give_up_validation()
+                logger.warning("a validation was given up, as the run stops; its step has no validation metrics")
+                self.rest()
+                self.rollouts.abort({number for number in self.rollouts.numbers if number >= VALIDATION_STREAM})
+                self._scoring = [item for item in self._scoring if item.group.number < VALIDATION_STREAM]
+                self._validated = []
                 if may_stop:
                     self._stop.check()
                 return {}
@@ -265,14 +269,6 @@ class Experience:
         """Returns the validation samples and dropped groups since the last call."""
         untrained, self._untrained = self._untrained, []
         return untrained
-
-    def _give_up_validation(self) -> None:
-        """Drops the validation groups, which checkpoints do not hold."""
-        logger.warning("a validation was given up, as the run stops; its step has no validation metrics")
-        self.rest()
-        self.rollouts.abort({number for number in self.rollouts.numbers if number >= VALIDATION_STREAM})
-        self._scoring = [item for item in self._scoring if item.group.number < VALIDATION_STREAM]
-        self._validated = []
 
     def metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Returns metrics of a batch: rewards, lengths, ages in the step that trains on it, and dropped groups."""

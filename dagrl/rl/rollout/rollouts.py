@@ -79,11 +79,6 @@ class Rollouts:
         return bool(self._quanta) or any(shard.requests for shard in self._shards)
 
     @property
-    def groups(self) -> list[RolloutGroup]:
-        """The unfinished groups."""
-        return list(self._groups.values())
-
-    @property
     def numbers(self) -> set[int]:
         """The numbers of the unfinished groups."""
         return set(self._groups)

@@ -286,13 +286,12 @@ def test_unfinished_episodes_start_again_in_a_resumed_run(runner: AgentRunner, m
     first.wait()
     first.experience.rollouts.advance()
     first.experience.save(tmp_path)
-    seeds = {group.number: [one.seed for one in group.episodes] for group in first.experience.rollouts.groups}
+    seeds = {group.number: [one.seed for one in group.episodes] for group in first.experience.rollouts.snapshot()}
     first.stop()
     second.experience.restore({}, tmp_path)
-    assert {group.number: [one.seed for one in group.episodes] for group in second.experience.rollouts.groups} == seeds
-    assert (
-        not any(len(one.tokens) for group in second.experience.rollouts.groups for one in group.episodes) and len(seeds) == 3
-    )
+    again = second.experience.rollouts.snapshot()
+    assert {group.number: [one.seed for one in group.episodes] for group in again} == seeds and len(seeds) == 3
+    assert not any(len(one.tokens) for group in again for one in group.episodes)
     second.stop()
     assert not runner._server.episodes
 

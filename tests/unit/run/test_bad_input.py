@@ -256,14 +256,14 @@ environment.function=HERE:Gym ->
 environment.function=tests.integration.unigram_task:SaysNines; environment.args={size: 3} ->
     environment.args: got an unexpected keyword argument 'size' ... SaysNines takes no arguments
 environment.tools=['json:dumps']; environment.function=tests.integration.unigram_task:SaysNines ->
-    environment.tools is set, and so is environment.function ... leave out the latter
+    environment.tools is set, and so is environment.function; leave one
 environment.tools=['my_tools:search'] -> environment.tools: there is no module
 environment.function=my_task:answer -> environment.function ... my_task
 environment.agent=my_agent:solve -> environment.agent: there is no module
 environment.agent=HERE:half ->
     environment.agent: too many positional ... half takes number, and is given example, endpoint
 environment.agent=tests.integration.agent_task:adds_twice; environment.tools=['json:dumps'] ->
-    environment.agent is set, and so is environment.function, environment.tools ... brings its own tools
+    environment.agent is set, and so is environment.tools; leave one
 environment.agent=tests.integration.agent_task:adds_twice; policy.router_replay=true ->
     policy.router_replay is true, but the experts of an agent's conversations
 environment.agent=tests.integration.agent_task:adds_twice; environment.max_conversations=2; algorithm=ppo ->
