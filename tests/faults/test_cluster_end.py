@@ -36,7 +36,7 @@ with ray_cluster(ClusterConfig(num_cpus=1), teardown_s=3.0):
 
 
 @pytest.mark.slow
-def test_a_cluster_whose_raylet_is_stopped_is_killed_and_told_of() -> None:
+def test_a_cluster_with_a_stopped_raylet_is_killed_with_a_warning() -> None:
     started = time.monotonic()
     ended = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=120, check=True)
     pids = [int(word) for word in ended.stdout.split()]

@@ -210,7 +210,7 @@ def check_freed(group: WorkerGroup, engine: str) -> None:
         assert scheduler.replay(add_up, -1).result() == (2, 2)  # nobody died, and the graphs are whole
 
 
-def test_a_shard_that_waits_in_a_collective_for_one_that_raised_is_freed(cluster: None) -> None:
+def test_a_collective_that_waits_for_a_shard_that_raised_is_freed(cluster: None) -> None:
     group = WorkerGroup.create("train", Adding, ParallelLayout(dp=2), None)
     for engine in ENGINES:
         check_freed(group, engine)
@@ -260,7 +260,7 @@ def test_a_failed_plain_call_does_not_wait_for_a_worker_that_hangs(group: Worker
     assert time.monotonic() - started < SOON_S
 
 
-def test_a_plain_call_past_its_deadline_names_who_is_late(group: WorkerGroup) -> None:
+def test_a_plain_call_past_its_deadline_names_the_late_worker(group: WorkerGroup) -> None:
     late = (
         rf"^train worker 1 \(dp 1, .*, pid {group.locations[1].pid}\) hung in 'misbehave': no answer within patience = 1 s"
     )

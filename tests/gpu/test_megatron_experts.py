@@ -74,7 +74,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("width", [40, 2048])
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(1, 4, 2), (333, 128, 8), (64, 3, 1)])
-def test_sorted_rows_and_their_sums_are_those_of_a_loop(tokens: int, experts: int, chosen: int, width: int) -> None:
+def test_sorted_rows_and_their_sums_match_a_loop(tokens: int, experts: int, chosen: int, width: int) -> None:
     ids, mask, weights = routed(tokens, experts, chosen, "cuda")
     hidden, upper = (torch.randn(tokens, 1, width, device="cuda", dtype=torch.float64) for _ in range(2))
     scales = torch.randn(experts, width, device="cuda", dtype=torch.float64)
@@ -132,7 +132,7 @@ def test_bf16_steps_are_as_close_to_float32_as_with_sequential_experts(
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-def test_float32_steps_are_those_of_plain_torch(name: str, models: dict[str, Path]) -> None:
+def test_float32_steps_match_plain_torch(name: str, models: dict[str, Path]) -> None:
     from dagrl.workers.megatron.experts import GroupedExperts
 
     config = reference.make_config(models[name], optimizer={"clip_grad": 1e3})

@@ -82,7 +82,7 @@ def truth(models: dict[str, Path]) -> dict[str, reference.Run]:
 
 
 @pytest.mark.parametrize("item", [*ONE, *on_two(TWO)], ids=lambda item: item.name)
-def test_three_steps_are_those_of_plain_torch(
+def test_three_steps_match_plain_torch(
     item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
 ) -> None:
     """The first pass of a shape is not recorded; the three steps' passes are."""

@@ -64,7 +64,7 @@ def truth(models: dict[str, Path]) -> dict[str, reference.Run]:
 
 
 @pytest.mark.parametrize("item", CASES, ids=lambda item: item.name)
-def test_three_steps_are_those_of_plain_torch(
+def test_three_steps_match_plain_torch(
     item: Case, pool: MegatronPool, models: dict[str, Path], truth: dict[str, reference.Run]
 ) -> None:
     reference.assert_near_float32(run_case(pool, item, models[item.model]), truth[item.model])

@@ -124,7 +124,7 @@ def test_packed_steps_are_as_close_to_float32_as_padded_ones(model: Path, truth:
 
 
 @pytest.mark.parametrize("way", ["padded", "packed"])
-def test_float32_steps_are_those_of_plain_torch(way: str, model: Path, truth: reference.Run) -> None:
+def test_float32_steps_match_plain_torch(way: str, model: Path, truth: reference.Run) -> None:
     found, rows = gradients_and_rows(model, way, "float32")
     assert error(found, truth.gradients) < 1e-5
     np.testing.assert_allclose(rows["logprobs"], truth.logprobs, atol=1e-5, rtol=0)

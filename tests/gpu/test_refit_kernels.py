@@ -77,7 +77,7 @@ def test_only_the_targets_are_written() -> None:
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_checksums_are_those_of_torch(alone: bool) -> None:
+def test_checksums_match_torch(alone: bool) -> None:
     """Whole vectors, strided views, several views with gaps between them, a transposed view."""
     from dagrl.refit.kernels.checksum_kernel import ChecksumTable
 

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 EXPERTS, CHOSEN = 16, 4
 
 
-def test_losses_and_gradients_of_routers_are_those_of_the_papers(tmp_path: Path) -> None:
+def test_losses_and_gradients_of_routers_match_the_papers(tmp_path: Path) -> None:
     batch, directory = reference.make_batch(), reference.make_model("qwen3_moe", tmp_path)
     model = load_model(directory)
     routers = Routers(model, batch)
@@ -56,7 +56,7 @@ def test_losses_and_gradients_of_routers_are_those_of_the_papers(tmp_path: Path)
     assert_close(gradients, reference._checkpoint_names(model), 2e-3)
 
 
-def test_replayed_experts_are_those_of_the_record(tmp_path: Path) -> None:
+def test_replayed_experts_match_the_record(tmp_path: Path) -> None:
     directory = reference.make_model("qwen3_moe_mixed", tmp_path)
     plain, model = reference.make_batch(), load_model(directory)
     batch, forced = recorded_batch(plain, model.config.num_hidden_layers, model.config.num_experts, 2, dense=1)
@@ -72,7 +72,7 @@ WAYS = {"eager": (True, 1), "graphs": (False, 1), "graphs-tp2": (False, 2)}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_recorded_experts_are_those_of_hugging_face(way: str, cluster: None, tmp_path: Path) -> None:
+def test_recorded_experts_match_hugging_face(way: str, cluster: None, tmp_path: Path) -> None:
     """In bfloat16 few choices differ from those in float32. Rows of other tokens would agree by chance, a quarter."""
     eager, tp = WAYS[way]
     if tp > torch.cuda.device_count():

@@ -125,7 +125,7 @@ def test_only_matrices_of_experts_without_rows_are_cleared(counts: list[int]) ->
 @pytest.mark.parametrize("exact", [True, pytest.param(False, marks=rounds_fp8)], ids=["exact", "rounded"])
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("shape", [(1, 16), (37, 48), (256, 192), large((1000, 2560))], ids=str)
-def test_rows_and_columns_are_those_of_torch(shape: tuple[int, int], form: torch.dtype, exact: bool) -> None:
+def test_rows_and_columns_match_torch(shape: tuple[int, int], form: torch.dtype, exact: bool) -> None:
     from dagrl.workers.megatron.triton_kernels import quantize_to
 
     torch.manual_seed(1)
@@ -145,7 +145,7 @@ def test_rows_and_columns_are_those_of_torch(shape: tuple[int, int], form: torch
 
 @pytest.mark.parametrize("size", [1, 300, 9000])
 @pytest.mark.parametrize("kept", [False, True], ids=["computed", "kept"])
-def test_sums_and_gradients_are_those_of_float64(size: int, kept: bool) -> None:
+def test_sums_and_gradients_match_float64(size: int, kept: bool) -> None:
     """Two of the labels are another worker's. Exponentials are kept in bfloat16, relative to the top of their tile."""
     from dagrl.workers.train.logprob_kernels import TILE, chunk_sums, logit_gradients
 

@@ -129,7 +129,7 @@ def with_adapters(config: Config) -> Config:
     return Config.model_validate(content)
 
 
-def test_log_probabilities_are_those_of_merged_weights(adapted: Adapted) -> None:
+def test_log_probabilities_match_merged_weights(adapted: Adapted) -> None:
     for version, number in enumerate((0, 1, 0)):
         adapted.write(number, version)
         adapted.check(number, adapted.engine.run(batch(1 + 100 * version, greedy=False)), PROMPTS)

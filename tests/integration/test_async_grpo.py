@@ -134,7 +134,7 @@ def check_versions(config: Config, batches: Trained, first: int = 0, max_age: in
     return ages
 
 
-def test_at_age_zero_losses_are_those_of_the_synchronous_loop(
+def test_at_age_zero_losses_match_the_synchronous_loop(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both score every group once. The synchronous run is on Ray's engine, the other one eager, after equal SFT steps."""

@@ -145,7 +145,7 @@ def test_values_of_any_type_are_split_and_joined_as_plain_calls_see_them(
 
 
 @pytest.mark.parametrize(("executor", "engine"), ENGINES)
-def test_a_method_that_changes_its_tensors_changes_nobody_elses(actors: list[Any], executor: str, engine: str) -> None:
+def test_a_method_that_changes_its_tensors_changes_no_others(actors: list[Any], executor: str, engine: str) -> None:
     data = table(4, 4000)
     total = float(data.tensors["logits"].abs().sum())
     with scheduler_of(actors, executor, engine) as scheduler:

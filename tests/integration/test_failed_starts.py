@@ -39,7 +39,7 @@ def test_train_workers_that_find_no_weights_can_be_set_up_again(
 
 
 @pytest.mark.slow
-def test_a_train_worker_that_waited_in_vain_joins_its_peers_later(
+def test_a_train_worker_whose_peers_were_missing_joins_them_later(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     config, batch = reference.make_config(tiny_models["qwen3"]), reference.make_batch()

@@ -174,7 +174,7 @@ def test_eager_nodes_keep_the_order_of_replays_and_of_their_phase(actors: list[A
     assert not overlapped and not other_overlapped
 
 
-def test_handles_from_elsewhere_tell_of_threads_too(cluster: None) -> None:
+def test_handles_from_other_processes_know_the_threads_of_their_actor(cluster: None) -> None:
     """Handles that were asked for by name, or came in a message, as those of actors that another process made."""
     made = [ray.remote(num_cpus=0)(Threaded).options(max_concurrency=n, name=f"{n} threads").remote() for n in (1, 4)]
     found = [takes_in_order(ray.get_actor(f"{n} threads")) for n in (1, 4)]
@@ -184,7 +184,7 @@ def test_handles_from_elsewhere_tell_of_threads_too(cluster: None) -> None:
         ray.kill(actor)
 
 
-def test_failures_of_an_actor_with_threads_hold_up_nobody(cluster: None) -> None:
+def test_failures_of_an_actor_with_threads_block_no_other_node(cluster: None) -> None:
     """Neither an exception, whose node lets the next one in, nor a death, after which none may come."""
     actors = with_four_threads()
     with scheduler_of(actors, "eager") as scheduler:

@@ -122,7 +122,7 @@ def plain_gradients(model: Path) -> Mapping[str, Any]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (str(case) in SLOW)) for case in CASES], ids=str
 )
-def test_steps_are_those_of_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+def test_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
     model = tiny_model(case.model)
     found, expected = run_case(megatron_pool, case, model), plain_run(model)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
@@ -136,9 +136,7 @@ def test_steps_are_those_of_plain_torch(case: Case, megatron_pool: MegatronPool,
 @pytest.mark.parametrize(
     "case", [Case("gemma3", {DP: 2}, packed=True), pytest.param(Case("qwen3", {TP: 2}), marks=pytest.mark.slow)], ids=str
 )
-def test_grpo_steps_are_those_of_plain_torch(
-    case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
-) -> None:
+def test_grpo_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
     batch, config = reference.make_batch(grpo=True), case.config(tiny_model(case.model), generation={"temperature": 0.7})
 
     def loss(current: Tensor, batch: Batch) -> Tensor:

@@ -27,7 +27,7 @@ IN_CI = "gemma3-dp2-packed"  # test_fsdp_layouts.py has the other models and set
     ("case", "targets"),
     [pytest.param(*one, marks=[pytest.mark.slow] * (str(one[0]) != IN_CI), id=str(one[0])) for one in CASES],
 )
-def test_steps_and_files_are_those_of_peft(
+def test_steps_and_files_match_peft(
     case: Case,
     targets: tuple[str, ...],
     megatron_pool: MegatronPool,
@@ -94,7 +94,7 @@ def test_a_refit_of_adapters_sends_both_factors_whole(
         ({TP: 2}, {}, "split no adapters over tensor- or expert-parallel ranks"),
     ],
 )
-def test_what_does_not_fit_is_an_error_before_workers_start(
+def test_adapters_that_do_not_fit_are_an_error_before_workers_start(
     layout: dict[str, int], peft: dict[str, object], message: str, tiny_model: Callable[[str], Path]
 ) -> None:
     from dagrl.errors import ConfigError

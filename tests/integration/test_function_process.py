@@ -92,13 +92,13 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int) -> list[obj
     return asyncio.run(asked_again())
 
 
-def test_one_that_ends_once_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_once_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *later = asked(tmp_path, monkeypatch, bad=1)
     assert first == "the process that runs it ended"
     assert not any(isinstance(answer, str) for answer in later)
 
 
-def test_one_that_always_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_always_ends_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RunError, match=r"ending_reward:reward ended 3 times while it imported the function"):
         asked(tmp_path, monkeypatch, bad=99)
     assert (tmp_path / "starts").read_text() == "x" * START_TRIES

@@ -192,7 +192,7 @@ def joined(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("joined")
-def test_evaluation_is_greedy_and_counts_what_is_right(
+def test_evaluation_is_greedy_and_counts_right_answers(
     learned: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

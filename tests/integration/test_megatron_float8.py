@@ -22,7 +22,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("item", CASES, ids=lambda item: item.name)
-def test_steps_without_rounding_are_those_of_plain_torch(
+def test_steps_without_rounding_match_plain_torch(
     item: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     model, batch = tiny_models[item.model], reference.make_batch()

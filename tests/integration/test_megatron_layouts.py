@@ -166,7 +166,7 @@ def plain_torch(directory: Path) -> reference.Run:
     [pytest.param(item, marks=[pytest.mark.slow] * (item.name in SLOW)) for item in CASES],
     ids=lambda item: item.name,
 )
-def test_three_steps_are_those_of_plain_torch(item: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
+def test_three_steps_match_plain_torch(item: Case, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     """A sharded optimizer leaves each worker a part of the gradients, which are not compared then."""
     found, expected = run_case(megatron_pool, item, tiny_models[item.model]), plain_torch(tiny_models[item.model])
     np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
@@ -197,7 +197,7 @@ GRPO_CASES = [  # sequences counted over a batch split by rows or by tokens
 
 
 @pytest.mark.parametrize(("layout", "token_level"), GRPO_CASES)
-def test_grpo_steps_are_those_of_plain_torch(
+def test_grpo_steps_match_plain_torch(
     layout: ParallelLayout, token_level: bool, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     batch = reference.make_batch(grpo=True)

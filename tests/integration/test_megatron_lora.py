@@ -104,7 +104,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "layout", "targets", "megatron", "policy"), CASES)
-def test_losses_gradients_and_files_are_those_of_peft(
+def test_losses_gradients_and_files_match_peft(
     model: str,
     layout: ParallelLayout,
     targets: tuple[str, ...],

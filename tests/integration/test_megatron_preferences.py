@@ -77,7 +77,7 @@ def expected_sums(model: Path, batch: Batch) -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
-def test_loss_and_gradients_are_those_of_one_process(name: str, group: Group, tiny_models: dict[str, Path]) -> None:
+def test_loss_and_gradients_match_one_process(name: str, group: Group, tiny_models: dict[str, Path]) -> None:
     config, formula = FORMULAS[name]
     batch = pair_batch()
     tokens = batch["loss_mask"].sum(1)

@@ -174,7 +174,7 @@ class RecordedOps(TorchDispatchMode):
     ("model", "kind", "dense"),
     [pytest.param("qwen3_moe_mixed", "aux_loss", 1, marks=pytest.mark.slow), ("glm4_moe", "global_aux_loss", 0)],
 )
-def test_steps_of_recorded_experts_are_those_of_plain_ones(
+def test_steps_of_recorded_experts_match_plain_ones(
     model: str, kind: str, dense: int, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of several sizes with a record of experts, after a warm-up that recorded all passes."""

@@ -27,7 +27,7 @@ from tests.integration.test_megatron_layouts import PACKED, logprobs, train
         pytest.param("llama", ParallelLayout(tp=2, cp=2), PACKED, id="llama-tp2cp2-packed"),
     ],
 )
-def test_log_probabilities_are_those_of_the_teacher(
+def test_log_probabilities_match_the_teacher(
     teacher: str, layout: ParallelLayout, packing: dict[str, Any], megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     from transformers import AutoModelForCausalLM

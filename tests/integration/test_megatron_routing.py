@@ -147,7 +147,7 @@ def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], toleranc
 
 
 @each(CASES)
-def test_losses_gradients_and_metrics_are_those_of_the_papers(
+def test_losses_gradients_and_metrics_match_the_papers(
     name: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
 ) -> None:
     case, batch = CASES[name], reference.make_batch()
@@ -243,9 +243,7 @@ def recorded_batch(batch: Batch, layers: int, experts: int, top_k: int, dense: i
 
 
 @each(REPLAYS)
-def test_replayed_experts_are_those_of_the_record(
-    name: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]
-) -> None:
+def test_replayed_experts_match_the_record(name: str, megatron_pool: MegatronPool, tiny_models: dict[str, Path]) -> None:
     """Log-probabilities and gradients of a model whose routers are made to choose the recorded experts."""
     plain, (kind, layout, dense) = reference.make_batch(), REPLAYS[name]
     model = load_model(tiny_models[kind])

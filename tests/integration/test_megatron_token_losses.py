@@ -50,7 +50,7 @@ def expected(model: Path, name: str) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_loss_and_gradients_are_those_of_one_process(name: str, group: Group, tiny_models: dict[str, Path]) -> None:
+def test_loss_and_gradients_match_one_process(name: str, group: Group, tiny_models: dict[str, Path]) -> None:
     options, _ = formulas.FORMULAS[name]
     batch = reference.make_batch(grpo=True)
     loss, gradients = expected(tiny_models["qwen3"], name)

@@ -81,7 +81,7 @@ def counted(model: str, url: str, first: int) -> list[int]:
 
 
 @pytest.mark.slow  # five processes that import torch, two of them vLLM; test_vllm_transfer.py has the transfers in one
-def test_a_server_knows_what_each_rank_of_the_trainer_has_learnt(server: tuple[str, str]) -> None:
+def test_a_server_gets_what_each_trainer_rank_has_learnt(server: tuple[str, str]) -> None:
     model, url = server
     learnt = [[first + number for number in range(2, 8)] for first in FIRST]
     assert [counted(model, url, first) for first in FIRST] != learnt

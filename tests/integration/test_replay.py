@@ -185,7 +185,7 @@ def test_tensors_of_newer_dtypes_come_as_they_are(scheduler: Scheduler) -> None:
     assert all(torch.equal(one.view(torch.uint8), sent) for one in found)
 
 
-def test_shards_that_take_longer_than_the_one_that_raised_are_let_finish_and_the_graph_lives_on(
+def test_slow_shards_finish_after_another_raised_and_the_graph_lives_on(
     scheduler: Scheduler,
 ) -> None:
     """Longer than a worker has to say what it knows of a failure by which a graph is lost anyway."""
@@ -266,7 +266,7 @@ def test_a_warm_up_repeats_replays_within_its_time(
         assert len(of_phase) == 2 * replays, "two buckets"
 
 
-def test_runs_that_are_asked_for_in_vain_come_with_the_next_call(scheduler: Scheduler) -> None:
+def test_runs_that_miss_a_deadline_come_with_the_next_call(scheduler: Scheduler) -> None:
     train = scheduler.groups["train"]
     train.drain_runs(60.0)
     scheduler.replay(ranks, "x").result()
@@ -300,7 +300,7 @@ class Unbuilt(FakeWorker):
         raise config
 
 
-def test_what_a_constructor_raises_is_told(cluster: None) -> None:
+def test_an_error_of_a_constructor_is_reported(cluster: None) -> None:
     layout = ParallelLayout()
     with pytest.raises(
         WorkerError, match=r"^train worker 0 \(.*\) raised in 'start': ValueError: heads\n  and more\n"
@@ -311,6 +311,6 @@ def test_what_a_constructor_raises_is_told(cluster: None) -> None:
         WorkerGroup.create("train", Unbuilt, layout, ConfigError("keys: one\nand: two"))
 
 
-def test_a_worker_that_ray_cannot_place_is_told_from_one_that_is_slow(cluster: None) -> None:
+def test_a_worker_that_ray_cannot_place_is_an_error_with_what_is_missing(cluster: None) -> None:
     with pytest.raises(DeadlineError, match=r"train worker 0 .*start_s = 1 s.*Ray has 0 of the cluster's 0 GPUs free"):
         WorkerGroup.create("train", FakeWorker, ParallelLayout(), None, resources=Resources(num_gpus=1), start_timeout_s=1.0)

@@ -33,7 +33,7 @@ def started(vllm_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield engine, checkpoints
 
 
-def test_recomputed_caches_are_those_of_the_new_weights(started: Started) -> None:
+def test_recomputed_caches_match_the_new_weights(started: Started) -> None:
     """After the update every token comes from the new weights only, not from the old weights' cache."""
     engine, checkpoints = started
     engine.on_all(vllm_calls.write_weights, checkpoints[0], 0)

@@ -14,7 +14,7 @@ from tests.integration.vllm_models import make_checkpoint, make_config
 from tests.integration.vllm_ranks import Ranks, requests
 
 
-def test_recorded_experts_are_those_of_hugging_face(vllm_ranks: Ranks, tmp_path: Path) -> None:
+def test_recorded_experts_match_hugging_face(vllm_ranks: Ranks, tmp_path: Path) -> None:
     """Of prompts and completions, also where the prefix cache had the prompt; the last token is not computed."""
     checkpoint = make_checkpoint(tmp_path / "model", "qwen3_moe", max_position_embeddings=128)
     generation = {"vllm_cfg": {"max_num_seqs": 8, "kv_cache_memory_bytes": 8 << 20}, "vllm_kwargs": {"block_size": 32}}

@@ -78,7 +78,7 @@ def started(
         yield Started(engine, config, base, adapters)
 
 
-def test_log_probabilities_are_those_of_peft(started: Started) -> None:
+def test_log_probabilities_match_peft(started: Started) -> None:
     """The rank writes a few kilobytes; the base weights stay. Also after a refit of other adapters."""
     first = state_of(started.adapters[0] / "refit")
     trainer = Trainer(started.engine, first)

@@ -119,7 +119,7 @@ def test_rows_that_do_not_divide_are_padded_and_cut_as_verl_does(actor: tuple[An
     assert torch.equal(results[0].batch["x"], results[1].batch["x"])
 
 
-def test_other_members_are_those_of_the_group(actor: tuple[Any, Any]) -> None:
+def test_other_members_match_the_group(actor: tuple[Any, Any]) -> None:
     theirs, ours = actor
     assert isinstance(ours, type(theirs))
     assert ours.workers is theirs.workers

@@ -17,7 +17,7 @@ COMPUTED = 5  # of megatron_forward.py and megatron_mixer.py
     ("module", "count"),
     [("megatron_shapes", len(REAL_CASES) + COMPUTED), ("megatron_te_shapes", len(TE_CASES))],
 )
-def test_names_shapes_and_elements_are_those_of_megatron_core(module: str, count: int) -> None:
+def test_names_shapes_and_elements_match_megatron_core(module: str, count: int) -> None:
     """All ranks of several layouts, built one after the other in one process over torch's fake process group.
 
     And that Megatron computes from a checkpoint what transformers does: two parts of one shape that changed places, in our
