@@ -7,14 +7,11 @@ All data-parallel shards have the same graph, so one drawing shows them all.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dagrl.runtime.graph import SHARED_MEMORY, Node, PhaseGraph, Source, WorkerRef
+from dagrl.runtime.graph import SHARED_MEMORY, PhaseGraph, Source
 from dagrl.runtime.layout import ParallelLayout
-
-CONSTANT_CHARACTERS = 24
 
 
 @dataclass(frozen=True)
@@ -42,29 +39,6 @@ class Drawing:
         transport = SHARED_MEMORY if source is None else self.graph.nodes[source].transport
         return f"{transport}, {size_text(self.buffers[source])}"
 
-    def workers(self, role: str) -> Iterator[WorkerRef]:
-        """Yields the workers of a role, in the order of the graph."""
-        return (WorkerRef(role, position) for position in range(self.graph.widths[role]))
-
-    def role_label(self, role: str) -> str:
-        """Returns the role and its layout."""
-        layout = self.layouts[role]
-        return f"{role} ({layout.describe()})" if layout.world_size > 1 else role
-
-    def worker_label(self, worker: WorkerRef) -> str:
-        """Returns its position in the graph, and its coordinates on axes larger than one, e.g. `train[3] pp 1, tp 1`."""
-        layout = self.layouts[worker.role]
-        at = layout.coordinates(layout.shard(0)[worker.position % layout.shard_size])
-        sizes = {"pp": (layout.pp, at.pp), "tp": (layout.tp, at.tp), "cp": (layout.cp, at.cp)}
-        axes = ", ".join(f"{axis} {here}" for axis, (size, here) in sizes.items() if size > 1)
-        return f"{worker.role}[{worker.position}] {axes}".rstrip()
-
-
-def _constants_text(node: Node) -> str:
-    """Returns the constants of a node, e.g. `loss="policy"`, cut if they are long."""
-    text = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in node.constants)
-    return text if len(text) <= CONSTANT_CHARACTERS else f"{text[: CONSTANT_CHARACTERS - 1]}…"
-
 
 def size_text(nbytes: int) -> str:
     """Formats a size, e.g. `512 B`, `64 KiB`, `1.5 MiB`."""
@@ -77,7 +51,7 @@ def size_text(nbytes: int) -> str:
 
 
 def mermaid(drawings: Sequence[Drawing]) -> str:
-    """Draws one flowchart, a subgraph for each phase, role and worker. See https://mermaid.js.org/syntax/flowchart.html."""
+    """Draws one flowchart, a subgraph for each phase and role. See https://mermaid.js.org/syntax/flowchart.html."""
     lines = ["flowchart LR"]
     for index, drawing in enumerate(drawings):
         lines += [f"  {line}" for line in _phase_lines(f"p{index}", drawing)]
@@ -91,38 +65,17 @@ def mermaid(drawings: Sequence[Drawing]) -> str:
 
 
 def _phase_lines(prefix: str, drawing: Drawing) -> Iterator[str]:
-    yield f"subgraph {prefix}[{_quoted(drawing.title)}]"
+    yield f'subgraph {prefix}["{drawing.title}"]'
     yield f'  {prefix}_input(["input"]):::driver'
-    for role in drawing.graph.widths:
-        yield f"  subgraph {prefix}_{role}[{_quoted(drawing.role_label(role))}]"
-        for worker in drawing.workers(role):
-            yield from (f"    {line}" for line in _worker_lines(prefix, drawing, worker))
+    for role, layout in drawing.layouts.items():
+        yield f'  subgraph {prefix}_{role}["{role} ({layout.describe()})"]'
+        for node in (node for node in drawing.graph.nodes if node.worker.role == role):
+            style = "run" if node.kind in ("call", "spread") else node.kind
+            yield f'    {prefix}_n{node.number}["{node.label}"]:::{style}'
         yield "  end"
     yield f'  {prefix}_result(["result"]):::driver'
     for source, target, label in drawing.edges:
         begin = f"{prefix}_input" if source is None else f"{prefix}_n{source}"
         end = f"{prefix}_result" if target is None else f"{prefix}_n{target}"
-        yield f"  {begin} -->|{_quoted(label)}| {end}"
+        yield f'  {begin} -->|"{label}"| {end}'
     yield "end"
-
-
-def _worker_lines(prefix: str, drawing: Drawing, worker: WorkerRef) -> Iterator[str]:
-    nodes = [node for node in drawing.graph.nodes if node.worker == worker]
-    if not nodes:
-        return
-    yield f"subgraph {prefix}_{worker.role}_{worker.position}[{_quoted(drawing.worker_label(worker))}]"
-    for node in nodes:
-        text = "<br/>".join(_escaped(line) for line in (node.method or "join", _constants_text(node)) if line)
-        style = "run" if node.kind in ("call", "spread") else node.kind
-        yield f'  {prefix}_n{node.number}["{text}"]:::{style}'
-    yield "end"
-
-
-def _quoted(text: str) -> str:
-    return f'"{_escaped(text)}"'
-
-
-def _escaped(text: str) -> str:
-    """Escapes for Mermaid: `#` starts an entity, a double quote ends the text, angle brackets are tags."""
-    entities = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "`": "#96;"}
-    return "".join(entities.get(character, character) for character in text)

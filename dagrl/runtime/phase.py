@@ -370,16 +370,16 @@ def phase(function: PhaseFunction) -> Phase: ...
 
 
 @overload
-def phase(*, inputs: InputSpec | None = None, name: str = "") -> Callable[[PhaseFunction], Phase]: ...
+def phase(*, inputs: InputSpec | None = None) -> Callable[[PhaseFunction], Phase]: ...
 
 
 def phase(
-    function: PhaseFunction | None = None, *, inputs: InputSpec | None = None, name: str = ""
+    function: PhaseFunction | None = None, *, inputs: InputSpec | None = None
 ) -> Phase | Callable[[PhaseFunction], Phase]:
     """Makes a `Phase` of a function: `@phase`, or `@phase(inputs={...})` for one that takes a `Batch`."""
     if function is None:
-        return functools.partial(phase, inputs=inputs, name=name)
-    name = name or function.__name__
+        return functools.partial(phase, inputs=inputs)
+    name = function.__name__
     parameters = inspect.signature(function).parameters
     roles = tuple(key for key, parameter in parameters.items() if _is_shard(parameter.annotation))
     others = [key for key in parameters if key not in roles]

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -214,7 +215,7 @@ def test_compiled_phases_of_any_number_keep_their_order_too(
     monkeypatch.setattr(compile_module, "accelerated", lambda graph: graph.phase == on_ray)
     with scheduler_of(actors, "compiled") as scheduler:
         phases = [two, one, back_and_forth]
-        more = [phase(name=f"more_{number}")(one.function) for number in range(4)]
+        more = [replace(one, name=f"more_{number}") for number in range(4)]
         for item in (*phases, *more):
             scheduler.add(item, warmup_value=0)
         scheduler.compile()

@@ -9,7 +9,6 @@ Torch is looked up in `sys.modules` and never imported: a process that has not i
 from __future__ import annotations
 
 import copyreg
-import functools
 import io
 import operator
 import pickle
@@ -189,7 +188,6 @@ def _reduce_tensor(tensor: Tensor) -> Any:
         return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     import torch
 
-    _check_pickled(tensor.dtype)
     whole = tensor.detach().contiguous()
     elements: Any = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()  # one element may have any stride
     return _tensor_of, (pickle.PickleBuffer(elements), whole.dtype, tuple(whole.shape), tensor.requires_grad)
@@ -210,25 +208,8 @@ def _tensor_of(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], requires
 def tensor_bytes(tensor: Tensor) -> int:
     """Returns an upper bound of the bytes of a pickled tensor. Torch writes the whole storage, even if the tensor views a
     part of it; edges write the elements, even if several share their memory.
-
-    Raises RunError for a dtype that torch does not pickle.
     """
-    _check_pickled(tensor.dtype)
     return max(int(tensor.untyped_storage().nbytes()), tensor.nbytes) + 1024 + 32 * tensor.dim()
-
-
-@functools.cache
-def _check_pickled(dtype: torch.dtype) -> None:
-    """Raises RunError for a dtype without a storage type, such as those smaller than a byte."""
-    import torch
-
-    try:
-        pickle.dumps(torch.empty(0, dtype=dtype))
-    except Exception as error:
-        raise RunError(
-            f"tensors of {dtype} cannot be pickled ({error_text(error)}); send tensor.view(torch.uint8), and view what "
-            f"comes as {dtype}"
-        ) from error
 
 
 def accelerator_tensors(value: object) -> list[Tensor]:

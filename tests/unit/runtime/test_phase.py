@@ -325,14 +325,14 @@ def test_shards_are_known_by_their_annotation_however_it_is_imported(annotation:
     assert phase(step).input_name == "value"
 
 
-def test_decorator_with_inputs_and_a_name() -> None:
-    @phase(inputs={"lengths": Field("int64", "row")}, name="other")
+def test_decorator_with_inputs() -> None:
+    @phase(inputs={"lengths": Field("int64", "row")})
     def step(train: Shard, batch: Input) -> Value:
         return train.map("forward", batch)
 
     assert isinstance(step, Phase)
-    assert (step.name, step.roles, step.inputs) == ("other", ("train",), {"lengths": Field("int64", "row")})
-    assert step.trace({"train": role()}).phase == "other"
+    assert (step.name, step.roles, step.inputs) == ("step", ("train",), {"lengths": Field("int64", "row")})
+    assert step.trace({"train": role()}).phase == "step"
 
 
 def test_values_may_be_passed_by_name() -> None:
