@@ -139,7 +139,8 @@ class Engines:
         self.dead: set[int] = set()
         self.absent: set[int] = set()  # starting
         self.empty: set[int] = set()  # without weights
-        vllm = generation_config(config).vllm_cfg
+        generation = generation_config(config)
+        vllm, self.timed = generation.vllm_cfg, generation.quantum_engine_steps is None
         self.layout, self.role = ParallelLayout(dp=vllm.data_parallel_size), SimpleNamespace(name="generation")
         self.slots, self.version = vllm.max_num_seqs, 0
         self.requests: list[dict[int, dict[str, Any]]] = [{} for _ in range(self.layout.dp)]
@@ -148,6 +149,7 @@ class Engines:
 
     def generate(self, batch: Batch, rows: Sequence[npt.NDArray[np.intp]]) -> Parts:
         """Runs one quantum on every living shard."""
+        assert ("seconds" in batch.scalars) == self.timed, "quanta of a fixed number of steps have no time limit"
         streams = quantum_streams(batch)
         for shard, mine in zip(self.requests, rows, strict=True):
             for row in mine.tolist():

@@ -44,7 +44,13 @@ Trained = Mapping[int, Sequence[ScoredGroup]]
 
 
 def configuration(
-    loop: Mapping[str, Any], *, turns: bool = False, dynamic: bool = False, generations: int = GENERATIONS, room: int = 40
+    loop: Mapping[str, Any],
+    *,
+    turns: bool = False,
+    dynamic: bool = False,
+    generations: int = GENERATIONS,
+    room: int = 40,
+    limit: int = 10,
 ) -> Config:
     return Config.model_validate(
         {
@@ -54,7 +60,7 @@ def configuration(
             "policy": {
                 "max_total_sequence_length": room,
                 "generation": {
-                    "max_new_tokens": 10,
+                    "max_new_tokens": limit,
                     "quantum_engine_steps": 3,
                     "vllm_cfg": {"data_parallel_size": 2, "max_num_seqs": 3},
                 },
@@ -405,28 +411,6 @@ def test_a_stop_does_not_wait_for_running_sequences_to_finish(tmp_path: Path, mo
     assert sorted(numbers_of(first.trained | second.trained)) == list(range(STEPS * PROMPTS))
 
 
-def test_continued_sequences_keep_the_limit_of_the_resumed_run(tmp_path: Path) -> None:
-    """Its results have no room for more. Groups with longer sequences are generated again."""
-    config, limit, beyond = slow(configuration(asynchronous(2, True), room=80)), 8, 0
-    shorter = config.with_keys({"policy.generation.max_new_tokens": limit})
-    for seed in range(5):
-        first, directory = Run(config, seed, stop_at=6), tmp_path / str(seed)
-        state = first.train()
-        assert state is not None
-        directory.mkdir()
-        first.save(directory)
-        saved = read_trajectories(directory)
-        assert saved is not None
-        before = [one for group in saved.groups for one in group.group.episodes]
-        beyond += sum(len(one.tokens) > limit for one in before if not one.finish_reason)
-        ended = {(one.seed, tuple(one.tokens)) for one in before if one.finish_reason}
-        second = Run(shorter, seed + 1, resumed=Checkpoint(directory, state))
-        assert second.train() is None
-        made = [one for groups in second.trained.values() for one in episodes_of(groups)]
-        assert all(len(one.tokens) <= limit or (one.seed, tuple(one.tokens)) in ended for one in made)
-    assert beyond, "some sequences must be too long"
-
-
 @pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
 def test_a_stop_in_the_validation_before_the_first_step_does_not_wait_for_it(
     loop: Mapping[str, Any], tmp_path: Path
@@ -512,16 +496,7 @@ def test_quantum_times_are_recorded_and_bounded(made: int, running: bool, learne
     assert [batch.scalars["seconds"] for batch in sent] == [0.25] * IN_FLIGHT, "both within 0.5 s"
 
 
-def test_quanta_with_fixed_steps_have_no_time_limit() -> None:
-    run, sent = Run(configuration(asynchronous(2, True)), seed=0), list[Batch]()
-    submit = run.submit
-    run.submit = lambda name, value, rows=(): (sent.append(value), submit(name, value, rows))[1]  # type: ignore[method-assign]
-    assert run.train() is None
-    batches = [value for value in sent if isinstance(value, Batch)]
-    assert batches and not any("seconds" in batch.scalars for batch in batches)
-
-
-@pytest.mark.parametrize("changed", [{"generations": 3}, {"room": 14}], ids=str)
+@pytest.mark.parametrize("changed", [{"generations": 3}, {"room": 14}, {"limit": 8}], ids=str)
 def test_a_resumed_run_generates_groups_that_no_longer_fit_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, int]
 ) -> None:

@@ -247,23 +247,6 @@ def test_three_states_keep_what_fits(total: int) -> None:
         assert {what for _, what in moved} == {"offload"}
 
 
-def test_states_stay_next_to_each_other_while_generation_sleeps() -> None:
-    """With room for all states but not for generation, too, turns between the states move nothing back."""
-    moved = turns_of_a_step(total_for(ALL_STATES + ACTIVATIONS), "auto")
-    training = moved[moved.index(("critic", "offload")) : moved.index(("generation", "wake_up"))]
-    assert {what for _, what in training} == {"offload"}
-
-
-def test_no_moves_without_exchange() -> None:
-    everything = ALL_STATES + sum(GENERATION.values()) + 3 * ACTIVATIONS
-    gpu = SimulatedGpu(everything, *STATES)
-    gpu.held.update({role: set(TRAIN_PARTS) for role in STATES})
-    shared = gpu.shared("never", resident=True)
-    for roles in (*STEP, *STEP):
-        shared.give_to(roles)
-    assert gpu.moved == []
-
-
 def test_weights_stay_first() -> None:
     """A teacher's weights may stay where an optimizer does not fit."""
     parts = {role: SIZES[role] for role in STATES}
@@ -271,16 +254,3 @@ def test_weights_stay_first() -> None:
     found = measured.residency()
     assert not found.everything
     assert found.generating == {"train": ("weights",), "critic": ("weights",), "teacher": TRAIN_PARTS}  # the rest is empty
-
-
-def test_measured_memory_is_told_in_gib() -> None:
-    gib = 1 << 30
-    measured = MeasuredMemory(
-        total=80 * gib,
-        parts={"train": {"weights": 8 * gib, "optimizer": 48 * gib}},
-        generation=28 * gib,
-        free={"train": 20 * gib, "generation": 50 * gib},
-    )
-    assert str(measured) == (
-        "train 56.0 GiB, generation 28.0 GiB; of 80.0 GiB are free 20.0 GiB with train alone, 50.0 GiB with generation alone"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +76,30 @@ def test_completions_fit_a_model_with_a_short_context(machine: Any) -> None:
     assert derived.config.policy.max_total_sequence_length == 64
 
 
-def test_completions_fit_buckets_below_the_longest_sequence(machine: Any) -> None:
+LENGTH, RATE = "policy.max_total_sequence_length", "policy.optimizer.lr"
+BUCKETS = {LENGTH.partition(".")[2]: 1000, "sequence_buckets": [100, 300]}
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "expected"),
+    [
+        (minimal(policy=BUCKETS), 0, {"policy.generation.max_new_tokens": 150}),
+        (minimal(policy={"max_total_sequence_length": 512}), 0, {"policy.generation.max_new_tokens": 256}),
+        (minimal(policy=LORA), 9, {RATE: 1e-5}),
+        (minimal(sft={"max_num_epochs": 1}), 300, {"sft.lr": 1e-5, "sft.max_num_steps": 1}),  # 512 a step
+        (minimal("sft"), 300, {RATE: 1e-5, LENGTH: 320, "sft.max_num_steps": 4}),  # 32 a step
+        (minimal("sft", policy=LORA), 9, {RATE: 1e-5}),
+        (minimal("sft", sft={"max_num_epochs": 3}), 3, {"sft.max_num_steps": 10}),
+        (minimal("sft"), 50_000, {LENGTH: 40960}),  # the model's
+        (minimal("dpo"), 9, {RATE: 1e-6, "preference.max_num_steps": 4, "policy.train_global_batch_size": 32}),
+    ],
+)
+def test_steps_lengths_and_rates(machine: Any, config: Config, rows: int, expected: dict[str, object]) -> None:
+    """Of 100 demonstrations or pairs with `rows` tokens each."""
     machine(0)
-    policy = {"max_total_sequence_length": 1000, "sequence_buckets": [100, 300]}
-    generation = resolve(minimal(policy=policy)).config.policy.generation
-    assert generation is not None and generation.max_new_tokens == 150
-
-
-def test_a_minimal_dpo_run_takes_pairs_at_a_low_rate(machine: Any) -> None:
-    machine(1)
-    config = resolve(minimal("dpo"), demonstrations=9).config
-    assert (config.preference.max_num_steps, config.policy.train_global_batch_size) == (4, 32)  # 100 pairs
-    assert config.policy.optimizer.lr == 1e-6 and config.policy.generation is None
+    derived = resolve(config, demonstrations=rows)
+    assert {key: attrgetter(key)(derived.config) for key in expected} == expected
+    assert derived.reasons.get(RATE) == "LoRA" or config.policy.peft.enabled is False
 
 
 def test_a_minimal_grpo_run_on_one_gpu(machine: Any) -> None:
@@ -209,42 +222,6 @@ def test_without_gpus(machine: Any) -> None:
     assert (policy.precision, policy.sequence_packing.enabled, engine.enforce_eager) == ("float32", False, True)
     token = 2 * 28 * 8 * 128 * 4
     assert engine.kv_cache_memory_bytes is not None and engine.kv_cache_memory_bytes > 1280 * token
-
-
-def test_sft_takes_one_pass_and_the_longest_example(machine: Any) -> None:
-    machine(0)
-    derived = resolve(minimal("sft"), demonstrations=300)
-    assert derived.config.policy.optimizer.lr == 1e-5
-    assert derived.config.policy.max_total_sequence_length == 320
-    assert derived.config.sft.max_num_steps == 4  # 100 examples, 32 a step
-    assert resolve(minimal("sft", sft={"max_num_epochs": 3}), demonstrations=3).config.sft.max_num_steps == 10
-
-
-def test_lora_learns_faster(machine: Any) -> None:
-    machine(0)
-    for config in (minimal(policy=LORA), minimal("sft", policy=LORA)):
-        derived = resolve(config, demonstrations=9)
-        assert derived.config.policy.optimizer.lr == 1e-5
-        assert derived.reasons["policy.optimizer.lr"] == "LoRA"
-
-
-def test_sft_before_grpo_only_if_asked(machine: Any) -> None:
-    machine(0)
-    derived = resolve(minimal(sft={"max_num_epochs": 1}), demonstrations=300)
-    assert (derived.config.sft.lr, derived.config.sft.max_num_steps) == (1e-5, 1)  # 100 examples, 512 a step
-
-
-def test_lengths_end_where_the_model_does(machine: Any) -> None:
-    machine(0)
-    derived = resolve(minimal("sft"), demonstrations=50_000)
-    assert derived.config.policy.max_total_sequence_length == 40960
-    assert "room for 40960" in derived.reasons["policy.max_total_sequence_length"]
-
-
-def test_half_of_a_chosen_length_is_for_completions(machine: Any) -> None:
-    machine(0)
-    policy = resolve(minimal(policy={"max_total_sequence_length": 512})).config.policy
-    assert policy.generation is not None and policy.generation.max_new_tokens == 256
 
 
 @pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart"])
