@@ -108,6 +108,14 @@ def local_tensors(slices: list[WeightSlice]) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
 
 
+def imported(directory: Path, model: dict[str, Any] = MODEL) -> tuple[list[WeightSlice], dict[str, torch.Tensor]]:
+    """The slices and tensors of a single rank that has read a checkpoint."""
+    slices = megatron_weight_slices(model, ParallelLayout(), 0)
+    tensors = local_tensors(slices)
+    hf_load.load_hf(directory, slices, parameter_shapes(model), tensors)
+    return slices, tensors
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
     """A checkpoint in several files."""
@@ -177,9 +185,7 @@ def test_an_export_holds_no_more_than_a_file(
     directory, weights = checkpoint
     limit = sum(weight.nbytes for weight in weights.values()) // 5
     monkeypatch.setattr(hf_export, "FILE_BYTES", limit)
-    slices = megatron_weight_slices(MODEL, ParallelLayout(), 0)
-    tensors = local_tensors(slices)
-    hf_load.load_hf(directory, slices, parameter_shapes(MODEL), tensors)
+    slices, tensors = imported(directory)
     hf_export.export_hf(directory, tmp_path / "out", [slices], tensors, 0, None, "float32")
     found = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
@@ -205,9 +211,8 @@ def test_weights_of_another_model_are_rejected(
 ) -> None:
     """Including larger ones that contain this model's shapes."""
     model = {**MODEL, **change}
-    slices = megatron_weight_slices(model, ParallelLayout(), 0)
     with pytest.raises(CheckpointError, match=message):
-        hf_load.load_hf(checkpoint[0], slices, parameter_shapes(model), local_tensors(slices))
+        imported(checkpoint[0], model)
     with pytest.raises(CheckpointError, match=message):
         hf_load.check_hf(checkpoint[0], parameter_shapes(model))
 
@@ -222,10 +227,8 @@ def test_layers_for_multi_token_prediction_are_not_read(
         (source / file.name).symlink_to(file)
     model = {**MODEL, "num_hidden_layers": LAYERS - 1, "num_nextn_predict_layers": 1}
     (source / "config.json").write_text(json.dumps(model))
-    slices = megatron_weight_slices(model, ParallelLayout(), 0)
-    tensors = local_tensors(slices)
     hf_load.check_hf(source, parameter_shapes(model))
-    hf_load.load_hf(source, slices, parameter_shapes(model), tensors)
+    slices, tensors = imported(source, model)
     hf_export.export_hf(source, out, [slices], tensors, 0, None, "float32")
     assert hf_load.read_hf_config(out)["num_nextn_predict_layers"] == 0
     hf_load.check_hf(out, parameter_shapes(model))
@@ -235,9 +238,7 @@ def test_a_complete_export_replaces_the_previous_one(
     checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, weights = checkpoint
-    slices = megatron_weight_slices(MODEL, ParallelLayout(), 0)
-    tensors, out = local_tensors(slices), tmp_path / "out"
-    hf_load.load_hf(directory, slices, parameter_shapes(MODEL), tensors)
+    (slices, tensors), out = imported(directory), tmp_path / "out"
     monkeypatch.setattr(hf_export, "FILE_BYTES", sum(weight.nbytes for weight in weights.values()) // 5)
     hf_export.export_hf(directory, out, [slices], tensors, 0, None, "float32")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -260,9 +261,9 @@ def test_a_complete_export_replaces_the_previous_one(
 
 
 def test_an_export_over_other_files_is_rejected(checkpoint: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
-    slices = megatron_weight_slices(MODEL, ParallelLayout(), 0)
+    slices, tensors = imported(checkpoint[0])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match="mine is not a Hugging Face model directory"):
-        hf_export.export_hf(checkpoint[0], tmp_path / "mine", [slices], local_tensors(slices), 0, None, "float32")
+        hf_export.export_hf(checkpoint[0], tmp_path / "mine", [slices], tensors, 0, None, "float32")
     assert (tmp_path / "mine" / "thesis.tex").exists()

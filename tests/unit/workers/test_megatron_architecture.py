@@ -73,15 +73,16 @@ def test_all_problems_are_listed_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [ParallelLayout(dp=3, tp=2, pp=2, cp=2), ParallelLayout(tp=4), ParallelLayout(pp=2, vpp=2)],
+    ("config", "layout"),
+    [
+        (QWEN3, ParallelLayout(dp=3, tp=2, pp=2, cp=2)),
+        (QWEN3, ParallelLayout(tp=4)),
+        (QWEN3, ParallelLayout(pp=2, vpp=2)),
+        (MOE, ParallelLayout(tp=2, dp=2, ep=4, etp=1)),  # fewer slices of experts than of dense weights
+    ],
 )
-def test_layouts_that_fit(layout: ParallelLayout) -> None:
-    check_layout(QWEN3, layout)
-
-
-def test_fewer_expert_slices_than_dense_ones() -> None:
-    check_layout(MOE, ParallelLayout(tp=2, dp=2, ep=4, etp=1))
+def test_layouts_that_fit(config: dict[str, Any], layout: ParallelLayout) -> None:
+    check_layout(config, layout)
 
 
 @pytest.mark.parametrize(
@@ -127,23 +128,15 @@ def test_a_scaled_rope_is_read_as_transformers_does(key: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
-def test_a_missing_rope_is_that_of_transformers(kind: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = {**MOE, "model_type": kind}
-    rope = transformers.AutoConfig.for_model(**model).rope_parameters
-    assert read_architecture(model).rope["rope_theta"] == rope["rope_theta"]
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim"])
-def test_missing_head_counts_are_those_of_transformers(kind: str, key: str) -> None:
+def test_missing_sizes_and_rope_are_those_of_transformers(kind: str, key: str) -> None:
     transformers = pytest.importorskip("transformers")
     model = {**MOE, "model_type": kind, "num_attention_heads": 64, "hidden_size": 512}
     model.pop(key, None)
-    theirs = transformers.AutoConfig.for_model(**model)
-    mine = read_architecture(model)
+    theirs, mine = transformers.AutoConfig.for_model(**model), read_architecture(model)
     assert mine.kv_heads == theirs.num_key_value_heads
     assert mine.head_dim == (getattr(theirs, "head_dim", None) or 512 // 64)
+    assert mine.rope["rope_theta"] == theirs.rope_parameters["rope_theta"]
 
 
 def test_layers_with_experts_are_those_of_transformers() -> None:

@@ -101,6 +101,10 @@ def test_every_token_is_trained_once(lengths: list[int], kind: str, sizes: tuple
             counts = torch.from_numpy(batch["loss_mask"].sum(1))[targets[real] // WIDTH]
             assert torch.equal(item.data["sequence_tokens"].flatten()[real], counts)
             assert (item.labels.flatten()[~real] == 0).all()
+            if cp == 1:
+                seen = [tokens for tokens, inside in zip(attended(item), real.tolist(), strict=True) if inside]
+                own = item.tokens.flatten()[real].tolist()
+                assert seen == [[*range(1 + (token - 1) // WIDTH * WIDTH, token + 1)] for token in own], "its own sequence"
     expected = [row * WIDTH + at for row, length in enumerate(lengths) for at in range(1, length)]
     assert sorted(found) == expected
 
@@ -122,17 +126,6 @@ def test_microbatches_of_rows_are_equal_with_minimal_padding(rows: int, limit: i
     cut = split_batch(make_batch([WIDTH] * rows), replace(RULES["rows"], rows=limit), place(pp=pp, vpp=pp))
     assert [item.tokens.shape for item in cut.items] == [(shape, WIDTH)] * count
     assert shape <= limit and cut.processed - cut.filled < count * WIDTH
-
-
-@pytest.mark.parametrize("kind", RULES)
-def test_attention_stays_inside_a_sequence(kind: str) -> None:
-    batch = make_batch([3, 24, 1, 17, 9, 22, 5])
-    for item in split_batch(batch, RULES[kind], place(), model=RoutedModel(200, RoutedLayers(2, 4, 2))).items:
-        followed = (item.targets.flatten() < batch.rows * WIDTH).tolist()  # no padding, and not the last of a sequence
-        for token, real, seen in zip(item.tokens.flatten().tolist(), followed, attended(item), strict=True):
-            if real:
-                row = (token - 1) // WIDTH
-                assert seen == list(range(1 + row * WIDTH, token + 1))
 
 
 GROUPS = st.lists(
@@ -220,12 +213,11 @@ def test_an_empty_batch_is_padded_with_the_vocabulary() -> None:
 
 
 def test_microbatches_of_rows_leave_out_padding_rows() -> None:
-    """Uses the equal microbatches of the full bucket, whose shape is warm."""
+    """They are the equal microbatches of the full bucket, whose shape is warm."""
     whole = split_batch(make_batch([WIDTH] * 8), RULES["rows"], place())
     part = split_batch(make_batch([3, 24, 17, 9, 1, 0, 0, 0]), RULES["rows"], place())
-    rows = whole.shape[0]
     assert part.shape == whole.shape
-    assert (len(whole.items), len(part.items)) == (-(-8 // rows), -(-5 // rows))
+    assert [len(cut.items) for cut in (whole, part)] == [-(-rows // whole.shape[0]) for rows in (8, 5)]
 
 
 def test_packed_microbatches_have_few_widths_and_a_warm_up_covers_all() -> None:

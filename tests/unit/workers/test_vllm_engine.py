@@ -67,9 +67,7 @@ def test_a_quantum_ends_after_the_step_that_exceeds_its_time(engine: QuantumEngi
     assert engine.run([], 5).engine_steps == 5, "without a time limit"
 
 
-def test_tensor_parallel_ranks_ignore_the_time_limit(
-    vllm: AsyncEngineDouble,
-) -> None:
+def test_tensor_parallel_ranks_ignore_the_time_limit(vllm: AsyncEngineDouble) -> None:
     compared: list[int] = []
     engine = quantum_engine(vllm, SimpleNamespace(compare=lambda step, ended: compared.append(step)))
     vllm.seconds = iter([9.0] * 4)
@@ -77,12 +75,6 @@ def test_tensor_parallel_ranks_ignore_the_time_limit(
     assert compared == [4]
     engine.run(asked(r2=2), 5)
     assert compared == [4, 3, 5], "also whenever a request ends"
-
-
-def test_requests_that_finish_while_draining_come_with_the_next_quantum(engine: QuantumEngine) -> None:
-    engine.run(asked(r1=2, r2=5, r3=9), 5)
-    engine.drain()
-    assert rows(engine.run([], 1)) == [(2, 5)]
 
 
 def test_a_warm_up_returns_its_own_requests_and_keeps_the_others(engine: QuantumEngine, vllm: AsyncEngineDouble) -> None:
