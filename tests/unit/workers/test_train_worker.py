@@ -1,8 +1,8 @@
-"""`TrainWorker` on a backend that is not Megatron's: steps, log-probabilities, reference and files against plain torch."""
+"""`TrainWorker` on one rank of FSDP: steps, log-probabilities, reference and files against plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import torch
 from dagrl.errors import RunError
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
+from dagrl.runtime.store import reserve_port
 from dagrl.runtime.worker import ReplayContext, WorkerContext, replay_context
+from dagrl.workers.families.hf_config import SCORE
+from dagrl.workers.fsdp import FsdpValueWorker, FsdpWorker
 from tests.integration import megatron_reference as reference
-from tests.unit.workers.plain_backend import PlainValueWorker, PlainWorker
 
 pytest.importorskip("transformers")
 
@@ -30,20 +32,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reference.make_model("qwen3", tmp_path_factory.mktemp("models"))
 
 
-def worker_of(kind: type[Any], model: Path, **policy: Any) -> Any:
-    worker = kind(WorkerContext("train", 0, ParallelLayout()), reference.make_config(model, **policy))
-    worker.prepare()
-    worker.setup("")
-    return worker
+Make = Callable[..., Any]
+
+
+def address() -> str:
+    return f"127.0.0.1:{reserve_port()}"
 
 
 @pytest.fixture
-def make(model: Path) -> Callable[..., PlainWorker]:
-    return lambda **policy: worker_of(PlainWorker, model, **policy)
+def make(model: Path) -> Iterator[Make]:
+    """Starts a worker and ends the one before, as a process has one default group."""
+    running: list[FsdpWorker] = []
+
+    def start(kind: type[FsdpWorker] = FsdpWorker, **policy: Any) -> FsdpWorker:
+        if running:
+            running.pop().shutdown()
+        config = reference.make_config(model, backend="fsdp", **policy)
+        running.append(kind(WorkerContext("train", 0, ParallelLayout()), config))
+        running[0].prepare()
+        running[0].setup(address())
+        return running[0]
+
+    yield start
+    running[0].shutdown()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_steps_are_those_of_plain_torch(way: str, make: Callable[..., PlainWorker], model: Path) -> None:
+def test_steps_are_those_of_plain_torch(way: str, make: Make, model: Path) -> None:
     batch, worker = reference.make_batch(), make(**WAYS[way])
     expected = reference.train_reference(model, batch, worker.config, reference.sft_reference)
     found = worker.logprobs(batch)
@@ -59,7 +74,7 @@ def test_steps_are_those_of_plain_torch(way: str, make: Callable[..., PlainWorke
     assert steps[0]["perf/train_tflops_per_gpu"] > 0
 
 
-def test_a_step_reads_the_columns_that_the_worker_kept(make: Callable[..., PlainWorker], model: Path) -> None:
+def test_a_step_reads_the_columns_that_the_worker_kept(make: Make, model: Path) -> None:
     """Without a change since, the ratio to the kept log-probabilities is 1: the loss is the mean of the advantages."""
     batch, worker = reference.make_batch(grpo=True), make(generation={"temperature": 0.7})
     rows = Batch({name: batch[name] for name in ("tokens", "lengths")}, {"step": 1.0})
@@ -90,7 +105,7 @@ def test_a_step_reads_the_columns_that_the_worker_kept(make: Callable[..., Plain
         worker.train_step(step.with_scalars(step=2.0), "policy")
 
 
-def test_the_reference_policy_keeps_its_weights(make: Callable[..., PlainWorker], model: Path) -> None:
+def test_the_reference_policy_keeps_its_weights(make: Make, model: Path) -> None:
     batch, worker = reference.make_batch(), make()
     before = worker.logprobs(batch)
     worker.snapshot_reference()
@@ -107,7 +122,7 @@ def test_the_reference_policy_keeps_its_weights(make: Callable[..., PlainWorker]
     np.testing.assert_array_equal(other["logprobs"], before["logprobs"])
 
 
-def test_a_checkpoint_continues_and_names_what_differs(make: Callable[..., PlainWorker], tmp_path: Path) -> None:
+def test_a_checkpoint_continues_and_names_what_differs(make: Make, tmp_path: Path) -> None:
     batch, worker = (
         reference.make_batch(),
         make(scheduler={"lr_decay_style": "linear", "lr_decay_iters": 5}),
@@ -126,7 +141,7 @@ def test_a_checkpoint_continues_and_names_what_differs(make: Callable[..., Plain
     assert worker.train_step(batch.with_scalars(lr=3e-4), "likelihood").shared["lr"] == 3e-4, "in place of the schedule's"
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step(make: Callable[..., PlainWorker]) -> None:
+def test_a_gradient_that_is_not_finite_skips_the_step(make: Make) -> None:
     batch, worker = reference.make_batch(), make()
     before = {name: tensor.clone() for name, tensor in worker.weight_tensors().items()}
     worker.backend().model.clip = None  # type: ignore[assignment, method-assign]  # not reached
@@ -138,7 +153,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(make: Callable[..., PlainW
         assert name == "lm_head.weight" or torch.equal(tensor, before[name])
 
 
-def test_offloaded_state_is_refused_and_comes_back(make: Callable[..., PlainWorker]) -> None:
+def test_offloaded_state_is_refused_and_comes_back(make: Make) -> None:
     batch, worker = reference.make_batch(), make()
     worker.train_step(batch, "likelihood")
     before = {name: tensor.clone() for name, tensor in worker.weight_tensors().items()}
@@ -149,7 +164,7 @@ def test_offloaded_state_is_refused_and_comes_back(make: Callable[..., PlainWork
     assert all(torch.equal(tensor, before[name]) for name, tensor in worker.weight_tensors().items())
 
 
-def test_an_aborted_worker_raises_until_it_is_reset(make: Callable[..., PlainWorker]) -> None:
+def test_an_aborted_worker_raises_until_it_is_reset(make: Make) -> None:
     batch, worker = reference.make_batch(), make()
     worker.abort()
     with pytest.raises(RunError, match="was aborted"):
@@ -157,20 +172,23 @@ def test_an_aborted_worker_raises_until_it_is_reset(make: Callable[..., PlainWor
     assert worker.reset()
     with pytest.raises(RunError, match="not set up"):
         worker.logprobs(batch)
-    worker.setup("")
+    worker.setup(address())
     assert worker.logprobs(batch) is not None
 
 
-def test_values_of_a_scalar_head(model: Path) -> None:
+def test_values_of_a_scalar_head(make: Make, model: Path) -> None:
     """At each token the number of the state before it, computed without padding."""
-    worker = worker_of(PlainValueWorker, model, **WAYS["packed"])
-    batch, net = reference.make_batch(), worker.backend().model.net
+    from transformers import AutoModelForCausalLM
+
+    worker = make(FsdpValueWorker, **WAYS["packed"])
+    batch, net = reference.make_batch(), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    head = worker.backend().model.weights()[SCORE]
     found = worker.values(batch)["values"]
     sums = worker.answer_sums(batch)["sums"]
     with torch.no_grad():
         for row, (tokens, length) in enumerate(zip(batch["tokens"], batch["lengths"], strict=True)):
-            states = net.model(torch.tensor(tokens[None, :length])).last_hidden_state
+            states = net.model(torch.tensor(tokens[None, :length])).last_hidden_state[0, :-1]
             expected = np.zeros(batch.tokens, np.float32)
-            expected[1:length] = net.lm_head(states)[0, :-1, 0].numpy()
+            expected[1:length] = (states @ head[0]).numpy()
             np.testing.assert_allclose(found[row], expected, atol=1e-5)
             assert sums[row] == pytest.approx(float((expected * batch["loss_mask"][row]).sum()), abs=1e-4)
