@@ -338,11 +338,8 @@ class QuantumEngine:
         return bool(self._engine.reset_prefix_cache())
 
     def _check(self, requests: Sequence[Request]) -> None:
-        seen: set[str] = set()
         for request in requests:
             name, length = str(request.request_id), len(request.prompt)
-            if name in self._running or name in seen:
-                raise DataError(f"request {name} is already running; give every request a unique id")
             if not 0 < length < self.max_model_len:
                 raise DataError(
                     f"the prompt of request {name} has {length} tokens; vLLM takes 1 to {self.max_model_len - 1} here. "
@@ -353,12 +350,6 @@ class QuantumEngine:
                     f"the prompt of request {name} has tokens from {min(request.prompt)} to {max(request.prompt)}; the "
                     f"model has 0 to {self._vocabulary - 1}. Tokenize the data with the model's own tokenizer"
                 )
-            if request.max_new_tokens < 1 or request.seed < 0:
-                raise DataError(
-                    f"request {name} asks for {request.max_new_tokens} new tokens with seed {request.seed}; "
-                    "expected at least one token and a non-negative seed"
-                )
-            seen.add(name)
 
     def _add(self, request: Request) -> None:
         name = str(request.request_id)

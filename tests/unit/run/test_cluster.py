@@ -65,21 +65,25 @@ def test_a_node_too_slow_for_ray_is_started_again(
     assert len(started) == calls
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:", "127.0.0.2:", "[::1]:"])
-def test_an_address_at_which_nothing_listens(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("host", "beyond", "message"),
+    [
+        ("127.0.0.1", 0, "no Ray cluster answers at .*; start one there"),
+        ("127.0.0.2", 0, "no Ray cluster answers"),
+        ("[::1]", 0, "no Ray cluster answers"),
+        (
+            "127.0.0.1",
+            65536,
+            r"cluster.address is '127\.0\.0\.1:\d+'; expected a port of at most 65535",
+        ),  # its lower bits listen
+    ],
+)
+def test_an_address_at_which_nothing_listens(host: str, beyond: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", refuse)
-    with socket.socket() as silent:
-        silent.bind(("", 0))
-        address = f"{host}{silent.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=r"no Ray cluster answers at .*; start one there"):
-            with ray_cluster(ClusterConfig(address=address)):
-                pass
-
-
-def test_a_port_too_large_for_tcp_is_refused_even_if_its_lower_bits_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "init", refuse)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        address = f"127.0.0.1:{65536 + listening.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"cluster.address is '{address}'; expected a port of at most 65535"):
-            with ray_cluster(ClusterConfig(address=address)):
-                pass
+    with socket.socket() as bound:
+        bound.bind(("", 0))
+        if beyond:
+            bound.listen()
+        address = f"{host}:{beyond + bound.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=message), ray_cluster(ClusterConfig(address=address)):
+            pass

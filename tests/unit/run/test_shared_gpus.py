@@ -11,6 +11,7 @@ from dagrl.config import Config
 from dagrl.config.plan import RunPlan
 from dagrl.run import fleet
 
+ENGINE_SHARES = "policy.generation.colocated.enabled"
 CRITIC = {"megatron_cfg": {"tensor_model_parallel_size": 2}}
 
 
@@ -37,36 +38,27 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "GpuBundles", Bundles)
 
 
-def test_a_critic_has_gpus_of_its_own() -> None:
-    config = configuration(critic=CRITIC)
+THIRDS = dict.fromkeys(("train", "critic", "teacher"), pytest.approx(1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("keys", "devices", "shares"),
+    [
+        ({}, 3 + 2 + 2, {}),
+        ({"critic.colocated": True, "teacher": {"model_name": "m", "colocated": True}}, 3 + 2, THIRDS),
+        ({ENGINE_SHARES: True}, 3 + 2, {"train": 0.5, "generation": 0.5}),
+        ({ENGINE_SHARES: True, "critic.colocated": True}, 3, {"train": 0.25, "critic": 0.25, "generation": 0.5}),
+    ],
+    ids=["apart", "a critic and a teacher", "generation", "a critic and generation"],
+)
+def test_shares_of_the_train_workers_gpus(keys: dict[str, Any], devices: int, shares: dict[str, float]) -> None:
+    """Three train workers, two of generation and two of a critic, which are placed together where they share GPUs."""
+    config = configuration(critic=CRITIC).with_keys(keys)
     plan = RunPlan.of(config)
-    assert plan.sharing == () and plan.devices == 3 + 2 + 2
-    with ExitStack() as stack:
-        assert fleet.shared_resources(config, plan, stack) == {}
-
-
-def test_a_critic_and_a_teacher_on_the_train_workers_gpus() -> None:
-    config = configuration(critic={**CRITIC, "colocated": True}, teacher={"model_name": "m", "colocated": True})
-    plan = RunPlan.of(config)
-    assert plan.sharing == ("train", "critic", "teacher") and plan.devices == 3 + 2
-    with ExitStack() as stack:
-        found = fleet.shared_resources(config, plan, stack)
-        assert {role: resources.num_gpus for role, resources in found.items()} == dict.fromkeys(found, pytest.approx(1 / 3))
-        (bundles,) = {id(resources.bundles): resources.bundles for resources in found.values()}.values()
-        assert isinstance(bundles, Bundles) and bundles.count == 3
-    assert bundles.released
-
-
-def test_generation_has_half_of_a_shared_gpu() -> None:
-    config = configuration(critic=CRITIC).with_keys({"policy.generation.colocated.enabled": True})
-    plan = RunPlan.of(config)
-    assert plan.sharing == ("train", "generation") and plan.devices == 3 + 2
+    assert plan.sharing == tuple(shares) and plan.devices == devices
     with ExitStack() as stack:
         found = fleet.shared_resources(config, plan, stack)
-        assert {role: resources.num_gpus for role, resources in found.items()} == {"train": 0.5, "generation": 0.5}
-    config = config.with_keys({"critic.colocated": True})
-    plan = RunPlan.of(config)
-    assert plan.sharing == ("train", "critic", "generation") and plan.devices == 3
-    with ExitStack() as stack:
-        shares = {role: resources.num_gpus for role, resources in fleet.shared_resources(config, plan, stack).items()}
-        assert shares == {"train": 0.25, "critic": 0.25, "generation": 0.5}
+        assert {role: resources.num_gpus for role, resources in found.items()} == shares
+        placed = {id(one.bundles): one.bundles for one in found.values()}.values()
+        assert [isinstance(bundles, Bundles) and bundles.count for bundles in placed] == [3] * bool(shares)
+    assert all(isinstance(bundles, Bundles) and bundles.released for bundles in placed)

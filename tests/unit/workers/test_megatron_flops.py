@@ -124,8 +124,6 @@ def test_rates_cover_all_optimizer_steps() -> None:
     ("device", "precision", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989.0),
-        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
-        ("NVIDIA H200", "bfloat16", 989.0),
         ("NVIDIA H20", "bfloat16", 148.0),
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 312.0),
         ("NVIDIA H200", "float32", None),

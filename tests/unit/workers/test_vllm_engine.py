@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from dagrl.errors import DataError, RunError
+from dagrl.errors import RunError
 from dagrl.rl.generation import Generated, checksum
 from dagrl.workers.vllm.engine import QuantumEngine, Request
 from tests.unit.workers.vllm_double import AsyncEngineDouble, state_of, states_of
@@ -94,30 +93,6 @@ def test_an_engine_does_not_sleep_while_requests_run(engine: QuantumEngine) -> N
         engine.sleep(1)
     engine.abort()
     engine.sleep(1)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"request_id": 1}, "request 1 is already running"),
-        ({"request_id": 2}, "request 2 is already running"),
-        ({"prompt": []}, "has 0 tokens; vLLM takes 1 to 99 here"),
-        ({"prompt": [1] * 100}, "has 100 tokens; vLLM takes 1 to 99 here"),
-        ({"prompt": [-1, 9]}, "tokens from -1 to 9; the model has 0 to 9"),
-        ({"prompt": [0, 10]}, "tokens from 0 to 10; the model has 0 to 9"),
-        ({"max_new_tokens": 0}, "asks for 0 new tokens"),
-        ({"seed": -1}, "with seed -1"),
-    ],
-)
-def test_invalid_requests_are_rejected_before_any_is_added(
-    engine: QuantumEngine, wrong: dict[str, Any], message: str
-) -> None:
-    good = Request(1, [0, 9], seed=0, max_new_tokens=3, greedy=True)
-    engine.run([good], 1)
-    with pytest.raises(DataError, match=message):
-        engine.run([replace(good, request_id=2), replace(good, **{"request_id": 3, **wrong})], 1)
-    assert (engine.unfinished, engine.interrupted) == (1, False)
-    assert rows(engine.run([replace(good, request_id=2), replace(good, request_id=3, prompt=[1] * 99)], 9))
 
 
 def test_an_aborted_request_is_not_returned_even_if_it_finished(engine: QuantumEngine, vllm: AsyncEngineDouble) -> None:
