@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from dagrl.config import EnvironmentConfig
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.agents.episode import Limits
 from dagrl.rl.environments import EnvironmentRunner, Question, Reply, check_environment
 from dagrl.run.model import character_tokenizer
-from tests.unit.rl.test_agent_endpoint import ASKED, END, STOP, Served, learned_texts
+from tests.integration.rl.test_agent_packages import served
+from tests.unit.rl.test_agent_endpoint import ASKED, END, Served, learned_texts
 from tests.unit.rl.test_tools import CHARACTERS, TEMPLATE, add, called
 
-__all__ = ["add"]  # a tool
+__all__ = ["add", "served"]  # a tool, and a fixture
 
 pytest.importorskip("vllm")
 
@@ -30,15 +29,6 @@ async def look_up(word: str) -> str:
     """
     await asyncio.sleep(0)
     return {"cat": "an animal"}[word]
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    served = Served()
-    served.episode._limits = Limits(2000, 200, 9, 1.0, 1.0)
-    yield served
-    served.generation.close()
-    served.server.stop(STOP)
 
 
 def shown(*contents: str) -> str:

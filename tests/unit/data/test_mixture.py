@@ -14,17 +14,17 @@ from dagrl.data import Sampler, load_splits, open_sampler
 from dagrl.data.tokenization import encode_prompts
 from dagrl.errors import CheckpointError, ConfigError, DataError
 from dagrl.run.model import character_tokenizer
+from tests.unit.data.test_data import write
 
 
-def write_rows(path: Path, sums: list[str], key: str = "prompt") -> str:
-    path.write_text("".join(json.dumps({key: text, "response": "0"}) + "\n" for text in sums))
-    return str(path)
+def write_sums(path: Path, sums: list[str], key: str = "prompt") -> str:
+    return write(path, [{key: text, "response": "0"} for text in sums])
 
 
 def mixture(tmp_path: Path, **more: object) -> DataConfig:
     """Returns a mixture of twenty sums of ones and five of twos, in files with different columns."""
-    ones = {"path": write_rows(tmp_path / "ones.jsonl", [f"1+{n}=" for n in range(20)]), "val_fraction": 0.1}
-    twos = {"path": write_rows(tmp_path / "twos.jsonl", [f"2+{n}=" for n in range(5)], "q"), "prompt_key": "q"}
+    ones = {"path": write_sums(tmp_path / "ones.jsonl", [f"1+{n}=" for n in range(20)]), "val_fraction": 0.1}
+    twos = {"path": write_sums(tmp_path / "twos.jsonl", [f"2+{n}=" for n in range(5)], "q"), "prompt_key": "q"}
     return DataConfig.model_validate({"mixture": {"ones": ones, "twos": {**twos, "val_fraction": 0.2, **more}}})
 
 

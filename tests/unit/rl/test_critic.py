@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from torch import Tensor
 
 from dagrl.config import Config
 from dagrl.rl.algorithm import VALUE, algorithm_for
 from dagrl.rl.gae import advantages_and_returns, explained_variance, rewards_at_end, whitened
-from dagrl.rl.losses import Denominators, LossOutput, batch_loss
+from dagrl.rl.losses import Denominators, batch_loss
 
 
 def by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -68,40 +67,32 @@ def test_the_variance_that_values_explain() -> None:
     assert 0 < returns.var() < 1e-30 and explained_variance(returns, values, mask) == 0.0, "returns that are equal but round"
 
 
-def output(values: Tensor, clip: float | None) -> LossOutput:
+@pytest.mark.parametrize(
+    ("clip", "errors", "gradients", "clipped"),
+    [
+        (0.5, [0.5, 1.8, 0.2], [0.0, 1.8, 0.2], 1 / 3),  # kept within 0.5 of 1, the values are 1.5, 1.5 and 1.2
+        (None, [0.2, 1.8, 0.2], [-0.2, 1.8, 0.2], 0.0),
+    ],
+)
+def test_value_loss(clip: float | None, errors: list[float], gradients: list[float], clipped: float) -> None:
+    """Half the mean squared error. A value that moved too far towards its return has no gradient."""
+    values = torch.tensor([[7.0, 1.8, 1.8, 1.2]], requires_grad=True)
     data = {
         "loss_mask": torch.tensor([[0.0, 1.0, 1.0, 1.0]]),
         "values": torch.tensor([[9.0, 1.0, 1.0, 1.0]]),
         "returns": torch.tensor([[float("nan"), 2.0, 0.0, 1.0]]),
     }
-    config = Config.model_validate(
-        {"name": "critic", "algorithm": "ppo", "data": {}, "policy": {}, "critic": {"value_clip": clip}}
-    )
-    return batch_loss(algorithm_for(VALUE, config), values, data, Denominators(3, 1))
-
-
-def test_a_value_that_moved_too_far_towards_its_return_has_no_gradient() -> None:
-    values = torch.tensor([[7.0, 1.8, 1.8, 1.2]], requires_grad=True)
-    actual = output(values, 0.5)
-    # Kept within 0.5 of 1, the values are 1.5, 1.5 and 1.2: errors of 0.5, 1.5 and 0.2 instead of 0.2, 1.8 and 0.2.
-    assert actual.loss.item() == pytest.approx((0.5**2 + 1.8**2 + 0.2**2) / 6)
-    (gradient,) = torch.autograd.grad(actual.loss, values)
-    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0, 1.8 / 3, 0.2 / 3]]))
-    sums = {name: value.item() for name, value in actual.sums.items()}
-    assert sums == pytest.approx(
-        {
-            "loss": actual.loss.item(),
-            "value_mean": (1.8 + 1.8 + 1.2) / 3,
-            "value_error": (0.2 + 1.8 + 0.2) / 3,
-            "value_clip_ratio": 1 / 3,
-            "valid_tokens": 3,
-        }
-    )
-
-
-def test_without_a_clip_it_is_half_the_mean_squared_error() -> None:
-    values = torch.tensor([[7.0, 1.8, 1.8, 1.2]], requires_grad=True)
-    actual = output(values, None)
-    assert actual.loss.item() == pytest.approx((0.2**2 + 1.8**2 + 0.2**2) / 6)
-    (gradient,) = torch.autograd.grad(actual.loss, values)
-    torch.testing.assert_close(gradient, torch.tensor([[0.0, -0.2 / 3, 1.8 / 3, 0.2 / 3]]))
+    sections = {"data": {}, "policy": {}, "critic": {"value_clip": clip}}
+    config = Config.model_validate({"name": "critic", "algorithm": "ppo", **sections})
+    output = batch_loss(algorithm_for(VALUE, config), values, data, Denominators(3, 1))
+    loss = sum(error**2 for error in errors) / 6
+    (gradient,) = torch.autograd.grad(output.loss, values)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, *gradients]]) / 3)
+    expected = {
+        "loss": loss,
+        "value_mean": (1.8 + 1.8 + 1.2) / 3,
+        "value_error": (0.2 + 1.8 + 0.2) / 3,
+        "value_clip_ratio": clipped,
+        "valid_tokens": 3,
+    }
+    assert {name: value.item() for name, value in output.sums.items()} == pytest.approx(expected)

@@ -73,12 +73,6 @@ def test_every_slot_is_used_once(expected: list[float], shards: int, slots: int)
         assert max(kept_back, default=0) <= min(expected[number] for number in ids)
 
 
-def test_the_docstrings_example() -> None:
-    waiting = [PendingRequest(number, 0, value) for number, value in enumerate((9.0, 5.0, 4.0))]
-    sent = dispatch(waiting, [ShardLoad(2), ShardLoad(2)])
-    assert [[item.expected for item in shard] for shard in sent] == [[9], [5, 4]]
-
-
 def test_expected_lengths_fall_back_to_the_mean_and_the_default() -> None:
     history = LengthHistory(default=64)
     assert history.expected("a") == 64

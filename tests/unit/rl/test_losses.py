@@ -43,7 +43,16 @@ def make_batch(seed: int = 0) -> tuple[Tensor, Data, Denominators]:
 def written_out(logprobs: Tensor, data: Data, config: LossConfig, denominators: Denominators) -> dict[str, float]:
     """Computes the GRPO loss and its metrics token by token, from the papers, without tensors."""
     out = dict.fromkeys(
-        ("policy_loss", "policy/kl", "policy/clip_ratio", "probs_ratio", "token_mult_prob_error", "gen_kl_error"), 0.0
+        (
+            "policy_loss",
+            "policy/kl",
+            "policy/clip_ratio",
+            "probs_ratio",
+            "is_oob_ratio",
+            "token_mult_prob_error",
+            "gen_kl_error",
+        ),
+        0.0,
     )
     largest = 0.0
     for row in range(len(logprobs)):
@@ -65,8 +74,11 @@ def written_out(logprobs: Tensor, data: Data, config: LossConfig, denominators: 
             ratio = math.exp(new) / math.exp(prev)
             clipped = min(max(ratio, 1 - config.ratio_clip_min), 1 + config.ratio_clip_max)
             objective = min(ratio * advantage, clipped * advantage)
+            corrected = written_out_weight(prev, generation, geometric_mean(data, row), config)
+            bounded = not math.isclose(corrected, math.exp(prev - generation), rel_tol=1e-12)
+            out["is_oob_ratio"] += bounded / denominators.tokens
             if config.use_importance_sampling_correction:
-                objective *= written_out_weight(prev, generation, geometric_mean(data, row), config)
+                objective *= corrected
             out["policy_loss"] -= weight * objective
             out["policy/kl"] += (
                 weight
@@ -147,6 +159,8 @@ def test_grpo_equals_the_formula(config: LossConfig) -> None:
         assert float(actual[name]) == pytest.approx(value, abs=1e-12), name
     assert float(output.loss.detach()) == float(output.sums["loss"])
     assert 0 < expected["policy/clip_ratio"] < 1, "the batch must have clipped and unclipped tokens"
+    if config in CORRECTIONS.values():
+        assert 0 < expected["is_oob_ratio"] < 1, "and tokens on both sides of each bound"
 
 
 @any_config
@@ -181,20 +195,6 @@ def test_forced_ratio_equals_an_unmoved_policy(level: bool) -> None:
     torch.testing.assert_close(forced_gradient, gradient, rtol=0, atol=0)
     assert actual.sums == expected.sums and actual.maxima == expected.maxima
     assert float(actual.sums["probs_ratio"]) == pytest.approx(1.0) and float(actual.sums["is_oob_ratio"]) > 0
-
-
-@pytest.mark.parametrize("config", CORRECTIONS.values(), ids=CORRECTIONS.keys())
-def test_corrections_bound_some_tokens(config: LossConfig) -> None:
-    """The batch has tokens on both sides of every bound, and `is_oob_ratio` counts those beyond it."""
-    logprobs, data, denominators = make_batch()
-    beyond = 0
-    for row, token in data["loss_mask"].nonzero().tolist():
-        prev, generation = float(data["prev_logprobs"][row, token]), float(data["generation_logprobs"][row, token])
-        weight = written_out_weight(prev, generation, geometric_mean(data, row), config)
-        beyond += not math.isclose(weight, math.exp(prev - generation), rel_tol=1e-12)
-    assert 0 < beyond < denominators.tokens
-    output = LOSSES["policy"](logprobs, data, config, denominators)
-    assert float(output.sums["is_oob_ratio"]) == pytest.approx(beyond / denominators.tokens)
 
 
 def test_sft_is_the_mean_negative_log_likelihood() -> None:

@@ -73,11 +73,6 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
     assert actual["perf/train_tflops_per_gpu"] == pytest.approx(3 * 2.0 / 3 / 4)
 
 
-def test_a_single_step_is_unchanged() -> None:
-    metrics = take_step(make_batch(4))
-    assert join_optimizer_steps([metrics]) == metrics
-
-
 def test_nan_is_the_largest() -> None:
     """Over the minibatches of a step and over workers, in any order."""
     parts = [StepMetrics({"valid_tokens": 1.0}, {"max": value}, {"grad_norm": value}) for value in (0.7, math.nan, 0.2)]

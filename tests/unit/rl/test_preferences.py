@@ -178,10 +178,11 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def pairs_of(path: Path, rows: list[dict[str, Any]]) -> list[Preference]:
+def pairs_of(path: Path, rows: list[dict[str, Any]], *, scored: bool = False) -> list[Preference]:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=str(path), val_fraction=0, apply_chat_template=True)
-    return encode_preferences([with_chat(row, config) for row in load_splits(config, preference_of).train], TOKENIZER)
+    examples = [with_chat(row, config) for row in load_splits(config, preference_of).train]
+    return encode_preferences(examples, TOKENIZER, scored=scored)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -196,11 +197,7 @@ def test_all_forms_of_a_pair_are_the_same_conversation(form: str, tmp_path: Path
 
 
 def test_a_score_is_read_after_the_whole_sequence(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps(FORMS["messages"]))
-    config = DataConfig(path=str(path), val_fraction=0)
-    examples = load_splits(config, preference_of).train
-    (pair,), (plain,) = encode_preferences(examples, TOKENIZER, scored=True), encode_preferences(examples, TOKENIZER)
+    plain, pair = (pairs_of(tmp_path / "pairs.jsonl", [FORMS["text"]], scored=scored)[0] for scored in (False, True))
     for answer, whole in ((pair.chosen, plain.chosen), (pair.rejected, plain.rejected)):
         np.testing.assert_array_equal(answer.tokens[:-1], whole.tokens)
         assert answer.loss_mask.tolist() == [0.0] * len(whole) + [1.0]

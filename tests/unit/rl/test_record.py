@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.environments import FAILED
@@ -14,27 +12,21 @@ from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.record import TokenTexts, rollout_rows, untrained_rows
 from dagrl.rl.rollout.scoring import TRAIN, ScoredGroup, Untrained, valid_samples
 from dagrl.runtime.shapes import Batch
+from tests.unit.data.test_data import byte_tokenizer
 
-
-@pytest.fixture(scope="module")
-def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    """Returns a byte-level tokenizer without merges: each token is one byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+TOKENIZER = byte_tokenizer("")
 
 
 @pytest.mark.parametrize("text", ["x = 1", "größer", "日本", "a😀b", "é😀é"])
-def test_texts_join_to_the_whole(text: str, byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokens = byte_tokenizer.encode(text, add_special_tokens=False)
-    actual = TokenTexts(byte_tokenizer)(tokens)
+def test_texts_join_to_the_whole(text: str) -> None:
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    actual = TokenTexts(TOKENIZER)(tokens)
     assert len(actual) == len(tokens) == len(text.encode()) and "".join(actual) == text
 
 
-def test_each_plain_character_has_its_token(byte_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokens = byte_tokenizer.encode("a😀b", add_special_tokens=False)
-    assert TokenTexts(byte_tokenizer)(tokens) == ["a", "😀", "", "", "", "b"]
+def test_each_plain_character_has_its_token() -> None:
+    tokens = TOKENIZER.encode("a😀b", add_special_tokens=False)
+    assert TokenTexts(TOKENIZER)(tokens) == ["a", "😀", "", "", "", "b"]
 
 
 def scored(*reasons: str, answered: tuple[bool, ...]) -> ScoredGroup:
@@ -46,22 +38,22 @@ def scored(*reasons: str, answered: tuple[bool, ...]) -> ScoredGroup:
     return ScoredGroup(RolloutGroup(0, 0, made), samples, rewards, values, valid_samples(rewards, samples))
 
 
-def test_samples_that_are_not_trained_on_are_marked(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_samples_that_are_not_trained_on_are_marked() -> None:
     group = scored("stop", "length", "stop", FAILED, answered=(True, True, False, True))
     mask = np.array([[0, 1], [0, 0], [0, 0], [0, 0]], np.float32)  # the second is filtered for its length
     columns = {"loss_mask": mask, "advantages": 3 * mask, "row_ids": np.arange(4), "lengths": np.full(4, 2)}
-    rows = rollout_rows([group], Batch(columns), {}, 5, TokenTexts(byte_tokenizer))
+    rows = rollout_rows([group], Batch(columns), {}, 5, TokenTexts(TOKENIZER))
     assert [row["dropped"] for row in rows] == ["", "overlong", "no_reward", "failed"]
     assert [row["valid"] for row in rows] == [True, False, False, False]
     assert [row["advantage"] for row in rows] == [3, 0, 0, 0] and {row["split"] for row in rows} == {"train"}
     assert {len(row["conversations"]) for row in rows} == {0}
     others = [Untrained(group), Untrained(group, TRAIN, "zero_variance")]
-    rows = untrained_rows(others, 5, TokenTexts(byte_tokenizer))
+    rows = untrained_rows(others, 5, TokenTexts(TOKENIZER))
     assert [(row["split"], row["dropped"]) for row in rows[::4]] == [("validation", ""), ("train", "zero_variance")]
     assert rows[0]["valid"] and not rows[4]["valid"] and rows[0]["reward"] == 1 and rows[0]["train_logprobs"] is None
 
 
-def test_all_conversations_of_an_agent_are_kept(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_all_conversations_of_an_agent_are_kept() -> None:
     """One row of the batch for each that is trained on; others have no log-probabilities of the train workers."""
     group = scored("stop", "stop", answered=(True, True))
     trained, other = (Episode(Prompt(text, np.array([1, 1]), "", "row 0"), 0, 8, [3], [-1.0], [1], [True]) for text in "tu")
@@ -70,7 +62,7 @@ def test_all_conversations_of_an_agent_are_kept(byte_tokenizer: PreTrainedTokeni
     mask = np.array([[0, 1, 0], [0, 0, 1]] * 2, np.float32)
     batch = Batch({"loss_mask": mask, "advantages": mask, "row_ids": np.arange(4), "lengths": np.full(4, 2)})
     kept = {"prev_logprobs": {row: np.array([0, 10 * row, 100 * row], np.float32) for row in range(4)}}
-    texts = TokenTexts(byte_tokenizer)
+    texts = TokenTexts(TOKENIZER)
     rows = rollout_rows([group], batch, kept, 5, texts)
     assert [row["train_logprobs"].tolist() for row in rows] == [[0, 0], [20, 200]]
     assert [[one["prompt"] for one in row["conversations"]] for row in rows] == [["t", "u"]] * 2
