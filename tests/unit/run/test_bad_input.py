@@ -168,8 +168,6 @@ policy.worker=no_such.module:Worker -> policy.worker: there is no module 'no_suc
 policy.worker=dagrl.workers.megatron:MegatronWorkr ->
     policy.worker: module 'dagrl.workers.megatron' has no 'MegatronWorkr' ... did you mean 'MegatronWorker'
 policy.worker=dagrl.rl.rewards:exact_match -> policy.worker:  ... a class is expected
-policy.backend=fsdp; policy.peft.enabled=true ->
-    policy.peft.enabled is set, but FsdpWorker (policy.worker) does not support it ... names it in `supports`
 policy.backend=fsdp; policy.optimizer.name=no_such:Adam -> policy.optimizer.name: there is no module 'no_such'
 policy.worker=tests.integration.unigram_workers:UnigramTrainer; checkpointing.export_hf=false; policy.router_replay=true ->
     policy.router_replay is set, but UnigramTrainer (policy.worker) does not support it
