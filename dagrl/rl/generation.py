@@ -203,10 +203,12 @@ def merge_generated(parts: Sequence[Generated]) -> Generated:
     first = parts[0]
     for rank, part in enumerate(parts[1:], start=1):
         if part.digest != first.digest:
-            what = f"all requests are equal, but the engine steps are {first.engine_steps} and {part.engine_steps}"
             ours, theirs = _states(first), _states(part)
             requests = sorted(ours.keys() | theirs.keys())
-            for request in [request for request in requests if ours.get(request) != theirs.get(request)][:1]:
+            request = next((request for request in requests if ours.get(request) != theirs.get(request)), None)
+            if request is None:
+                what = f"all requests are equal, but the engine steps are {first.engine_steps} and {part.engine_steps}"
+            else:
                 what = f"request {request} {ours.get(request, 'is absent')}, but {theirs.get(request, 'is absent')}"
             raise disagreement(f"{what} (part {rank} of {len(parts)} against part 0)")
     return first

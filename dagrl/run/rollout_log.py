@@ -83,8 +83,10 @@ class RolloutLog:
         """Keeps samples that no step trains on. Raises the OSError of an earlier file."""
         if untrained:
             self._check()
-            write = lambda: self._files.write(step, table_of(untrained_rows(untrained, step, self._texts)), OTHER)  # noqa: E731
-            self._writing.append(self._pool.submit(write))
+            self._writing.append(self._pool.submit(self._write_untrained, untrained, step))
+
+    def _write_untrained(self, untrained: Sequence[Untrained], step: int) -> None:
+        self._files.write(step, table_of(untrained_rows(untrained, step, self._texts)), OTHER)
 
     def _check(self, most: int = WAITING) -> None:
         """Raises the error of a file that was not written; waits while more than `most` files are not written yet."""

@@ -88,7 +88,6 @@ class Progress:
         self._opened = time.monotonic()
 
     def __enter__(self) -> Progress:
-        self._opened = time.monotonic()
         self._attach_logging()
         if self._console.is_terminal:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=8, transient=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -34,12 +35,15 @@ class Tracker(Protocol):
 def open_trackers(config: Config, directory: Path, resumed_step: int) -> list[Tracker]:
     """Opens the enabled trackers of the run in `directory`. One that fails is left out if the run resumes or restarts."""
     opened: list[Tracker] = []
-    for name, kind in TRACKERS.items():
-        if getattr(config.logger, f"{name}_enabled"):
-            if not config.checkpointing.resume:
-                opened.append(kind(config, directory, resumed_step))
-            else:
-                attempt(kind, lambda kind=kind: opened.append(kind(config, directory, resumed_step)))  # type: ignore[misc]
+
+    def open_one(kind: type[Tracker]) -> None:
+        opened.append(kind(config, directory, resumed_step))
+
+    for kind in (TRACKERS[name] for name in TRACKERS if getattr(config.logger, f"{name}_enabled")):
+        if config.checkpointing.resume:
+            attempt(kind, partial(open_one, kind))
+        else:
+            open_one(kind)
     return opened
 
 

@@ -15,8 +15,6 @@ from dagrl.rl.functions.answers import is_coroutine
 TEXTS = 3
 """Positional arguments: the prompt, the completion and the reference."""
 
-Rows = Sequence[Mapping[str, Any]]
-
 
 def _parameters(function: Callable[..., Any]) -> list[Parameter]:
     try:
@@ -50,7 +48,7 @@ def with_keywords(function: Callable[..., Any], *, batched: bool) -> Callable[..
 
     texts = {item.name for item in _parameters(function)[:TEXTS]}
 
-    def named(values: Mapping[str, Any] | Rows) -> Mapping[str, Any]:
+    def named(values: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         if isinstance(values, Mapping):
             return values
         return {name: [row[name] for row in values] for name in (values[0] if values else ())}

@@ -26,23 +26,16 @@ def exported_page(runs: Sequence[RunView], most_samples: int) -> str:
 
     Of each step these are the KL outliers, and others spread evenly over the rewards.
     """
-    return page({"runs": [_exported_run(run, most_samples) for run in runs]})
-
-
-def _exported_run(run: RunView, most: int) -> dict[str, Any]:
-    steps = run.steps()
-    share = max(1, most // max(1, len(steps)))
-    samples = {summary["step"]: _chosen(run.samples(summary["step"]), share) for summary in steps}
-    rows = {step: {line["row"]: run.sample(step, line["row"]) for line in lines} for step, lines in samples.items()}
-    outliers = [line for line in run.outliers() if line["row"] in rows[line["step"]]]
-    return {
-        "about": run.about(),
-        "metrics": run.metrics(),
-        "steps": steps,
-        "samples": samples,
-        "outliers": outliers,
-        "rows": rows,
-    }
+    exported = []
+    for run in runs:
+        steps = run.steps()
+        share = max(1, most_samples // max(1, len(steps)))
+        samples = {summary["step"]: _chosen(run.samples(summary["step"]), share) for summary in steps}
+        rows = {step: {line["row"]: run.sample(step, line["row"]) for line in lines} for step, lines in samples.items()}
+        outliers = [line for line in run.outliers() if line["row"] in rows[line["step"]]]
+        data = {"about": run.about(), "metrics": run.metrics(), "steps": steps}
+        exported.append({**data, "samples": samples, "outliers": outliers, "rows": rows})
+    return page({"runs": exported})
 
 
 def _chosen(samples: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
