@@ -1,8 +1,8 @@
 """Answers in OpenAI's format, whole or in chunks.
 
     answer = ChatFormat(body, token_text, prompt)
-    answer.whole(made, text, calls)                      # the JSON of an answer
-    answer.first(), answer.last(made, text, calls)       # the chunks of a streamed one
+    answer.whole(result, text, calls)                    # the JSON of an answer
+    answer.first(), answer.last(result, text, calls)     # the chunks of a streamed one
 
 Every answer and every chunk has `policy_versions`: the versions of the policy that made its tokens, in ascending order.
 """
@@ -36,7 +36,7 @@ class ChatFormat:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, result: FinishedRequest, text: str, calls: Calls) -> dict[str, Any]:
-        """Returns the whole answer. `made` are all tokens, `text` what they say besides `calls`."""
+        """Returns the whole answer. `result` has all tokens, `text` what they say besides `calls`."""
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": [_call(*call) for call in calls]}

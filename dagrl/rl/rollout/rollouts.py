@@ -257,7 +257,7 @@ class Rollouts:
                 self._move(list(shard.requests), tokens)
 
     def _move(self, requests: Sequence[int], tokens: Mapping[int, FinishedRequest]) -> None:
-        """Makes these requests wait for any engine again, with the tokens `made` so far, or else those known here."""
+        """Makes these requests wait for any engine again, with their `tokens` so far, or else those known here."""
         for request in requests:
             turn = self._requests[request]
             parts = [tokens[request]] if request in tokens else self._known.get(request, [])

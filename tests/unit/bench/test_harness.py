@@ -26,12 +26,12 @@ def contest(sides: dict[str, Any], warmup: int = 0) -> Contest:
     return Contest("sleep", {"short": {"tokens": 8}}, lambda: nullcontext(sides), warmup)
 
 
-def side(name: str, taken: list[str], *seconds: float) -> Any:
+def side(name: str, order: list[str], *seconds: float) -> Any:
     """Returns a side whose turns take these seconds; the last one repeats."""
     left = list(seconds)
 
     def take() -> dict[str, Turn]:
-        taken.append(name)
+        order.append(name)
         return {"short": Turn([left.pop(0) if len(left) > 1 else left[0]] * 2, {"kl": 0.5, "losses": [1.0, 2.0]})}
 
     return take
@@ -44,10 +44,10 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def test_ratios_are_of_the_same_round_and_sides_alternate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The machine is half as fast in the second round: both sides are, so their ratio is not affected."""
-    taken: list[str] = []
-    sides = {"ours": side("ours", taken, 9.0, 1.0, 2.0, 1.0), "theirs": side("theirs", taken, 9.0, 3.0, 6.0, 4.0)}
+    order: list[str] = []
+    sides = {"ours": side("ours", order, 9.0, 1.0, 2.0, 1.0), "theirs": side("theirs", order, 9.0, 3.0, 6.0, 4.0)}
     harness.run(options(tmp_path), [contest(sides, warmup=1)])
-    assert taken == ["theirs", "ours", "ours", "theirs", "theirs", "ours", "ours", "theirs"]
+    assert order == ["theirs", "ours", "ours", "theirs", "theirs", "ours", "ours", "theirs"]
     ours, theirs = rows_of(tmp_path)
     assert (ours["median_s"], ours["n"], ours["rounds"], ours["tokens"]) == (1.0, 6, 3, 8) and "ratio" not in ours
     assert (theirs["ratio"], theirs["ratio_low"], theirs["ratio_high"]) == (3.0, 3.0, 4.0)
@@ -56,15 +56,15 @@ def test_ratios_are_of_the_same_round_and_sides_alternate(tmp_path: Path, capsys
 
 
 def test_a_side_that_fails_leaves_the_others(tmp_path: Path) -> None:
-    taken: list[str] = []
+    order: list[str] = []
 
     def fail() -> Any:
-        taken.append("broken")
+        order.append("broken")
         raise RunError("out of memory")
 
     with pytest.raises(RunError, match="failed: sleep, broken"):
-        harness.run(options(tmp_path), [contest({"ours": side("ours", taken, 1.0), "broken": fail})])
-    assert taken.count("broken") == 1 and taken.count("ours") == 3
+        harness.run(options(tmp_path), [contest({"ours": side("ours", order, 1.0), "broken": fail})])
+    assert order.count("broken") == 1 and order.count("ours") == 3
     report = json.loads((tmp_path / "rows.json").read_text())
     assert report["failed"] == {"sleep, broken": "out of memory"} and [row["side"] for row in report["rows"]] == ["ours"]
 

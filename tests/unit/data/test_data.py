@@ -233,17 +233,17 @@ def test_unused_keys_do_not_change_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED])
 def test_turns_of_weight_0_are_context(template: str, turns: Literal["all", "each", "last"], tmp_path: Path) -> None:
     answers = {"one": 0, "two": 1, "three": None, "four": 0}
-    told = [
+    conversation = [
         turn
         for answer, weight in answers.items()
         for turn in ({"role": "user", "content": "?"}, {"role": "assistant", "content": answer, "weight": weight})
     ]
-    path = write(tmp_path / "a.jsonl", [{"messages": told}])
+    path = write(tmp_path / "a.jsonl", [{"messages": conversation}])
     tokenizer = character_tokenizer(CHARACTERS, template)
     rows = encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer, turns)
     expected = {"all": [["two", "three"]], "each": [["two"], ["three"]], "last": [["three"]]}[turns]
     assert [[text.removesuffix("<eos>") for text in learned(row)] for row in rows] == expected
-    path = write(tmp_path / "b.jsonl", [{"messages": [{**turn, "weight": 0} for turn in told]}])
+    path = write(tmp_path / "b.jsonl", [{"messages": [{**turn, "weight": 0} for turn in conversation]}])
     with pytest.raises(DataError, match=r"b\.jsonl, line 1: every assistant turn .* weight 0.* nothing to learn"):
         encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer, turns)
 

@@ -112,11 +112,11 @@ def test_costly_quanta_are_longer_and_overhead_stays_under_its_share(mean_s: flo
     busy = spent = 0.0
     for number in range(4000):
         (steps,) = size.next()
-        made = 3 if number % 10 == 9 else steps
+        completed = 3 if number % 10 == 9 else steps
         overhead = mean_s * float(np.exp(random.normal() - 0.5))
-        size.record([made if made == steps else 0], [made * 0.001], overhead)
+        size.record([completed if completed == steps else 0], [completed * 0.001], overhead)
         if number >= 100:
-            busy, spent = busy + made * 0.001, spent + overhead
+            busy, spent = busy + completed * 0.001, spent + overhead
     assert 0.005 < spent / (busy + spent) < 0.01
 
 
@@ -126,8 +126,8 @@ def test_slower_steps_make_quanta_of_fewer_steps() -> None:
     size.record([100], [0.1], 0.0005)
     assert size.next() == (67,), "of 1 ms"
     for _ in range(60):
-        made = min(*size.next(), 10)  # of 100 ms, within the second
-        size.record([made], [made * 0.1], 0.0005)
+        completed = min(*size.next(), 10)  # of 100 ms, within the second
+        size.record([completed], [completed * 0.1], 0.0005)
     assert size.next() == (1,)
     assert (size.most_s, QuantumSize(5, seconds=1.0).most_s) == (1.0, None)
 

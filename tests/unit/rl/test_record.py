@@ -31,11 +31,11 @@ def test_each_plain_character_has_its_token() -> None:
 
 def scored(*reasons: str, answered: tuple[bool, ...]) -> ScoredGroup:
     prompt = Prompt("é", np.array([1]), "", "row 0")
-    made = [Episode(prompt, 0, 8, [2], [-0.5], [0], [True], reason, turns=1) for reason in reasons]
-    samples = [Sample(prompt, episode, "x") for episode in made]
-    values = np.arange(1, len(made) + 1).astype(np.float32)
+    completions = [Episode(prompt, 0, 8, [2], [-0.5], [0], [True], reason, turns=1) for reason in reasons]
+    samples = [Sample(prompt, episode, "x") for episode in completions]
+    values = np.arange(1, len(completions) + 1).astype(np.float32)
     rewards = Rewards(values, np.array(answered))
-    return ScoredGroup(RolloutGroup(0, 0, made), samples, rewards, values, valid_samples(rewards, samples))
+    return ScoredGroup(RolloutGroup(0, 0, completions), samples, rewards, values, valid_samples(rewards, samples))
 
 
 def test_samples_that_are_not_trained_on_are_marked() -> None:
@@ -57,8 +57,8 @@ def test_all_conversations_of_an_agent_are_kept() -> None:
     """One row of the batch for each that is trained on; others have no log-probabilities of the train workers."""
     group = scored("stop", "stop", answered=(True, True))
     trained, other = (Episode(Prompt(text, np.array([1, 1]), "", "row 0"), 0, 8, [3], [-1.0], [1], [True]) for text in "tu")
-    for made in group.group.episodes:
-        made.more, made.others = [trained], [other]
+    for completions in group.group.episodes:
+        completions.more, completions.others = [trained], [other]
     mask = np.array([[0, 1, 0], [0, 0, 1]] * 2, np.float32)
     batch = Batch({"loss_mask": mask, "advantages": mask, "row_ids": np.arange(4), "lengths": np.full(4, 2)})
     kept = {"prev_logprobs": {row: np.array([0, 10 * row, 100 * row], np.float32) for row in range(4)}}

@@ -33,7 +33,7 @@ KEY = 100
 """The key of group 0."""
 
 
-class Asked:
+class ManualEnvironment:
     """An environment that answers when the test calls `answer`."""
 
     max_turns = 2
@@ -41,11 +41,11 @@ class Asked:
     def __init__(self, workers: int = 1, opens: bool = False) -> None:
         self.workers, self.opens = workers, opens
         self.closed: list[str] = []
-        self.asked: list[tuple[list[str], Future[list[Reply]]]] = []
+        self.calls: list[tuple[list[str], Future[list[Reply]]]] = []
 
     def submit(self, worker: int, questions: Sequence[Question]) -> Future[list[Reply]]:
-        self.asked.append(([question.turns[-1] if question.turns else "reset" for question in questions], Future()))
-        return self.asked[-1][1]
+        self.calls.append(([question.turns[-1] if question.turns else "reset" for question in questions], Future()))
+        return self.calls[-1][1]
 
     def close(self, key: str) -> None:
         self.closed.append(key)
@@ -54,13 +54,13 @@ class Asked:
         return [4] * len(text)
 
     def answer(self, *replies: Reply) -> None:
-        self.asked.pop(0)[1].set_result(list(replies))
+        self.calls.pop(0)[1].set_result(list(replies))
 
 
 class Bench:
     """Rollouts and the `batches` they sent, in order."""
 
-    def __init__(self, environment: Asked | AgentRunner | None = None, **generation: Any) -> None:
+    def __init__(self, environment: ManualEnvironment | AgentRunner | None = None, **generation: Any) -> None:
         self.run = Run(configured(**generation), seed=0)
         self.engines, self.batches = self.run.engines, list[Batch]()
         submit = self.run.submit
@@ -209,11 +209,11 @@ def test_aborted_groups_leave_engines_and_queue_and_finished_episodes_keep_their
 
 
 def test_an_awaiting_sequence_is_sent_to_the_environment_and_not_generated() -> None:
-    environment = Asked()
+    environment = ManualEnvironment()
     bench, episode = Bench(environment), begun(2, awaiting=True, turns=1)
     bench.rollouts.start(group(0, episode))
     assert not bench.rollouts.generating and len(bench.turns.pending) == 1
-    assert environment.asked[0][0] == [bench.run.inputs.tokenizer.decode(episode.tokens)]
+    assert environment.calls[0][0] == [bench.run.inputs.tokenizer.decode(episode.tokens)]
     environment.answer(Reply("00"))
     assert bench.rollouts.advance() == [] and len(bench.batches) == IN_FLIGHT, "it is in the first quantum after the answer"
     assert bench.batches[0]["lengths"].tolist() == [len(PROMPT) + 2 + 2]
@@ -222,10 +222,10 @@ def test_an_awaiting_sequence_is_sent_to_the_environment_and_not_generated() -> 
 
 
 def test_the_environment_gives_the_prompt_before_the_first_turn() -> None:
-    environment = Asked(opens=True)
+    environment = ManualEnvironment(opens=True)
     bench, own, longer, too_long, failed = Bench(environment), *map(fresh, range(4))
     bench.rollouts.start(group(0, own, longer), group(1, too_long, failed))
-    assert [texts for texts, _ in environment.asked] == [["reset"] * 4], "one call for all groups"
+    assert [texts for texts, _ in environment.calls] == [["reset"] * 4], "one call for all groups"
     assert not bench.rollouts.generating and not bench.batches
     given = replace(PROMPT, text="1+1+", tokens=np.array([4, 5, 4, 5]))
     huge = replace(PROMPT, text="1" * ROOM, tokens=np.full(ROOM, 4))
@@ -251,11 +251,11 @@ def test_a_checkpoint_has_the_prompts_that_an_environment_gave(tmp_path: Path) -
     assert actual.opened and actual.prompt.text == "2+" and actual.prompt.tokens.tolist() == [6, 5, 5]
     assert list(actual.prompt.messages) == [{"role": "user", "content": "2+"}]
     assert not unopened.opened and not len(unopened.prompt), "the data have it"
-    environment = Asked(opens=True)
+    environment = ManualEnvironment(opens=True)
     bench = Bench(environment)
     unopened.prompt = PROMPT
     bench.rollouts.start(group(0, actual, unopened))
-    assert [texts for texts, _ in environment.asked] == [["reset"]] and bench.rollouts.generating
+    assert [texts for texts, _ in environment.calls] == [["reset"]] and bench.rollouts.generating
 
 
 def test_an_awaiting_sequence_ends_if_the_run_has_no_environment() -> None:
@@ -281,7 +281,7 @@ def test_the_overhead_of_quanta_is_recorded() -> None:
 
 def test_settle_collects_finished_answers() -> None:
     """A checkpoint then does not save their questions as open."""
-    environment = Asked()
+    environment = ManualEnvironment()
     bench, ends, fails, goes_on = Bench(environment), *(begun(2, awaiting=True, turns=1) for _ in range(3))
     bench.rollouts.start(group(0, ends, fails, goes_on))
     environment.answer(Reply(None), Reply(None, FAILED, "it raised"), Reply("0"))
@@ -292,7 +292,7 @@ def test_settle_collects_finished_answers() -> None:
 
 
 def test_an_answer_for_an_aborted_group_changes_nothing() -> None:
-    environment = Asked()
+    environment = ManualEnvironment()
     bench, episode = Bench(environment), begun(2, awaiting=True, turns=1)
     bench.rollouts.start(group(0, episode))
     bench.rollouts.abort([0])
@@ -302,17 +302,17 @@ def test_an_answer_for_an_aborted_group_changes_nothing() -> None:
 
 
 def test_questions_are_split_over_the_environment_processes() -> None:
-    environment = Asked(workers=3)
+    environment = ManualEnvironment(workers=3)
     bench = Bench(environment)
     bench.rollouts.start(group(0, *(begun(count, awaiting=True, turns=1) for count in (1, 2, 3, 4))))
-    assert [[len(text) for text in texts] for texts, _ in environment.asked] == [[1, 4], [2], [3]]
+    assert [[len(text) for text in texts] for texts, _ in environment.calls] == [[1, 4], [2], [3]]
     bench.rollouts.start(group(1, begun(1, awaiting=True, turns=1)))
-    assert len(environment.asked) == 4, "no call about nothing"
+    assert len(environment.calls) == 4, "no call about nothing"
 
 
 @pytest.mark.parametrize(("words", "reason"), [(ROOM - 2 - 5, "length"), (ROOM - 2 - 5 - 1, "")])
 def test_an_answer_that_fills_the_context_ends_the_sequence(words: int, reason: str) -> None:
-    environment = Asked()
+    environment = ManualEnvironment()
     bench, episode = Bench(environment), begun(5, awaiting=True, turns=1)
     bench.rollouts.start(group(0, episode))
     environment.answer(Reply("0" * words))
@@ -344,7 +344,7 @@ def test_requests_are_ordered_by_cohort_and_then_by_expected_length() -> None:
 
 def test_lengths_are_recorded_by_turn_and_by_prompt() -> None:
     """The whole length of a turn counts, including tokens of an earlier process, but not earlier turns."""
-    environment = Asked()
+    environment = ManualEnvironment()
     bench, episodes = Bench(environment), [begun(4) for _ in range(6)]
     for seed, episode in enumerate(episodes):
         episode.seed = seed
@@ -357,12 +357,12 @@ def test_lengths_are_recorded_by_turn_and_by_prompt() -> None:
     cut = [episode.finish_reason for episode in episodes if not episode.awaiting]
     assert answered and cut and set(cut) == {"length"}, "the environment has nothing to say to half a turn"
     before = [len(episode.tokens) for episode in answered]
-    while environment.asked:
-        environment.answer(*[Reply("000")] * len(environment.asked[0][0]))
+    while environment.calls:
+        environment.answer(*[Reply("000")] * len(environment.calls[0][0]))
     bench.rollouts.settle()
     bench.finish()
-    while environment.asked:  # the last turn has a reward too
-        environment.answer(*[Reply("000", reward=1.0)] * len(environment.asked[0][0]))
+    while environment.calls:  # the last turn has a reward too
+        environment.answer(*[Reply("000", reward=1.0)] * len(environment.calls[0][0]))
     bench.rollouts.settle()
     assert not bench.rollouts.busy and {episode.turns for episode in answered} == {2}, "two turns are the most"
     assert all(

@@ -19,9 +19,9 @@ from dagrl.runtime.split import Split
 
 def record(tokens: int, size: int = 6, seed: int = 0) -> np.ndarray:
     """Returns bytes with zeros at the ends of tokens, which numpy's strings would hide."""
-    made = np.random.default_rng(seed).integers(0, 3, (tokens, size)).astype(np.uint8)
-    made[:, -2:] = 0
-    return made
+    expected = np.random.default_rng(seed).integers(0, 3, (tokens, size)).astype(np.uint8)
+    expected[:, -2:] = 0
+    return expected
 
 
 def test_the_field_keeps_every_byte_through_padding_and_splitting() -> None:
@@ -30,10 +30,10 @@ def test_the_field_keeps_every_byte_through_padding_and_splitting() -> None:
     check_batch("train_step", batch, field_types({"experts": Field(RoutedLayers(3, 4, 2).field_dtype)}))
     split = Split((np.array([0, 2]), np.array([1])), Bucket(2, 8), 5)
     sent = [pickle.loads(pickle.dumps(split.share(batch, shard))) for shard in range(2)]  # noqa: S301
-    for (shard, row), made in zip(((0, 0), (1, 0), (0, 1)), records, strict=True):
+    for (shard, row), expected in zip(((0, 0), (1, 0), (0, 1)), records, strict=True):
         actual = field_bytes(sent[shard]["experts"])[row]
-        np.testing.assert_array_equal(actual[: len(made)], made)
-        assert (actual[len(made) : 5] == MISSING).all()
+        np.testing.assert_array_equal(actual[: len(expected)], expected)
+        assert (actual[len(expected) : 5] == MISSING).all()
     assert encoded(batch) is not None
 
 
