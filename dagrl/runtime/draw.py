@@ -28,17 +28,6 @@ class Drawing:
         graphs = max(layout.world_size // self.graph.widths[role] for role, layout in self.layouts.items())
         return f"{self.graph.phase}: one of {graphs} equal graphs" if graphs > 1 else self.graph.phase
 
-    @property
-    def edges(self) -> tuple[tuple[Source, Source, str], ...]:
-        """Source, target and label of every edge, in the order of the nodes that read. None is the driver, which is last."""
-        edges: list[tuple[Source, Source]] = [(source, node.number) for node in self.graph.nodes for source in node.sources]
-        edges += [(number, None) for number in self.graph.outputs]
-        return tuple((source, target, self._edge_label(source)) for source, target in dict.fromkeys(edges))
-
-    def _edge_label(self, source: Source) -> str:
-        transport = SHARED_MEMORY if source is None else self.graph.nodes[source].transport
-        return f"{transport}, {size_text(self.buffers[source])}"
-
 
 def size_text(nbytes: int) -> str:
     """Formats a size, e.g. `512 B`, `64 KiB`, `1.5 MiB`."""
@@ -74,8 +63,9 @@ def _phase_lines(prefix: str, drawing: Drawing) -> Iterator[str]:
             yield f'    {prefix}_n{node.number}["{node.label}"]:::{style}'
         yield "  end"
     yield f'  {prefix}_result(["result"]):::driver'
-    for source, target, label in drawing.edges:
-        begin = f"{prefix}_input" if source is None else f"{prefix}_n{source}"
-        end = f"{prefix}_result" if target is None else f"{prefix}_n{target}"
-        yield f'  {begin} -->|"{label}"| {end}'
+    nodes = drawing.graph.nodes
+    read = {(source, f"n{node.number}"): None for node in nodes for source in node.sources}
+    for source, target in [*read, *((number, "result") for number in drawing.graph.outputs)]:
+        name, transport = ("input", SHARED_MEMORY) if source is None else (f"n{source}", nodes[source].transport)
+        yield f'  {prefix}_{name} -->|"{transport}, {size_text(drawing.buffers[source])}"| {prefix}_{target}'
     yield "end"

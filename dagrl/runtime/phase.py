@@ -390,17 +390,13 @@ def phase(
             f"phase {name!r} takes {len(others)} inputs {others}; it takes exactly one in addition to its "
             "shards (put several values into one batch)"
         )
-    _check_lengths(name, inputs or {})
-    return Phase(name, function, inputs, roles)
-
-
-def _check_lengths(name: str, inputs: InputSpec) -> None:
-    dtype, dimensions = field_types(inputs)["lengths"]
+    dtype, dimensions = field_types(inputs or {})["lengths"]
     if dtype.kind not in "iu" or dimensions != 1:
         raise GraphError(
             f"phase {name!r}: `lengths` of its inputs is {dtype} [rows{', tokens' * (dimensions - 1)}]; expected one "
             'integer per row: Field("int64", "row"), or leave it out'
         )
+    return Phase(name, function, inputs, roles)
 
 
 def _is_shard(annotation: object) -> bool:

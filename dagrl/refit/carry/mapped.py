@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dagrl.channels.base import Channel, wait_all
 from dagrl.channels.ipc import IpcChannel
 from dagrl.refit.carry.pack import Addresses, Tensors, live_scales, live_views, moved_tensors, raw
-from dagrl.refit.kernels.batched import BatchedCopy, BlockQuantizer
+from dagrl.refit.kernels.batched import BatchedCopy, Quantized
 from dagrl.refit.slices import STACKED
 from dagrl.refit.transfers import Move, MoveSide, RankPlan, TransferBucket
 
@@ -66,7 +66,7 @@ class MappedMoves:
                 live_views(move, self._tensors, side)
                 live_scales(move, self._tensors, side)
         self._addresses = Addresses(self._tensors, [name for some, side in sides for name in moved_tensors(some, side)])
-        self._copies: dict[int, tuple[object, MappedCopies]] = {}
+        self._copies: dict[int, tuple[object, BatchedCopy]] = {}
         self.lent = 0
         """The number of the loan that this rank's receivers borrow; 0: nothing is lent."""
         if self._sends and self._ipc is not None:
@@ -100,9 +100,9 @@ class MappedMoves:
             bound, copies = self._copies.get(peer, (None, None))
             if copies is None or bound != where:
                 own = [bucket for bucket in self._receives if bucket.source == peer]
-                copies = MappedCopies(own, borrowed.tensors, self._tensors)
+                copies = mapped_copy(own, borrowed.tensors, self._tensors)
                 self._copies[peer] = where, copies
-            copies.run()
+            copies.run(alone=True)
 
     def finish(self) -> None:
         """Returns when this rank's copies are complete, and nobody reads what it has lent."""
@@ -115,24 +115,14 @@ class MappedMoves:
             wait_all(self._channel.exchange(sends, receives))
 
 
-class MappedCopies:
-    """All copies from the tensors of one sender: one launch to copy, and one to quantize."""
-
-    def __init__(self, buckets: Sequence[TransferBucket], source: Tensors, target: Tensors) -> None:
-        views = [_views(move, source, target) for bucket in buckets for move in bucket.moves]
-        pairs = [pair for copied, _ in views for pair in copied]
-        self._copy = BatchedCopy([to for to, _ in pairs], [of for _, of in pairs])
-        self._quantizer = BlockQuantizer([part for _, quantized in views for part in quantized])
-
-    def run(self) -> None:
-        """Launches them on the current stream."""
-        self._copy.run(alone=True)
-        self._quantizer.run(alone=True)
+def mapped_copy(buckets: Sequence[TransferBucket], source: Tensors, target: Tensors) -> BatchedCopy:
+    """Returns all copies from the tensors of one sender."""
+    views = [_views(move, source, target) for bucket in buckets for move in bucket.moves]
+    pairs = [pair for copied, _ in views for pair in copied]
+    return BatchedCopy([to for to, _ in pairs], [of for _, of in pairs], [part for _, some in views for part in some])
 
 
-def _views(
-    move: Move, source: Tensors, target: Tensors
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+def _views(move: Move, source: Tensors, target: Tensors) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Quantized]]:
     """Returns the copies (to, of) of a move, and what is quantized: (weight, target of its FP8, target of its scales)."""
     stacked = STACKED in move.source or STACKED in move.target
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dagrl.channels.base import as_bytes
 from dagrl.errors import RefitPlanError
 from dagrl.refit.fp8 import scale_shape
-from dagrl.refit.kernels.batched import BatchedCopy, BlockQuantizer
+from dagrl.refit.kernels.batched import BatchedCopy, Quantized
 from dagrl.refit.kernels.rows import SummedView
 from dagrl.refit.slices import STACKED, Box, numbered, volume
 from dagrl.refit.transfers import Move, MoveSide, TransferBucket, TransferMessage, aligned, box_of_run
@@ -71,14 +71,12 @@ class BucketMemory:
         self.messages: list[torch.Tensor] = []
         """The bytes of each message, after `bind`."""
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # live views, and their views in messages
-        self._copy: BatchedCopy | None = None  # of staged messages
-        self._quantizer = BlockQuantizer([])
         self.checksums: ChecksumTable | None = None  # made by `verify.prepare_checksums`
         self.alone = False  # no message needs multiprocessors while it is packed, unpacked or summed
 
     def bind(self, staging: torch.Tensor) -> None:
         """Uses `staging` (uint8, at least `staged_bytes`) for messages that are not direct. Call once."""
-        quantized: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # weight, its FP8 view, its scales view
+        quantized: list[Quantized] = []
         end = first = 0
         for message, live in zip(self.bucket.messages, self._direct, strict=True):
             if live is None:
@@ -87,22 +85,19 @@ class BucketMemory:
                 quantized += self._stage(message, memory, first)
             self.messages.append(memory if live is None else live)
             first += len(message.moves)
-        self._quantizer = BlockQuantizer(quantized)
         parts, places = self._pairs
         targets, sources = (places, parts) if self.side == "source" else (parts, places)
         # Upload the table now: during a refit the upload would wait for messages, without a deadline.
-        self._copy = BatchedCopy(targets, sources) if parts else None
+        self._copy = BatchedCopy(targets, sources, quantized)
 
-    def _stage(
-        self, message: TransferMessage, memory: torch.Tensor, first: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def _stage(self, message: TransferMessage, memory: torch.Tensor, first: int) -> list[Quantized]:
         """Pairs the live views of a message with their staging views. Returns what must be quantized instead.
 
         The moves of the message are numbered from `first`.
         """
         import torch
 
-        quantized: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        quantized: list[Quantized] = []
         for owner, (move, offset) in enumerate(zip(message.moves, message.offsets, strict=True), first):
             parts, scales = self.live[owner], self._scales[owner]
             stacked = STACKED in move.half(self.side)[0]
@@ -117,14 +112,9 @@ class BucketMemory:
                 quantized += zip(parts, places, stored, strict=True)
         return quantized
 
-    def pack(self) -> None:
-        """Copies or quantizes the live views into the messages; on GPUs each in one launch."""
-        self._run_copy()
-        self._quantizer.run(self.alone)
-
-    def unpack(self) -> None:
-        """Copies the messages into the live views, with a cast if dtypes differ."""
-        self._run_copy()
+    def copy(self) -> None:
+        """Packs the live views into the messages (source), or unpacks these (target), with a cast if dtypes differ."""
+        self._copy.run(self.alone)
 
     def summed(self) -> list[list[SummedView]]:
         """Returns the memory that each move's checksum covers: live views and scales, or the message if cast or quantized.
@@ -160,10 +150,6 @@ class BucketMemory:
             same = view.dtype == place.dtype
             self._pairs[0].append(raw(view) if same else view)
             self._pairs[1].append(raw(place) if same else place)
-
-    def _run_copy(self) -> None:
-        if self._copy is not None:
-            self._copy.run(self.alone)
 
 
 def bind_staging(memories: Sequence[BucketMemory]) -> int:

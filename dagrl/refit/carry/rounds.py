@@ -91,7 +91,7 @@ class RefitRounds:
             while len(flying) > depth:
                 self._land(*flying.pop(0), received)
             if round_.send is not None:
-                round_.send.pack()
+                round_.send.copy()
                 packed(round_.send)
             flying.append((round_, self._post(round_)))
         for landing in flying:

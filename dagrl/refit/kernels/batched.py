@@ -19,10 +19,18 @@ if TYPE_CHECKING:
     from dagrl.refit.kernels.quantize_kernel import BlockTable
 
 
-class BatchedCopy:
-    """Copies `sources[i]`, of equal shape, into `targets[i]` on each `run`. Their memory must stay allocated."""
+Quantized = tuple["Tensor", "Tensor", "Tensor"]
+"""A weight, the target of its FP8, and the target of its scales."""
 
-    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+
+class BatchedCopy:
+    """Copies `sources[i]`, of equal shape, into `targets[i]` on each `run`, and quantizes others.
+
+    Their memory must stay allocated.
+    """
+
+    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor], quantized: Sequence[Quantized] = ()) -> None:
+        self._quantizer = BlockQuantizer(quantized)
         pairs = list(zip(targets, sources, strict=True))
         rows = [as_rows(*pair) if pair[0].is_cuda else None for pair in pairs]
         self._others = [pair for pair, some in zip(pairs, rows, strict=True) if some is None]
@@ -42,16 +50,13 @@ class BatchedCopy:
         if self._others:
             with torch.inference_mode():  # vLLM's parameters may be inference tensors
                 torch._foreach_copy_([target for target, _ in self._others], [source for _, source in self._others])
+        self._quantizer.run(alone)
 
 
 class BlockQuantizer:
-    """Quantizes the same tensors on each `run`. `parts` are (weight, target of its FP8, target of its scales).
+    """Quantizes the same tensors on each `run`: on GPUs in one launch per dtype of the weights."""
 
-    On GPUs `run` is one launch per dtype of the weights. It neither allocates nor waits, so a CUDA graph can capture it. The
-    memory of all tensors must stay allocated.
-    """
-
-    def __init__(self, parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+    def __init__(self, parts: Sequence[Quantized]) -> None:
         self._tables = _block_tables([part for part in parts if _has_kernel(part[0])])
         self._others = [part for part in parts if not _has_kernel(part[0])]
 
@@ -73,13 +78,13 @@ def _has_kernel(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _block_tables(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[BlockTable]:
+def _block_tables(parts: Sequence[Quantized]) -> list[BlockTable]:
     """Returns one table per dtype."""
     if not parts:
         return []
     from dagrl.refit.kernels.quantize_kernel import BlockTable
 
-    groups: dict[object, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    groups: dict[object, list[Quantized]] = {}
     for part in parts:
         groups.setdefault(part[0].dtype, []).append(part)
     return [BlockTable(some) for some in groups.values()]

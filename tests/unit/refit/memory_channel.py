@@ -13,7 +13,7 @@ from torch import Tensor
 from dagrl.channels.base import Channel, PendingMessage, check_message
 from dagrl.channels.spec import ChannelSpec
 from dagrl.refit import RefitPlan, RefitReceiver, RefitReport, RefitSender, Verify
-from dagrl.refit.carry.mapped import MappedCopies
+from dagrl.refit.carry.mapped import mapped_copy
 
 Queues = Mapping[tuple[int, int], "Queue[Tensor]"]
 DEADLINE_S = 30
@@ -84,7 +84,7 @@ def copy_mapped(plan: RefitPlan, tensors: Sequence[Mapping[str, Tensor]]) -> Non
     """Carries a refit without relays as between processes on one GPU: from tensor to tensor."""
     for rank in range(plan.sources, plan.size):
         for bucket in plan.for_rank(rank).receives:
-            MappedCopies([bucket], tensors[bucket.source], tensors[rank]).run()
+            mapped_copy([bucket], tensors[bucket.source], tensors[rank]).run()
 
 
 def run_refit(

@@ -105,13 +105,13 @@ def test_the_channel_stays_usable_after_a_difference() -> None:
 def test_a_byte_that_changes_in_the_live_tensor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums cover the live tensors after unpacking, not the received message."""
     plan, tensors = two_parameters(1 << 20)
-    unpack = BucketMemory.unpack
+    copy = BucketMemory.copy
 
     def spoil(memory: BucketMemory) -> None:
-        unpack(memory)
-        tensors[1]["t"][1, 2, 3] += 1
+        copy(memory)
+        tensors[1]["t"][1, 2, 3] += memory.side == "target"
 
-    monkeypatch.setattr(BucketMemory, "unpack", spoil)
+    monkeypatch.setattr(BucketMemory, "copy", spoil)
     with pytest.raises(RunError, match=r"parameter 'p' .* in tensor 't'"):
         run_refit(plan, tensors, 1, "checksum")
 
@@ -120,15 +120,16 @@ def test_a_byte_that_changes_in_the_live_tensor_is_found(monkeypatch: pytest.Mon
 def test_a_byte_that_packing_changes_is_found(direct_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checksums cover the sent tensors, not the packed message, so they find packing errors that repeat."""
     plan, tensors = two_parameters(1 << 20, direct_bytes)
-    pack, spoiled = BucketMemory.pack, []
+    copy, spoiled = BucketMemory.copy, []
 
     def spoil(memory: BucketMemory) -> None:
-        pack(memory)
-        message = memory.messages[0]  # of `p`, which is split into columns
-        spoiled.append(message.data_ptr() not in [tensor.data_ptr() for tensor in tensors[0].values()])
-        message[21] ^= 1
+        copy(memory)
+        if memory.side == "source":
+            message = memory.messages[0]  # of `p`, which is split into columns
+            spoiled.append(message.data_ptr() not in [tensor.data_ptr() for tensor in tensors[0].values()])
+            message[21] ^= 1
 
-    monkeypatch.setattr(BucketMemory, "pack", spoil)
+    monkeypatch.setattr(BucketMemory, "copy", spoil)
     with pytest.raises(RunError, match=r"refit to version 1: parameter 'p' .* differs from what rank 0 sent"):
         run_refit(plan, tensors, 1, "checksum")
     assert spoiled == [True]  # staging, not the weights
@@ -141,7 +142,8 @@ def test_packing_that_skips_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     for version in (1, 2):
         ends.refit(version)
     tensors[0]["t"] += 1
-    monkeypatch.setattr(BucketMemory, "pack", lambda memory: None)
+    copy = BucketMemory.copy
+    monkeypatch.setattr(BucketMemory, "copy", lambda memory: copy(memory) if memory.side == "target" else None)
     with pytest.raises(RunError, match="parameter 'p'"):
         ends.refit(3)
 
