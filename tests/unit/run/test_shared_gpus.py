@@ -11,8 +11,8 @@ from dagrl.config import Config
 from dagrl.config.plan import RunPlan
 from dagrl.run import fleet
 
-ENGINE_SHARES = "policy.generation.colocated.enabled"
 CRITIC = {"megatron_cfg": {"tensor_model_parallel_size": 2}}
+SHARES = {**CRITIC, "colocated": True}
 
 
 class Bundles:
@@ -42,18 +42,20 @@ THIRDS = dict.fromkeys(("train", "critic", "teacher"), pytest.approx(1 / 3))
 
 
 @pytest.mark.parametrize(
-    ("keys", "devices", "shares"),
+    ("sections", "engine", "devices", "shares"),
     [
-        ({}, 3 + 2 + 2, {}),
-        ({"critic.colocated": True, "teacher": {"model_name": "m", "colocated": True}}, 3 + 2, THIRDS),
-        ({ENGINE_SHARES: True}, 3 + 2, {"train": 0.5, "generation": 0.5}),
-        ({ENGINE_SHARES: True, "critic.colocated": True}, 3, {"train": 0.25, "critic": 0.25, "generation": 0.5}),
+        ({"critic": CRITIC}, False, 3 + 2 + 2, {}),
+        ({"critic": SHARES, "teacher": {"model_name": "m", "colocated": True}}, False, 3 + 2, THIRDS),
+        ({"critic": CRITIC}, True, 3 + 2, {"train": 0.5, "generation": 0.5}),
+        ({"critic": SHARES}, True, 3, {"train": 0.25, "critic": 0.25, "generation": 0.5}),
     ],
     ids=["apart", "a critic and a teacher", "generation", "a critic and generation"],
 )
-def test_shares_of_the_train_workers_gpus(keys: dict[str, Any], devices: int, shares: dict[str, float]) -> None:
+def test_shares_of_the_train_workers_gpus(
+    sections: dict[str, Any], engine: bool, devices: int, shares: dict[str, float]
+) -> None:
     """Three train workers, two of generation and two of a critic, which are placed together where they share GPUs."""
-    config = configuration(critic=CRITIC).with_keys(keys)
+    config = configuration(**sections).with_keys({"policy.generation.colocated.enabled": engine})
     plan = RunPlan.of(config)
     assert plan.sharing == tuple(shares) and plan.devices == devices
     with ExitStack() as stack:
