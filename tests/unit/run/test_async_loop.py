@@ -412,37 +412,15 @@ def test_a_stop_does_not_wait_for_running_sequences_to_finish(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
-def test_a_stop_in_the_validation_before_the_first_step_does_not_wait_for_it(
-    loop: Mapping[str, Any], tmp_path: Path
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_stop_in_a_validation_does_not_wait_for_it(
+    loop: Mapping[str, Any], at_start: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = slow(configuration(loop, room=80))
-    config = config.with_keys({"grpo.val_at_start": True})
-    run, asked = Run(config, 0), []
-    run.inputs.validation_prompts = run.inputs.prompts * 4
-    run.log = lambda *words: pytest.fail("the validation was cut short")  # type: ignore[method-assign]
-
-    def look() -> bool:
-        if not asked and ("generate", False) in run.replays:
-            asked.append(len(run.replays))
-        return bool(asked)
-
-    run.look = look  # type: ignore[method-assign]
-    state = run.train()
-    assert state is not None and state.step == 0
-    assert run.replays[asked[0] :].count(("generate", True)) <= 1
-    run.save(tmp_path)
-    saved = read_trajectories(tmp_path)
-    assert saved is not None and not saved.groups, "validation prompts are not in training groups"
-
-
-@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
-def test_a_stop_in_a_validation_records_the_step_without_it(
-    loop: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = slow(configuration(loop, room=80))
-    config = config.with_keys({"grpo.val_period": 1})
+    """Before the first step it ends the run; after a step it is left out, and the step is recorded."""
+    config = slow(configuration(loop, room=80)).with_keys({"grpo.val_at_start": at_start, "grpo.val_period": 1})
     run, begun, found = Run(config, 0), [], []
     run.inputs.validation_prompts = run.inputs.prompts * 4
+    run.log = lambda *words: pytest.fail("the validation was cut short")  # type: ignore[method-assign]
     validate = Experience.validate
 
     def validated(experience: Experience, **options: bool) -> dict[str, float]:
@@ -453,8 +431,12 @@ def test_a_stop_in_a_validation_records_the_step_without_it(
     monkeypatch.setattr(Experience, "validate", validated)
     run.look = lambda: bool(begun) and len(run.replays) > begun[0]  # type: ignore[method-assign]
     state = run.train()
-    assert state is not None and state.step == max(run.trained) == 1 and found == [{}] and state.metric is None
+    assert state is not None and state.step == len(run.trained) == (0 if at_start else 1) and state.metric is None
+    assert found == ([] if at_start else [{}])
     assert run.replays[begun[0] :].count(("generate", True)) <= IN_FLIGHT + 1
+    run.save(tmp_path)
+    saved = read_trajectories(tmp_path)
+    assert saved is not None and not (at_start and saved.groups), "validation prompts are in no training group"
 
 
 def test_a_run_stopped_in_the_first_step_after_sft_resumes_with_its_groups(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from dagrl.errors import CheckpointError
 from dagrl.files import replace_directory
 from dagrl.run import checkpoint_store
-from dagrl.run.checkpoint_store import CheckpointStore, TrainState, large_files, load_checkpoint_directory
+from dagrl.run.checkpoint_store import CheckpointStore, TrainState, large_files
 from tests.unit.run.full_disk import full_disk
 from tests.unit.run.saving import saving
 
@@ -156,13 +156,6 @@ def test_a_save_does_not_include_leftovers_of_an_earlier_one(store: CheckpointSt
     assert sorted(path.name for path in (save(store, 5) / "train").iterdir()) == ["rank_0.pt"]
 
 
-def test_a_new_run_rejects_checkpoints_of_an_earlier_one(store: CheckpointStore) -> None:
-    store.recover(resume=False)
-    save(store, 7)
-    with pytest.raises(CheckpointError, match=r"step_00000007.*checkpointing\.resume=true"):
-        store.recover(resume=False)
-
-
 WEIGHTS, STATE, MANIFEST = "train/rank_0.pt", "state.json", "manifest.json"
 
 
@@ -234,8 +227,3 @@ def test_a_copy_under_another_step_is_an_error(store: CheckpointStore) -> None:
     shutil.copytree(save(store, 1), store.root / "step_00000009")
     with pytest.raises(CheckpointError, match="holds the state of step 1"):
         store.latest()
-
-
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere does not exist"):
-        load_checkpoint_directory(tmp_path / "nowhere")

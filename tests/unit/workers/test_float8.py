@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -115,12 +114,3 @@ def test_what_is_not_finite_stays_so(one_rank: None) -> None:
 def test_sizes_that_are_no_multiple_of_16_are_refused(one_rank: None) -> None:
     with pytest.raises(ConfigError, match=r"fp8_cfg.enabled is true, and the weight of decoder.layers.0 is \[40, 48\]"):
         in_float8("column", (48, 40), Fp8Config())
-
-
-def test_a_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dagrl.workers.megatron.float8 import TensorwiseProducts, use_float8
-
-    found = {"is_available": lambda: True, "get_device_capability": lambda: (8, 0), "get_device_name": lambda: "A100"}
-    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**found))
-    with pytest.raises(ConfigError, match=r"fp8_cfg\.enabled is true.* 8\.9 .*; A100 has 8\.0"):
-        use_float8(torch.nn.Module(), Fp8Config(), TensorwiseProducts(Fp8Config()))

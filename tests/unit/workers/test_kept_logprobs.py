@@ -47,19 +47,16 @@ def test_rows_are_found_by_their_id(order: list[int], split: int, width: int, ot
     assert "row_ids" not in joined.fields
 
 
-def test_columns_of_another_step_are_forgotten() -> None:
+def test_rows_that_are_not_held_are_an_error() -> None:
+    """As another shard computed them, or they are of another step, whose rows are forgotten."""
     kept = KeptLogprobs()
+    kept.keep(batch_of([0, 2], 5), prev_logprobs=values_of([0, 2], 5))
+    with pytest.raises(RunError, match="on 1 rows whose prev_logprobs this worker does not hold, the first with row_id 1"):
+        kept.join(batch_of([0, 1], 5), ["prev_logprobs"])
     kept.keep(batch_of([0, 1], 5), prev_logprobs=values_of([0, 1], 5))
     with pytest.raises(RunError, match=r"step 2 trains on 2 rows whose prev_logprobs .* the first with row_id 0"):
         kept.join(batch_of([0, 1], 5, step=2), ["prev_logprobs"])
     with pytest.raises(RunError, match="step 1 trains"):
-        kept.join(batch_of([0, 1], 5), ["prev_logprobs"])
-
-
-def test_a_row_that_another_shard_computed_is_an_error() -> None:
-    kept = KeptLogprobs()
-    kept.keep(batch_of([0, 2], 5), prev_logprobs=values_of([0, 2], 5))
-    with pytest.raises(RunError, match="on 1 rows whose prev_logprobs this worker does not hold, the first with row_id 1"):
         kept.join(batch_of([0, 1], 5), ["prev_logprobs"])
 
 

@@ -42,23 +42,6 @@ def test_slices_rebuild_what_megatron_holds(data: st.DataObject) -> None:
         assert equal(filled(weights, slices, expected), expected)  # padding rows, which no slice names, are 0 in both
 
 
-def test_every_parameter_is_held_somewhere() -> None:
-    config = model_config("qwen3_moe")
-    layout = ParallelLayout(tp=2, pp=2, dp=2, ep=2, etp=1, vpp=2)
-    ranks = [expand(megatron_weight_slices(config, layout, rank)) for rank in range(layout.world_size)]
-    names = {held.name for rank in ranks for held in rank}
-    assert names == set(hf_weights(config))
-
-
-def test_tied_embeddings_are_on_the_first_and_last_stage_under_one_name() -> None:
-    config = model_config(tie_word_embeddings=True)
-    slices = [megatron_weight_slices(config, ParallelLayout(pp=2), rank) for rank in range(2)]
-    found = [[held.tensor for held in part if held.name == "model.embed_tokens.weight"] for part in slices]
-    assert found == [["embedding.word_embeddings.weight"], ["output_layer.weight"]]
-    alone = megatron_weight_slices(config, ParallelLayout(), 0)
-    assert not [held for held in alone if held.tensor == "output_layer.weight"]
-
-
 def test_a_rank_with_only_padding_has_no_embedding() -> None:
     config = model_config(vocab_size=100)
     names = [{held.name for held in megatron_weight_slices(config, ParallelLayout(tp=2), rank)} for rank in range(2)]

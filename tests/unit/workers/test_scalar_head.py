@@ -16,6 +16,7 @@ from dagrl.workers.families.hf_config import SCORE, with_scalar_head
 from dagrl.workers.megatron.architecture import read_architecture, token_flops
 from dagrl.workers.megatron.weights import megatron_weight_slices, parameter_shapes
 from dagrl.workers.train.hf_load import check_hf, has_scalar_head, load_hf
+from tests.unit.workers.test_hf_streaming import local_tensors
 
 MODEL: dict[str, Json] = {
     "model_type": "qwen3",
@@ -44,11 +45,7 @@ def write(directory: Path, *, head: bool, of: dict[str, Json] = MODEL) -> dict[s
 def loaded(directory: Path, rank: int) -> dict[str, torch.Tensor]:
     layout = ParallelLayout(tp=2, pp=2)
     slices = megatron_weight_slices(CRITIC, layout, rank)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in slices:
-        ends = tuple(stop for _, stop in piece.local)
-        shapes[piece.tensor] = tuple(map(max, zip(ends, shapes.get(piece.tensor, ends), strict=True)))
-    tensors = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    tensors = local_tensors(slices)
     load_hf(directory, slices, parameter_shapes(CRITIC), tensors)
     return tensors
 
