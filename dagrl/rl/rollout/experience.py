@@ -151,11 +151,7 @@ class Experience:
         if not self.rollouts.generating:
             awaited: list[Future[Any]] = [*self._turns.awaited, *([] if other is None else [other])]
             awaited += [item.answers for item in self._scoring]
-            if not awaited:
-                raise RunError(
-                    "no batch can become complete: nothing is being generated, scored or answered; "
-                    f"{self.buffer.outstanding} groups are outstanding"
-                )
+            assert awaited, f"no batch can become complete: {self.buffer.outstanding} groups, but nothing to wait for"
             wait(awaited, WAIT_S, FIRST_COMPLETED)
         self._score(self.rollouts.advance())
         self._take_scores()
