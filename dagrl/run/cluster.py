@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from dagrl.config import ClusterConfig
 from dagrl.errors import ConfigError, RunError
 from dagrl.machine import DEV_SHM, gpu_count
-from dagrl.run.local_cluster import children_apart, cluster_processes, ended_with_this_process, kill_with_children, lean_node
+from dagrl.run.local_cluster import ProcessGroup, cluster_processes, kill_with_children, lean_node
 from dagrl.run.stop import ignoring_signals, keep_handlers
 from dagrl.runtime.garbage import gc_paused
 
@@ -93,7 +93,7 @@ def ray_cluster(
     os.environ.update(QUIET | ({} if config.address else LEAN) | (PRIORITY if gpus_per_worker(config) else {}))
     before = semaphores()
     try:
-        _start(config, environment or {}, store_bytes, teardown_s)
+        group = _start(config, environment or {}, store_bytes, teardown_s)
     except SystemExit as ended:  # Ray's own handler turns SIGTERM into this during start
         if ended.code == signal.SIGTERM:
             raise KeyboardInterrupt from ended
@@ -102,14 +102,11 @@ def ray_cluster(
         raise RunError(f"{_could_not(config)}: {error}. Its logs are in {LOGS}") from error
     processes = cluster_processes()
     try:
-        with ended_with_this_process(processes):
-            try:
-                yield
-            finally:
-                with gc_paused():  # freeing an `ObjectRef` during shutdown ends the process
-                    _shutdown(processes, teardown_s)
+        yield
     finally:
-        if not config.address:
+        with gc_paused():  # freeing an `ObjectRef` during shutdown ends the process
+            _end(group, processes, teardown_s)
+        if group is not None:
             remove_orphaned_semaphores(semaphores() - before)
 
 
@@ -134,27 +131,31 @@ def _require_listener(address: str) -> None:
     )
 
 
-def _start(config: ClusterConfig, environment: Mapping[str, str], store_bytes: int, teardown_s: float) -> None:
-    """Joins a cluster, or starts one, for a second time if its node was too slow for Ray."""
+def _start(
+    config: ClusterConfig, environment: Mapping[str, str], store_bytes: int, teardown_s: float
+) -> ProcessGroup | None:
+    """Joins a cluster, or starts one and returns its processes' group; again if its node was too slow for Ray."""
     try:
-        _init(config, environment, store_bytes, teardown_s)
+        return _init(config, environment, store_bytes, teardown_s)
     except Exception as error:  # Ray raises plain exceptions here
         if config.address or SLOW_NODE not in str(error):
             raise
         logger.warning("Ray's node did not answer within the 30 s that Ray gives it; starting another")
-        _init(config, environment, store_bytes, teardown_s)
+        return _init(config, environment, store_bytes, teardown_s)
 
 
-def _init(config: ClusterConfig, environment: Mapping[str, str], store_bytes: int, teardown_s: float) -> None:
+def _init(config: ClusterConfig, environment: Mapping[str, str], store_bytes: int, teardown_s: float) -> ProcessGroup | None:
     """Calls `ray.init`. Ends what it has started if it raises."""
     import ray
 
+    group = None if config.address else ProcessGroup()
     try:
-        with children_apart(), lean_node():
+        with nullcontext() if group is None else group.joined(), lean_node():
             ray.init(**_arguments(config, store_bytes), runtime_env={"env_vars": {**QUIET, **environment}})
     except BaseException:
-        _shutdown(cluster_processes(), teardown_s)
+        _end(group, cluster_processes(), teardown_s)
         raise
+    return group
 
 
 def _arguments(config: ClusterConfig, store_bytes: int) -> dict[str, Any]:
@@ -178,6 +179,15 @@ def _could_not(config: ClusterConfig) -> str:
         return "Ray could not start on this machine"
     where = f"Ray could not join the cluster at {config.address}"
     return where if AUTH_MODE in os.environ else f"{where} (if it asks for a token, set {AUTH_MODE}=token and try again)"
+
+
+def _end(group: ProcessGroup | None, processes: Sequence[Popen[Any]], teardown_s: float) -> None:
+    """Leaves the cluster, and kills what is left of one that was started."""
+    try:
+        _shutdown(processes, teardown_s)
+    finally:
+        if group is not None:
+            group.kill()
 
 
 def _shutdown(processes: Sequence[Popen[Any]], teardown_s: float) -> None:

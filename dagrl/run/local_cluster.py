@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
@@ -16,31 +16,48 @@ from typing import Any
 
 from dagrl.machine import descendants_of
 
-_apart = False
-"""Whether a child of this process leaves its process group."""
+_joined = 0
+"""The process group that children of this process join; 0: they stay in its own."""
 
 
-@contextmanager
-def children_apart() -> Iterator[None]:
-    """Processes started inside get process groups of their own.
+def _join_group() -> None:
+    if _joined:
+        os.setpgid(0, _joined)
 
-    Ctrl-C in a terminal, `timeout` and many job managers signal a whole process group. Ray's processes would end with the
-    signal, and the driver could neither finish its step nor save.
+
+os.register_at_fork(after_in_child=_join_group)  # Ray gives `preexec_fn` to subprocess, which then calls these functions
+
+
+GUARD = "read _; kill -s KILL 0"
+"""A shell's program: waits until its standard input ends, as it does with its parent, and kills its process group."""
+
+
+class ProcessGroup:
+    """A process group for Ray's processes and all that they start. It is killed by `kill`, or when this process has ended.
+
+    Ctrl-C in a terminal, `timeout` and many job managers signal the group of the driver. In that, Ray's processes would end
+    before the driver has finished its step and saved. Without `kill`, the agents of a raylet that was killed would live for
+    another minute, in which they try to tell the cluster of its death; for longer if the GCS hangs.
     """
-    global _apart
-    _apart = True
-    try:
-        yield
-    finally:
-        _apart = False
 
+    def __init__(self) -> None:
+        quiet: dict[str, Any] = {"stdin": PIPE, "stdout": DEVNULL, "stderr": DEVNULL, "process_group": 0}
+        self._guard = Popen(["/bin/sh", "-c", GUARD], **quiet)  # noqa: S603
 
-def _leave_group() -> None:
-    if _apart:
-        os.setpgid(0, 0)
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Processes that this process starts in the block join the group."""
+        global _joined
+        _joined = self._guard.pid
+        try:
+            yield
+        finally:
+            _joined = 0
 
-
-os.register_at_fork(after_in_child=_leave_group)  # Ray gives `preexec_fn` to subprocess, which then calls these functions
+    def kill(self) -> None:
+        """Kills what is left of the group."""
+        with self._guard, suppress(ProcessLookupError):
+            os.killpg(self._guard.pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -110,29 +127,6 @@ def nodes_live(others: Collection[str] = ()) -> bool:
         return False
     alive = {node_id.hex() for node_id, node in nodes.items() if node.state == GcsNodeInfo.ALIVE}
     return alive.issuperset({ray.get_runtime_context().get_node_id(), *others})
-
-
-GUARD = 'read _; for group; do kill -s KILL -- "-$group"; done'
-"""A shell's program: waits until its standard input ends, and kills process groups."""
-
-
-@contextmanager
-def ended_with_this_process(processes: Sequence[Popen[Any]]) -> Iterator[None]:
-    """Ends what Ray started and the block has not ended, also if this process is killed in it.
-
-    Ray's own processes end by themselves. The agents of a raylet that was killed would live for another minute, in which
-    they try to tell the cluster of its death.
-    """
-    groups = {os.getpgid(process.pid) for process in processes} - {os.getpgid(0)}
-    quiet: dict[str, Any] = {"stdin": PIPE, "stdout": DEVNULL, "stderr": DEVNULL, "start_new_session": True}
-    with Popen(["/bin/sh", "-c", GUARD, "guard", *map(str, groups)], **quiet) as guard:  # noqa: S603
-        try:
-            yield
-        finally:
-            for group in groups:
-                with suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGKILL)
-            guard.kill()
 
 
 def kill_with_children(processes: Iterable[Popen[Any]]) -> list[int]:

@@ -26,7 +26,7 @@ def litter():
 
 with ray_cluster(ClusterConfig(num_cpus=1), teardown_s=3.0):
     processes = cluster_processes()
-    assert all(os.getpgid(process.pid) == process.pid for process in processes), "Ctrl-C would end Ray before the driver"
+    assert os.getpgid(0) not in {os.getpgid(process.pid) for process in processes}, "Ctrl-C would end Ray before the driver"
     raylet = next(process.pid for process in processes if "raylet" in process.args[0])
     print(*(process.pid for process in processes), *descendants_of(raylet), flush=True)
     references = [ray.put(number) for number in range(10000)]
@@ -49,24 +49,35 @@ def test_a_cluster_with_a_stopped_raylet_is_killed_with_a_warning() -> None:
 
 
 KILLED = """
-import os, signal, sys, time
+import os, ray, signal, sys, time
 from dagrl.run.cluster import ray_cluster
+from dagrl.run.local_cluster import cluster_processes
 from dagrl.config import ClusterConfig
 from dagrl.machine import descendants_of
 
-with ray_cluster(ClusterConfig(num_cpus=1)):
+during_start, ray_init = sys.argv[1] == "start", ray.init
+
+def init(**arguments):
+    ray_init(**arguments)
     time.sleep(2)  # the raylet starts its agents
     print(*descendants_of(os.getpid()), flush=True)
+    if during_start:
+        os.kill(next(process.pid for process in cluster_processes() if "raylet" in process.args[0]), signal.SIGKILL)
+        raise Exception("no node")
+
+ray.init = init
+with ray_cluster(ClusterConfig(num_cpus=1)):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_nothing_of_a_cluster_outlives_a_driver_that_is_killed() -> None:
-    """Ray alone leaves the raylet's agents for more than a minute."""
-    command = [sys.executable, "-c", KILLED]
+@pytest.mark.parametrize(("moment", "code"), [("run", -signal.SIGKILL), ("start", 1)])
+def test_nothing_of_a_cluster_outlives_its_driver_or_a_failed_start(moment: str, code: int) -> None:
+    """Ray alone leaves the agents of a raylet that was killed for more than a minute."""
+    command = [sys.executable, "-c", KILLED, moment]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True, check=False)
-    pids = [int(word) for word in ended.stdout.split()]
-    assert ended.returncode == -signal.SIGKILL and len(pids) > 4, ended.stderr
+    pids = [int(word) for word in ended.stdout.partition("\n")[0].split()]
+    assert ended.returncode == code and len(pids) > 4, ended.stderr
     until = time.monotonic() + 20
     while (alive := [pid for pid in pids if _runs(pid)]) and time.monotonic() < until:
         time.sleep(0.1)
