@@ -314,34 +314,8 @@ def relayed(place: Place) -> object:
     return sent, received, 2 * sum(tensor.nbytes for tensor in weights.values())
 
 
-def other_version(place: Place) -> object:
-    """A sender of another version is rejected, and nothing is written."""
-    plan, layout = _refit_plan(2)
-    channel = place.open()
-    weights = hf_weights(CONFIG)
-    if place.rank == 0:
-        RefitSender(plan.for_rank(0), megatron_tensors(weights, CONFIG, layout, 0), channel).send(5)
-        channel.agree()
-        return "agreed"
-    tensors = zeros_like(vllm_tensors(weights, CONFIG, 1, 0))
-    try:
-        RefitReceiver(plan.for_rank(1), tensors, channel).receive(6)
-    except ChannelError as error:
-        return str(error), any(bool(tensor.any()) for tensor in tensors.values())
-
-
-def source_fails(place: Place) -> object:
-    """In the second of three refits the source's tensors no longer fit the plan."""
-    return _with_a_failing_rank(place, 0)
-
-
-def destination_fails(place: Place) -> object:
-    """In the second of three refits the destination's tensors no longer fit the plan."""
-    return _with_a_failing_rank(place, 1)
-
-
-def _with_a_failing_rank(place: Place, failing: int) -> object:
-    """Returns the outcome of each refit and its seconds."""
+def failing_rank(place: Place, failing: int) -> object:
+    """In the second of three refits its tensors no longer fit the plan. Gives the outcome of each refit and its seconds."""
     plan, layout = _refit_plan(2)
     channel, weights = place.open(), hf_weights(CONFIG)
     tensors = vllm_tensors(weights, CONFIG, 1, 0) if place.rank else megatron_tensors(weights, CONFIG, layout, 0)

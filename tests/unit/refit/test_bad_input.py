@@ -28,17 +28,8 @@ from dagrl.workers.vllm.quantization import check_form, in_fp8
 from tests.families import FAMILIES
 from tests.unit.refit.memory_channel import MemoryChannel
 from tests.unit.refit.test_plan import held
-from tests.unit.refit.weight_reference import model_config
 
 BOX = ((0, 128), (0, 128))
-
-
-@pytest.mark.parametrize("kind", ["gpt_oss", None])
-def test_a_model_type_without_rules_is_named(kind: str | None) -> None:
-    config = model_config(model_type=kind)  # type: ignore[arg-type]
-    message = rf"model_type is {kind!r}, which has no weight layout rules; the known types are llama, .*nemotron_h"
-    with pytest.raises(ConfigError, match=message):
-        megatron_weight_slices(config, ParallelLayout(), 0)
 
 
 @pytest.mark.parametrize(

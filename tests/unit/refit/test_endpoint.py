@@ -296,13 +296,19 @@ def test_all_copies_of_a_verified_refit_are_made_before_its_first_message(
     assert "copy" not in received[received.index("message") :]
 
 
-def test_another_plan_is_rejected() -> None:
-    plans = [plan_of(*columns(), bucket_bytes=bytes_) for bytes_ in (64, 128)]
+@pytest.mark.parametrize(
+    ("bucket_bytes", "version", "words"),
+    [
+        (128, 1, "rank 0 has another refit plan"),
+        (64, 6, "rank 0 sends version 1, but this rank receives version 6; replay one version on all ranks"),
+    ],
+)
+def test_another_plan_or_version_is_rejected_before_a_byte_is_written(bucket_bytes: int, version: int, words: str) -> None:
     queues: defaultdict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
-    RefitSender(plans[0].for_rank(0), {"s": source()}, MemoryChannel(0, 2, queues)).send(1)
-    target = torch.zeros(2, 6, 5)
-    with pytest.raises(ChannelError, match="rank 0 has another refit plan"):
-        RefitReceiver(plans[1].for_rank(1), {"t": target}, MemoryChannel(1, 2, queues)).receive(1)
+    RefitSender(plan_of(*columns(), bucket_bytes=64).for_rank(0), {"s": source()}, MemoryChannel(0, 2, queues)).send(1)
+    target, plan = torch.zeros(2, 6, 5), plan_of(*columns(), bucket_bytes=bucket_bytes)
+    with pytest.raises(ChannelError, match=words):
+        RefitReceiver(plan.for_rank(1), {"t": target}, MemoryChannel(1, 2, queues)).receive(version)
     assert not target.any()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from dagrl.errors import RefitPlanError
 from dagrl.refit import RefitPlan, plan_refit
 from dagrl.refit.carry.rounds import RefitRounds
 from dagrl.refit.plan.ordering import BETWEEN_HOSTS
-from dagrl.refit.plan.routes import _split_parts
 from dagrl.refit.slices import volume
 from dagrl.runtime.layout import ParallelLayout
 from tests.unit.refit.memory_channel import MemoryChannel, run_refit
@@ -123,8 +121,3 @@ def test_every_rank_sends_from_its_own_tensors(sources: str, destinations: str) 
         plan_refit(*sides, dtype="float32", bucket_bytes=512, hosts=hosts), [*({name: weights} for name in sources), *built]
     )
     assert all(torch.equal(tensor, weights) for tensors in built for tensor in tensors.values())
-
-
-def test_part_groups_are_filled_in_order() -> None:
-    parts: Any = "abcdefgh"
-    assert list(map("".join, _split_parts(parts, dict.fromkeys(parts, 2) | {"f": 5}, 9))) == ["abcd", "f", "egh"]

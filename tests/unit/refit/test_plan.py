@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from dagrl.errors import RefitPlanError
-from dagrl.refit import TIED_HEAD, RefitPlan, Verify, WeightSlice, plan_refit
+from dagrl.refit import RefitPlan, Verify, WeightSlice, plan_refit
 from dagrl.refit.plan.coverage import PlacedPart, cover, distinct_lists, index_sources, prove_covered
 from dagrl.refit.slices import Box, Scales, expand, volume
 from dagrl.refit.strided import stack_experts
@@ -33,7 +33,6 @@ from tests.unit.refit.weight_reference import (
     model_config,
     vllm_tensors,
     vllm_weight_slices,
-    zeros_like,
 )
 
 TiedHead = Literal["one tensor", "two names", "own memory"]
@@ -118,20 +117,6 @@ def check_rounds(plan: RefitPlan) -> None:
     assert set(senders.values()) | set(receivers.values()) <= {1}
     rounds = [bucket.round for bucket in plan.buckets]
     assert rounds == sorted(rounds)
-
-
-def test_a_tied_head_is_filled_from_the_embedding() -> None:
-    config = model_config(tie_word_embeddings=True)
-    sources = megatron_slices(config, ParallelLayout(pp=2))
-    wanted = vllm_weight_slices(dict(config, tie_word_embeddings=False), VllmRank(1, 0))
-    with pytest.raises(RefitPlanError, match=r"destinations have .* sources lack: 'lm_head.weight'"):
-        plan_refit(sources, [wanted], dtype="float32")
-    plan = plan_refit(sources, [wanted], dtype="float32", aliases=TIED_HEAD)
-    weights = hf_weights(config)
-    built = zeros_like(vllm_tensors({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}, config, 1, 0))
-    run_refit(plan, [*(megatron_tensors(weights, config, ParallelLayout(pp=2), rank) for rank in range(2)), built])
-    assert torch.equal(built["lm_head.weight"][:300], weights["model.embed_tokens.weight"])
-    assert torch.equal(built["model.embed_tokens.weight"], built["lm_head.weight"])
 
 
 @settings(max_examples=40, deadline=None)

@@ -222,15 +222,10 @@ def test_checksums_detect_a_lane_of_lost_or_flipped_signs(dtype: torch.dtype, pe
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 64, 16 * 1024, 16 * 1024 * 3 + 7, 70_000])
-def test_checksums_detect_single_bytes_and_swaps(size: int) -> None:
+def test_checksums_detect_single_bytes(size: int) -> None:
     raw = torch.randint(0, 256, (size,), dtype=torch.uint8)
     first = checksum(raw)
     for at in {0, size // 2, size - 1}:
         changed = raw.clone()
         changed[at] ^= 1
         assert not torch.equal(checksum(changed), first)
-    if size >= 64:
-        rows = raw[: size // 4 * 4].view(-1, 4).clone()
-        rows[[0, -1]] = rows[[-1, 0]]
-        exchanged = torch.cat([rows.flatten(), raw[size // 4 * 4 :]])
-        assert torch.equal(exchanged, raw) or not torch.equal(checksum(exchanged), first)

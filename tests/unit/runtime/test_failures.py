@@ -356,25 +356,15 @@ def test_results_come_in_the_order_of_the_shards() -> None:
     assert [packet.value for packet in outcome_of(replay(*shards))] == ["slow", "quick", "middle"]
 
 
-class WithoutWords(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-
 @pytest.mark.parametrize(
-    ("error", "message", "trace"),
+    ("error", "message"),
     [
-        (
-            UnserializableException("Original exception: ValueError: of the worker"),
-            "its result cannot be read: ",
-            "ValueError: of the worker",
-        ),
-        (RayTaskError("forward", "the stack", WithoutWords()), "WithoutWords, whose str() raised RuntimeError", "the stack"),
+        (UnserializableException("Original exception: the stack"), "its result cannot be read: "),
+        (RayTaskError("forward", "the stack", KeyError("x")), "KeyError: 'x'"),
     ],
-    ids=["unreadable", "without words"],
 )
-def test_a_plain_call_whose_result_or_error_cannot_be_read_names_the_worker(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str, trace: str
+def test_a_plain_call_that_raises_or_whose_result_cannot_be_read_names_the_worker(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
 ) -> None:
     def get(ref: object) -> None:
         raise error
@@ -387,7 +377,7 @@ def test_a_plain_call_whose_result_or_error_cannot_be_read_names_the_worker(
         call_together([(group, "forward", [()] * 3)], deadline=Deadline(1.0, "patience"))
     found = [(one.rank, one.kind, one.node, one.message[: len(message)]) for one in caught.value.failures]
     assert found == [(rank, "raised", "forward", message) for rank in range(3)]
-    assert all(trace in failure.traceback for failure in caught.value.failures)
+    assert all("the stack" in failure.traceback for failure in caught.value.failures)
 
 
 @pytest.mark.parametrize("dies", [True, False])

@@ -53,20 +53,30 @@ def groups_by(layout: ParallelLayout, key: Callable[[Coordinates], Hashable]) ->
     return sorted(groups.values())
 
 
+DENSE: dict[str, Callable[[Coordinates], Hashable]] = {
+    "tp": lambda at: (at.cp, at.dp, at.pp),
+    "cp": lambda at: (at.tp, at.dp, at.pp),
+    "dp": lambda at: (at.tp, at.cp, at.pp),
+    "pp": lambda at: (at.tp, at.cp, at.dp),
+    "tp-cp": lambda at: (at.dp, at.pp),
+    "dp-cp": lambda at: (at.tp, at.pp),
+    "tp-cp-pp": lambda at: at.dp,
+}
+EXPERTS: dict[str, Callable[[Coordinates], Hashable]] = {
+    "tp": lambda at: (at.ep, at.edp, at.pp),
+    "ep": lambda at: (at.etp, at.edp, at.pp),
+    "dp": lambda at: (at.etp, at.ep, at.pp),
+    "tp-ep": lambda at: (at.edp, at.pp),
+    "tp-ep-pp": lambda at: at.edp,
+}
+
+
 @given(layouts())
-def test_dense_groups_are_megatrons(layout: ParallelLayout) -> None:
-    megatron = dense_generator(layout)
-    assert megatron.world_size == layout.world_size
-    for token, key in {
-        "tp": lambda at: (at.cp, at.dp, at.pp),
-        "cp": lambda at: (at.tp, at.dp, at.pp),
-        "dp": lambda at: (at.tp, at.cp, at.pp),
-        "pp": lambda at: (at.tp, at.cp, at.dp),
-        "tp-cp": lambda at: (at.dp, at.pp),
-        "dp-cp": lambda at: (at.tp, at.pp),
-        "tp-cp-pp": lambda at: at.dp,
-    }.items():
-        assert groups_by(layout, key) == sorted(megatron.get_ranks(token)), token
+def test_groups_are_megatrons(layout: ParallelLayout) -> None:
+    assert dense_generator(layout).world_size == layout.world_size
+    for generator, keys in ((dense_generator(layout), DENSE), (expert_generator(layout), EXPERTS)):
+        for token, key in keys.items():
+            assert groups_by(layout, key) == sorted(generator.get_ranks(token)), token
 
 
 @given(layouts())
@@ -81,22 +91,10 @@ def test_a_coordinate_is_the_position_in_megatrons_group(layout: ParallelLayout)
     assert {rank: Coordinates(**at) for rank, at in found.items()} == {
         rank: layout.coordinates(rank) for rank in range(layout.world_size)
     }
+    assert all(layout.rank(**{name: at[name] for name in ("tp", "cp", "dp", "pp")}) == rank for rank, at in found.items())
 
 
 EXPERT_NAMES = {"tp": "etp", "ep": "ep", "dp": "edp"}
-
-
-@given(layouts())
-def test_expert_groups_are_megatrons(layout: ParallelLayout) -> None:
-    megatron = expert_generator(layout)
-    for token, key in {
-        "tp": lambda at: (at.ep, at.edp, at.pp),
-        "ep": lambda at: (at.etp, at.edp, at.pp),
-        "dp": lambda at: (at.etp, at.ep, at.pp),
-        "tp-ep": lambda at: (at.edp, at.pp),
-        "tp-ep-pp": lambda at: at.edp,
-    }.items():
-        assert groups_by(layout, key) == sorted(megatron.get_ranks(token)), token
 
 
 @given(layouts())
@@ -108,13 +106,6 @@ def test_a_shard_is_megatrons_model_parallel_group_stage_by_stage(layout: Parall
         assert all(layout.coordinates(rank).dp == dp for rank in shard)
         stages = [layout.coordinates(rank).pp for rank in shard]
         assert stages == sorted(stages)
-
-
-@given(layouts())
-def test_rank_is_the_inverse_of_coordinates(layout: ParallelLayout) -> None:
-    for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
-        assert layout.rank(dp=at.dp, pp=at.pp, tp=at.tp, cp=at.cp) == rank
 
 
 @pytest.mark.parametrize(

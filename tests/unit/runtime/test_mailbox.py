@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import pickle
 import threading
 import time
@@ -15,7 +13,7 @@ import pytest
 from dagrl.errors import RunError
 from dagrl.runtime.edges import futex
 from dagrl.runtime.edges.mailbox import CELL_BYTES, Mailbox
-from dagrl.runtime.edges.memory import EdgeClosedError, EdgeTimeoutError
+from dagrl.runtime.edges.memory import EdgeTimeoutError
 
 WRITERS, SLOTS = 5, 4
 PATIENCE_S = 30.0  # for what takes a moment, on a machine that does other things
@@ -109,15 +107,3 @@ def test_a_wait_in_turns_spins_only_in_the_first(mailbox: Mailbox, monkeypatch: 
 def test_a_message_larger_than_a_cell_is_refused(mailbox: Mailbox) -> None:
     with pytest.raises(RunError, match="does not fit a cell"):
         mailbox.post(0, 1, bytes(CELL_BYTES + 1), 1.0)
-
-
-def test_a_mailbox_ends_with_its_processes() -> None:
-    mailbox = Mailbox.create(WRITERS, SLOTS)
-    address = mailbox.address
-    path = f"/proc/self/fd/{address.memory.descriptor}"
-    assert "memfd:dagrl" in os.readlink(path)
-    del mailbox
-    gc.collect()
-    assert not os.path.exists(path)
-    with pytest.raises(EdgeClosedError, match="cannot be reached"):
-        Mailbox.open(address)

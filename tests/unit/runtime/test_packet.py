@@ -273,29 +273,21 @@ def test_a_ticket_that_has_passed_is_an_error() -> None:
         gate.enter(0, 2, 1.0)
 
 
-def test_leaving_without_entering_admits_nothing() -> None:
-    """Neither the last node of a ticket whose turn has not come, nor one that a reset has skipped, changes the turn."""
+def test_only_a_reset_and_the_node_inside_change_the_turn() -> None:
+    """Not a node whose turn has not come, one that a reset has skipped, or one that leaves twice."""
     gate = TicketGate()
     gate.enter(0, 0, 1.0)
     gate.leave(3, 0, closes=True)
     with pytest.raises(DeadlineError, match="while ticket 0 is running"):
         gate.enter(4, 0, 0.01)
-    gate.reset(6)
-    gate.leave(0, 0, closes=True)
-    gate.enter(6, 0, 0.01)
-
-
-def test_a_reset_lets_the_next_ticket_in_and_leaving_twice_does_not_go_back() -> None:
-    gate = TicketGate()
-    waiting = threading.Thread(target=gate.enter, args=(5, 0, 10.0))
+    waiting = threading.Thread(target=gate.enter, args=(6, 0, 10.0))
     waiting.start()
-    gate.reset(5)
+    gate.reset(6)
     waiting.join(5.0)
     assert not waiting.is_alive()
-    gate.leave(5, 0, closes=True)
-    gate.leave(5, 0, closes=True)
-    gate.leave(3, 0, closes=True)
-    gate.enter(6, 0, 0.1)
+    for ticket in (0, 6, 6, 3):
+        gate.leave(ticket, 0, closes=True)
+    gate.enter(7, 0, 0.1)
 
 
 def test_an_abandoned_turn_is_skipped_once_those_before_it_end() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,23 +122,24 @@ def test_a_skipped_message_makes_room(ring: Ring) -> None:
     assert ring.read(0, 1.0) == "read"
 
 
-def ring_files() -> int:
-    """Descriptors of this process that are memory of rings."""
+def edge_files() -> int:
+    """Descriptors of this process that are memory of edges."""
     names = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     return sum("memfd:dagrl" in os.readlink(name) for name in names if os.path.islink(name))
 
 
-def test_a_ring_ends_with_its_processes() -> None:
+@pytest.mark.parametrize("make", [lambda: Ring.create(2, SLOT, 1), lambda: Mailbox.create(5, 4)], ids=["ring", "mailbox"])
+def test_memory_ends_with_its_processes(make: Callable[[], Any]) -> None:
     gc.collect()
-    before = ring_files()
-    rings = [Ring.create(2, SLOT, 1) for _ in range(10)]
-    assert ring_files() > before
-    address = rings[0].address
-    del rings
+    before = edge_files()
+    made = [make() for _ in range(10)]
+    assert edge_files() > before
+    kind, address = type(made[0]), made[0].address
+    del made
     gc.collect()
-    assert ring_files() == before
+    assert edge_files() == before
     with pytest.raises(EdgeClosedError, match="cannot be reached"):
-        Ring.open(address)
+        kind.open(address)
 
 
 def test_a_file_that_reuses_the_descriptor_of_an_edge_is_left_alone(tmp_path: Path) -> None:

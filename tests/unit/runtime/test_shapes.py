@@ -54,13 +54,6 @@ def test_padding_adds_zeros_right_and_below_and_nothing_else(lengths: list[int],
     assert padded.scalars == batch.scalars
 
 
-@given(LENGTHS, st.integers(0, 9))
-def test_padding_may_cut_columns_past_the_longest_row(lengths: list[int], spare: int) -> None:
-    wide, exact = ragged(lengths, width=max(lengths) + spare), ragged(lengths)
-    bucket = Bucket(len(lengths), max(lengths))
-    assert_equal(padded_to(bucket, wide), padded_to(bucket, exact))
-
-
 @given(LENGTHS, st.randoms(use_true_random=False))
 def test_selecting_every_row_in_any_order_and_back(lengths: list[int], random: object) -> None:
     batch = ragged(lengths)
