@@ -1,14 +1,14 @@
 """Compares steps that were executed again with their records: rollouts token by token, metrics, and weights.
 
     comparison = compare(recorded, found, step=12)
-    comparison.differences      # bit for bit, the nearest to the cause first
+    comparison.differences      # a line for each, bit for bit, the nearest to the cause first
 
 Equal layouts on equal machines compute equal numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,49 +35,25 @@ MOST_SHOWN = 10
 """Differences that the error lists."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A value of `step` that was not reproduced; `name` is a column of the rollouts, a metric, or a tensor of weights."""
-
-    step: int
-    name: str
-    where: str
-    recorded: object
-    found: object
-
-    def describe(self) -> str:
-        """Returns one line."""
-        return f"step {self.step}: {self.name}{self.where} was {self.recorded!r}, and is now {self.found!r}"
-
-
-@dataclass(frozen=True)
-class WeightDifference:
-    """A tensor of a train worker that differs from a checkpoint's, and the first such entry."""
-
-    name: str
-    rank: int
-    index: tuple[int, ...]
-    recorded: float
-    found: float
-
-
 @dataclass
 class Comparison:
-    """Counts of compared values over all executed steps, and the first differences of each."""
+    """Counts of compared values over all executed steps, and a line for each of the first differences."""
 
     first_step: int
     last_step: int
     tokens: int = 0
     metrics: int = 0
     weights: int = 0  # tensors, over all workers
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
 
-    def add_weights(self, compared: int, weights: Iterable[WeightDifference]) -> None:
-        """Adds a comparison of weights."""
-        self.weights += compared
-        for weight in weights:
-            where = f" of train worker {weight.rank} at {list(weight.index)}"
-            self.differences.append(Difference(self.last_step, weight.name, where, weight.recorded, weight.found))
+    def add(self, step: int, what: str, recorded: object, found: object) -> None:
+        """Adds a value of a step that was not reproduced: of a column of the rollouts, or a metric."""
+        self.differences.append(f"step {step}: {difference(what, recorded, found)}")
+
+
+def difference(what: str, recorded: object, found: object) -> str:
+    """Returns the words for a value that was not reproduced."""
+    return f"{what} was {recorded!r}, and is now {found!r}"
 
 
 def report(comparison: Comparison) -> str:
@@ -87,7 +63,7 @@ def report(comparison: Comparison) -> str:
     weights = f", {comparison.weights} tensors of weights" if comparison.weights else ""
     compared = f"{steps}: {comparison.tokens} tokens with their log-probabilities, {comparison.metrics} metrics{weights}"
     if comparison.differences:
-        lines = [difference.describe() for difference in comparison.differences[:MOST_SHOWN]]
+        lines = comparison.differences[:MOST_SHOWN]
         more = len(comparison.differences) - len(lines)
         raise RunError("\n".join([f"{compared} differ", *lines, *([f"and {more} more"] if more else [])]))
     return f"bit-equal: {compared}\n"
@@ -114,25 +90,21 @@ def compare(recorded: Path, found: Path, step: int) -> Comparison:
 def _compare_rollouts(comparison: Comparison, step: int, recorded: Sequence[Line], found: Sequence[Line]) -> None:
     """Adds the first difference of each column, columns in their order."""
     if len(recorded) != len(found):
-        comparison.differences.append(Difference(step, "samples", "", len(recorded), len(found)))
+        comparison.add(step, "samples", len(recorded), len(found))
         return
     comparison.tokens += sum(len(row["tokens"]) for row in recorded)
     for column in COLUMNS:
         values = ((sample, old[column], new[column]) for sample, (old, new) in enumerate(zip(recorded, found, strict=True)))
         different = next((value for value in values if not _same(*value[1:])), None)
         if different is not None:
-            comparison.differences.append(_column_difference(step, column, *different))
-
-
-def _column_difference(step: int, column: str, sample: int, old: Any, new: Any) -> Difference:
-    """Returns the first difference in a column of one sample."""
-    where = f" of sample {sample}"
-    if not isinstance(old, list) or not isinstance(new, list):
-        return Difference(step, column, where, old, new)
-    if len(old) != len(new):
-        return Difference(step, column, where, f"{len(old)} values", f"{len(new)} values")
-    at = next(at for at, pair in enumerate(zip(old, new, strict=True)) if not _same(*pair))
-    return Difference(step, column, f"{where} at token {at}", old[at], new[at])
+            sample, old, new = different
+            what = f"{column} of sample {sample}"
+            if isinstance(old, list) and isinstance(new, list):
+                at = next((at for at, pair in enumerate(zip(old, new, strict=False)) if not _same(*pair)), None)
+                what, old, new = (
+                    (f"number of {what}", len(old), len(new)) if at is None else (f"{what} at token {at}", old[at], new[at])
+                )
+            comparison.add(step, what, old, new)
 
 
 def _compare_metrics(comparison: Comparison, step: int, recorded: Line, found: Line) -> None:
@@ -142,7 +114,7 @@ def _compare_metrics(comparison: Comparison, step: int, recorded: Line, found: L
     for name in sorted(names, key=lambda name: (name != "loss", name)):
         old, new = recorded.get(name), found.get(name)
         if not _same(old, new):
-            comparison.differences.append(Difference(step, name, "", old, new))
+            comparison.add(step, name, old, new)
 
 
 def _same(old: object, new: object) -> bool:

@@ -22,7 +22,7 @@ from dagrl.errors import ConfigError, StopRequestedError
 from dagrl.files import PRIVATE, write_whole
 from dagrl.run.checkpoint_store import CheckpointStore
 from dagrl.run.checkpoints import verify_role
-from dagrl.run.comparison import Comparison, WeightDifference, compare
+from dagrl.run.comparison import Comparison, compare
 from dagrl.run.session import LastStep, Session
 from dagrl.telemetry.record import RunPaths, lock_run, read_metrics
 
@@ -42,7 +42,7 @@ def replay_step(directory: Path, step: int, run: Run) -> Comparison:
     _check_step(config, directory, step)
     roots = (RunPaths.of(config).checkpoints, directory / "checkpoints")  # the second if the run was moved
     start, saved = newest_checkpoint(roots, range(step)), newest_checkpoint(roots, range(step, step + 1))
-    again, weights = _prepare(config, directory, step, start), list[tuple[int, list[WeightDifference]]]()
+    again, weights = _prepare(config, directory, step, start), list[tuple[int, list[str]]]()
 
     def compare_weights(session: Session) -> None:
         """Compares each train worker's weights with the checkpoint after the step, which they then hold."""
@@ -60,7 +60,8 @@ def replay_step(directory: Path, step: int, run: Run) -> Comparison:
         logger.info("stopped after step %d", step)
     comparison = compare(directory, RunPaths.of(again).directory, step)
     for compared, differences in weights:
-        comparison.add_weights(compared, differences)
+        comparison.weights += compared
+        comparison.differences += [f"step {step}: {difference}" for difference in differences]
     return comparison
 
 

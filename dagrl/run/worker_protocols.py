@@ -19,7 +19,6 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.rl.algorithm import planned_algorithm
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.preferences import gives_scores
-from dagrl.run.comparison import WeightDifference
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
 
@@ -56,8 +55,8 @@ class LogprobKeeper(Protocol):
 class ReplayedTrainWorker(Protocol):
     """An optional method of train workers, for `dagrl replay`."""
 
-    def compare_checkpoint(self, directory: str, /) -> tuple[int, list[WeightDifference]]:
-        """Loads a checkpoint. Returns the number of its tensors, and those in which the weights before differ from it."""
+    def compare_checkpoint(self, directory: str, /) -> tuple[int, list[str]]:
+        """Loads a checkpoint. Returns the number of its tensors, and a line for each that the weights before differ from."""
 
 
 class CheckpointChecker(Protocol):

@@ -27,7 +27,7 @@ from dagrl.refit import RankPlan, RefitReport, RefitSender, commit_together
 from dagrl.refit.slices import WeightSlice
 from dagrl.rl.algorithm import Algorithm, algorithm_for
 from dagrl.rl.routed_experts import with_empty_record, without_record
-from dagrl.run.comparison import WeightDifference
+from dagrl.run.comparison import difference
 from dagrl.run.worker_protocols import OPTIONAL_SETTINGS
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.layout import ParallelLayout
@@ -592,14 +592,19 @@ class TrainWorker:
     def _identity(self) -> dict[str, Json]:
         return identity_of(self.config.policy, self._hf_config)
 
-    def compare_checkpoint(self, directory: str) -> tuple[int, list[WeightDifference]]:
-        """Loads a checkpoint. Returns the number of its tensors here, and those that differ from this worker's weights
-        before, in the model's order."""
+    def compare_checkpoint(self, directory: str) -> tuple[int, list[str]]:
+        """Loads a checkpoint. Returns the number of its tensors here, and a line for each that differs from this worker's
+        weights before, in the model's order."""
         before = {name: tensor.detach().clone() for name, tensor in self.weight_tensors().items()}
         self.load_checkpoint(directory)
-        pairs = ((name, tensor, before[name]) for name, tensor in self.weight_tensors().items())
-        differences = [_different_weights(name, self.context.rank, saved, current) for name, saved, current in pairs]
-        return len(before), [difference for difference in differences if difference is not None]
+        lines = []
+        for name, saved in self.weight_tensors().items():
+            unequal = saved != before[name]
+            if unequal.any():
+                at = tuple(unequal.nonzero()[0].tolist())
+                where = f"{name} of train worker {self.context.rank} at {[*at]}"
+                lines.append(difference(where, float(saved[at]), float(before[name][at])))
+        return len(before), lines
 
     def export_hf(self, directory: str) -> None:
         """Writes the policy as a Hugging Face directory that transformers can load; all workers together.
@@ -640,12 +645,3 @@ def _sums_of(batch: Batch, column: Array) -> Batch:
     """Returns `sums` [rows] float64: of `column` [rows, tokens] over the tokens in `loss_mask`."""
     sums = (column.astype("float64") * batch["loss_mask"]).sum(axis=1)
     return Batch({"lengths": batch["lengths"], "sums": sums}, batch.scalars)
-
-
-def _different_weights(name: str, rank: int, recorded: Tensor, found: Tensor) -> WeightDifference | None:
-    """Compares two tensors of one shape. Returns None if they are equal bit for bit."""
-    unequal = recorded != found
-    if not unequal.any():
-        return None
-    index = tuple(unequal.nonzero()[0].tolist())
-    return WeightDifference(name, rank, index, float(recorded[index]), float(found[index]))

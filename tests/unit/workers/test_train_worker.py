@@ -131,7 +131,7 @@ def test_a_checkpoint_continues_and_names_what_differs(make: Make, tmp_path: Pat
     worker.save_checkpoint(str(tmp_path / "saved"))
     went_on = [worker.train_step(batch, "likelihood").flat() for _ in range(2)]
     count, differences = worker.compare_checkpoint(str(tmp_path / "saved"))
-    assert count == len(differences) == len(worker.weight_tensors())
+    assert count == len(differences) == len(worker.weight_tensors()) and " of train worker 0 at [" in differences[0]
     worker.load_checkpoint(str(tmp_path / "saved"))
     again = [worker.train_step(batch, "likelihood").flat() for _ in range(2)]
     for name in ("loss", "grad_norm", "lr"):
