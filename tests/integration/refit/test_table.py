@@ -19,6 +19,7 @@ from tests.unit.refit.memory_channel import run_refit
 from tests.unit.refit.weight_reference import (
     VllmRank,
     equal,
+    hf_shapes,
     hf_weights,
     megatron_tensors,
     vllm_tensors,
@@ -92,32 +93,8 @@ def _volume(box: tuple[tuple[int, int], ...]) -> int:
 
 
 def parameters(model: dict[str, Any]) -> int:
-    """Counts the model's parameters from its published sizes, the reference for a plan's bytes. Qwen3 and DeepSeek only."""
-    hidden, vocabulary, count = model["hidden_size"], model["vocab_size"], model["num_hidden_layers"]
-    total: int = vocabulary * hidden * (1 if model.get("tie_word_embeddings") else 2) + hidden
-    for layer in range(count):
-        total += 2 * hidden + (_latent(model) if "kv_lora_rank" in model else _grouped(model))
-        routed = model.get("n_routed_experts", 0) if layer >= model.get("first_k_dense_replace", 0) else 0
-        experts = model.get("num_experts", 0) or routed
-        if not experts:
-            total += 3 * hidden * model["intermediate_size"]
-            continue
-        total += experts * hidden + 3 * experts * hidden * model["moe_intermediate_size"]
-        if "n_shared_experts" in model:
-            total += experts + 3 * hidden * model["moe_intermediate_size"]
-    return total
-
-
-def _grouped(model: dict[str, Any]) -> int:
-    heads, kv_heads, dim = model["num_attention_heads"], model["num_key_value_heads"], model["head_dim"]
-    return int(model["hidden_size"] * dim * (2 * heads + 2 * kv_heads) + 2 * dim)
-
-
-def _latent(model: dict[str, Any]) -> int:
-    hidden, heads, query, kv = (model[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"))
-    nope, rope, value = model["qk_nope_head_dim"], model["qk_rope_head_dim"], model["v_head_dim"]
-    down = hidden * (query + kv + rope) + query + kv
-    return int(down + heads * (query * (nope + rope) + kv * (nope + value)) + hidden * heads * value)
+    """Counts the parameters of the whole model that ranks are cut from."""
+    return sum(torch.Size(shape).numel() for _, shape in hf_shapes(model))
 
 
 def test_parameter_counts_are_the_published_ones() -> None:

@@ -268,11 +268,6 @@ def _hybrid_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[i
             yield from _mlp_shapes(f"{mixer}shared_experts.", hidden, width, plain)
 
 
-def pad_rows(weight: Tensor, multiple: int) -> Tensor:
-    rows = -(-len(weight) // multiple) * multiple
-    return torch.cat([weight, weight.new_zeros(rows - len(weight), *weight.shape[1:])])
-
-
 def megatron_tensors(
     w: Weights, config: Config, layout: ParallelLayout, rank: int, modules: MegatronModules | None = None
 ) -> Weights:
@@ -293,6 +288,10 @@ class _Megatron:
     def cut(self, weight: Tensor, dim: int = 0) -> Tensor:
         return weight.chunk(self.layout.tp, dim)[self.tp_rank]
 
+    def padded(self, weight: Tensor) -> Tensor:
+        multiple = 128 * self.layout.tp
+        return self.cut(pad_to(weight, -(-len(weight) // multiple) * multiple))
+
     def tensors(self) -> Weights:
         c, tied = self.c, self.c["tie_word_embeddings"]
         hybrid, chunks = c["model_type"] == "nemotron_h", stage_chunks(c["num_hidden_layers"], self.layout)
@@ -301,7 +300,7 @@ class _Megatron:
             prefix = f"vp{vp}." if self.layout.vpp > 1 else ""
             chunk = vp * self.layout.pp + self.pp
             if chunk == 0:
-                self.out[f"{prefix}embedding.word_embeddings.weight"] = self.cut(pad_rows(embedding, 128 * self.layout.tp))
+                self.out[f"{prefix}embedding.word_embeddings.weight"] = self.padded(embedding)
             for index, number in enumerate(chunks[chunk]):
                 self.layer(number, f"{prefix}decoder.layers.{index}.")
             if chunk == len(chunks) - 1:
@@ -311,7 +310,7 @@ class _Megatron:
                 ]
                 if not tied or chunk > 0:
                     head = embedding if tied else self.w["lm_head.weight"]
-                    self.out[f"{prefix}output_layer.weight"] = self.cut(pad_rows(head, 128 * self.layout.tp))
+                    self.out[f"{prefix}output_layer.weight"] = self.padded(head)
         return self.out
 
     def norm(self, source: str, module: str, fused: str) -> None:
@@ -583,11 +582,6 @@ def pad_to(weight: Tensor, rows: int) -> Tensor:
 
 def zeros_like(tensors: Weights, dtype: torch.dtype = torch.float32) -> Weights:
     return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in tensors.items()}
-
-
-def read(tensors: Weights, held: WeightSlice) -> Tensor:
-    part = tensors[held.tensor][tuple(slice(a, b) for a, b in held.local)]
-    return part.reshape([b - a for a, b in held.box]) if part.dim() != len(held.box) else part
 
 
 def filled(weights: Weights, slices: list[WeightSlice], like: Weights) -> Weights:

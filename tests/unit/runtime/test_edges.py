@@ -14,7 +14,7 @@ import pytest
 from dagrl.runtime.edges import futex, link
 from dagrl.runtime.edges.link import LinkReader, LinkWriter
 from dagrl.runtime.edges.mailbox import Mailbox
-from dagrl.runtime.edges.memory import EdgeClosedError, EdgeTimeoutError
+from dagrl.runtime.edges.memory import EdgeClosedError, EdgeTimeoutError, MessageTooLargeError
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.pickling import dump
 from dagrl.runtime.edges.ring import Ring
@@ -87,6 +87,15 @@ def test_arrays_of_a_batch_hold_its_memory(make: Callable[[], Edge]) -> None:
         kept.append((read["lengths"], read["tokens"][:, 7]))
         del read
     assert [(set(lengths.tolist()), set(tokens.tolist())) for lengths, tokens in kept] == [({n}, {n}) for n in range(1, 21)]
+
+
+@pytest.mark.parametrize("make", [of_ring, of_link])
+def test_a_message_that_does_not_fit_is_an_error_and_the_edge_goes_on(make: Callable[[], Edge]) -> None:
+    edge = make()
+    with pytest.raises(MessageTooLargeError, match=r"does not fit (a slot|an edge)"):
+        edge.write(np.zeros(1 << 20))
+    edge.write("fits")
+    assert edge.read(PATIENCE_S) == "fits"
 
 
 def test_a_read_without_a_message_ends_by_its_deadline_and_takes_no_processor_time(edge: Edge) -> None:

