@@ -105,7 +105,7 @@ def test_a_path_that_cannot_be_written_is_one_message(
         main(["inspect", EXAMPLE, "--debug"])
 
 
-def test_a_reader_that_has_gone_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As in `dagrl config --schema | head`."""
     reader, writer = os.pipe()
     os.close(reader)

@@ -38,7 +38,9 @@ def test_a_copy_finds_its_data_from_another_directory(tmp_path: Path, monkeypatc
     assert path is not None and Path(path).samefile(tmp_path / "data" / "arithmetic.jsonl")
 
 
-def test_existing_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "arithmetic.jsonl").write_text("mine")

@@ -17,7 +17,7 @@ from dagrl.cli.main import main
         ("run/checkpoints/step_00000001", "does not exist; expected the directory of a checkpoint"),
     ],
 )
-def test_what_is_no_checkpoint_is_an_error(
+def test_export_rejects_a_source_that_is_no_checkpoint(
     source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

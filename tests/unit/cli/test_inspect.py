@@ -57,16 +57,14 @@ def test_the_report_is_mermaid_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_lengths_that_a_run_derives_from_its_data_are_said_to_be_assumed(
-    given: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_inspect_logs_the_lengths_that_it_assumes(given: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lines = [line for line in Path(SFT).read_text().splitlines() if given or "max_total_sequence_length: " not in line]
     (tmp_path / "run.yaml").write_text("\n".join(lines))
     assert main(["inspect", str(tmp_path / "run.yaml")]) == 0
     assert ("buckets are shown with 2048 tokens; a run derives it from its data" in caplog.text) == (not given)
 
 
-def test_one_phase(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_phase_can_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", GRPO, "--phase", "train_step"]) == 0
     text, _, chart = capsys.readouterr().out.partition("flowchart LR\n")
     assert "phase train_step: one of 2 equal graphs (dagrl.graphs.phases:train_step)" in text
@@ -142,7 +140,7 @@ def test_workers_without_describe_have_no_plan() -> None:
     assert "no refit plan: a worker class has no static describe" in inspect_config(config, "refit")
 
 
-def test_mistakes() -> None:
+def test_inspect_rejects_bad_settings() -> None:
     config = load_config(SFT)
     with pytest.raises(
         ConfigError, match="--phase evalute: algorithm 'sft' replays demonstration_step, evaluate; did you mean"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """In the block, writing more than `size` bytes to a file of this process raises OSError."""
+    """Makes writes of more than `size` bytes to a file of this process raise OSError in the block."""
     limit, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     try:

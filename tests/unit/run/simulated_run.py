@@ -175,7 +175,7 @@ class Engines:
         return Parts({shard: None if shard in self.dead else [] for shard in present})
 
     def _present(self) -> list[int]:
-        """The shards that run a replay, some of which die in it."""
+        """Returns the shards that run a replay, some of which die in it."""
         present = self._living()
         assert present, "the phase has no graph"
         self.dead |= {shard for shard in present if self._random.random() < self.dying}
@@ -185,7 +185,7 @@ class Engines:
         return [shard for shard in range(len(self.requests)) if shard not in self.absent]
 
     def failure(self, phase: str) -> PhaseError:
-        """What a replay raises if an engine is dead."""
+        """Returns the error that a replay raises if an engine is dead."""
         rank = min(self.dead)
         return PhaseError((WorkerFailure("generation", rank, "", "", 0, phase, 0, "", "died", "", ""),))
 
@@ -222,7 +222,7 @@ class Engines:
         return pack_generated([*finished, *self._new(shard)], map(RequestProgress, shard), steps)
 
     def _new(self, shard: dict[int, dict[str, Any]]) -> Iterator[FinishedRequest]:
-        """The tokens that the last quantum made for requests that stream."""
+        """Yields the tokens that the last quantum made for requests that stream."""
         for number, request in shard.items():
             if request["streamed"] is not None and len(request["made"]) > request["streamed"]:
                 new = {**request, "made": request["made"][request["streamed"] :]}
@@ -253,7 +253,7 @@ class Engines:
 
 
 def logprob_of(version: int) -> float:
-    """The log-probability of every token of a version."""
+    """Returns the log-probability of every token of a version."""
     return -1.0 - version
 
 
@@ -277,13 +277,13 @@ class Reward:
         return [answer if isinstance(answer, Failed) else SampleReward(answer) for answer in self.answers[-1]]
 
     def check(self, rewards: Rewards, *, may_all_fail: bool = False) -> None:
-        """Like `RewardRunner.check`."""
+        """Checks failures as `RewardRunner.check` does."""
         total, limit = len(rewards.values), self._max_failed_share
         self.checked += [] if may_all_fail else [total]
         check_failures("reward", rewards.failed, total, rewards.message, limit, may_all_fail=may_all_fail)
 
     def check_parts(self, rewards: Rewards) -> None:
-        """There are no weights."""
+        """Does nothing: there are no weights."""
 
     @staticmethod
     def _score(prompt: str, text: str) -> float | Failed:
@@ -310,7 +310,7 @@ class Environment:
         return self._world.later(4, lambda: [self._answer(question) for question in questions])
 
     def close(self, key: str) -> None:
-        """It keeps no state."""
+        """Does nothing: it keeps no state."""
 
     def _answer(self, question: Question) -> Reply:
         if self._closed:
@@ -477,7 +477,7 @@ class Run:
         return {"trained_tokens": 1.0}, 0.0
 
     def look(self) -> bool:
-        """Whether a stop is requested."""
+        """Returns whether a stop is requested."""
         self._checks += self.session.step > 0
         return self.stop_at is not None and self._checks >= self.stop_at
 

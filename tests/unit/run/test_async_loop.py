@@ -94,7 +94,7 @@ def episodes_of(groups: Sequence[ScoredGroup]) -> list[Episode]:
 
 
 def check_tokens(trained: Trained, max_age: int, in_flight: bool = True) -> None:
-    """Step `s` trains version `s - 1`: no token is newer, or older by more than `max_age`."""
+    """Checks that step `s` trains version `s - 1`: no token is newer, or older by more than `max_age`."""
     for step, groups in trained.items():
         assert len(groups) == PROMPTS and len({group.group.number for group in groups}) == PROMPTS
         for episode in episodes_of(groups):
@@ -380,7 +380,7 @@ def timed(config: Config) -> Config:
 
 
 def slow(config: Config) -> Config:
-    """Few and long sequences at a time, so that some groups are always unfinished."""
+    """Makes few and long sequences at a time, so that some groups are always unfinished."""
     settings = {"max_new_tokens": 40, "quantum_engine_steps": 2, "vllm_cfg.max_num_seqs": 2}
     return config.with_keys({f"policy.generation.{key}": value for key, value in settings.items()})
 

@@ -66,7 +66,7 @@ def good_lines() -> list[str]:
 
 
 def asks_for_more(prompts: list[str], completions: list[str], references: list[str], level: list[int]) -> list[float]:
-    """A reward that asks for a column, which the data do not have."""
+    """Asks for a column that the data do not have."""
     return [float(value) for value in level]
 
 
@@ -624,7 +624,7 @@ def save_checkpoint(config: Config, model: Path) -> None:
         ),
     ],
 )
-def test_a_checkpoint_that_the_run_cannot_go_on_from(
+def test_a_run_rejects_a_checkpoint_that_it_cannot_resume(
     overrides: tuple[str, ...], message: str, run: Run, tmp_path: Path
 ) -> None:
     """It is refused before anything starts or changes, by a dry run too. Another layout is not."""

@@ -133,7 +133,7 @@ def third_step(gpu: SimulatedGpu, shared: SharedDevices) -> list[str]:
 
 
 def total_for(used: int) -> int:
-    """The smallest GPU with `used` bytes and the margin."""
+    """Returns the smallest GPU with `used` bytes and the margin."""
     return next(total for total in range(used, 2 * used) if int(MARGIN * total) + used <= total)
 
 
@@ -190,7 +190,7 @@ def test_a_start_with_both_roles_moves_nothing_that_fits(
     assert third_step(gpu, shared) == calls
 
 
-def test_always_and_never() -> None:
+def test_exchange_always_and_never() -> None:
     assert calls_of_a_step(SimulatedGpu(10 * EVERYTHING, "train"), "always") == WHOLLY
     assert calls_of_a_step(SimulatedGpu(EVERYTHING, "train"), "never") == []
     with pytest.raises(AssertionError, match="out of memory"):

@@ -226,7 +226,7 @@ def test_without_gpus(machine: Any) -> None:
 
 @pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart"])
 @pytest.mark.parametrize("gpus", [0, 1, 2])
-def test_the_toys_set_what_matters_themselves(machine: Any, name: str, gpus: int) -> None:
+def test_quickstarts_derive_only_backends_and_deadlines(machine: Any, name: str, gpus: int) -> None:
     """On a GPU only deadlines differ."""
     machine(gpus)
     derived = derive_from_machine(load_config(ROOT / "examples" / f"{name}.yaml"))

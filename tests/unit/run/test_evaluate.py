@@ -18,7 +18,7 @@ WANTED = Evaluation(samples=3, ks=(1, 2, 3), right_from=0.5)
 
 
 def completions(task: str, *rewards: float | None) -> list[Completion]:
-    """One prompt: its greedy completion comes first."""
+    """Returns the completions of one prompt, the greedy one first."""
     prompt = Prompt("1+1", np.array([1]), "2", "row 0", task=task)
     made = [Episode(prompt, 0, 9, tokens=[5] * (place + 1)) for place in range(len(rewards))]
     return [
@@ -58,7 +58,7 @@ CONFIG = Config.model_validate({"name": "test", "algorithm": "grpo", "data": {},
 
 
 def scored(number: int, *, fails: str = "") -> ScoredGroup:
-    """One completion of a prompt, with the reward 1, which the `environment` or the `reward` may fail for."""
+    """Returns one completion of a prompt with the reward 1, for which the `environment` or the `reward` may fail."""
     episode = Episode(Prompt("1+1", np.array([1]), "2", "row 0"), 0, 9, tokens=[5], finish_reason="stop")
     if fails == "environment":
         episode.finish_reason, episode.failure = FAILED, "no idea"

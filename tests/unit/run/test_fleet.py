@@ -24,7 +24,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "grpo_quickstart.yaml"
 
 @pytest.fixture(autouse=True)
 def node(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What Ray says of this machine's node: that it `lives`."""
+    """Replaces what Ray says of this machine's node: that it `lives`."""
     node = SimpleNamespace(lives=True)
     monkeypatch.setattr("dagrl.run.fleet.nodes_live", lambda nodes: node.lives)
     return node
@@ -44,7 +44,7 @@ def test_a_cluster_with_a_dead_node_is_given_up(node: SimpleNamespace) -> None:
     assert not fleet._joined
 
 
-def test_a_start_of_ray_that_fails_asks_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_start_of_ray_is_not_asked_about_its_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is raised as it is. Ray, which has not started, could only answer with an error of its own."""
 
     def nodes_live(nodes: object) -> bool:

@@ -42,7 +42,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loads_or_says_why(saved: Path, copy: Path, name: str, content: bytes) -> TrainState | None:
-    """The state from a copy in which one file has other content; None after a CheckpointError."""
+    """Loads a copy in which one file has other content. Returns its state, or None after a CheckpointError."""
     directory = copy / saved.name
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(saved, directory)

@@ -85,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with a chat template, and a file that a run does not need."""
+    """Writes a checkpoint with a chat template, and a file that a run does not need."""
     directory = tmp_path_factory.mktemp("made") / "model"
     letters = "".join(chr(code) for code in range(32, 127))
     write_random_model(INIT, character_tokenizer(letters, TEMPLATE), directory)
@@ -95,7 +95,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def hub(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """The Hub for the block, and its client's cache."""
+    """Runs the Hub for the block."""
     with FakeHub(model) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
@@ -137,7 +137,7 @@ def test_a_model_is_downloaded_once_and_found_without_the_hub(
     assert with_local_models(config(tmp_path))[0] == found
 
 
-def test_directories_stay_as_they_are(model: Path, tmp_path: Path) -> None:
+def test_model_directories_are_used_unchanged(model: Path, tmp_path: Path) -> None:
     assert with_local_models(config(tmp_path, str(model))) == (config(tmp_path, str(model)), {})
 
 
@@ -194,7 +194,7 @@ def test_a_conversation_keeps_its_own_system_message(model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("data", [{"system_prompt": "x", "apply_chat_template": False}, {"apply_chat_template": True}])
-def test_a_template_that_nothing_shows_is_an_error(data: dict[str, object], model: Path, tmp_path: Path) -> None:
+def test_a_system_prompt_needs_a_chat_template(data: dict[str, object], model: Path, tmp_path: Path) -> None:
     made = config(tmp_path, str(model), **data)
     if data["apply_chat_template"]:  # of a tokenizer without a template
         write_random_model(INIT, character_tokenizer("12+"), tmp_path / "plain")

@@ -30,12 +30,14 @@ def warnings(steps: Sequence[dict[str, float]], caplog: pytest.LogCaptureFixture
         ({KL: 2.5}, ["2.5 nats", "loss_fn.reference_policy_kl_penalty"]),
     ],
 )
-def test_what_lasts_is_said_once(bad: dict[str, float], says: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lasting_problem_is_warned_about_once(
+    bad: dict[str, float], says: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     (message,) = warnings([GOOD] + [GOOD | bad] * (3 * PATIENCE), caplog)
     assert all(words in message for words in says)
 
 
-def test_one_bad_step_and_a_good_run_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_problem_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     bad = {EQUAL_GROUPS: 1.0, ENTROPY: 0.001, KL: 9.0}
     assert warnings(([GOOD] + [bad] * (PATIENCE - 1)) * 4, caplog) == []
     assert warnings([{"loss": 1.0}] * 3 * PATIENCE, caplog) == [], "what a step does not measure"

@@ -45,7 +45,7 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
 
 
-def test_transformers_loads_it(tmp_path: Path) -> None:
+def test_transformers_loads_a_random_model(tmp_path: Path) -> None:
     written(tmp_path / "a")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "a"), AutoTokenizer.from_pretrained(tmp_path / "a")
     assert model.config.vocab_size == len(tokenizer) == 4 + 14
@@ -74,7 +74,7 @@ def test_a_checkpoint_needs_a_row_for_each_token(tmp_path: Path) -> None:
         model_description(policy, token_count(load_tokenizer(policy)))
 
 
-def test_tokens_are_counted_by_the_largest(tmp_path: Path) -> None:
+def test_the_largest_token_sets_the_number_of_rows(tmp_path: Path) -> None:
     """A vocabulary with gaps has fewer tokens than its largest token needs rows."""
     vocabulary = models.WordLevel({"<pad>": 0, "<eos>": 2, "a": 40}, unk_token="<pad>")  # noqa: S106  # a token of text
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(vocabulary), pad_token="<pad>", eos_token="<eos>")  # noqa: S106
@@ -122,7 +122,7 @@ def test_replacing_the_tokenizers_chat_template_is_warned_about(tmp_path: Path, 
     assert "policy.tokenizer.chat_template replaces the chat template" in caplog.text
 
 
-def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+def test_missing_models_and_tokenizers_are_errors(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"policy\.model_name: .*config\.json"):
         model_description(PolicyConfig(model_name=str(tmp_path / "empty")), 0)

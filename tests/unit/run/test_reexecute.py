@@ -79,7 +79,7 @@ def test_a_step_that_was_not_executed_is_an_error(tmp_path: Path) -> None:
         differences(old, new)
 
 
-def test_it_starts_from_the_newest_checkpoint_before_the_step(tmp_path: Path) -> None:
+def test_a_replay_starts_from_the_newest_checkpoint_before_its_step(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     for step in (2, 4, 6):
         with saving(store, TrainState(step)):
@@ -104,7 +104,7 @@ def never(config: Config, step: LastStep) -> None:
     raise AssertionError("nothing may start")
 
 
-def test_what_cannot_be_executed_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_a_replay_rejects_steps_before_anything_starts(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run")
     with pytest.raises(ConfigError, match=r"no config\.yaml; expected the directory of a run"):
         replay_step(tmp_path, 1, never)

@@ -56,7 +56,7 @@ LOST = [PhaseError((), "a worker died"), WorkerError((), "a worker died as it sa
 
 
 @pytest.mark.parametrize("error", LOST)
-def test_it_restarts_from_the_newest_checkpoint(error: DagrlError) -> None:
+def test_a_run_restarts_from_the_newest_checkpoint(error: DagrlError) -> None:
     run = Run(failures=2, error=error)
     run_with_restarts(run, configuration())
     assert run.resumed == [False, True, True]
@@ -113,7 +113,7 @@ def test_the_last_failure_is_raised() -> None:
 
 
 @pytest.mark.parametrize("keys", [{"on_failure": "stop"}, {"checkpointing": {"enabled": False}}, {}])
-def test_other_failures_end_the_run(keys: dict[str, Any]) -> None:
+def test_failures_without_a_restart_end_the_run(keys: dict[str, Any]) -> None:
     run = Run(failures=1, error=PhaseError((), "died") if keys else DataError("a line that is not JSON"))
     with pytest.raises(DagrlError):
         run_with_restarts(run, configuration(**keys))

@@ -52,7 +52,7 @@ def test_a_full_disk_is_an_error_of_one_of_the_next_steps(tmp_path: Path) -> Non
         pytest.fail("no error")
 
 
-def test_a_full_disk_is_told_when_the_run_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_logged_when_the_run_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(StopRequestedError), full_disk(100), log_in(tmp_path) as log:
         keep(log, 1).write()
         raise StopRequestedError

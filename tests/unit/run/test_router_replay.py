@@ -27,7 +27,7 @@ CONFIG = load_config(ROOT / "examples" / "grpo_quickstart.yaml", ["policy.router
 
 
 def made(number: int, tokens: list[int], first: int) -> FinishedRequest:
-    """A request of a prompt of two tokens; its record has the ids from `first` on, of all tokens but the last."""
+    """Returns a request of a prompt of two tokens. Its record has the ids from `first` on, of all tokens but the last."""
     count = len(tokens) + 1
     experts = (np.arange(count * 6).reshape(count, 6) + first).astype(np.uint8) % 8
     return FinishedRequest(number, tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop", experts)

@@ -266,7 +266,7 @@ def read(replays: Replays, name: str, timing: ReplayTiming, reports: object = No
     return replays.collect(name, cast("Replay", replay), busy_s=mean_pause if name == "refit" else None)[1]
 
 
-def test_idle_shares_are_those_of_the_workers_time_lines() -> None:
+def test_idle_shares_follow_the_workers_timelines() -> None:
     """Each step of 10 s: training is done at 4 s, its refit waits until 6 s for the quanta before it, and takes 1 s.
 
     The first shard runs its quanta without a gap, the second one for half as long. The quantum that ends in the next step is

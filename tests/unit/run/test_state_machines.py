@@ -82,7 +82,7 @@ class Trajectories(RuleBasedStateMachine):
 
     @rule()
     def crash_and_resume(self) -> None:
-        """A new process gets what a checkpoint holds: the groups that are finished, and the prompts of the others."""
+        """Gives a new process what a checkpoint holds: the groups that are finished, and the prompts of the others."""
         old = self.buffer
         finished, generating = old.untrained(), old.generating()
         self.buffer = TrajectoryBuffer(self.size, self.age, version=old.version)
@@ -105,7 +105,7 @@ class Trajectories(RuleBasedStateMachine):
         assert self.buffer.dropped.total() == self.buffer.dropped["zero_variance"]
 
     def teardown(self) -> None:
-        """The buffer never blocks for good: from any state, batch after batch is trained."""
+        """Checks that the buffer never blocks for good: from any state, batch after batch is trained."""
         if not hasattr(self, "buffer"):
             return
         for _ in range(self.age + 3):
@@ -160,7 +160,7 @@ class Checkpoints(RuleBasedStateMachine):
 
     @rule(metric=st.floats(-9, 9), whole=st.booleans())
     def crash_while_saving(self, metric: float, whole: bool) -> None:
-        """Killed with all files written but not named, or before the manifest. The next process cleans up."""
+        """Crashes with all files written but not named, or before the manifest. The next process cleans up."""
         state = self.state(metric)
         other = CheckpointStore(self.root / "elsewhere")
         with saving(other, state) as directory:
@@ -179,7 +179,7 @@ class Checkpoints(RuleBasedStateMachine):
     @precondition(lambda self: self.metrics)
     @rule()
     def crash_while_removing(self) -> None:
-        """Killed after a checkpoint that is not the newest was renamed, before its files were gone."""
+        """Crashes after a checkpoint that is not the newest was renamed, before its files were gone."""
         older = [each for each in self.store.all() if each.state.step != max(self.metrics)]
         if older:
             older[0].directory.rename(older[0].directory.with_suffix(".old"))

@@ -70,7 +70,7 @@ def test_a_late_retry_only_requests_a_stop(release_lock: Callable[[], None]) -> 
         assert stop.requested
 
 
-def test_handlers_that_native_code_took_away_are_set_again() -> None:
+def test_signal_handlers_removed_by_native_code_are_restored() -> None:
     with stop_on_signals() as stop:
         ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # SIG_DFL: the next one would kill this process
         keep_handlers()

@@ -39,7 +39,7 @@ class Attention(torch.nn.Module):
         self.scale = softmax_scale
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """`[seq, batch, heads, size]` each; `[seq, batch, heads * size of values]`."""
+        """Returns `[seq, batch, heads * size of values]` for `[seq, batch, heads, size]` each."""
         parts = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
         made = scaled_dot_product_attention(*parts, is_causal=True, scale=self.scale, enable_gqa=True)
         return made.permute(2, 0, 1, 3).flatten(2)

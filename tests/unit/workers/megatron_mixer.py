@@ -34,7 +34,7 @@ def named_parts(config: Hf, weights: Weights) -> Weights:
 
 
 def mix(part: Weights, config: Hf, hidden: Tensor, time_step_min: float) -> Tensor:
-    """`[seq, hidden]` of one sequence, one token at a time."""
+    """Computes `[seq, hidden]` of one sequence, one token at a time."""
     heads, size, groups, state = (config[key] for key in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"))
     z, x, b, c, dt = (hidden @ part[f"in_proj.weight.{name}"].T for name in ("z", "x", "B", "C", "dt"))
     x, b, c = (

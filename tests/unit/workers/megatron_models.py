@@ -187,7 +187,7 @@ class GatedNorm(torch.nn.Module):
 
 
 def hybrid_spec(local: bool) -> ModuleSpec:
-    """Megatron's hybrid stack; `local`: its local linear layers and norms of their own in place of Transformer Engine's."""
+    """Returns Megatron's hybrid stack. `local`: with its local linear layers and norms, not Transformer Engine's."""
     stand_in_for_kernels()
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec

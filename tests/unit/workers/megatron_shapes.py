@@ -74,7 +74,7 @@ def part_of(whole: Weights, box: ShardedTensor) -> torch.Tensor:
 
 
 def check(config: Config, layout: ParallelLayout, modules: MegatronModules) -> None:
-    """All ranks of a layout hold what our slices describe, and together every element of the model."""
+    """Checks that all ranks of a layout hold what our slices describe, and together every element of the model."""
     weights = hf_weights(config)
     whole = global_tensors(config, weights, modules)
     replicas: defaultdict[Place, list[tuple[int, ...]]] = defaultdict(list)
@@ -104,7 +104,7 @@ class Wrapper(torch.nn.Module):
 def check_source(
     config: Config, layout: ParallelLayout, rank: int, modules: MegatronModules, chunks: Mapping[str, torch.nn.Module]
 ) -> None:
-    """Wrapped modules and Megatron's groups say the same as the layout: slices and the live tensors."""
+    """Checks that wrapped modules and Megatron's groups give the slices of the layout, and the live tensors."""
     found = megatron_source([Wrapper(Wrapper(chunk)) for chunk in chunks.values()], config, dtype="float32")
     wanted = [replace(one, dtype="") for one in megatron_weight_slices(config, layout, rank, modules)]
     assert list(found.slices) == wanted

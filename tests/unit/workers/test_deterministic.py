@@ -19,7 +19,9 @@ def config(tmp_path: Path, deterministic: bool, gpus: int) -> Config:
 
 
 @pytest.mark.parametrize(("on", "gpus"), [(False, 1), (True, 1), (False, 0), (True, 0)])
-def test_environments(on: bool, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_runs_set_environment_variables(
+    on: bool, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Threads of a CPU share a sequence by what else is in the batch, so there is one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     made = config(tmp_path, on, gpus)

@@ -25,7 +25,7 @@ def routed(tokens: int, experts: int, chosen: int, device: str = "cpu") -> tuple
 
 
 def dispatched(hidden: Tensor, ids: Tensor, mask: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
-    """Expert e multiplies tanh of its rows by row e of `scales` [experts, width]."""
+    """Dispatches rows to experts. Expert e multiplies tanh of its rows by row e of `scales` [experts, width]."""
     from dagrl.workers.megatron.experts import LocalDispatcher
 
     router: Any = SimpleNamespace(chosen=ids)

@@ -92,7 +92,7 @@ def test_a_prefix_cache_that_was_emptied_is_not_used() -> None:
     assert ids(recorder.take("b", [20])) == [MISSING] * 4 + rest
 
 
-def test_what_is_computed_again_does_not_count() -> None:
+def test_tokens_computed_again_keep_their_first_record() -> None:
     """A preempted request starts again; its first tokens were sampled from the first run."""
     recorder = ExpertRecorder(RoutedLayers(1, EXPERTS, 1))
     runner = RunnerDouble(recorder)

@@ -54,7 +54,7 @@ def one_rank() -> Iterator[None]:
 
 
 def in_float8(kind: str, sizes: tuple[int, int], settings: Fp8Config, products: Any = None) -> Any:
-    """A linear layer in the place of one of a model's. `products`: torch's unless others are given."""
+    """Returns a linear layer in the place of one of a model's. `products`: torch's unless others are given."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -103,7 +103,7 @@ def test_a_matrix_of_zeros_stays_zero(one_rank: None) -> None:
     assert inputs.grad is not None and not output.any() and not inputs.grad.any() and not layer.weight.grad.any()
 
 
-def test_what_is_not_finite_stays_so(one_rank: None) -> None:
+def test_values_that_are_not_finite_stay_so(one_rank: None) -> None:
     layer = in_float8("column", (48, 32), Fp8Config())
     inputs = torch.ones(2, 1, 48)
     for value in (torch.inf, torch.nan):

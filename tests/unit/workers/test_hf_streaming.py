@@ -90,7 +90,7 @@ class _Slice:
 
 
 def parameters() -> dict[str, torch.Tensor]:
-    """Random weights of the whole model by Hugging Face name."""
+    """Returns random weights of the whole model by Hugging Face name."""
     shapes: dict[str, list[int]] = {}
     for piece in expand(megatron_weight_slices(MODEL, ParallelLayout(), 0)):
         known = shapes.setdefault(piece.name, [0] * len(piece.box))
@@ -100,7 +100,7 @@ def parameters() -> dict[str, torch.Tensor]:
 
 
 def local_tensors(slices: list[WeightSlice]) -> dict[str, torch.Tensor]:
-    """Empty tensors of the shapes that the slices describe."""
+    """Returns tensors of NaN with the shapes that the slices describe."""
     shapes: dict[str, list[int]] = {}
     for piece in expand(slices):
         known = shapes.setdefault(piece.tensor, [0] * len(piece.local))
@@ -109,7 +109,7 @@ def local_tensors(slices: list[WeightSlice]) -> dict[str, torch.Tensor]:
 
 
 def imported(directory: Path, model: dict[str, Any] = MODEL) -> tuple[list[WeightSlice], dict[str, torch.Tensor]]:
-    """The slices and tensors of a single rank that has read a checkpoint."""
+    """Reads a checkpoint on a single rank. Returns its slices and tensors."""
     slices = megatron_weight_slices(model, ParallelLayout(), 0)
     tensors = local_tensors(slices)
     hf_load.load_hf(directory, slices, parameter_shapes(model), tensors)

@@ -22,14 +22,14 @@ def batch_of(ids: list[int], width: int, step: int = 1) -> Batch:
 
 
 def mask_of(ids: list[int], width: int) -> npt.NDArray[np.float32]:
-    """Every token of a row but the first."""
+    """Returns the mask of every token of a row but the first."""
     lengths = np.array([LENGTHS[row_id] for row_id in ids] + [0])
     tokens = np.arange(width)[None, :]
     return ((tokens < lengths[:, None]) & (tokens > 0)).astype(np.float32)
 
 
 def values_of(ids: list[int], width: int) -> npt.NDArray[np.float32]:
-    """Of token t of row i: 10 i + t + 1."""
+    """Returns 10 i + t + 1 for token t of row i."""
     return (10 * np.array([*ids, 9])[:, None] + np.arange(width)[None, :] + 1).astype(np.float32)
 
 

@@ -73,7 +73,7 @@ def own() -> tuple[Any, str]:
         ("always", "tensorwise", 10, "segment_attention"),
     ],
 )
-def test_what_is_taken_of_it(
+def test_transformer_engine_is_used_where_it_was_measured(
     wanted: str, recipe: str, capability: int, attention: str | None, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
@@ -91,7 +91,7 @@ def test_what_is_taken_of_it(
         ({}, GPU, "2.9.0", "version 2.9.0 is installed: 2.20 is the oldest"),
     ],
 )
-def test_where_it_cannot_be_used(
+def test_an_unusable_transformer_engine_is_replaced_or_an_error(
     engine: Any, keys: dict[str, Any], device: torch.device, version: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_version(monkeypatch, version)
@@ -114,7 +114,7 @@ def over_double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules[ENGINE], package.transformer_engine
 
 
-def test_what_cudnn_does_not_take_takes_flash_attention(over_double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_computes_what_cudnn_cannot(over_double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from dagrl.workers.train.microbatches import make_segments
 
     taken: list[str] = []

@@ -46,7 +46,7 @@ def make_experts(
     ffn: int = FFN,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """The half of a layer's experts that one of two workers holds (so that no collective is in the way of the products).
+    """Returns the half of a layer's experts that one of two workers holds, so that the products need no collective.
 
     Their weights depend on nothing but their sizes, before they are rounded to `dtype`.
     """
@@ -86,7 +86,7 @@ def make_experts(
 
 
 def inputs_of(counts: list[int], hidden: int = HIDDEN) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [tokens, hidden], probabilities [tokens] and the loss's output weights, in float32."""
+    """Returns hidden states [tokens, hidden], probabilities [tokens] and the loss's output weights, in float32."""
     generator = torch.Generator().manual_seed(2)
     tokens = sum(counts)
     states, weights = (torch.randn(tokens, hidden, generator=generator) for _ in range(2))
@@ -108,7 +108,7 @@ def run(layer: Any, counts: list[int], inputs: tuple[Tensor, Tensor, Tensor]) ->
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Relative norm of the difference; 0 if both are 0."""
+    """Returns the relative norm of the difference; 0 if both are 0."""
     difference, norm = (found.double() - expected.double()).norm(), expected.double().norm()
     return float(difference / norm) if norm else float(difference)
 

@@ -24,7 +24,7 @@ RULES = {
 
 
 def make_batch(lengths: list[int]) -> Batch:
-    """All tokens differ, and fields identify the token they belong to."""
+    """Returns a batch whose tokens all differ, and whose fields identify the token they belong to."""
     rows = np.arange(len(lengths))[:, None]
     positions = np.arange(WIDTH)[None, :]
     inside = positions < np.array(lengths)[:, None]

@@ -201,7 +201,7 @@ def test_loaders_that_need_data_are_refused_by_name(load: Load, message: str) ->
     assert not model.weight.any()
 
 
-def test_what_a_refit_would_leave_is_named() -> None:
+def test_incomplete_recordings_name_the_parameters_left_out() -> None:
     model = Model((6, 4), lambda model, w: model.weight.data[:4].copy_(w))
     found = record(model, [("w", (4, 4), torch.float32)], torch.float32)
     with pytest.raises(ConfigError, match=r"fills the engine's Model in part: 'weight' \(8 elements\) of 1 parameters"):

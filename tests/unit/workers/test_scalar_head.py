@@ -61,7 +61,7 @@ def test_the_head_of_a_checkpoint_is_read(tmp_path: Path) -> None:
             torch.testing.assert_close(tensors["output_layer.weight"], weights[SCORE], atol=0, rtol=0)
 
 
-def test_a_language_model_has_none(tmp_path: Path) -> None:
+def test_a_language_model_has_no_scalar_head(tmp_path: Path) -> None:
     write(tmp_path, head=False)
     check_hf(tmp_path, parameter_shapes(CRITIC))
     assert not has_scalar_head(tmp_path)

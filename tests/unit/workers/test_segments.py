@@ -22,7 +22,7 @@ def held(length: int, size: int, rank: int) -> list[list[int]]:
 
 
 def rows_of(size: int) -> list[list[int]]:
-    """Two rows of equal length with several sequences each, of multiples of `2 size`."""
+    """Returns two rows of equal length with several sequences each, of multiples of `2 size`."""
     return [[2 * size * chunk for chunk in row] for row in ([3, 1, 5], [2, 7])]
 
 

@@ -67,7 +67,7 @@ def test_padding_is_loaded_as_zeros_and_cut(group: dist.ProcessGroup, tmp_path: 
     assert torch.equal(more[:6], WEIGHT) and not more[6:].any() and torch.equal(less, WEIGHT[:4])
 
 
-def test_what_the_checkpoint_does_not_have_is_an_error_and_changes_nothing(group: dist.ProcessGroup, tmp_path: Path) -> None:
+def test_missing_tensors_are_an_error_and_change_nothing(group: dist.ProcessGroup, tmp_path: Path) -> None:
     save(tmp_path, rows(WEIGHT, 6), group)
     mine = torch.full((8, 10), 7.0)
     with pytest.raises(CheckpointError, match=r"w has shape \(6, 10\) in it, expected \(8, 10\)"):

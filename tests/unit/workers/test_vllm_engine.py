@@ -141,7 +141,7 @@ def test_a_snapshot_drains_the_engine(engine: QuantumEngine, vllm: AsyncEngineDo
     assert rows(engine.run([], 1)) == [(2, 5)]
 
 
-def test_progress_covers_all_tokens_so_far(engine: QuantumEngine, vllm: AsyncEngineDouble) -> None:
+def test_progress_checksums_all_tokens_so_far(engine: QuantumEngine, vllm: AsyncEngineDouble) -> None:
     for count in (0, 2, 2, 5):
         vllm.output_processor.request_states = {"1-0": state_of("1", [7, 8, 9, 3, 4][:count])}
         made = engine.run(asked(r1=50) if not engine.unfinished else [], 1)

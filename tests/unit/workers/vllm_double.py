@@ -99,7 +99,7 @@ class AsyncEngineDouble:
 
 
 def states_of(vllm: AsyncEngineDouble) -> dict[str, Any]:
-    """Output-processor states of the running requests, by vLLM's internal ids."""
+    """Returns the output processor's states of the running requests, by vLLM's internal ids."""
     return {f"{name}-0": state_of(name, list(range(vllm.made[name]))) for name in vllm.left}
 
 
