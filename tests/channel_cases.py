@@ -166,24 +166,6 @@ def order(place: Place) -> object:
     return [int(value[0]) for value in values]
 
 
-def groups(place: Place) -> object:
-    """Groups of several messages to one peer, more than its mailbox holds, in both directions at once."""
-    channel = place.open()
-    sizes = [(1, 70_001, 3), (65_536,), (5, 5, 5, 40_000, 1), (2, 90_000)]
-    for number, counts in enumerate(sizes * 3):
-        mine = [
-            torch.full((count,), 50 * place.rank + number + index, device=place.device) for index, count in enumerate(counts)
-        ]
-        got = [torch.zeros_like(tensor) for tensor in mine]
-        peer = 1 - place.rank
-        wait_all(channel.exchange([(tensor, peer) for tensor in mine], [(tensor, peer) for tensor in got]))
-        channel.synchronize()
-        for index, tensor in enumerate(got):
-            assert bool((tensor == 50 * peer + number + index).all()), (number, index)
-    channel.close()
-    return "done"
-
-
 CONFIG = model_config("qwen3_moe", hidden_size=32, vocab_size=1000)
 
 

@@ -126,24 +126,17 @@ def test_a_store_that_does_not_answer_fails_at_the_deadline(monkeypatch: pytest.
     answers.set()
 
 
-def test_rank_0_leaves_last(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("linger_s", [60.0, 0.02], ids=["last", "even if others never do"])
+def test_rank_0_leaves_after_the_others(linger_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store ends with it, and the others may still read the last outcome."""
-    monkeypatch.setattr("dagrl.channels.agreement._LINGER_S", 60.0)
+    monkeypatch.setattr("dagrl.channels.agreement._LINGER_S", linger_s)
     _, (serves, *others) = ranks(3)
-    closing = threading.Thread(target=serves.close)
-    closing.start()
-    others[0].close()
-    closing.join(0.02)
-    assert closing.is_alive()
-    others[1].close()
-    closing.join(20.0)
-    assert not closing.is_alive()
-
-
-def test_rank_0_leaves_even_if_others_never_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dagrl.channels.agreement._LINGER_S", 0.02)
-    _, (serves, *_) = ranks(3)
     closing = threading.Thread(target=serves.close, daemon=True)
     closing.start()
+    if linger_s > 1.0:
+        others[0].close()
+        closing.join(0.02)
+        assert closing.is_alive()
+        others[1].close()
     closing.join(20.0)
     assert not closing.is_alive()

@@ -135,15 +135,6 @@ def test_large_whole_parts_are_first_and_last_and_not_staged() -> None:
         assert [memory.bucket.nbytes for memory in memories] == [240, 240, 240, 240]
 
 
-def test_staging_is_two_buckets() -> None:
-    plan = plan_of(*columns(), bucket_bytes=64)
-    memories = rounds(plan, 0, {"s": source()}).sends
-    storages = [message.untyped_storage() for memory in memories for message in memory.messages]
-    buffers = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    assert len(memories) == 4 and len(buffers) == 2
-    assert sum(buffers.values()) <= plan.summary().staging_bytes <= 2 * 64
-
-
 @pytest.mark.parametrize(("kind", "beside"), [("nccl", True), ("ipc", False)])
 def test_only_the_first_pack_and_the_last_unpack_use_the_whole_gpu(kind: ChannelKind, beside: bool) -> None:
     """If messages are not kernels, no bucket shares the GPU with them."""

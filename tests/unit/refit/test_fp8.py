@@ -9,7 +9,6 @@ from hypothesis import given, settings, strategies as st
 from dagrl.errors import RefitPlanError
 from dagrl.refit import plan_refit
 from dagrl.refit.slices import WeightSlice, expand
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.megatron import MegatronModules
 from dagrl.workers.megatron.weights import megatron_weight_slices
 from tests.unit.refit.fp8_reference import cuts_a_block, fp8_configs, fp8_tensors, quantized_model, random_weights
@@ -54,7 +53,7 @@ def test_any_megatron_layout_into_any_engine_in_fp8(data: st.DataObject) -> None
         return
     wanted = [vllm_weight_slices(config, rank) for rank in ranks]
     plan = plan_refit(held, wanted, **options)
-    sources = sources_of(whole, config, layout, modules)
+    sources = [megatron_tensors(whole, config, layout, rank, modules) for rank in range(layout.world_size)]
     model = quantized_model(whole)
     expected = [expected_on(rank, model, config, mine, dtype) for rank, mine in zip(ranks, wanted, strict=True)]
     built = [{name: empty_like(tensor) for name, tensor in tensors.items()} for tensors in expected]
@@ -71,10 +70,6 @@ def is_cut(whole: Weights, config: Config, held: Slices, tp: int, ep: bool) -> b
     plain = [vllm_weight_slices(config, VllmRank(tp, rank, expert_parallel=ep)) for rank in range(tp)]
     sides = ((held, False), (plain, True))
     return any(cuts_a_block(whole, mine, local) for ranks, local in sides for mine in ranks)
-
-
-def sources_of(whole: Weights, config: Config, layout: ParallelLayout, modules: MegatronModules) -> list[Weights]:
-    return [megatron_tensors(whole, config, layout, rank, modules) for rank in range(layout.world_size)]
 
 
 def expected_on(

@@ -233,11 +233,6 @@ def test_a_driver_that_waits_notices_a_death_and_not_a_worker_that_is_busy(monke
         graph.fetch(Submitted(1, HEADER), 0.1)
 
 
-def test_replays_are_numbered_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = live_graph(monkeypatch, Rays({}))
-    assert [graph.submit(Packet(HEADER, 0)).number for _ in range(2)] == [1, 2]
-
-
 STAY = {"a": [False, True], "b": [False], "c": [], "died": [ActorDiedError()]}
 
 

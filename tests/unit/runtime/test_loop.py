@@ -7,7 +7,7 @@ import pickle
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,8 +24,8 @@ from dagrl.runtime.edges.packet import Header, Packet
 from dagrl.runtime.edges.pickling import UnreadableError
 from dagrl.runtime.edges.ring import Ring
 from dagrl.runtime.executors import edge
-from dagrl.runtime.executors.edge import DRIVER, EdgeAddress, EdgeReader, EdgeSpec, EdgeWriter
-from dagrl.runtime.executors.loop import Loop, LoopNode, end_loop, loop_runs, prepare_loop, start_loop
+from dagrl.runtime.executors.edge import DRIVER, EdgeReader, EdgeSpec, EdgeWriter
+from dagrl.runtime.executors.loop import LoopNode, _loops, end_loop, loop_runs, prepare_loop, start_loop
 from dagrl.runtime.executors.node import NodeCall, Take, install
 from dagrl.runtime.graph import Source
 from tests.unit.runtime.unreadable import Unreadable
@@ -242,7 +242,7 @@ def test_messages_before_the_announced_one_are_dropped() -> None:
 
 def test_memory_and_ports_end_with_the_loop() -> None:
     running = Running([node(0, [None], EdgeSpec(ROOM, 2, near=(1,), far=(DRIVER,)))], EdgeSpec(ROOM, 2, near=(0,)))
-    (address,) = addresses_of(running).values()
+    address = _loops[running.name].writers[0].address
     running.end()
     gc.collect()
     assert address.ring is not None
@@ -250,10 +250,3 @@ def test_memory_and_ports_end_with_the_loop() -> None:
         Ring.open(address.ring)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((address.far[DRIVER].host, address.far[DRIVER].port), timeout=5.0)
-
-
-def addresses_of(running: Running) -> Mapping[Source, EdgeAddress]:
-    from dagrl.runtime.executors.loop import _loops
-
-    loop: Loop = _loops[running.name]
-    return {number: writer.address for number, writer in loop.writers.items()}

@@ -107,14 +107,6 @@ def test_message_numbers_wrap_around() -> None:
         assert reader.read(0, 0.5) == number
 
 
-def test_a_skipped_message_makes_room(ring: Ring) -> None:
-    for number in range(5):
-        ring.write(dump(number), 1.0)
-        ring.skip(0, 1.0)
-    ring.write(dump("read"), 1.0)
-    assert ring.read(0, 1.0) == "read"
-
-
 def edge_files() -> int:
     """Descriptors of this process that are memory of edges."""
     names = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
