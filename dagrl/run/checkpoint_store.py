@@ -196,19 +196,14 @@ class CheckpointStore:
         checkpoints = self.all()
         best = sorted(checkpoints, key=self._rank, reverse=True)[: self._keep_best or 0]
         for checkpoint in checkpoints[: -(self._keep_last or 1)]:
-            if checkpoint not in best:
-                self._remove(checkpoint.directory)
+            if checkpoint not in best:  # renamed first, so that a crash leaves no half of it under its name
+                remove_directory(checkpoint.directory.rename(checkpoint.directory.with_suffix(OLD)))
 
     def _rank(self, checkpoint: Checkpoint) -> tuple[bool, float, int]:
         """Returns a sort key, higher is better: checkpoints without a metric are last, among equals the newest is first."""
         metric = checkpoint.state.metric
         measured = metric is not None and math.isfinite(metric)
         return measured, self._sign * metric if measured and metric else 0.0, checkpoint.state.step
-
-    def _remove(self, directory: Path) -> None:
-        """Renames a checkpoint before removing it, so that a crash cannot leave half of it under its name."""
-        if directory.exists():
-            remove_directory(directory.rename(directory.with_suffix(OLD)))
 
     def _directories(self) -> list[Path]:
         return [path for path, _, suffix in self._entries() if not suffix]

@@ -183,7 +183,10 @@ class SharedDevices:
             with self._measure("exchange"):
                 dropped = not keep_generation_weights and GENERATION not in working
                 self._release(wanted, leaving, self._level if dropped else KEEP_WEIGHTS)
-                self._acquire(wanted)
+                for role, group in {**self._states, GENERATION: self._generation}.items():
+                    if missing := tuple(part for part in wanted[role] if part not in self._held[role]):
+                        group.call("wake_up" if role == GENERATION else "reload", missing, deadline=self._deadline)
+                    self._held[role] = wanted[role]
         if GENERATION not in working:
             self._caching.update(working)
 
@@ -270,9 +273,3 @@ class SharedDevices:
             logger.debug("generation sleeps at level %d; bytes freed by rank: %s", level, freed)
             self._freed_by_sleep = freed
             self._held[GENERATION] = ()
-
-    def _acquire(self, wanted: Held) -> None:
-        for role, group in {**self._states, GENERATION: self._generation}.items():
-            if missing := tuple(part for part in wanted[role] if part not in self._held[role]):
-                group.call("wake_up" if role == GENERATION else "reload", missing, deadline=self._deadline)
-            self._held[role] = wanted[role]

@@ -398,20 +398,12 @@ def _start_together(derived: Derived, hf_config: Mapping[str, Json], weight_byte
     ours = derived.open("policy.worker", f"{ROLLOUT}.worker") and not (derived.algorithm.critic or config.teacher)
     if cache is None or not (ours and weight_bytes and config.policy.precision == "bfloat16"):
         return
-    memory = _gpu_bytes()
-    training = _state_bytes(config.policy, _parameters(hf_config, weight_bytes))
-    generation = _engine_bytes(config, hf_config, weight_bytes)
-    if training + generation <= START_SHARE * memory:
+    parameters, width = _parameters(hf_config, weight_bytes), 4 if generation_dtype(config) == "float32" else 2
+    training = _state_bytes(config.policy, parameters)
+    generation = width * parameters / rollout.vllm_cfg.layout.tp + cache + ENGINE_ROOM
+    if training + generation <= START_SHARE * _gpu_bytes():
         reason = f"{training / 2**30:.0f} GiB of training and {generation / 2**30:.0f} GiB of generation fit the GPU"
         derived.set(key, True, reason)
-
-
-def _engine_bytes(config: Config, hf_config: Mapping[str, Json], weight_bytes: int) -> float:
-    """Returns the bytes of a GPU that an engine with a given KV cache is planned to take."""
-    engine = generation_config(config).vllm_cfg
-    assert engine.kv_cache_memory_bytes is not None
-    width = 4 if generation_dtype(config) == "float32" else 2
-    return width * _parameters(hf_config, weight_bytes) / engine.layout.tp + engine.kv_cache_memory_bytes + ENGINE_ROOM
 
 
 def _wanted_cache(config: Config, hf_config: Mapping[str, Json]) -> int:

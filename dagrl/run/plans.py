@@ -142,30 +142,12 @@ def generate_plan(config: Config) -> PhasePlan:
     """Returns the phase of generation."""
     generation = generation_config(config)
     requests = request_slots(generation.vllm_cfg.max_num_seqs)
-    steps = (FIRST_QUANTUM,) * generation.vllm_cfg.layout.dp
     token_bytes = 3 * 8  # id, log-probability, version
     result_bytes = requests * (generation.max_new_tokens * token_bytes + 256) + OVERHEAD_BYTES
-    return PhasePlan(
-        "generate",
-        _request_buckets(requests, bucket_widths(config.policy)[-1]),
-        result_bytes,
-        scalars={
-            "engine_steps": steps,
-            "stream": 1,
-            "seconds": QUANTUM_SECONDS,
-            **_room_for_options(config, requests),
-        },
-    )
-
-
-def _room_for_options(config: Config, requests: int) -> Mapping[str, Scalar]:
-    """Returns a scalar that makes room for the options of agents' requests; every shard gets all of it."""
-    if config.environment.agent is None:
-        return {}
-    return {"options": " " * (OPTION_BYTES * requests * generation_config(config).vllm_cfg.layout.dp)}
-
-
-def _request_buckets(requests: int, widest: int) -> tuple[Bucket, ...]:
-    """Returns buckets for none, a few or many new requests: padding is copied."""
-    sizes = sorted({min(4, requests), min(32, requests), requests})
-    return (Bucket(1, 1), *(Bucket(size, widest) for size in sizes))
+    shards, widest = generation.vllm_cfg.layout.dp, bucket_widths(config.policy)[-1]
+    scalars: dict[str, Scalar] = {"engine_steps": (FIRST_QUANTUM,) * shards, "stream": 1, "seconds": QUANTUM_SECONDS}
+    if config.environment.agent is not None:  # room for the options of its requests; every shard gets all of it
+        scalars["options"] = " " * (OPTION_BYTES * requests * shards)
+    sizes = sorted({min(4, requests), min(32, requests), requests})  # few or many new requests: padding is copied
+    buckets = (Bucket(1, 1), *(Bucket(size, widest) for size in sizes))
+    return PhasePlan("generate", buckets, result_bytes, scalars=scalars)

@@ -170,7 +170,7 @@ def check_supported(worker: type, policy: PolicyConfig, key: str) -> None:
             )
 
 
-OPTIONAL = (ModelHooks, CheckpointChecker, LogprobKeeper)
+OPTIONAL = (ModelHooks, CheckpointChecker, LogprobKeeper, ReplayedTrainWorker)
 """Protocols whose methods a worker class may lack."""
 
 

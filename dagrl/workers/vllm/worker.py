@@ -217,7 +217,11 @@ class VllmWorker:
         unless it is 0, the new tokens of running requests are returned too. `options` (optional): how some requests are
         sampled (`dagrl.rl.generation.RequestOptions`).
         """
-        engine = self._ready_engine()
+        if self._torn is not None:
+            raise RunError(f"the weights may be torn: {self._torn}. Replay a complete refit before generating")
+        if self._asleep:
+            raise RunError(f"the engine sleeps without its {' and '.join(sorted(self._asleep))}; call wake_up() first")
+        engine = self._require_engine()
         self._enter_device()
         steps = quantum_steps(batch, self.context.coordinates.dp)
         if in_warmup():
@@ -314,7 +318,12 @@ class VllmWorker:
         self._torn = f"an update of the weights to version {version} has started and not completed"
         with nullcontext() if channel is None else commit_together(channel, wait=True):
             yield
-            self._run_hooks()
+            for hook in self._destinations.hooks:
+                hook()
+            if self._device.type == "cuda":
+                import torch
+
+                torch.cuda.synchronize(self._device)  # vLLM may run on another stream than the update
         if in_warmup():
             engine.reset_prefix_cache()
         else:
@@ -335,14 +344,6 @@ class VllmWorker:
                 channel.abort(f"{type(error).__name__}: {error}")
             raise
         return engine
-
-    def _run_hooks(self) -> None:
-        for hook in self._destinations.hooks:
-            hook()
-        if self._device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self._device)  # vLLM may run on another stream than the update
 
     def merge_reports(self, parts: Sequence[RefitReport]) -> RefitReport:
         """Merges the reports of several workers."""
@@ -386,13 +387,6 @@ class VllmWorker:
         if self._engine is None:
             raise RunError("the vLLM engine is not running; call setup(address) on all workers of the group first")
         return self._engine
-
-    def _ready_engine(self) -> QuantumEngine:
-        if self._torn is not None:
-            raise RunError(f"the weights may be torn: {self._torn}. Replay a complete refit before generating")
-        if self._asleep:
-            raise RunError(f"the engine sleeps without its {' and '.join(sorted(self._asleep))}; call wake_up() first")
-        return self._require_engine()
 
     def _close_channel(self) -> None:
         if self._channel is not None:
