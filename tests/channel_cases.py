@@ -297,7 +297,7 @@ def relayed(place: Place) -> object:
 
 
 def failing_rank(place: Place, failing: int) -> object:
-    """In the second of three refits its tensors no longer fit the plan. Gives the outcome of each refit and its seconds."""
+    """In the second of three refits its tensors no longer fit the plan. Returns each refit's outcome and seconds."""
     plan, layout = _refit_plan(2)
     channel, weights = place.open(), hf_weights(CONFIG)
     tensors = vllm_tensors(weights, CONFIG, 1, 0) if place.rank else megatron_tensors(weights, CONFIG, layout, 0)

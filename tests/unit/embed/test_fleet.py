@@ -13,7 +13,7 @@ from dagrl.runtime.split import share_out
 @pytest.mark.parametrize(
     ("nodes", "size"), [("aaaa", 4), ("aabb", 2), ("aaabbb", 3), ("aaaabb", 2), ("aaabb", 1), ("abab", 1), ("a", 1)]
 )
-def test_a_graph_has_as_many_workers_of_one_host_as_every_graph_can_have(nodes: str, size: int) -> None:
+def test_graphs_span_the_workers_of_one_host(nodes: str, size: int) -> None:
     assert together(nodes) == size
 
 

@@ -104,14 +104,14 @@ def quantized_model(whole: Weights) -> tuple[Weights, Weights]:
 
 
 def fp8_tensors(model: tuple[Weights, Weights], config: Config, tp: int, rank: int, expert_parallel: bool) -> Weights:
-    """What vLLM holds on `rank` of a `quantized_model`: its tensors, FP8 as bytes, and the scales of their blocks."""
+    """Returns vLLM's tensors on `rank` for a `quantized_model`: FP8 as bytes, with the scales of their blocks."""
     held, scales = (vllm_tensors(weights, config, tp, rank, expert_parallel) for weights in model)
     fused = [name for name, tensor in held.items() if tensor.dtype == torch.uint8]
     return held | {f"{name}_scale_inv": scales[name][..., ::128, ::128] for name in fused}
 
 
 def cuts_a_block(whole: Weights, slices: Sequence[WeightSlice], local: bool) -> bool:
-    """Whether a shard of a quantized parameter starts or ends inside a block; with `local` also of the local tensor."""
+    """Returns whether a shard of a quantized parameter splits a block; with `local` also in the local tensor."""
     for one in expand(slices):
         if not is_quantized(one.name, whole[one.name]):
             continue

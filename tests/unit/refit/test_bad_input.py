@@ -102,7 +102,7 @@ def test_dtypes_that_cannot_be_cast_are_named(sent: str, dtype: str, scales: boo
         plan_refit([[held(BOX)]], [[target(dtype, scales)]], dtype=sent)
 
 
-def test_scales_of_another_dtype_and_fp8_sources_of_plain_plans_are_rejected_when_bound() -> None:
+def test_wrong_scales_and_unplanned_fp8_sources_are_rejected_when_bound() -> None:
     plan = plan_refit([[held(BOX)]], [[target("float8_e4m3fn", True)]], dtype="bfloat16")
     tensors = {"t": torch.zeros(128, 128, dtype=torch.float8_e4m3fn), "s": torch.zeros(1, 1, dtype=torch.bfloat16)}
     with pytest.raises(RefitPlanError, match=r"the scales 's' of 'p' are torch.bfloat16; expected torch\.float32"):
@@ -164,7 +164,7 @@ def test_a_worker_that_cannot_be_written_to_aborts_the_channel() -> None:
     assert reason.startswith("RunError: ") and "engine is not running" in reason
 
 
-def test_an_engine_needs_no_rules_of_ours_and_sizes_that_its_ranks_divide() -> None:
+def test_engines_accept_any_family_whose_sizes_divide() -> None:
     model = {**FAMILIES["llama"], "model_type": "olmo2", "head_dim": 32, "num_attention_heads": 12, "num_key_value_heads": 6}
     VllmWorker.check(engine_config(), model)
     config = engine_config()

@@ -135,7 +135,7 @@ def boxes_of(shape: tuple[int, ...]) -> st.SearchStrategy[Box]:
 
 
 @given(st.data())
-def test_contiguous_means_what_it_means_in_torch(data: st.DataObject) -> None:
+def test_contiguity_agrees_with_torch(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
     local = data.draw(boxes_of(shape))
     assert is_contiguous_box("t", local, {"t": shape}) == cut(torch.zeros(shape), local).is_contiguous()
@@ -166,7 +166,7 @@ def rows(first: int, stop: int, width: tuple[int, int] = (0, 4), **changes: str)
         (rows(1, 2, (0, 4)), rows(1, 2, (4, 8)), True),
     ],
 )
-def test_moves_that_are_adjacent_in_both_tensors_and_in_a_message(first: Move, second: Move, together: bool) -> None:
+def test_moves_join_if_adjacent_in_both_tensors_and_the_message(first: Move, second: Move, together: bool) -> None:
     assert adjoin(first, second) == together
 
 

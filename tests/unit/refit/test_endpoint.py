@@ -251,9 +251,7 @@ def test_a_tensor_that_no_longer_fits_is_rejected_until_it_fits() -> None:
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["first", "moved"])
-def test_all_copies_of_a_verified_refit_are_made_before_its_first_message(
-    moved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_are_prepared_before_the_first_message(moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs this uploads tables, which would otherwise wait for messages without the channel's deadline."""
     events: list[str] = []
 
@@ -308,7 +306,7 @@ def test_another_plan_or_version_is_rejected_before_a_byte_is_written(bucket_byt
 )
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_an_error_of_one_rank_breaks_its_channel(error: BaseException, at_the_end: bool) -> None:
-    """Also an error while memory is freed. Peers do not wait for messages until the deadline."""
+    """Includes errors while memory is freed. Peers stop waiting for messages at once."""
     channel = RecordingChannel(0, 2, {})
     if at_the_end:
         channel.at_release = error

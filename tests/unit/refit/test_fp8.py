@@ -66,7 +66,7 @@ def test_any_megatron_layout_into_any_engine_in_fp8(data: st.DataObject) -> None
 
 
 def is_cut(whole: Weights, config: Config, held: Slices, tp: int, ep: bool) -> bool:
-    """Whether a shard of either side splits a block."""
+    """Returns whether a shard of either side splits a block."""
     plain = [vllm_weight_slices(config, VllmRank(tp, rank, expert_parallel=ep)) for rank in range(tp)]
     sides = ((held, False), (plain, True))
     return any(cuts_a_block(whole, mine, local) for ranks, local in sides for mine in ranks)

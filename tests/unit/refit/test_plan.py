@@ -201,7 +201,7 @@ def test_small_parameters_share_buckets_up_to_the_limit() -> None:
     assert sorted(bucket.nbytes for bucket in plan.buckets) == [64, 128]
 
 
-def test_sources_that_share_some_layouts_send_each_part_from_its_own_place() -> None:
+def test_sources_with_partly_equal_layouts_send_from_their_own_tensors() -> None:
     names = [f"p{number}" for number in range(32)]
     tensors = [{f"{name}.{rank * (at % 2)}": name for at, name in enumerate(names)} for rank in range(2)]
     sources = [[WeightSlice(name, ((0, 4),), tensor, ((0, 4),)) for tensor, name in mine.items()] for mine in tensors]
@@ -213,7 +213,7 @@ def test_sources_that_share_some_layouts_send_each_part_from_its_own_place() -> 
 
 
 @pytest.mark.parametrize(("number", "rows"), [(1, 64), (32, 1)], ids=["cut", "small"])
-def test_a_part_that_a_destination_holds_twice_counts_twice_for_a_bucket(number: int, rows: int) -> None:
+def test_parts_held_twice_count_twice_in_a_bucket(number: int, rows: int) -> None:
     """For example an embedding and a separate head that are filled from one tied embedding."""
     once = [replace(held(((0, rows), (0, 8)), f"p{at}"), tensor=f"p{at}") for at in range(number)]
     again = [replace(one, name=one.name.replace("p", "q"), tensor=one.name.replace("p", "q")) for one in once]
@@ -251,7 +251,7 @@ def test_the_same_input_gives_the_same_plan() -> None:
 
 
 def test_plans_with_equal_byte_counts_have_different_digests() -> None:
-    """It covers which rank has which slices, their names and positions: ranks with different plans must not connect."""
+    """The digest covers each rank's slices, their names and positions: ranks with different plans must not connect."""
     whole, low, high = ((0, 4),), ((0, 2),), ((2, 4),)
     first, second = WeightSlice("p", low, "t", low), WeightSlice("p", high, "t", low)
     plans = [
@@ -311,7 +311,7 @@ ROW: Box = ((0, 2),)
     ],
     ids=["gap", "shapes", "written twice"],
 )
-def test_what_does_not_fit_is_named(sources: list[list[WeightSlice]], wanted: list[WeightSlice], message: str) -> None:
+def test_mismatched_slices_are_named(sources: list[list[WeightSlice]], wanted: list[WeightSlice], message: str) -> None:
     with pytest.raises(RefitPlanError, match=message):
         plan_refit(sources, [wanted], dtype="float32")
 
@@ -330,8 +330,8 @@ def test_the_proof_finds_a_lost_and_a_duplicated_part() -> None:
         prove_covered([wanted], [pieces[0], shifted])
 
 
-def test_a_rank_with_one_expert_of_a_layer_describes_it_without_a_stack() -> None:
-    """As a rank of FSDP or of expert parallelism does, if there are as many ranks as experts."""
+def test_single_experts_are_described_without_a_stack() -> None:
+    """With FSDP or expert parallelism over as many ranks as experts."""
     weights, rows = torch.randn(4, 3, 2), ((0, 3), (0, 2))
 
     def described(experts: list[int]) -> list[WeightSlice]:

@@ -63,7 +63,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 
 def test_a_call_that_fails_ends_the_meeting_of_all_ranks_at_once() -> None:
-    """As that of a server without the routes for weights."""
+    """For example a server without the routes for weights."""
     address = f"127.0.0.1:{reserve_port()}"
 
     def fail() -> None:
@@ -81,7 +81,7 @@ def test_a_call_that_fails_ends_the_meeting_of_all_ranks_at_once() -> None:
 
 
 def test_two_processes_cannot_meet_as_one_rank() -> None:
-    """As two engines do that one client calls: each is rank 0 of 1."""
+    """Two engines that one client calls would both be rank 0 of 1."""
     address = f"127.0.0.1:{reserve_port()}"
     with ThreadPoolExecutor(4) as pool:
         engines = [pool.submit(meet, Meeting(address, "generation", 0, 1, 30), rows(0, 6)) for _ in range(2)]

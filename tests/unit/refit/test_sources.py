@@ -127,16 +127,14 @@ def test_tied_parameters_once_and_other_dtypes_by_name() -> None:
     assert named == {"embed.weight": "", "scale": "bfloat16"}
 
 
-def test_what_is_no_view_of_a_parameter_is_refused() -> None:
+def test_computed_parameters_are_refused() -> None:
     with pytest.raises(RefitPlanError, match="'sum' of the checkpoint is computed"):
         slices_of(Holder(a=torch.ones(2), b=torch.ones(2)), dtype="float32", to_hf=lambda s: {"sum": s["a"] + s["b"]})
 
 
 @pytest.mark.parametrize("change", [lambda w: w.mul_(2), lambda w: w[:1].zero_(), lambda w: torch.add(w, 1, out=w)])
 @pytest.mark.parametrize("of", [lambda w: w, lambda w: w.clone(), lambda w: torch.cat([w, w]), lambda w: w.T.contiguous()])
-def test_what_a_conversion_changes_in_place_is_refused(
-    change: Callable[[Tensor], Tensor], of: Callable[[Tensor], Tensor]
-) -> None:
+def test_conversions_in_place_are_refused(change: Callable[[Tensor], Tensor], of: Callable[[Tensor], Tensor]) -> None:
     def to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
         weight = of(state["a"])
         change(weight)

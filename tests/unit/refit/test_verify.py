@@ -70,7 +70,7 @@ class SpoilingChannel(MemoryChannel):
         return super().send(tensor, peer)
 
 
-def test_differences_are_counted_and_the_first_is_named_with_its_sender() -> None:
+def test_the_first_difference_is_named_and_the_others_counted() -> None:
     box = ((0, 6), (0, 10))
     held = [WeightSlice(name, box, name, box) for name in "abcqr"]
     plan = plan_refit([held[:3], held[3:]], [held], dtype="float32", bucket_bytes=240)
@@ -136,7 +136,7 @@ def test_a_byte_that_packing_changes_is_found(direct_bytes: int, monkeypatch: py
 
 
 def test_packing_that_skips_a_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sends the old content of staging, an earlier version of the weights, equal on both sides."""
+    """Staging still has an earlier version of the weights, equal on both sides."""
     plan, tensors = two_parameters(1 << 20)
     ends = Pair(plan, *tensors, "checksum")
     for version in (1, 2):
@@ -178,7 +178,7 @@ def test_both_sides_need_the_same_verify_mode(sends: Verify, receives: Verify) -
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 1024), (0, 1024), (0, 512 << 10), (1024, 513 << 10)])
 def test_checksums_detect_two_swapped_words(first: int, second: int) -> None:
-    """Also of words at equal distance from the first column and the first row, and of rows that are summed separately."""
+    """Includes words at equal distance from the first column and row, and rows that are summed separately."""
     words = torch.randint(-(1 << 63), (1 << 63) - 1, (600 << 10,))
     exchanged = words.clone()
     exchanged[[first, second]] = words[[second, first]]

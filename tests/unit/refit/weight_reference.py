@@ -271,7 +271,7 @@ def _hybrid_shapes(c: Config, p: str, layer: int) -> Iterator[tuple[str, tuple[i
 def megatron_tensors(
     w: Weights, config: Config, layout: ParallelLayout, rank: int, modules: MegatronModules | None = None
 ) -> Weights:
-    """What Megatron-Core holds on `rank`: parameters and the router's bias. Padding rows are 0, up to multiples of 128."""
+    """Returns Megatron-Core's parameters and router bias on `rank`. Padding rows are 0, up to multiples of 128."""
     return _Megatron(w, config, layout, rank, modules or MegatronModules()).tensors()
 
 
@@ -446,7 +446,7 @@ class VllmRank:
 
 
 def vllm_tensors(w: Weights, config: Config, tp: int, rank: int, expert_parallel: bool = False) -> Weights:
-    """What vLLM's model holds on tensor-parallel `rank`. Padding rows are 0; has `A_log` instead of the derived `A`."""
+    """Returns vLLM's tensors on tensor-parallel `rank`. Padding rows are 0; has `A_log` instead of the derived `A`."""
     stacks: dict[str, list[Tensor]] = {}
     for name, tensor in w.items():
         stacks.setdefault(stacked_name(name)[0] if ".experts." in name else name, []).append(tensor)

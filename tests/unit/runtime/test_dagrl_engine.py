@@ -72,7 +72,7 @@ def test_a_read_that_timed_out_finds_everything_the_next_time() -> None:
     assert [value for value, *_ in found] == ["large", "other", "small"]
 
 
-def test_what_was_read_is_not_looked_for_again_where_the_next_message_may_be() -> None:
+def test_an_output_that_was_read_is_not_read_again() -> None:
     """While another output is late: its writer may be one replay ahead, and a ring gives what comes next."""
     mailbox = Mailbox.create(1, 4)
     near = Posted()
@@ -94,7 +94,7 @@ def failure(rank: int) -> WorkerFailure:
 
 
 def test_failures_are_seen_before_the_other_workers_have_answered() -> None:
-    """In small messages and in large ones, again and again; the whole is read when all has come."""
+    """Small and large messages; repeated looks find the same failures."""
     mailbox = Mailbox.create(4, 4)
     edges = [Posted() for _ in range(4)]
     outputs = outputs_of(edges, mailbox)
@@ -213,7 +213,7 @@ def lost(time_ns: int, text: str) -> RayTaskError:
     ],
     ids=["first link", "own error", "death", "no error"],
 )
-def test_what_ended_a_graph_is_raised_a_death_first(
+def test_the_cause_of_a_graphs_end_is_raised_deaths_first(
     monkeypatch: pytest.MonkeyPatch, ends: dict[str, list[Any]], error: type[Exception], text: str
 ) -> None:
     graph = live_graph(monkeypatch, Rays(ends), EdgeClosedError("an edge was closed"))
@@ -221,7 +221,7 @@ def test_what_ended_a_graph_is_raised_a_death_first(
         graph.fetch(Submitted(1, HEADER), 3.0)
 
 
-def test_a_driver_that_waits_notices_a_death_and_not_a_worker_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_driver_notices_deaths_but_not_busy_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     rays = Rays({"a": [True], "busy": [], "unreachable": [ActorUnavailableError("", None)], "b": [True, ActorDiedError()]})
     graph = live_graph(monkeypatch, rays, EdgeTimeoutError("empty"))
     with pytest.raises(TimeoutError, match="empty"):
@@ -241,7 +241,7 @@ STAY = {"a": [False, True], "b": [False], "c": [], "died": [ActorDiedError()]}
     [(STAY, True, ["b", "c"], 104.0), (STAY, False, [], 104.0), ({"a": [True], "b": [False, False, True]}, True, [], 100.5)],
     ids=["some stay", "not ours", "all stop"],
 )
-def test_only_workers_of_ours_whose_loops_go_on_are_killed_within_the_one_deadline(
+def test_teardown_kills_own_workers_with_running_loops_within_the_deadline(
     monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[Any]], may_kill: bool, killed: list[str], until: float
 ) -> None:
     rays = Rays({actor: list(given) for actor, given in answers.items()})

@@ -84,7 +84,7 @@ def test_mermaid_has_every_node_and_edge_once(drawings: list[Drawing]) -> None:
     assert not [line for line in rest if not re.fullmatch(known, line)]
 
 
-def test_the_title_counts_the_equal_graphs_and_edges_have_the_room_of_their_writers() -> None:
+def test_titles_count_equal_graphs_and_edges_show_their_capacity() -> None:
     item = drawing(refit, train=ParallelLayout(dp=4, pp=2, tp=2), generation=ParallelLayout(dp=2))
     assert item.title == "refit: one of 2 equal graphs"
     edges = [match for line in mermaid([item]).splitlines() if (match := EDGE_LINE.match(line))]

@@ -46,7 +46,7 @@ def of_ring(readers: int = 1) -> Edge:
 
 
 def of_shared_ring() -> Edge:
-    """Of two readers, each has read-only views."""
+    """A ring with two readers, whose views are read-only."""
     return of_ring(2)
 
 
@@ -77,7 +77,7 @@ def edge(request: pytest.FixtureRequest) -> Edge:
 
 @pytest.mark.parametrize("make", [of_ring, of_shared_ring, of_link])
 def test_arrays_of_a_batch_hold_its_memory(make: Callable[[], Edge]) -> None:
-    """Even if the reader only keeps arrays of the message, or views of them."""
+    """The reader keeps only arrays of the message, or views of them."""
     edge, kept = make(), []
     for number in range(1, 21):
         batch = Batch({"lengths": np.full(100, number), "tokens": np.full((100, 1000), number)})
@@ -98,7 +98,7 @@ def test_a_message_that_does_not_fit_is_an_error_and_the_edge_goes_on(make: Call
     assert edge.read(PATIENCE_S) == "fits"
 
 
-def test_a_read_without_a_message_ends_by_its_deadline_and_takes_no_processor_time(edge: Edge) -> None:
+def test_an_empty_read_sleeps_until_its_deadline(edge: Edge) -> None:
     started, before = time.monotonic(), time.thread_time()
     with pytest.raises(EdgeTimeoutError):
         edge.read(0.4)

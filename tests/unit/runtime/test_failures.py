@@ -116,7 +116,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["one stays", "all leave", "one is in another phase", "one does not answer, one died, one is in another replay"],
 )
-def test_a_hang_releases_the_workers_of_the_replay_and_kills_those_that_stay(
+def test_a_hang_aborts_the_replays_workers_and_kills_those_that_stay(
     reports: Sequence[Report], stay: Sequence[int], failed: set[tuple[int, str]], aborted: list[int], killed: list[int]
 ) -> None:
     group = Group(reports=reports, stay=stay)
@@ -166,7 +166,7 @@ def test_a_worker_that_answers_late_does_not_hang(monkeypatch: pytest.MonkeyPatc
     assert group.asked >= 5 and not group.killed
 
 
-def test_a_worker_that_stays_in_a_replay_hangs_and_one_that_waits_for_its_turn_does_not(
+def test_only_workers_inside_the_replay_can_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group = Group(reports=(ELSEWHERE, BUSY, IDLE), stay=[1])
@@ -186,7 +186,7 @@ def test_busy_workers_that_cannot_answer_do_not_hang() -> None:
         outcome_of(replay(Shard(), hang_s=0.2), group, until=time.monotonic() + 0.6)
 
 
-def test_time_in_which_the_driver_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hangs_do_not_count_time_while_the_driver_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: now[0]))
     watch = failures.HangWatch(10.0)
@@ -196,8 +196,8 @@ def test_time_in_which_the_driver_was_stopped_does_not_count(monkeypatch: pytest
     assert watch.waited_s == 4.0
 
 
-def test_time_in_which_a_worker_of_the_replay_had_no_processor_does_not_count() -> None:
-    """Also for its peers, which wait for it without a need for one."""
+def test_hangs_do_not_count_time_without_a_processor() -> None:
+    """Nor for its peers, which wait for it."""
     watch = failures.HangWatch(10.0)
     starved, waiting = ("train", 0), ("train", 1)
     for at, starved_s in ((5.0, 7.0), (16.0, 17.5)):
@@ -207,7 +207,7 @@ def test_time_in_which_a_worker_of_the_replay_had_no_processor_does_not_count() 
     assert watch.hung({starved: BUSY._replace(starved_s=17.5), waiting: BUSY}) == {starved, waiting}
 
 
-def test_a_replay_that_only_waited_for_its_turn_names_the_phase_before_it() -> None:
+def test_a_replay_that_missed_its_turn_names_the_phase_before_it() -> None:
     group = Group(reports=(ELSEWHERE, ELSEWHERE, IDLE))
     error = failure_of(replay(Shard(), deadline_s=0.05), group)
     assert error.failures == () and error.breaks
@@ -222,7 +222,7 @@ def test_an_interrupt_while_ray_raises_is_an_interrupt() -> None:
         outcome_of(replay(Shard(interrupted)), Group())
 
 
-def test_a_result_that_is_not_there_yet_can_be_asked_for_again_and_has_the_order_of_the_shards() -> None:
+def test_results_can_be_asked_for_again_and_keep_the_order_of_shards() -> None:
     first, second = Shard(), Shard("second")
     asked = replay(first, second)
     with pytest.raises(DeadlineError, match="Ask again"):
@@ -231,7 +231,7 @@ def test_a_result_that_is_not_there_yet_can_be_asked_for_again_and_has_the_order
     assert [packet.value for packet in outcome_of(asked, Group())] == ["first", "second"]
 
 
-def test_a_death_is_reported_while_another_shard_hangs_and_releases_it() -> None:
+def test_a_death_releases_a_shard_that_hangs() -> None:
     hung = Shard()
     group = Group(hung)
     started = time.monotonic()
@@ -242,7 +242,7 @@ def test_a_death_is_reported_while_another_shard_hangs_and_releases_it() -> None
     assert group.aborted == [0, 2]
 
 
-def test_an_exception_instead_of_a_result_fails_the_replay_and_breaks_nothing() -> None:
+def test_an_exception_in_a_worker_fails_the_replay_and_keeps_the_graph() -> None:
     """The other workers finish."""
     group = Group()
     raised = raised_in(group)
@@ -251,7 +251,7 @@ def test_an_exception_instead_of_a_result_fails_the_replay_and_breaks_nothing() 
     assert (group.aborted, group.killed) == ([], [])
 
 
-def test_a_graph_closed_while_its_failures_are_read_is_reported_by_its_result() -> None:
+def test_a_graph_that_closes_while_failures_are_read_reports_its_error() -> None:
     class Closed(Shard):
         def failures(self, submitted: object) -> list[WorkerFailure]:
             self.outcome = KeyError("what closed it")
@@ -261,7 +261,7 @@ def test_a_graph_closed_while_its_failures_are_read_is_reported_by_its_result() 
     assert error.breaks and "what closed it" in str(error)
 
 
-def test_a_death_that_closed_an_edge_is_found_and_its_peers_are_released() -> None:
+def test_a_death_behind_a_closed_edge_is_found_and_its_peers_released() -> None:
     """The error of an edge does not say whose edge it is."""
     group = Group(reports=(BUSY, DIED, IDLE))
     group.rank_of_actor = lambda actor_id: None  # type: ignore[method-assign, assignment, return-value]
@@ -288,7 +288,7 @@ def test_a_hung_worker_of_another_owner_is_reported_as_left_running() -> None:
     assert (failure.phase, failure.replay) == ("train_step", 0)
 
 
-def test_the_first_exception_comes_first_whichever_shard_is_read_first() -> None:
+def test_the_earliest_exception_comes_first() -> None:
     first, later = (dataclasses.replace(raised_in(Group()), time_ns=time_ns, rank=time_ns) for time_ns in (1, 2))
     error = failure_of(replay(Shard(later), Shard(first)), Group())
     assert error.failures == (first, later)
@@ -338,7 +338,7 @@ def test_nothing_waits_for_other_shards_once_a_graph_is_lost() -> None:
     assert {failure.kind for failure in error.failures} == {"raised", "died"} and error.breaks
 
 
-def test_the_error_names_what_broke_a_graph_and_not_unfinished_workers() -> None:
+def test_a_broken_graph_does_not_blame_unfinished_workers() -> None:
     group = Group(reports=(BUSY, IDLE, IDLE), stay=[0])
     error = failure_of(replay(Shard(pickle.UnpicklingError("half a message")), Shard()), group)
     assert "UnpicklingError: half a message" in str(error) and "hung" not in str(error) and error.breaks
@@ -353,9 +353,7 @@ def test_the_error_names_what_broke_a_graph_and_not_unfinished_workers() -> None
         (RayTaskError("forward", "the stack", KeyError("x")), "KeyError: 'x'"),
     ],
 )
-def test_a_plain_call_that_raises_or_whose_result_cannot_be_read_names_the_worker(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-) -> None:
+def test_failed_plain_calls_name_the_worker(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
     def get(ref: object) -> None:
         raise error
 

@@ -48,7 +48,7 @@ def test_a_reader_whose_messages_come_soon_spins_for_long(clock: Clock) -> None:
     assert patience.seconds == futex.SHORT_SPIN_S
 
 
-def test_a_reader_that_loses_the_core_stops_spinning_on_all_edges_of_its_process(clock: Clock) -> None:
+def test_losing_the_core_stops_spinning_on_all_edges_of_the_process(clock: Clock) -> None:
     one, other = Patience(), Patience()
     assert look(one, clock, 1e-5) == clock.now
     assert look(one, clock, 0.003) == math.inf

@@ -120,7 +120,7 @@ def test_written_buffers_may_be_changed_afterwards(link: Link) -> None:
     assert (reader.read(PATIENCE_S) == np.ones(LARGE, np.uint8)).all()  # type: ignore[attr-defined]
 
 
-def test_a_write_waits_for_room_until_its_deadline_and_the_link_survives(link: Link) -> None:
+def test_a_write_waits_for_room_until_its_deadline(link: Link) -> None:
     """The reader has not connected at first. Unsent messages must not pile up."""
     writer, reader = link
     for number in range(IN_FLIGHT):
@@ -192,7 +192,7 @@ def test_a_writer_that_is_gone_is_an_error_that_names_both_ends(link: Link) -> N
 
 
 @pytest.mark.parametrize("connected", [False, True], ids=["reader never connects", "reader does not read"])
-def test_closing_ends_the_thread_and_pending_calls_and_is_not_a_loss(connected: bool) -> None:
+def test_closing_ends_the_thread_and_pending_calls_without_a_loss(connected: bool) -> None:
     writer = LinkWriter("127.0.0.1", LIMIT, IN_FLIGHT)
     reader = LinkReader(writer.address)
     if connected:
@@ -235,9 +235,7 @@ def test_a_dead_host_is_noticed_within_a_minute(link: Link) -> None:
         assert silence_s + probe_s * probes == 60
 
 
-def test_a_process_without_the_secret_gets_nothing_and_does_not_block_the_reader(
-    link: Link, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_without_the_secret_gets_nothing(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, reader = link
     monkeypatch.setattr("dagrl.runtime.edges.link._STRANGER_S", 0.3)
     address = writer.address
@@ -279,7 +277,7 @@ def test_a_reader_unpickles_nothing_from_a_writer_without_the_secret(link: Link)
 
 
 def read_from_a_writer(raw: bytes) -> object:
-    """What a reader makes of bytes from a writer that knows the secret, and then ends the connection."""
+    """Reads from a writer that knows the secret, sends `raw` and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = LinkAddress("127.0.0.1", listening.getsockname()[1], limit=1 << 20)
         reader = LinkReader(address)
@@ -303,7 +301,7 @@ NO_MESSAGE = r"changed on the way|came over an edge|gone|reset"
 
 @settings(deadline=None, max_examples=40)
 @given(prefix=st.integers(0, 2**64 - 1) | st.integers(0, 600), body=st.binary(max_size=600), whole=st.booleans())
-def test_bytes_that_are_no_message_end_the_link_without_their_memory(prefix: int, body: bytes, whole: bool) -> None:
+def test_garbage_ends_the_link_without_allocating_its_claimed_size(prefix: int, body: bytes, whole: bool) -> None:
     """Sizes beyond the edge, parts beyond the message, and an end in the middle."""
     head = (len(body) if whole else prefix).to_bytes(8, "little") + bytes(4)
     with pytest.raises(EdgeLostError, match=NO_MESSAGE):

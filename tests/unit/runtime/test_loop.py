@@ -104,7 +104,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     loop.start.close()
 
 
-def test_what_cannot_be_read_ends_the_loop_with_an_error_that_names_the_worker_and_frees_its_peers(
+def test_an_unreadable_value_ends_the_loop_and_frees_the_workers_peers(
     running: Running,
 ) -> None:
     running.send(Unreadable())
@@ -115,9 +115,7 @@ def test_what_cannot_be_read_ends_the_loop_with_an_error_that_names_the_worker_a
     assert running.worker.aborted == 1
 
 
-def test_what_cannot_be_written_is_a_failure_of_the_worker_whose_loop_goes_on(
-    monkeypatch: pytest.MonkeyPatch, running: Running
-) -> None:
+def test_an_unpicklable_result_is_a_failure_and_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch, running: Running) -> None:
     write = EdgeWriter.write
 
     def refuse(self: EdgeWriter, packet: Packet, timeout_s: float | None = None) -> None:
@@ -136,7 +134,7 @@ def test_what_cannot_be_written_is_a_failure_of_the_worker_whose_loop_goes_on(
 
 
 @pytest.mark.parametrize("closes", [lambda one: one.start.close(), lambda one: one.readers[0].close(), None])
-def test_a_closed_edge_ends_the_loop_without_an_error_and_closes_its_others(
+def test_closing_an_edge_ends_the_loop_silently(
     closes: Callable[[Running], None] | None,
 ) -> None:
     """None: the loop is told to end."""
@@ -196,7 +194,7 @@ def test_a_loop_that_was_ended_before_it_began_does_not_begin() -> None:
         reader.read(1.0)
 
 
-def test_values_that_several_nodes_of_a_worker_read_are_read_once_and_its_own_are_passed_by_reference() -> None:
+def test_shared_values_are_read_once_and_own_values_passed_by_reference() -> None:
     keep = EdgeSpec(ROOM, 2)
     nodes = [
         node(0, [None], keep, 0, False),

@@ -41,9 +41,7 @@ def worker() -> Worker:
     return worker
 
 
-def test_neither_an_error_without_a_message_nor_an_abort_that_raises_hides_what_failed(
-    worker: Worker, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_messages_and_aborts_do_not_hide_the_failure(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         (failure,) = run_node(worker, CALL, PACKET).failures
     assert (failure.role, failure.rank) == ("train", 3)
@@ -51,7 +49,7 @@ def test_neither_an_error_without_a_message_nor_an_abort_that_raises_hides_what_
     assert worker.aborted == 1 and "the abort's error" in caplog.text
 
 
-def test_a_worker_that_was_made_again_says_what_to_do() -> None:
+def test_a_restarted_worker_says_what_to_do() -> None:
     with pytest.raises(RunError, match=r"\(max_restarts\); make a new WorkerGroup of the actors"):
         drain_runs(Worker(), "train")
 

@@ -227,7 +227,7 @@ PLACES = (1, 3, 2, 5, 1, 4) * 4
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_nodes_run_one_at_a_time_in_the_order_of_tickets_and_places_whichever_thread_arrives_first(seed: int) -> None:
+def test_nodes_run_in_the_order_of_tickets_and_places_on_any_thread(seed: int) -> None:
     gate, served, inside = TicketGate(), [], threading.Semaphore(1)
     random = np.random.default_rng(seed)
 
@@ -290,7 +290,7 @@ def test_only_a_reset_and_the_node_inside_change_the_turn() -> None:
     gate.enter(7, 0, 0.1)
 
 
-def test_an_abandoned_turn_is_skipped_once_those_before_it_end() -> None:
+def test_a_missed_turn_is_skipped_when_its_predecessors_end() -> None:
     gate = TicketGate()
     gate.enter(0, 0, 1.0)
     with pytest.raises(DeadlineError, match="while ticket 0 is running"):
@@ -303,7 +303,7 @@ def test_an_abandoned_turn_is_skipped_once_those_before_it_end() -> None:
     gate.enter(3, 0, 0.1)
 
 
-def test_an_abandoned_place_ends_its_ticket_but_not_the_running_node() -> None:
+def test_a_missed_place_ends_its_ticket_but_not_the_running_node() -> None:
     gate = TicketGate()
     gate.enter(0, 0, 1.0)
     with pytest.raises(DeadlineError, match="node 0 of it had not ended"):
@@ -339,7 +339,7 @@ class Collective:
         self.aborted = True
 
 
-def test_a_replay_waits_for_its_turn_by_its_own_deadline_and_leaves_what_runs_alone() -> None:
+def test_a_replay_that_misses_its_turn_does_not_abort_the_running_one() -> None:
     worker = Collective()
     install(worker, "train", 0, "dp 0")
     gate = state_of(worker).gate

@@ -52,7 +52,7 @@ def exchange(train: Shard, value):
 
 
 def run(graph: PhaseGraph, value: object) -> list[PacketBody]:
-    """What the graph's outputs are: a method's result says which worker made it of what."""
+    """Evaluates a graph symbolically: a result is (method, worker, arguments). Returns the outputs."""
     results: list[object] = []
     for node in graph.nodes:
         args = [
@@ -96,7 +96,7 @@ def test_the_results_are_those_of_one_host(item: Phase, host_of: list[int], arit
 
 
 @given(host_of=st.lists(st.integers(0, 12), min_size=1, max_size=40), large=st.booleans())
-def test_no_worker_sends_a_value_to_two_workers_of_a_host_or_to_many_hosts(host_of: list[int], large: bool) -> None:
+def test_values_cross_to_each_host_once_and_to_few_hosts(host_of: list[int], large: bool) -> None:
     hosts = placed(dict(enumerate(host_of)))
     gathering = Gathering.of(traced(ranks, len(host_of)), 1 << (24 if large else 16), hosts)
     graph = with_relays(gathering.graph, hosts)

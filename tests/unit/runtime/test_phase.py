@@ -69,7 +69,7 @@ def test_map_and_reduce() -> None:
     )
 
 
-def test_a_value_per_worker_is_passed_worker_by_worker_and_a_single_one_to_all() -> None:
+def test_values_are_passed_worker_by_worker_or_broadcast() -> None:
     def step(train: Shard, batch: Input) -> Value:
         one = train[0].map("forward", batch)
         each = train.map("pair", one, batch)

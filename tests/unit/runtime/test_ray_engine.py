@@ -142,7 +142,7 @@ def torn_down(monkeypatch: pytest.MonkeyPatch, clock: Clock, running: Sequence[s
     ],
     ids=["stops", "stops once killed", "never stops", "busy elsewhere", "not ours"],
 )
-def test_workers_whose_loops_go_on_are_killed_within_the_one_deadline(
+def test_teardown_kills_workers_with_running_loops_within_the_deadline(
     monkeypatch: pytest.MonkeyPatch, ends: float, running: list[str], may_kill: bool, killed: list[str]
 ) -> None:
     clock = Clock(ends)

@@ -29,7 +29,7 @@ def ring() -> Iterator[Ring]:
     ring.close()
 
 
-def test_a_view_of_an_array_holds_its_slot_and_the_last_one_frees_it(ring: Ring) -> None:
+def test_views_of_an_array_hold_its_slot(ring: Ring) -> None:
     ring.write(dump(np.full(100_000, 1)), 1.0)
     first = ring.read(0, 1.0)
     address = first.__array_interface__["data"]  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def test_a_view_of_an_array_holds_its_slot_and_the_last_one_frees_it(ring: Ring)
     assert third.__array_interface__["data"] == address  # type: ignore[attr-defined]
 
 
-def test_readers_that_keep_different_messages_do_not_block_the_writer() -> None:
+def test_readers_that_keep_messages_do_not_block_the_writer() -> None:
     writer = Ring.create(2, SLOT, 3)
     readers = [Ring.open(writer.address) for _ in range(3)]
     kept: list[list[object]] = [[], [], []]
@@ -75,7 +75,7 @@ def test_more_messages_than_may_be_in_flight_wait_for_their_readers(ring: Ring) 
 
 @pytest.mark.parametrize("copiers", [1, 3, 4])
 def test_parts_copied_by_several_threads_are_whole(monkeypatch: pytest.MonkeyPatch, copiers: int) -> None:
-    """As on a host with enough cores, for sizes that the threads do not divide and for copies of kept messages."""
+    """Sizes that the threads do not divide, and copies of kept messages."""
     monkeypatch.setattr(ring_module, "COPIERS", copiers)
     monkeypatch.setattr(ring_module, "PARALLEL_BYTES", IN_PLACE_BYTES)
     ring_module._copiers.cache_clear()

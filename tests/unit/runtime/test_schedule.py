@@ -176,7 +176,7 @@ def tickets_of(graph: Graph) -> list[Any]:
         ([[0], [1]], "position from 0 to 2 exactly once"),
     ],
 )
-def test_rows_that_are_no_deal_are_refused_before_any_ticket_is_taken(
+def test_rows_that_do_not_partition_the_batch_are_refused_before_sending(
     scheduler: Scheduler, made: list[Graph], rows: list[list[int]], words: str
 ) -> None:
     with pytest.raises(RunError, match=words):
@@ -202,7 +202,7 @@ X, LENGTHS = np.zeros((2, 4), np.int64), np.full(2, 4)
         (Batch({"x": X, "lengths": LENGTHS - [0, 5]}), "`lengths` from -1 to 4"),
     ],
 )
-def test_an_input_that_is_no_batch_of_the_phases_fields_is_refused_before_anything_is_sent(
+def test_batches_with_wrong_fields_are_refused_before_sending(
     scheduler: Scheduler, made: list[Graph], value: object, words: str
 ) -> None:
     with pytest.raises(DataError, match=words):
@@ -224,7 +224,7 @@ def with_scalar(scalar: Any) -> Batch:
     ],
     ids=["an ObjectRef", "a lock"],
 )
-def test_an_input_that_cannot_be_sent_is_refused_before_anything_is(
+def test_unpicklable_inputs_are_refused_before_sending(
     scheduler: Scheduler, made: list[Graph], wrap: Callable[[Any], Any], value: object, words: str
 ) -> None:
     wrapped = wrap(value)
@@ -235,7 +235,7 @@ def test_an_input_that_cannot_be_sent_is_refused_before_anything_is(
     assert [tickets_of(graph) for graph in made if graph.taken] == [[0], [0]]
 
 
-def test_a_batch_without_rows_or_of_another_order_of_fields_is_one(scheduler: Scheduler) -> None:
+def test_batches_may_be_empty_and_have_fields_in_any_order(scheduler: Scheduler) -> None:
     scheduler.replay(step, Batch({"lengths": LENGTHS[:0], "x": X[:0]}))
 
 
@@ -262,7 +262,7 @@ def test_results_of_another_shape_than_the_buckets_are_refused(
     assert again.result() == (1, 2), "the graphs are whole"
 
 
-def test_tokens_of_a_batch_without_token_fields_are_returned(scheduler: Scheduler, made: list[Graph]) -> None:
+def test_token_results_of_a_batch_without_token_fields_are_returned(scheduler: Scheduler, made: list[Graph]) -> None:
     scheduler.add(scores, buckets=[Bucket(2, 4)])
     scheduler.compile()
     replay = scheduler.replay(scores, Batch({"lengths": np.array([2, 3])}))
@@ -369,7 +369,7 @@ def test_an_actor_that_is_two_ranks_is_refused() -> None:
     [(0.9, 0.001, SETTLING_REPLAYS), (0.06, 0.06, 2), (0.01, 0.03, 4), (1.1, 0.001, 1)],
     ids=["cold", "slow", "quick", "very slow"],
 )
-def test_a_warm_up_is_repeated_by_what_its_second_replay_took(
+def test_warm_up_repeats_depend_on_the_second_replay(
     made: list[Graph], monkeypatch: pytest.MonkeyPatch, first_s: float, others_s: float, replays: int
 ) -> None:
     now = 0.0
@@ -387,7 +387,7 @@ def test_a_warm_up_is_repeated_by_what_its_second_replay_took(
     assert len(graph.taken) == replays
 
 
-def test_lengths_may_be_of_any_whole_numbers(made: list[Graph]) -> None:
+def test_lengths_may_have_any_integer_dtype(made: list[Graph]) -> None:
     short = Phase("short", step.function, BATCH | {"lengths": Field("int32", "row")}, step.roles)
     with compiled(Group(), phases=(short,)) as scheduler:
         for graph in made:
@@ -403,7 +403,7 @@ def test_lengths_may_be_of_any_whole_numbers(made: list[Graph]) -> None:
         (Field("float32", "row"), r"float32 \[rows\]; "),
     ],
 )
-def test_lengths_that_are_no_whole_number_a_row_are_refused(lengths: Field, words: str) -> None:
+def test_lengths_must_be_one_integer_per_row(lengths: Field, words: str) -> None:
     with pytest.raises(GraphError, match=words):
         phase(inputs={"lengths": lengths})(step.function)
 
@@ -446,7 +446,7 @@ class Counted:
         return Packet(submitted.header, submitted.value)
 
 
-def test_threads_that_submit_one_phase_keep_to_the_replays_in_flight(scheduler: Scheduler, made: list[Graph]) -> None:
+def test_concurrent_submits_respect_max_in_flight(scheduler: Scheduler, made: list[Graph]) -> None:
     """Five look for room while the first is being sent, and is not in flight yet."""
     counted = Counted(made[2])
     made[3].fetch = lambda submitted, timeout_s: Packet(submitted.header, 0)  # type: ignore[method-assign]
@@ -464,8 +464,8 @@ def test_threads_that_submit_one_phase_keep_to_the_replays_in_flight(scheduler: 
     assert len({replay.number for replay in replays}) == 6 and [replay.result() for replay in replays] == [(1, 0)] * 6
 
 
-def test_a_replay_that_reached_some_workers_alone_breaks_the_graphs(scheduler: Scheduler, made: list[Graph]) -> None:
-    """Which is told at once, also where there is no room."""
+def test_a_partly_sent_replay_breaks_the_graphs(scheduler: Scheduler, made: list[Graph]) -> None:
+    """The next replay raises at once, even with the queue full."""
     for _ in range(2):
         scheduler.replay(other, 1)
     made[1].results = [TypeError("cannot be sent")]
@@ -477,8 +477,8 @@ def test_a_replay_that_reached_some_workers_alone_breaks_the_graphs(scheduler: S
     assert caught.value.breaks and time.monotonic() - started < 60.0  # the deadline of those in flight is 120 s
 
 
-def test_a_warm_up_replays_full_batches_of_every_bucket_the_largest_first(group: Group, made: list[Graph]) -> None:
-    """So that the memory that the largest needs is there once, and not behind what smaller ones have left in pieces."""
+def test_warm_up_replays_every_bucket_the_largest_first(group: Group, made: list[Graph]) -> None:
+    """Otherwise smaller buckets would fragment the memory that the largest needs."""
     scheduler = Scheduler([group], SchedulerOptions(warmup_s=7.0))  # type: ignore[list-item]
     scheduler.add(step, buckets=[Bucket(1, 4), Bucket(4, 8), Bucket(3, 2), Bucket(2, 8)], scalars={"lr": 0.5}, token_ids=9)
     scheduler.compile()
@@ -495,9 +495,7 @@ def test_a_warm_up_replays_full_batches_of_every_bucket_the_largest_first(group:
     scheduler.close()
 
 
-def test_what_broke_first_is_told_whatever_becomes_of_replays_that_were_under_way(
-    scheduler: Scheduler, made: list[Graph]
-) -> None:
+def test_the_first_breakage_is_reported_despite_later_failures(scheduler: Scheduler, made: list[Graph]) -> None:
     """One of them fails alone, and one breaks another graph."""
     broken, failing, last = scheduler.replay(other, 1), scheduler.replay(step, batch(2)), scheduler.replay(step, batch(2))
     made[2].results, made[3].results = [KeyError("first")], [1]
@@ -509,10 +507,8 @@ def test_what_broke_first_is_told_whatever_becomes_of_replays_that_were_under_wa
         scheduler.replay(step, batch(2))
 
 
-def test_a_replay_that_an_interrupt_left_to_be_taken_out_makes_room(
-    made: list[Graph], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It came when the result had been read."""
+def test_an_interrupted_replay_leaves_the_queue(made: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes after the result was read."""
     succeed = Replay.succeed
 
     def interrupted(replay: Replay, packets: Any) -> None:
@@ -569,7 +565,7 @@ def test_turns_begin_where_the_schedulers_replays_do(scheduler: Scheduler, group
 
 
 def test_a_second_scheduler_waits_for_the_end_of_the_first(scheduler: Scheduler, group: Group, made: list[Graph]) -> None:
-    """By actors, as two groups may be made around them; refused before anything on them has changed."""
+    """Compares actors, since two groups may wrap the same ones. Refuses before anything on them changes."""
     compiled, same_actors = len(made), Group()
     same_actors.actors = [*group.actors[1:], *same_actors.actors[1:]]
     for again in (group, same_actors):
@@ -591,7 +587,7 @@ def test_a_second_scheduler_waits_for_the_end_of_the_first(scheduler: Scheduler,
 
 
 def test_graphs_are_torn_down_at_once(scheduler: Scheduler, made: list[Graph]) -> None:
-    """Each has the whole deadline, however many there are."""
+    """Each graph has the whole teardown deadline."""
     meet = threading.Barrier(len(made))
     for graph in made:
         graph.meet = meet
@@ -599,7 +595,7 @@ def test_graphs_are_torn_down_at_once(scheduler: Scheduler, made: list[Graph]) -
     assert all(graph.gone.is_set() for graph in made) and not meet.broken
 
 
-def test_a_phase_that_compiles_on_some_shards_alone_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_compile_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Graph] = []
 
     def executor(graph: PhaseGraph, actors: Actors, nodes: Nodes, limits: GraphLimits) -> Graph:
@@ -615,7 +611,7 @@ def test_a_phase_that_compiles_on_some_shards_alone_leaves_no_graph_behind(monke
     assert [graph.gone.is_set() for graph in graphs] == [True]
 
 
-def test_what_was_set_reaches_the_graphs_and_their_replays(made: list[Graph]) -> None:
+def test_options_reach_graphs_and_replays(made: list[Graph]) -> None:
     options = SchedulerOptions(
         max_in_flight=3, result_bytes=5 << 20, compile_s=11.0, replay_s=12.0, grace_s=13.0, teardown_s=14.0
     )
@@ -637,9 +633,7 @@ def test_what_was_set_reaches_the_graphs_and_their_replays(made: list[Graph]) ->
     assert torn == [14.0]
 
 
-def test_a_group_that_joins_later_leaves_the_graphs_and_tickets_of_the_first(
-    scheduler: Scheduler, group: Group, made: list[Graph]
-) -> None:
+def test_joining_groups_keep_existing_graphs_and_tickets(scheduler: Scheduler, group: Group, made: list[Graph]) -> None:
     scheduler.replay(other, 1)
     graphs, late = list(made), Group(name="reference")
     scheduler.join([late])  # type: ignore[list-item]
@@ -707,7 +701,7 @@ def test_a_phase_that_cannot_be_compiled_runs_eagerly_and_says_so(
         assert len({number for number, _ in executors.compiled}) == 2 and len(executors.compiled) == 4
 
 
-def test_what_eager_cannot_compile_either_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_eager_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     executors = Executors(monkeypatch, fails="eager")
     with two_phases("eager") as scheduler, pytest.raises(RunError, match="'step' could not be compiled: eager cannot"):
         scheduler.compile()
@@ -721,9 +715,7 @@ def test_a_graph_with_any_worker_of_somebody_else_kills_none(made: list[Graph]) 
         assert [graph.limits.may_kill for graph in made] == [False]
 
 
-def test_recover_keeps_the_graphs_whose_replays_have_ended_on_workers_that_are_the_same(
-    scheduler: Scheduler, group: Group, made: list[Graph]
-) -> None:
+def test_recover_keeps_idle_graphs_on_unchanged_workers(scheduler: Scheduler, group: Group, made: list[Graph]) -> None:
     """Four graphs at first: `step` on shards 0 and 1, then `other`."""
     made[0].results, made[1].results = [1], [RayChannelError("closed")]
     with pytest.raises(PhaseError, match="closed"):
@@ -774,7 +766,7 @@ def test_batches_without_the_first_shard_come_back_in_input_order(
     assert found["x"].tolist() == batch(2)["x"].tolist()
 
 
-def test_a_failure_on_one_role_leaves_others_alone_and_its_other_shards_go_on(made: list[Graph]) -> None:
+def test_other_roles_and_shards_go_on_after_a_failure(made: list[Graph]) -> None:
     train, generation = Group(1), Group(2, "generation")
     with compiled(train, generation, phases=(other, produce, send)) as scheduler:
         working, (first, second) = made[0], made[1:3]
@@ -809,7 +801,7 @@ def test_a_failure_on_one_role_leaves_others_alone_and_its_other_shards_go_on(ma
         assert not first.gone.is_set() and not working.gone.is_set()
 
 
-def test_an_input_has_the_room_of_the_largest_bucket_for_each_shard_and_no_more(made: list[Graph]) -> None:
+def test_input_channels_are_sized_by_the_largest_bucket(made: list[Graph]) -> None:
     def full(rows: int, tokens: int) -> Batch:
         return Batch({"x": np.zeros((rows, tokens), np.int64), "lengths": np.full(rows, tokens)})
 
@@ -838,9 +830,7 @@ def test_the_bucket_is_the_smallest_for_all_shards(made: list[Graph], lengths: l
     assert [graph.taken[0].value["x"].shape for graph in made] == [bucket] * 2  # type: ignore[index]
 
 
-def test_an_input_that_a_dead_worker_cannot_be_sent_fails_the_replay_when_it_is_read(
-    scheduler: Scheduler, made: list[Graph]
-) -> None:
+def test_sending_to_a_dead_worker_fails_the_replay_when_its_result_is_read(scheduler: Scheduler, made: list[Graph]) -> None:
     def submit(packet: Packet) -> Packet:
         raise RayChannelError("closed")
 
@@ -852,7 +842,7 @@ def test_an_input_that_a_dead_worker_cannot_be_sent_fails_the_replay_when_it_is_
 
 
 def test_only_workers_that_a_phase_runs_on_take_a_turn(made: list[Graph]) -> None:
-    """Of two pipeline stages the first; the workers' next turns are then told one by one."""
+    """A phase on the first of two pipeline stages: later headers have a ticket per worker."""
 
     @phase
     def first_stage(train: Shard, value):

@@ -113,7 +113,7 @@ def test_tokens_of_warmup_batches_are_spread_over_the_vocabulary(token_ids: int)
 # Choosing a bucket.
 
 
-def test_rows_over_the_largest_bucket_name_the_key_that_sets_the_buckets() -> None:
+def test_too_many_rows_for_a_bucket_name_the_key_to_change() -> None:
     words = r"3 rows of 4 tokens .* largest is 2 x 4\. Add a larger one \(policy\.sequence_buckets, or Scheduler\.add"
     with pytest.raises(ConfigError, match=words):
         choose_bucket([Bucket(1, 4), Bucket(2, 4)], 3, 4)
@@ -146,7 +146,7 @@ def test_every_row_is_on_one_shard_and_shards_get_equal_counts(lengths: list[int
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 8))
-def test_no_shard_has_more_tokens_than_another_by_more_than_the_longest_row(lengths: list[int], shards: int) -> None:
+def test_shards_differ_by_at_most_the_longest_row(lengths: list[int], shards: int) -> None:
     lengths += [0] * (-len(lengths) % shards)  # with a row more, a shard may have one row's tokens more
     tokens = [int(np.array(lengths)[part].sum()) for part in split_rows(np.array(lengths), shards)]
     assert max(tokens) - min(tokens) <= max(lengths)
@@ -183,7 +183,7 @@ def test_split_pad_replay_and_restore_gives_the_rows_back(lengths: list[int], sh
 
 
 @given(lengths=LENGTHS, shards=st.integers(1, 6), spare=st.integers(0, 5))
-def test_rows_wider_than_their_bucket_come_back_at_the_buckets_width(lengths: list[int], shards: int, spare: int) -> None:
+def test_columns_past_the_longest_row_are_cut(lengths: list[int], shards: int, spare: int) -> None:
     """Columns past the longest row are cut for the replay. The result holds every token."""
     batch, exact = ragged(lengths, width=max(lengths) + spare), ragged(lengths)
     parts = split_rows(batch["lengths"].astype(np.int64), shards)
