@@ -1,4 +1,4 @@
-"""Blockwise FP8 on a GPU: the kernel in a CUDA graph, and a BF16 refit into an engine in FP8 against vLLM's loader.
+"""A BF16 refit on a GPU into an engine in blockwise FP8, against vLLM's loader.
 
 The truth is an engine that vLLM loads from the same checkpoint in FP8, quantized by vLLM's own `per_block_cast_to_fp8`.
 """
@@ -19,10 +19,7 @@ from torch import Tensor
 
 from dagrl.config import Config
 from dagrl.errors import RunError
-from dagrl.refit.fp8 import quantize_blocks, scale_shape
-from dagrl.refit.kernels.batched import BlockQuantizer
 from tests.gpu import refit_calls
-from tests.gpu.test_refit_kernels import weights
 from tests.integration.vllm_models import make_config
 from tests.integration.vllm_ranks import Engine, Ranks, call, requests
 
@@ -40,27 +37,6 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True,
     "mlp_only_layers": [1], "decoder_sparse_step": 1,
 }  # fmt: skip
-
-
-def targets(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    place = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
-    return place, torch.empty(scale_shape(shape), device="cuda")
-
-
-def test_the_kernel_can_be_captured() -> None:
-    source = weights((384, 512), torch.bfloat16).cuda()
-    place, scales = targets((384, 512))
-    quantizer = BlockQuantizer([(source, place, scales)])
-    quantizer.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        quantizer.run()
-    source.mul_(-3)
-    graph.replay()
-    torch.cuda.synchronize()
-    quantized, expected = quantize_blocks(source.cpu())
-    assert torch.equal(scales.cpu(), expected)
-    assert torch.equal(place.cpu().view(torch.uint8), quantized.view(torch.uint8))
 
 
 @pytest.fixture(scope="module")
