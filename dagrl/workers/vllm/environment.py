@@ -91,31 +91,6 @@ def check_layout(hf_config: Mapping[str, Json], layout: ParallelLayout) -> None:
         raise LayoutError(f"tensor_parallel_size {tp} does not divide the model's {keys} key/value heads, nor they it")
 
 
-CPU_HEAD_SIZES = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256})
-"""Head sizes of vLLM's CPU attention in every version that dagrl supports (vllm/v1/attention/backends/cpu_attn.py)."""
-
-
-def check_head_size(config: Config, hf_config: Mapping[str, Json]) -> None:
-    """Raises ConfigError if generation workers run on CPUs and vLLM's attention there lacks the model's head size.
-
-    MLA (`kv_lora_rank`) has an attention of its own, whose size is not that of the model's heads.
-    """
-    if hf_config.get("kv_lora_rank"):
-        return
-    heads, hidden = hf_config.get("num_attention_heads"), hf_config.get("hidden_size")
-    size = hf_config.get("head_dim") or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else None)
-    if gpu_count() or config.cluster.address is not None or size is None or size in CPU_HEAD_SIZES:
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
-        raise ConfigError(
-            f"the model's attention heads have a size of {size} (head_dim), which vLLM's attention on CPUs lacks; it has "
-            f"{', '.join(map(str, sizes))}. Use another head_dim, or run on GPUs"
-        )
-
-
 def model_path(config: Config) -> str:
     """Returns the checkpoint to load. Raises ConfigError if none is configured."""
     if config.policy.model_name is None:

@@ -37,7 +37,6 @@ from dagrl.workers.vllm.described import describe_ranks
 from dagrl.workers.vllm.destinations import find_destinations
 from dagrl.workers.vllm.engine import Peers, QuantumEngine, Request, sampling_params
 from dagrl.workers.vllm.environment import (
-    check_head_size,
     check_layout,
     require_generation,
     show_host_gpus,
@@ -92,7 +91,6 @@ class VllmWorker:
         check_layout(hf_config, require_generation(config).vllm_cfg.layout)
         if sends_adapters(config):
             check_slots(config, hf_config)
-        check_head_size(config, hf_config)
         if config.policy.router_replay:
             routed_layers(hf_config)
 

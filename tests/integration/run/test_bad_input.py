@@ -1,4 +1,4 @@
-"""Input that is refused by vLLM, or in a process that has imported nothing."""
+"""Wrong paths are errors of a process that has imported neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch  # noqa: F401  # its logger keeps the standard error of its import, which a test would close
 import yaml
 
-from dagrl.cli.main import main
 from tests.unit.run.test_bad_input import configuration, good_lines
 
 
@@ -28,13 +27,3 @@ print(*{{"torch", "transformers"}} & sys.modules.keys())
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.split() == [] and "none" in found.stderr, found
-
-
-def test_a_head_size_that_vllm_lacks_on_cpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("vllm")
-    path, data = tmp_path / "config.yaml", tmp_path / "data.jsonl"
-    data.write_text("\n".join(good_lines()))
-    path.write_text(yaml.safe_dump(configuration(str(data))))
-    assert main(["train", str(path), f"output_dir={tmp_path}", "policy.random_init.hf_config.head_dim=24"]) == 2
-    errors = capsys.readouterr().err
-    assert "generation workers: the model's attention heads have a size of 24" in errors and "32, 64" in errors

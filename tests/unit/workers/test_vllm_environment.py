@@ -8,9 +8,8 @@ import pytest
 
 from dagrl.config import Config
 from dagrl.machine import VISIBLE, device_index
-from dagrl.workers.vllm.environment import check_head_size, show_host_gpus
+from dagrl.workers.vllm.environment import show_host_gpus
 from dagrl.workers.vllm.launch import _compilation, capture_sizes
-from tests.families import FAMILIES
 
 
 @pytest.mark.parametrize(
@@ -29,13 +28,6 @@ def test_all_gpus_of_the_host_are_visible_unless_some_were_chosen(
     environment = dict(before)
     show_host_gpus(environment)
     assert environment[VISIBLE] == after
-
-
-def test_latent_attention_has_no_head_size_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSeek-V3's hidden size by its heads is 56, which is the size of nothing."""
-    monkeypatch.setattr("dagrl.workers.vllm.environment.gpu_count", lambda: 0)
-    config = Config.model_validate({"name": "t", "algorithm": "sft", "data": {"path": "x"}, "policy": {"model_name": "x"}})
-    check_head_size(config, {**FAMILIES["deepseek_v3"], "hidden_size": 7168, "num_attention_heads": 128})
 
 
 @pytest.mark.parametrize("most", [1, 8, 100, 128, 500, 4096])
