@@ -34,9 +34,14 @@ killed process leaves them."""
 
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
-LEAN = {"RAY_prestart_worker_first_driver": "0", "RAY_task_events_report_interval_ms": "0"}
+LEAN = {
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_process_group_cleanup_enabled": "0",
+}
 """Do not prestart workers: ours have their own environments, for which Ray starts other processes. Do not report calls: GCS
-keeps the last 100,000 reports, and grows by 7 KB in a GRPO step.
+keeps the last 100,000 reports, and grows by 7 KB in a GRPO step. Do not give each worker a process group: they stay in the
+`ProcessGroup`, and so end with the driver, also those that hang.
 """
 
 PRIORITY = {"RAY_worker_niceness": "0"}

@@ -49,7 +49,7 @@ def test_a_cluster_with_a_stopped_raylet_is_killed_with_a_warning() -> None:
 
 
 KILLED = """
-import os, ray, signal, sys, time
+import os, ray, signal, sys
 from dagrl.run.cluster import ray_cluster
 from dagrl.run.local_cluster import cluster_processes
 from dagrl.config import ClusterConfig
@@ -57,9 +57,15 @@ from dagrl.machine import descendants_of
 
 during_start, ray_init = sys.argv[1] == "start", ray.init
 
+class Worker:
+    def pid(self):
+        return os.getpid()
+
 def init(**arguments):
     ray_init(**arguments)
-    time.sleep(2)  # the raylet starts its agents
+    worker = ray.remote(num_cpus=0)(Worker).remote()
+    assert ray.get(worker.pid.remote()) in descendants_of(os.getpid())
+    assert len({os.getpgid(pid) for pid in descendants_of(os.getpid())}) == 1, "a worker that hangs would not end"
     print(*descendants_of(os.getpid()), flush=True)
     if during_start:
         os.kill(next(process.pid for process in cluster_processes() if "raylet" in process.args[0]), signal.SIGKILL)
@@ -77,7 +83,7 @@ def test_nothing_of_a_cluster_outlives_its_driver_or_a_failed_start(moment: str,
     command = [sys.executable, "-c", KILLED, moment]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True, check=False)
     pids = [int(word) for word in ended.stdout.partition("\n")[0].split()]
-    assert ended.returncode == code and len(pids) > 4, ended.stderr
+    assert ended.returncode == code and len(pids) > 5, ended.stderr
     until = time.monotonic() + 20
     while (alive := [pid for pid in pids if _runs(pid)]) and time.monotonic() < until:
         time.sleep(0.1)
