@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelMo
 from dagrl.config import PeftConfig
 from dagrl.refit.slices import STACKED, numbered
 from dagrl.workers.megatron.weights import stacked_shapes
-from dagrl.workers.train.adapters import adapter_names, targets
+from dagrl.workers.train.adapters import adapter_names, linear_shapes, targets
 from dagrl.workers.vllm.lora import find_slots
 from tests.families import Hf
 from tests.unit.refit.weight_reference import VllmRank
@@ -32,7 +32,7 @@ def check_slots(model: torch.nn.Module, config: Hf, rank: VllmRank) -> int:
     """vLLM fills the slots with the values that a refit writes. Returns the number of slots."""
     layers = with_lora(model, rank)
     found = find_slots(layers, config, PEFT, torch.float32)
-    shapes = targets(stacked_shapes(config), PEFT)
+    shapes = targets(linear_shapes(stacked_shapes(config)), PEFT)
     if rank.expert_parallel and any(shape[0] % rank.tp for name, shape in shapes.items() if STACKED in name):
         return len(found.tensors)  # vLLM's loading of adapters gives each rank as many experts
     adapters = {

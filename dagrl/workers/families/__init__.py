@@ -18,14 +18,18 @@ from dagrl.workers.families.mla import MLA
 FAMILIES: tuple[Family, ...] = (DENSE, MOE, MLA, MAMBA)
 
 
-def find_family(hf_config: Mapping[str, Json]) -> Family:
-    """Returns the family of a `config.json` by its `model_type`. Raises ConfigError if there is none."""
+def known_family(hf_config: Mapping[str, Json]) -> Family | None:
+    """Returns the family of a `config.json` by its `model_type`; None if it has no rules."""
     kind = hf_config.get("model_type")
-    for family in FAMILIES:
-        if kind in family.model_types:
-            return family
+    return next((family for family in FAMILIES if kind in family.model_types), None)
+
+
+def find_family(hf_config: Mapping[str, Json]) -> Family:
+    """Returns the family of a `config.json`. Raises ConfigError if there is none."""
+    if (family := known_family(hf_config)) is not None:
+        return family
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise ConfigError(
-        f"model_type is {kind!r}, which has no weight layout rules; the known types are {known}. "
+        f"model_type is {hf_config.get('model_type')!r}, which has no weight layout rules; the known types are {known}. "
         "Add a family under workers/families (docs/refit.md)"
     )

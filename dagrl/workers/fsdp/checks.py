@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 
 from dagrl.config import Config, Json, MegatronConfig
 from dagrl.errors import ConfigError, MissingDependencyError
 from dagrl.imports import load_class
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.train.hf_load import check_shared
 
 SEPARABLE = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers in which sequences of a packed row do not see each other."""
@@ -35,9 +36,12 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
                 f"the model has {name} = {heads}, which policy.fsdp_cfg.tensor_parallel_size {layout.tp} does not divide; "
                 "choose a size that does"
             )
-    if policy.model_name is not None and not list(Path(policy.model_name).glob("*.safetensors")):
-        raise ConfigError(f"{policy.model_name} has no *.safetensors, from which models are loaded; convert its weights")
     from dagrl.workers.fsdp.dry import dry_model
+    from dagrl.workers.fsdp.sent import whole_shapes
+
+    if policy.model_name is not None:
+        with dry_model(policy, hf_config, ParallelLayout(), 0) as root:
+            check_shared(policy.model_name, whole_shapes(root.net))
 
     if policy.peft.enabled and find_spec("peft") is None:
         raise MissingDependencyError("policy.peft.enabled is true, but PEFT is not installed; install dagrl[peft]")

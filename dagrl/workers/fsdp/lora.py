@@ -8,7 +8,7 @@ adapters, whole. Imported only where torch is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dagrl.config import PeftConfig
+from dagrl.config import Json, PeftConfig, PolicyConfig
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.sources import held_boxes
+from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.train.adapters import adapter_names, check_adapters, first_factors, is_chosen, read_adapters
 
 NAME = "default"
@@ -119,6 +120,13 @@ def linear_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     head = model.get_output_embeddings()
     layers = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head)
     return {f"{name}.weight": tuple(part.weight.shape) for name, part in layers}
+
+
+def shapes_of_model(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]:
+    """Returns the `linear_shapes` of the model with this `config.json`."""
+    config = find_config(PolicyConfig(), hf_config, scalar=False)
+    with torch.device("meta"):
+        return linear_shapes(find_class(PolicyConfig(), config, scalar=False)(config))
 
 
 def add_adapters(model: nn.Module, settings: PeftConfig) -> None:

@@ -86,7 +86,7 @@ class MegatronBackend:
         weights = megatron_weight_slices(hf_config, layout, rank)
         if sends_adapters(config):
             peft = config.policy.peft
-            return trained_adapters(weights, targets(stacked_shapes(hf_config), peft), peft)
+            return trained_adapters(weights, targets(linear_shapes(stacked_shapes(hf_config)), peft), peft)
         return weights
 
     @staticmethod

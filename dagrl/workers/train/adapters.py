@@ -114,15 +114,15 @@ def adapter_names(parameter: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
-def targets(shapes: AdapterShapes, settings: PeftConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters of `shapes`, where experts are stacks, that have adapters.
+def targets(linear: AdapterShapes, settings: PeftConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the parameters of `linear`, where experts are stacks, that have adapters.
 
     Raises ConfigError if some experts of a layer have one and others have none: vLLM's slots are for all of them.
     """
     adapted_shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
+    for name, shape in linear.items():
         numbers = range(shape[0]) if STACKED in name else range(1)
-        adapted = [is_target(numbered(name, number), settings) for number in numbers]
+        adapted = [is_chosen(numbered(name, number), settings) for number in numbers]
         if any(adapted) and not all(adapted):
             raise ConfigError(
                 f"{KEY}.target_modules has some experts of {name!r} and not others, but vLLM's LoRA slots are for all "

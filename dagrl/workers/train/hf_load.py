@@ -42,7 +42,23 @@ ParameterShapes = Mapping[str, tuple[int, ...]]
 
 def check_hf(directory: str | Path, shapes: ParameterShapes) -> None:
     """Raises the CheckpointError that `load_hf` would raise. Reads only file headers and sizes."""
-    for path, names in _by_file(shapes, shapes, directory).items():
+    _check_shapes(_by_file(shapes, shapes, directory), shapes)
+
+
+def check_shared(directory: str | Path, shapes: ParameterShapes) -> None:
+    """Raises CheckpointError for parameters of the files that are in `shapes` too, with another shape.
+
+    Others are not compared: transformers also reads parameters under other names than those that it writes.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name, path in _files(Path(directory)).items():
+        if name in shapes:
+            by_file.setdefault(path, []).append(name)
+    _check_shapes(by_file, shapes)
+
+
+def _check_shapes(by_file: Mapping[Path, Sequence[str]], shapes: ParameterShapes) -> None:
+    for path, names in by_file.items():
         with opened(path) as file:
             for name in names:
                 _check_stored(path, name, file.get_slice(name), shapes[name])

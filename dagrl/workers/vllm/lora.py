@@ -7,7 +7,7 @@ parallelism, experts. The base weights stay as loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,9 +16,9 @@ from dagrl.config.settings import SLOT_RANKS, sends_adapters
 from dagrl.errors import ConfigError
 from dagrl.machine import gpu_count
 from dagrl.refit.slices import STACKED
-from dagrl.workers.families import find_family
+from dagrl.workers.families import known_family
 from dagrl.workers.megatron.weights import stacked_shapes
-from dagrl.workers.train.adapters import KEY, AdapterShapes, adapter_names, targets
+from dagrl.workers.train.adapters import KEY, AdapterShapes, adapter_names, linear_shapes, targets
 from dagrl.workers.vllm import features
 from dagrl.workers.vllm.destinations import Destinations
 from dagrl.workers.vllm.quantization import in_fp8
@@ -50,13 +50,23 @@ def lora_arguments(config: Config, hf_config: Mapping[str, Json]) -> dict[str, A
         "max_lora_rank": next(rank for rank in SLOT_RANKS if rank >= peft.dim),
         "load_format": "auto",  # a refit writes none of the loaded parameters
     }
-    names = (find_family(hf_config).names.in_vllm(name) for name in targets(stacked_shapes(hf_config), peft))
+    shapes, in_vllm = _linear_layers(hf_config)
+    names = map(in_vllm, targets(shapes, peft))
     modules = {name.partition(f".{STACKED}")[0].removesuffix(".weight").rpartition(".")[2] for name in names}
     for architecture in _model_classes(hf_config):
         packed = getattr(architecture, "packed_modules_mapping", {})
         modules |= {layer for layer, parts in packed.items() if modules.intersection(parts)}
     # Other layers have no slot: those of the head would change how logits are computed.
     return arguments | features.only_known({"lora_target_modules": sorted(modules)})
+
+
+def _linear_layers(hf_config: Mapping[str, Json]) -> tuple[AdapterShapes, Callable[[str], str]]:
+    """Returns the shapes of the parameters that may have adapters, and what gives their names in vLLM."""
+    if (family := known_family(hf_config)) is not None:
+        return linear_shapes(stacked_shapes(hf_config)), family.names.in_vllm
+    from dagrl.workers.fsdp.lora import shapes_of_model
+
+    return shapes_of_model(hf_config), str
 
 
 def _model_classes(hf_config: Mapping[str, Json]) -> Iterator[type[Any]]:
@@ -71,7 +81,7 @@ def check_slots(config: Config, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError before any actor starts if vLLM has no LoRA slots for the model or its adapters."""
     if in_fp8(config, hf_config):
         raise ConfigError(f"{KEY}.refit is adapters, but the checkpoint is in FP8; set {KEY}.refit=merged")
-    shapes = stacked_shapes(hf_config)
+    shapes, _ = _linear_layers(hf_config)
     targets(shapes, config.policy.peft)
     on_cpu = not gpu_count() and config.cluster.address is None
     if on_cpu and any(STACKED in name for name in shapes):
@@ -107,9 +117,8 @@ def find_slots(layers: Any, hf_config: Mapping[str, Json], settings: PeftConfig,
     """
     from dagrl.refit.recording import record
 
-    shapes = stacked_shapes(hf_config)
+    shapes, in_vllm = _linear_layers(hf_config)
     adapted = targets(shapes, settings)
-    in_vllm = find_family(hf_config).names.in_vllm
     slots = _Slots(layers, {in_vllm(name): name for name in shapes}, shapes, settings.dim)
     checkpoint = [weight for name, shape in adapted.items() for weight in _checkpoint(name, shape, settings.dim, dtype)]
     recording = record(slots.memory(), checkpoint, dtype, lambda sources: slots.fill(dict(sources)))

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dagrl.config import Config, Json
-from dagrl.errors import ConfigError, UserError
+from dagrl.errors import CheckpointError, UserError
 from dagrl.workers.fsdp import FsdpWorker
 from dagrl.workers.train.logprobs import OutputLayer, VocabularyShard, token_logprobs
 from tests.integration.megatron_reference import SIZES
@@ -125,10 +126,14 @@ def test_bad_input_is_one_error_before_workers_start(case: str) -> None:
         FsdpWorker.check(config_of(policy), hf_config)
 
 
-def test_a_checkpoint_without_safetensors_is_refused(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:
+    config = config_of({"model_name": str(tmp_path)})
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match=r"has no \*\.safetensors"):
-        FsdpWorker.check(config_of({"model_name": str(tmp_path)}), QWEN3)
+    with pytest.raises(CheckpointError, match=r"cannot read the weights in .*; expected model\.safetensors, or"):
+        FsdpWorker.check(config, QWEN3)
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' has shape \[32\], expected \[64\]"):
+        FsdpWorker.check(config, QWEN3)
 
 
 def test_a_rank_is_described_without_the_others() -> None:
