@@ -9,9 +9,8 @@ The report has the phase graphs, their buckets and channels, and the refit plan:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings
@@ -20,14 +19,12 @@ from dagrl.config.settings import generation_dtype, phase_path, sends_adapters
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.refit import TIED_HEAD, RefitPlan, plan_refit
-from dagrl.refit.slices import WeightSlice
 from dagrl.run.model import load_tokenizer, model_description, token_count, with_local_models
 from dagrl.run.plans import PhasePlan, run_plans
 from dagrl.run.preflight import check_model, load_phase, trace_phases, worker_classes
 from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.graph import PhaseGraph
-from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.schedule import SchedulerOptions, channel_bytes
 
 GPUS_PER_HOST = 8
@@ -86,7 +83,7 @@ def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = Non
         return None
     hf_config = _model(config) if hf_config is None else hf_config
     sources, destinations = (
-        _descriptions(partial(describe, config, hf_config, groups[role]), groups[role])
+        [describe(config, hf_config, groups[role], rank) for rank in range(groups[role].world_size)]
         for role, describe in described.items()
         if describe is not None
     )
@@ -104,16 +101,6 @@ def plan_config_refit(config: Config, hf_config: Mapping[str, Json] | None = Non
 
 def _model(config: Config) -> Mapping[str, Json]:
     return model_description(config.policy, token_count(load_tokenizer(config.policy)))
-
-
-def _descriptions(describe: Callable[[int], Sequence[WeightSlice]], layout: ParallelLayout) -> list[Sequence[WeightSlice]]:
-    """Describes the weights of each rank. Replicas are equal (dp and cp do not split weights) and described once."""
-    described: dict[tuple[int, ...], Sequence[WeightSlice]] = {}
-    keys = [(at.pp, at.tp, at.ep, at.etp) for at in map(layout.coordinates, range(layout.world_size))]
-    for rank, key in enumerate(keys):
-        if key not in described:
-            described[key] = describe(rank)
-    return [described[key] for key in keys]
 
 
 def _hosts(train: int, generation: int) -> list[int] | None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from dagrl.channels.nccl import nccl_environment
-from dagrl.config import Config, Json
+from dagrl.config import Config, Json, PolicyConfig
 from dagrl.config.settings import sends_adapters
 from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.hf_config import model_keys
+from dagrl.workers.families.hf_config import SCALAR_HEAD, model_keys
+from dagrl.workers.fsdp.architecture import find_config
 from dagrl.workers.fsdp.checks import check_model
 from dagrl.workers.train.adapters import write_adapters
 from dagrl.workers.train.backend import ModelSpec
@@ -56,8 +57,9 @@ class FsdpBackend:
 
     @staticmethod
     def computed(hf_config: Mapping[str, Json]) -> dict[str, Json]:
-        """Returns all settings that affect the computation."""
-        return model_keys(hf_config)
+        """Returns all settings that affect the computation, with transformers' defaults."""
+        keys = model_keys(find_config(PolicyConfig(), hf_config, scalar=SCALAR_HEAD in hf_config).to_dict())
+        return {key: value for key, value in keys.items() if key not in ("bos_token_id", "eos_token_id")}
 
     @staticmethod
     def describe(config: Config, hf_config: Mapping[str, Json], layout: ParallelLayout, rank: int) -> list[WeightSlice]:

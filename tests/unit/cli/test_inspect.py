@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,22 +109,12 @@ def test_the_refit_plan_over_hosts_and_its_floor(monkeypatch: pytest.MonkeyPatch
     assert plan.summary().crossing < 1.01 * sum(plan.summary().received[:2])  # once for two replicas on one host
 
 
-def test_replicas_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    described: dict[str, list[int]] = {"MegatronWorker": [], "VllmWorker": []}
-    for worker in (MegatronWorker, VllmWorker):
-        monkeypatch.setattr(worker, "describe", _recorded(worker.describe, described[worker.__name__]))
-    sizes = ["data_parallel_size=4", "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"]
-    plan = plan_config_refit(load_config(GRPO, [f"policy.megatron_cfg.{size}" for size in sizes] + GENERATION_DP2_TP2))
-    assert plan is not None and plan.size == 20
-    assert described == {"MegatronWorker": [0, 1, 8, 9], "VllmWorker": [0, 1]}
-
-
-def _recorded(describe: Callable[..., list[WeightSlice]], ranks: list[int]) -> Callable[..., list[WeightSlice]]:
-    def record(config: Config, hf_config: object, layout: ParallelLayout, rank: int) -> list[WeightSlice]:
-        ranks.append(rank)
-        return describe(config, hf_config, layout, rank)
-
-    return record
+def test_data_parallel_ranks_of_fsdp_hold_different_shards() -> None:
+    fsdp = ["policy.backend=fsdp", "policy.megatron_cfg.data_parallel_size=1", "policy.fsdp_cfg.data_parallel_size=2"]
+    plan = plan_config_refit(load_config(GRPO, fsdp))
+    assert plan is not None and plan.size == 3
+    first, second = plan.summary().sent[:2]
+    assert first + second == plan.summary().received[0] and min(first, second) > 0
 
 
 class Undescribed(MegatronWorker):

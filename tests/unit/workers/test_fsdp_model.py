@@ -144,3 +144,9 @@ def test_a_rank_is_described_without_the_others() -> None:
     rows = [one.box[0] for rank in ranks for one in rank if one.name == "model.embed_tokens.weight"]
     assert rows == [(0, 100), (100, 199)]
     assert not any(one.name == "lm_head.weight" for rank in ranks for one in rank)
+
+
+def test_models_are_equal_if_transformers_completes_them_to_the_same() -> None:
+    backend, short = FsdpWorker.backend_class, {key: QWEN3[key] for key in QWEN3 if key != "rms_norm_eps"}
+    assert backend.computed({**short, "eos_token_id": 3}) == backend.computed({**short, "rms_norm_eps": 1e-6})
+    assert backend.computed(short) != backend.computed({**short, "rms_norm_eps": 1e-5})
