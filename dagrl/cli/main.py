@@ -120,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
         to.add_argument("config", metavar="CONFIG", nargs=nargs, help="a YAML file, such as examples/grpo_quickstart.yaml")
         add_overrides(to)
 
+    init = command("init", _init, "write a commented configuration from three answers")
+    init.add_argument("--model", help="a directory, or an id on the Hugging Face Hub")
+    init.add_argument("--data", help="a JSONL file, a dataset on disk, or one on the Hub")
+    init.add_argument("--reward", help="math, exact, or an import path such as my_task:reward; '' for SFT")
+    init.add_argument("-o", "--output", metavar="F", type=Path, default=Path("my_run.yaml"), help="default: my_run.yaml")
+
     train = command("train", _train, "train by SFT, DPO, GRPO, PPO or an algorithm of your own")
     add_config(train)
     train.add_argument("--dry-run", action="store_true", help="check everything, print the resolved configuration and exit")
@@ -191,6 +197,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options
+
+
+def _init(options: argparse.Namespace) -> None:
+    from dagrl.cli.init import ask, check_new, write_config
+
+    check_new(options.output)
+    _check_outputs(options)
+    write_config(ask(options.model, options.data, options.reward), options.output)
+    _print(f"wrote {options.output}; next: dagrl train {options.output} --dry-run\n")
 
 
 def _train(options: argparse.Namespace) -> None:

@@ -171,6 +171,7 @@ def test_bench_help_describes_each_benchmark(capsys: pytest.CaptureFixture[str])
     [
         (["config"], "dagrl config needs a CONFIG, or --schema"),
         (["config", "--schema", EXAMPLE], "--schema takes no configuration; found"),
+        (["init", "--model", "m", "--data", "d", "--reward", "", "-o", "/proc/x.yaml"], "-o /proc/x.yaml: cannot write in"),
         (["view", "docs", "--export", "docs"], "--export docs is a directory; expected: a file"),
         (["view", "docs", "--export", "page.html", "--samples", "-1"], "--samples is -1; expected 0 or more"),
         (["examples", "own_loss", "-o", "/proc/x"], "-o /proc/x: cannot write in /proc"),

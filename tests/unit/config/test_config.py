@@ -83,7 +83,7 @@ def test_replaced_values_are_reported_at_the_command_line(small: Path) -> None:
         load_config(small, ["polcy.megatron_cfg.seed=1"])
 
 
-@pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart", "sft_own_data", "dpo_own_data", "grpo_own_data"])
+@pytest.mark.parametrize("name", ["grpo_quickstart", "sft_quickstart", "sft_own_data", "dpo_own_data"])
 def test_resolved_configuration_reads_back_equal(name: str, tmp_path: Path) -> None:
     config = load_config(EXAMPLES / f"{name}.yaml", ["policy.sequence_buckets=[8]"])
     (tmp_path / "resolved.yaml").write_text(dump_config(config))

@@ -1,0 +1,150 @@
+"""`dagrl init`: writes a commented configuration from three answers: the model, the data, the reward."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from dagrl.errors import ConfigError
+from dagrl.files import write_whole
+
+PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "input")
+RESPONSE_KEYS = ("response", "answer", "solution", "completion", "output")
+
+REWARDS = {
+    "math": "dagrl.rl.rewards:math_answer",
+    "exact": "dagrl.rl.rewards:exact_match",
+}
+"""Short names of the rewards that come with dagrl."""
+
+QUESTIONS = {
+    "model": "Model: a directory, or an id on the Hugging Face Hub [Qwen/Qwen3-0.6B]: ",
+    "data": "Data: a JSONL file, a dataset on disk, or one on the Hub such as openai/gsm8k: ",
+    "reward": "Reward: math, exact, your own such as my_task:reward; empty for SFT on the responses: ",
+}
+DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the user wants to train. `reward` "" means SFT."""
+
+    model: str
+    data: str
+    reward: str
+
+
+def ask(model: str | None, data: str | None, reward: str | None) -> Answers:
+    """Asks for answers that no flag gave. Raises ConfigError without a terminal, or for an invalid answer."""
+    given = {"model": model, "data": data, "reward": reward}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if missing and not sys.stdin.isatty():
+        raise ConfigError(f"standard input is not a terminal; pass {', '.join(missing)} (--reward '' for SFT)")
+    answers = {name: input(QUESTIONS[name]).strip() if value is None else value for name, value in given.items()}
+    if not answers["data"]:
+        raise ConfigError("a run needs data: a JSONL file, a dataset on disk, or one on the Hub")
+    reward = REWARDS.get(answers["reward"], answers["reward"])
+    if reward and ":" not in reward:
+        raise ConfigError(
+            f"reward {reward!r}: expected {', '.join(REWARDS)}, an import path such as my_task:reward, or nothing"
+        )
+    return Answers(answers["model"] or DEFAULT_MODEL, answers["data"], reward)
+
+
+def check_new(path: Path) -> None:
+    """Raises ConfigError if the file exists."""
+    if path.exists():
+        raise ConfigError(f"{path} exists already; remove it, or name another file with -o")
+
+
+def write_config(answers: Answers, path: Path) -> None:
+    """Writes the configuration."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, config_text(answers, path.stem))
+
+
+def config_text(answers: Answers, name: str) -> str:
+    """Returns the configuration as YAML with comments. Keys that are commented out show the value they would have."""
+    algorithm, rate, generation = ("grpo", "1.0e-6", _GENERATION) if answers.reward else ("sft", "1.0e-5", "")
+    return f"""\
+# dagrl train {name}.yaml --dry-run    checks everything, shows what is derived for this machine, and starts nothing
+# dagrl train {name}.yaml              trains; dagrl view runs/{name} shows it in a browser
+# A key that is left out is derived from the machine, the model and the data. All keys: `dagrl config --schema`.
+name: {re.sub(r"[^A-Za-z0-9._-]", "_", name)}
+algorithm: {algorithm}
+
+policy:
+  model_name: {json.dumps(answers.model)}
+  # max_total_sequence_length: 2048    # tokens of prompt and completion; by default as the data need
+  # megatron_cfg:
+  #   tensor_model_parallel_size: 1    # more if the model does not fit on one GPU
+  # optimizer: {{lr: {rate}}}
+{generation}
+data:
+  path: {json.dumps(answers.data)}
+{_columns(answers.data)}  # val_path: held_out.jsonl           # by default a share of the data is held out
+  # system_prompt: "Think step by step."
+
+{_GRPO.format(reward=json.dumps(answers.reward)) if answers.reward else _SFT}
+# checkpointing:
+#   save_period: 10
+#   resume: true             # go on from the newest checkpoint
+
+# logger:
+#   wandb_enabled: true
+"""
+
+
+_GENERATION = """\
+  # generation:
+  #   max_new_tokens: 1024     # longest completion
+  #   temperature: 1.0
+"""
+
+_GRPO = """\
+reward:
+  function: {reward}       # (prompts, completions, references) -> one number per sample
+
+# grpo:
+#   num_prompts_per_step: 32
+#   num_generations_per_prompt: 16
+#   max_num_steps: 100       # by default one pass over the data
+#   val_period: 10
+
+# loss_fn:
+#   reference_policy_kl_penalty: 0.01
+"""
+
+_SFT = """\
+# sft:
+#   max_num_epochs: 1
+#   val_period: 20
+"""
+
+
+def _columns(data: str) -> str:
+    """Returns the keys of the columns, commented out where they have their default."""
+    gsm8k = data == "openai/gsm8k"
+    prompt, response = ("question", "answer") if gsm8k else found_keys(Path(data))
+    keys = "".join(
+        f"  {key}: {value}\n" if value != key.removesuffix("_key") else f"  # {key}: {value}\n"
+        for key, value in (("prompt_key", prompt), ("response_key", response))
+    )
+    return ("  subset: main\n  val_split: test\n" if gsm8k else "") + keys
+
+
+def found_keys(path: Path) -> tuple[str, str]:
+    """Returns the keys of the prompt and of the response in the first line of a JSONL file; the defaults if it has none."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError):
+        first = {}
+    keys = first if isinstance(first, dict) else {}
+    return (
+        next((key for key in PROMPT_KEYS if key in keys), PROMPT_KEYS[0]),
+        next((key for key in RESPONSE_KEYS if key in keys), RESPONSE_KEYS[0]),
+    )
