@@ -250,7 +250,7 @@ class Trial:
         """Returns what the command left behind."""
         run = self.run
         self._wait(lambda: not (run.left_processes() or run.left_shared_memory()), GONE_S)
-        left = [f"process {process.pid} {process.name}" for process in run.left_processes()]
+        left = [f"process {process.pid} {process.name} ({_doing(process.pid)})" for process in run.left_processes()]
         left += [f"{SHARED_MEMORY}/{name}" for name in run.left_shared_memory()]
         left += [str(path) for path in sorted(self._temporary.iterdir()) if not path.name.startswith(KEPT)]
         return [f"left behind: {', '.join(left)}"] if left else []
@@ -288,6 +288,16 @@ class Trial:
 
     def _tail(self) -> str:
         return self.run.drawn[-1500:]
+
+
+def _doing(pid: int) -> str:
+    """State, parent and system call of a process that should have ended."""
+    place = Path(f"/proc/{pid}")
+    try:
+        status = dict(line.split(":\t", 1) for line in (place / "status").read_text().splitlines())
+        return f"{status['State']}, parent {status['PPid']}, in {(place / 'wchan').read_text()}"
+    except OSError as error:
+        return f"gone: {error.strerror}"
 
 
 def _clock(directory: Path) -> Clock | None:
