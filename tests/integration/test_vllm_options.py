@@ -116,13 +116,17 @@ def last_new(tokens: Sequence[int]) -> int:
     return at
 
 
+LONG = [PROMPTS[0], [20, 21], [40, 41]]
+"""Prompts whose 20 likeliest tokens have no end of a sequence, and end in tokens that the others do not have."""
+
+
 def test_requests_with_options_of_their_own(vllm_ranks: Ranks, tmp_path: Path) -> None:
     """Stop strings and sampling; then what ends all requests of a run."""
     checkpoint = make_checkpoint(tmp_path / "model")
     tokenizer = character_tokenizer(CHARACTERS)
     tokenizer.save_pretrained(checkpoint)
     with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
-        whole_rows = engine.run(requests([1, 5, 6], PROMPTS, new=20, greedy=True))
+        whole_rows = engine.run(requests([1, 5, 6], LONG, new=20, greedy=True))
         free = whole_rows[0]
         at = last_new(free.tokens)
         options = {
@@ -147,7 +151,7 @@ def test_requests_with_options_of_their_own(vllm_ranks: Ranks, tmp_path: Path) -
     tokenizer.save_pretrained(ended)
     stops = {"stop_strings": [tokenizer.decode([string])], "stop_token_ids": [token]}
     with vllm_ranks.engine(make_config(ended, stops), 1) as engine:
-        rows = engine.run(requests([1, 5, 6], PROMPTS, new=20, greedy=True))
+        rows = engine.run(requests([1, 5, 6], LONG, new=20, greedy=True))
     for row, before in zip(rows, whole_rows, strict=True):
         first = min(before.tokens.index(end) for end in ends if end in before.tokens)
         assert (row.tokens, row.finish_reason) == (before.tokens[: first + 1], "stop")
