@@ -125,7 +125,7 @@ def test_requests_with_options_of_their_own(vllm_ranks: Ranks, tmp_path: Path) -
     checkpoint = make_checkpoint(tmp_path / "model")
     tokenizer = character_tokenizer(CHARACTERS)
     tokenizer.save_pretrained(checkpoint)
-    with vllm_ranks.engine(make_config(checkpoint), 2) as engine:
+    with vllm_ranks.engine(make_config(checkpoint).model_copy(update={"environment": AGENT}), 2) as engine:
         whole_rows = engine.run(requests([1, 5, 6], LONG, new=20, greedy=True))
         free = whole_rows[0]
         at = last_new(free.tokens)
