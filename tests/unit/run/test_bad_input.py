@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch  # noqa: F401  # its logger keeps the standard error of its import, which a test would close
@@ -381,6 +382,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         raise AssertionError("Ray was started")
 
     monkeypatch.setattr("ray.init", never)
+    monkeypatch.setattr("dagrl.run.cluster.ProcessGroup", MagicMock())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
     def train(*arguments: str, lines: tuple[str, ...] | None = None) -> tuple[int, str]:
