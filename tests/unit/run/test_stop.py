@@ -39,8 +39,11 @@ def test_the_first_signal_requests_a_stop_and_the_second_interrupts() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_terminal_that_closes_requests_a_stop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_closes_requests_a_stop_once(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left: list[bool] = []
+    request.addfinalizer(partial(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_DFL)))  # not nohup's
     monkeypatch.setattr("dagrl.run.stop._leave_terminal", lambda: left.append(True))  # that of the tests stays
     with stop_on_signals() as stop:
         for _ in range(2):
