@@ -57,13 +57,16 @@ def test_gemma3_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", [("policy.megatron_cfg.data_parallel_size=1",), GEMMA3], ids=["megatron", "fsdp"])
 @pytest.mark.parametrize("refit", ["merged", "adapters"])
-def test_engines_generate_with_the_adapters_that_train(refit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_generate_with_the_adapters_that_train(
+    refit: str, model: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("vllm")
     monkeypatch.setenv(COMPLETIONS, str(tmp_path / "completions"))
     peft = f"{{enabled: true, refit: {refit}, dim: 4, alpha: 8, use_rslora: true, target_modules: [q_proj, up_proj]}}"
-    keys = "sft.lr=0.02", "policy.optimizer.lr=0.005", "policy.megatron_cfg.data_parallel_size=1"
-    words = (*SMALL, f"policy.peft={peft}", *keys, f"output_dir={tmp_path}", "name=lora")
+    keys = "sft.lr=0.02", "policy.optimizer.lr=0.005"
+    words = (*SMALL, *model, f"policy.peft={peft}", *keys, f"output_dir={tmp_path}", "name=lora")
     train(load_config(ROOT / GRPO, words))
     run = tmp_path / "lora"
     steps = [row for row in read_metrics(run / "metrics.jsonl") if "gen_kl_error" in row]
@@ -73,6 +76,6 @@ def test_engines_generate_with_the_adapters_that_train(refit: str, tmp_path: Pat
     from safetensors.torch import load_file
 
     adapters = load_file(run / "final_model" / "adapter" / "adapter_model.safetensors")
-    model = load_file(run / "final_model" / "model.safetensors")
-    sent = model if refit == "merged" else adapters
+    exported = load_file(run / "final_model" / "model.safetensors")
+    sent = exported if refit == "merged" else adapters
     assert {row["perf/refit_bytes"] for row in steps} == {sum(part.nbytes for part in sent.values())}
