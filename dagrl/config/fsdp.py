@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 
 from dagrl.config.section import Section, derived
 from dagrl.errors import LayoutError
@@ -67,6 +67,10 @@ class FsdpConfig(FsdpLayoutConfig):
 
     torch_compile: bool = False
     """Compile each layer with `torch.compile`."""
+
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of each layer of experts. It compares each expert's probability with its share of
+    the tokens of the microbatch."""
 
     trust_remote_code: bool = False
     """Run Python code that the model's directory brings along, for a model that transformers does not have."""

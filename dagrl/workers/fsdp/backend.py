@@ -18,7 +18,7 @@ from dagrl.refit.slices import WeightSlice
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD, model_keys
 from dagrl.workers.fsdp.architecture import find_config
-from dagrl.workers.fsdp.checks import check_model
+from dagrl.workers.fsdp.checks import check_model, routed_experts
 from dagrl.workers.train.adapters import write_adapters
 from dagrl.workers.train.backend import ModelSpec
 from dagrl.workers.train.groups import abort_groups, gather_objects, join_group, leave_group, run_on_all_ranks
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dagrl.workers.fsdp.sent import SentAdapters, SentWeights
     from dagrl.workers.fsdp.trainer import ShardedModel
     from dagrl.workers.train.checkpoint import Piece
+    from dagrl.workers.train.microbatches import RoutedModel
     from dagrl.workers.train.row_plans import ParallelRank
 
 
@@ -105,7 +106,8 @@ class FsdpBackend:
             self._adapters.fill(spec.config.seed)
         if self._policy.sequence_packing.enabled:
             check_separation(root, spec.device)
-        self._model = ShardedModel(root, spec.config, spec.device, trains=spec.trains)
+        routed = routed_experts(spec.config, spec.hf_config)
+        self._model = ShardedModel(root, spec.config, spec.device, routed, trains=spec.trains)
 
     def abort(self) -> None:
         """Aborts this worker's collectives, so that peers waiting for it raise."""
@@ -137,9 +139,12 @@ class FsdpBackend:
         return ParallelRank(context.layout, context.coordinates, None, self._meshes.data, self._spec.device)
 
     @property
-    def routed(self) -> None:
-        """None: padding is not spread over experts, and no experts are replayed."""
-        return None
+    def routed(self) -> RoutedModel | None:
+        """Sizes of the experts, if they are replayed or balanced."""
+        from dagrl.workers.train.microbatches import RoutedModel
+
+        sizes = routed_experts(self._spec.config, self._spec.hf_config)
+        return None if sizes is None else RoutedModel(self.model.net.config.get_text_config().vocab_size, sizes, True)
 
     def train_tflop(self, lengths: Iterable[int]) -> float:
         """Returns the TFLOPs of training on sequences of these lengths."""

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from dagrl.config import Config, Json, MegatronConfig
 from dagrl.errors import ConfigError, MissingDependencyError
 from dagrl.imports import load_class
+from dagrl.rl.routed_experts import RoutedLayers, routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.train.hf_load import check_shared
 
@@ -24,6 +25,12 @@ def check_settings(config: Config) -> None:
         )
 
 
+def routed_experts(config: Config, hf_config: Mapping[str, Json]) -> RoutedLayers | None:
+    """Returns the sizes of the experts if the run replays or balances them. Raises ConfigError for a model without any."""
+    policy = config.policy
+    return routed_layers(hf_config) if policy.router_replay or policy.fsdp_cfg.moe_aux_loss_coeff else None
+
+
 def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     """Raises ConfigError for a model that cannot be built, or not in this layout."""
     check_settings(config)
@@ -37,6 +44,7 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
                 "choose a size that does"
             )
     from dagrl.workers.fsdp.dry import dry_model
+    from dagrl.workers.fsdp.routers import find_routers
     from dagrl.workers.fsdp.sent import whole_shapes
 
     if policy.model_name is not None:
@@ -53,6 +61,8 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     with dry_model(policy, hf_config, layout, 0) as root:
         kinds = set(getattr(root.net.config.get_text_config(), "layer_types", None) or ()) - set(SEPARABLE)
         stateful = getattr(root.net, "_is_stateful", False)
+        if routed_experts(config, hf_config) is not None:
+            find_routers(root.net)
     if policy.sequence_packing.enabled and (kinds or stateful):
         what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "layers with a recurrent state"
         raise ConfigError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch.nn.utils import get_total_norm
 
 from dagrl.config import Config
 from dagrl.imports import load_class
+from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.fsdp.lora import is_adapter
 from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, local
+from dagrl.workers.fsdp.routers import Routers
 from dagrl.workers.train.backend import Score
 from dagrl.workers.train.logprobs import OutputLayer, TokenHead, VocabularyShard, token_logprobs
 from dagrl.workers.train.microbatches import Microbatch, Microbatches
@@ -32,8 +35,13 @@ from dagrl.workers.train.optimizer import CLIP_EPSILON, OptimizerSteps
 class ShardedModel:
     """A `TrainedModel`; with `trains` false, one that only runs forward."""
 
-    def __init__(self, root: HiddenStates, config: Config, device: torch.device, *, trains: bool) -> None:
+    def __init__(
+        self, root: HiddenStates, config: Config, device: torch.device, routed: RoutedLayers | None = None, *, trains: bool
+    ) -> None:
         self.root, self.net, self.device = root, root.net, device
+        self._balance = config.policy.fsdp_cfg.moe_aux_loss_coeff if trains else 0.0
+        self._routers = None if routed is None else Routers(root.net, routed, self._balance)
+        self._metrics = StepMetrics()
         self.steps, self._config = OptimizerSteps(config), config
         self._scalar = getattr(root.net, SCALAR_HEAD, None)
         self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor
@@ -43,14 +51,24 @@ class ShardedModel:
 
     def run(self, microbatches: Microbatches, score: Score, *, backward: bool) -> list[Any]:
         """Runs the microbatches one by one. Returns the reports of `score`."""
-        reports = []
+        reports, routers = [], self._routers
+        total = torch.tensor(microbatches.filled, device=self.device)
+        if routers is not None and backward:
+            routers.begin()
+            dist.all_reduce(total, group=microbatches.rank.data_group)
         for item in microbatches.items:
-            loss, report = score(item, self._outputs(item))
+            with nullcontext() if routers is None else routers.running(item.routed, collecting=backward):
+                output = self._outputs(item)
+            loss, report = score(item, output)
+            if routers is not None and backward and self._balance:
+                loss = loss + routers.loss(total)
             if backward:
                 loss.backward()  # type: ignore[no-untyped-call]
             else:
                 self.root.reshard()  # type: ignore[operator]  # no backward pass does
             reports.append(report)
+        if routers is not None and backward:
+            self._metrics = routers.metrics(microbatches.rank.data_group)
         return reports
 
     def _outputs(self, item: Microbatch) -> Tensor:
@@ -120,8 +138,8 @@ class ShardedModel:
         """Does nothing, for the same reason."""
 
     def step_metrics(self) -> StepMetrics:
-        """Returns none."""
-        return StepMetrics()
+        """Returns those of the routers."""
+        return self._metrics
 
     # ---- gradients and optimizer
 

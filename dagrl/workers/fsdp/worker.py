@@ -11,7 +11,7 @@ SUPPORTS = frozenset(("sequence_packing.enabled", "deterministic", "reference_mo
 class FsdpWorker(TrainWorker):
     """A train worker of the policy."""
 
-    supports = SUPPORTS | {"peft.enabled"}
+    supports = SUPPORTS | {"peft.enabled", "router_replay"}
 
     requires = ("transformers",)
     backend_class = FsdpBackend

@@ -122,10 +122,15 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class RoutedModel:
-    """Sizes of a model with experts, by which a batch is split."""
+    """Sizes of a model with experts, by which a batch is split.
+
+    With `rows_first` the routers of every worker see all tokens row by row; otherwise in the order of Megatron's hidden
+    states [s, b], of which a tensor-parallel worker has a part.
+    """
 
     vocabulary: int
     record: RoutedLayers
+    rows_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -348,10 +353,13 @@ def _with_routed_tokens(
         taken = torch.where(inside[:, None], taken, MISSING)
         ids = taken if model.record.dtype.itemsize == 1 else taken.contiguous().view(torch.int16)  # 255 or -1: no record
         columns.append(torch.split(ids.view(len(ids), model.record.layers, model.record.chosen), sizes))
-    return tuple(
-        replace(item, routed=RoutedTokens(*(_as_hidden(part, item.tokens.shape, rank) for part in parts)))  # type: ignore[arg-type]
-        for item, *parts in zip(items, *columns, strict=True)
-    )
+    if model.rows_first:
+        routed = [RoutedTokens(*parts) for parts in zip(*columns, strict=True)]
+    else:
+        shapes = [item.tokens.shape for item in items]
+        columns = [[_as_hidden(*pair, rank) for pair in zip(column, shapes, strict=True)] for column in columns]
+        routed = [RoutedTokens(*parts) for parts in zip(*columns, strict=True)]
+    return tuple(replace(item, routed=tokens) for item, tokens in zip(items, routed, strict=True))
 
 
 def _as_hidden(values: Tensor | None, shape: Sequence[int], rank: ParallelRank) -> Tensor | None:
