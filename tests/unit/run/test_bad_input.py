@@ -169,8 +169,6 @@ policy.worker=no_such.module:Worker -> policy.worker: there is no module 'no_suc
 policy.worker=dagrl.workers.megatron:MegatronWorkr ->
     policy.worker: module 'dagrl.workers.megatron' has no 'MegatronWorkr' ... did you mean 'MegatronWorker'
 policy.worker=dagrl.rl.rewards:exact_match -> policy.worker:  ... a class is expected
-policy.backend=fsdp; policy.router_replay=true; MIXTURE ->
-    policy.router_replay is set, but FsdpWorker (policy.worker) does not support it ... names it in `supports`
 policy.backend=fsdp; policy.optimizer.name=no_such:Adam -> policy.optimizer.name: there is no module 'no_such'
 reward.function=dagrl.rl.rewards:exact_match; reward.functions={a: {function: 'dagrl.rl.rewards:exact_match'}} ->
     reward.function and reward.functions are both set ... move the first into reward.functions
