@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from dagrl.errors import ConfigError
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.telemetry.metrics import LOAD_BALANCING_LOSS, REPLAYED_AGREEMENT, REPLAYED_TOKENS, StepMetrics
-from dagrl.workers.train.microbatches import RoutedTokens
+from dagrl.workers.train.microbatches import Microbatches, RoutedTokens
 
 _LAYER = re.compile(r"\.(\d+)\.")
 
@@ -33,8 +33,10 @@ _LAYER = re.compile(r"\.(\d+)\.")
 class Routers:
     """All routers of a model. `coefficient` is that of the load-balancing loss."""
 
-    def __init__(self, net: nn.Module, sizes: RoutedLayers, coefficient: float) -> None:
+    def __init__(self, net: nn.Module, sizes: RoutedLayers, coefficient: float, device: torch.device) -> None:
         self._sizes, self._coefficient = sizes, coefficient
+        self._group: dist.ProcessGroup | None = None  # of the data-parallel ranks, while tokens are counted
+        self._total = torch.zeros((), device=device)  # tokens of the global batch
         self._tokens: RoutedTokens | None = None
         self._seen: list[tuple[Tensor, _Choice]] | None = None  # logits and choices by layer, while they are collected
         self._imbalances: list[Tensor] = []  # of the microbatch, by layer
@@ -42,14 +44,17 @@ class Routers:
         for layer, router, index in find_routers(net):
             router.forward = partial(self._run, router.forward, layer, index)
 
-    def begin(self) -> None:
-        """Forgets what the last step counted."""
-        self._counts = []
+    def begin(self, batch: Microbatches, *, counting: bool) -> None:
+        """Begins a pass over a batch, in a training step with its losses and counts. A collective then."""
+        self._counts, self._group = [], batch.rank.data_group if counting else None
+        if counting:
+            self._total.fill_(batch.filled)
+            dist.all_reduce(self._total, group=self._group)
 
     @contextmanager
-    def running(self, tokens: RoutedTokens | None, *, collecting: bool) -> Iterator[None]:
+    def running(self, tokens: RoutedTokens | None) -> Iterator[None]:
         """Routes the `tokens` of a microbatch in the block and, for recomputed layers, until the next one."""
-        self._tokens, self._seen = tokens, [] if collecting else None
+        self._tokens, self._seen = tokens, None if self._group is None else []
         try:
             yield
             if self._seen is not None and tokens is not None:  # here, as recomputed layers save the same tensors again
@@ -57,16 +62,18 @@ class Routers:
         finally:
             self._seen = None
 
-    def loss(self, total: Tensor) -> Tensor:
-        """Returns the microbatch's share of the load-balancing losses. `total`: the tokens of the global batch."""
-        return self._coefficient * torch.stack(self._imbalances).sum() / total
+    def loss(self) -> Tensor:
+        """Returns the microbatch's share of the load-balancing losses."""
+        if not self._coefficient:
+            return self._total.new_zeros(())
+        return self._coefficient * torch.stack(self._imbalances).sum() / self._total
 
-    def metrics(self, group: dist.ProcessGroup) -> StepMetrics:
-        """Returns the metrics of the step over the data-parallel `group`, on the first of all workers."""
+    def metrics(self) -> StepMetrics:
+        """Returns the metrics of a training step, on the first of all workers. A collective."""
         if not self._counts:
             return StepMetrics()
         counts = torch.stack(self._counts).sum(0)
-        dist.all_reduce(counts, group=group)
+        dist.all_reduce(counts, group=self._group)
         imbalance, replayed, equal, pairs = counts.tolist()
         if dist.get_rank():
             return StepMetrics()

@@ -10,11 +10,12 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import get_total_norm
 
@@ -39,8 +40,8 @@ class ShardedModel:
         self, root: HiddenStates, config: Config, device: torch.device, routed: RoutedLayers | None = None, *, trains: bool
     ) -> None:
         self.root, self.net, self.device = root, root.net, device
-        self._balance = config.policy.fsdp_cfg.moe_aux_loss_coeff if trains else 0.0
-        self._routers = None if routed is None else Routers(root.net, routed, self._balance)
+        balance = config.policy.fsdp_cfg.moe_aux_loss_coeff
+        self._routers = None if routed is None else Routers(root.net, routed, balance, device)
         self._metrics = StepMetrics()
         self.steps, self._config = OptimizerSteps(config), config
         self._scalar = getattr(root.net, SCALAR_HEAD, None)
@@ -51,24 +52,21 @@ class ShardedModel:
 
     def run(self, microbatches: Microbatches, score: Score, *, backward: bool) -> list[Any]:
         """Runs the microbatches one by one. Returns the reports of `score`."""
-        reports, routers = [], self._routers
-        total = torch.tensor(microbatches.filled, device=self.device)
-        if routers is not None and backward:
-            routers.begin()
-            dist.all_reduce(total, group=microbatches.rank.data_group)
-        for item in microbatches.items:
-            with nullcontext() if routers is None else routers.running(item.routed, collecting=backward):
+        reports, routers, root = [], self._routers, cast(FSDPModule, self.root)
+        if routers is not None:
+            routers.begin(microbatches, counting=backward)
+        for number, item in enumerate(microbatches.items, start=1):
+            with nullcontext() if routers is None else routers.running(item.routed):
                 output = self._outputs(item)
             loss, report = score(item, output)
-            if routers is not None and backward and self._balance:
-                loss = loss + routers.loss(total)
             if backward:
-                loss.backward()  # type: ignore[no-untyped-call]
+                root.set_requires_all_reduce(number == len(microbatches.items))  # over replicas, of the sum
+                (loss if routers is None else loss + routers.loss()).backward()  # type: ignore[no-untyped-call]
             else:
-                self.root.reshard()  # type: ignore[operator]  # no backward pass does
+                root.reshard()  # no backward pass does
             reports.append(report)
-        if routers is not None and backward:
-            self._metrics = routers.metrics(microbatches.rank.data_group)
+        if routers is not None:
+            self._metrics = routers.metrics()
         return reports
 
     def _outputs(self, item: Microbatch) -> Tensor:
