@@ -69,7 +69,7 @@ def configuration(output: Path, name: str, **sections: Any) -> Config:
             "val_period": 2,
         },
         "data": {"task": "tests.integration.unigram_task:numbers"},
-        "reward": {"function": "tests.integration.unigram_task:likes_sevens"},
+        "reward": {"function": "tests.integration.unigram_task:likes_sevens", "start_timeout_s": 240.0},  # on a busy machine
         "checkpointing": {"export_hf": False, "save_period": 2},
         "logger": {"tensorboard_enabled": False, "trace_enabled": False, "log_level": "WARNING"},
         "cluster": {"num_cpus": 2},
