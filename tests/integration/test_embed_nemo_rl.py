@@ -82,7 +82,7 @@ def nemo(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def groups(cluster: None, nemo: Any) -> Iterator[tuple[Any, AcceleratedGroup]]:
-    """A plain group of four workers, and an accelerated one of the same four, which `trainer_steps` begins anew."""
+    """A plain group of four workers, and an accelerated group of the same workers. `trainer_steps` resets them."""
     actors = [ray.remote(num_cpus=0)(PolicyWorker).remote(seed=rank) for rank in range(4)]
     plain, mine = (nemo.RayWorkerGroup(actors, nemo.NamedSharding(LAYOUT, AXES), "lm-policy") for _ in range(2))
     accelerated = accelerate(mine, phases=("train", "get_logprobs", "note", "refuse"), max_bytes=1 << 20, deadline_s=240.0)

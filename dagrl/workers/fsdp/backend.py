@@ -209,11 +209,18 @@ class FsdpBackend:
 
     def export_hf(self, directory: str, group: ProcessGroup | None) -> None:
         """Writes the model in `policy.precision` with merged weights, and any adapters in PEFT's format."""
+        from dagrl.refit.sources import tensors_of
+        from dagrl.workers.fsdp.sent import sent_slices
+
         assert group is not None, "`setup` has joined one"
-        spec, precision, sent = self._spec, self._policy.precision, self._weights_to_send()
-        sent.update()
-        slices = gather_objects(group, sent.slices)
-        export_hf(spec.source, directory, slices, sent.tensors, spec.context.rank, group, precision)
+        spec, net, precision = self._spec, self.model.net, self._policy.precision
+        if self._adapters is None:  # written from the shards themselves
+            own, tensors = sent_slices(net, precision), tensors_of(net, dtype=precision)
+        else:
+            merged = self._weights_to_send()
+            merged.update()
+            own, tensors = merged.slices, merged.tensors
+        export_hf(spec.source, directory, gather_objects(group, own), tensors, spec.context.rank, group, precision)
         if self._adapters is not None:
             whole = {name: [part.cpu() for part in one.whole()] for name, one in self._adapters.held.items()}
             write = partial(write_adapters, Path(directory) / "adapter", str(spec.source), self._policy.peft, whole)

@@ -43,6 +43,7 @@ class ShardedModel:
         balance = config.policy.fsdp_cfg.moe_aux_loss_coeff
         self._routers = None if routed is None else Routers(root.net, routed, balance, device)
         self._metrics = StepMetrics()
+        self._replicated = config.policy.fsdp_cfg.data_parallel_replicas > 1
         self.steps, self._config = OptimizerSteps(config), config
         self._scalar = getattr(root.net, SCALAR_HEAD, None)
         self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor
@@ -60,7 +61,8 @@ class ShardedModel:
                 output = self._outputs(item)
             loss, report = score(item, output)
             if backward:
-                root.set_requires_all_reduce(number == len(microbatches.items))  # over replicas, of the sum
+                if self._replicated:  # replicas add up the sum of all microbatches
+                    root.set_requires_all_reduce(number == len(microbatches.items))
                 (loss if routers is None else loss + routers.loss()).backward()  # type: ignore[no-untyped-call]
             else:
                 root.reshard()  # no backward pass does
