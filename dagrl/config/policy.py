@@ -101,6 +101,9 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Maximum norm of the gradient over all parameters. 0: no clipping."""
 
+    max_skipped_steps: PositiveInt = 20
+    """Steps in a row that may change no weights, as the gradient is zero or not finite; then the run ends with an error."""
+
 
 class SchedulerConfig(Section):
     """The learning-rate schedule, counted in optimizer steps.

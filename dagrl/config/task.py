@@ -97,8 +97,8 @@ class ProcessConfig(Section):
     start_timeout_s: PositiveFloat = 60.0
     """Deadline for a process to import the function. The first process to miss it ends the run."""
 
-    num_workers: PositiveInt = 1
-    """Processes that run the function."""
+    num_workers: PositiveInt | None = None
+    """Processes that run the function. null: one; a plain function of single samples that takes long gets up to 4."""
 
     max_concurrency: PositiveInt | None = None
     """Calls of a coroutine function of single samples under way at once in each process, such as requests to a remote

@@ -118,7 +118,7 @@ class EnvironmentRunner:
     def __init__(self, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerFast) -> None:
         """Raises ConfigError if the import path is wrong."""
         self.max_turns = config.max_turns
-        self.workers = config.num_workers
+        self.workers = config.num_workers or 1
         self.opens = not config.tools  # whether `reset` may give the first messages
         self._closing_s = config.timeout_s
         self._stack = ExitStack()
@@ -133,7 +133,7 @@ class EnvironmentRunner:
         single = config.model_copy(update={"num_workers": 1})
         self._runners = [
             FunctionRunner(path, "environment", single, _checked, arguments="episodes", prepare=self._arguments)
-            for _ in range(config.num_workers)
+            for _ in range(self.workers)
         ]
         self._open: dict[str, int] = {}  # the worker of each episode
         self._closing: set[Future[Answers]] = set()

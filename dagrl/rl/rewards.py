@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -92,6 +92,10 @@ class RewardFunction:
     tasks: tuple[str, ...] | None = None
 
 
+_Call = tuple[RewardFunction, Sequence[int], Future[Answers] | None]
+"""A function, the places of its samples, and its answers to them; None if there are none."""
+
+
 def reward_functions(config: RewardConfig) -> list[RewardFunction]:
     """Returns the configured functions. Raises ConfigError if `function` and `functions` are both set."""
     if not config.functions:
@@ -144,12 +148,13 @@ def _unknown_weights(unknown: Sequence[str], names: Sequence[str]) -> str:
 class RewardRunner:
     """Runs the configured reward functions. Use it as a context manager."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        """Raises ConfigError if an import path is wrong."""
+    def __init__(self, config: RewardConfig, *, retries: bool = True) -> None:
+        """Raises ConfigError if an import path is wrong. Without `retries` all samples of a failed batch fail."""
         self._max_failed_share, self._weights = config.max_failed_share, config.weights
         self._functions = reward_functions(config)
         self._runners = [
-            FunctionRunner(item.path, item.key, item.config, _checked, arguments="named") for item in self._functions
+            FunctionRunner(item.path, item.key, item.config, _checked, arguments="named", retries=retries)
+            for item in self._functions
         ]
         self._wanted = [keywords_of(runner.function) for runner in self._runners]
         self._stack = ExitStack()
@@ -192,23 +197,46 @@ class RewardRunner:
         `values` makes, for each sample, the values that further parameters are filled with; the same names for all of them.
         It is called only if a function has such parameters.
         """
+        calls = self._calls(prompts, completions, references, values)
+        return join_futures([future for *_, future in calls if future], lambda: self._join(len(prompts), calls))
+
+    def answers_by_function(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        references: Sequence[str],
+        values: Callable[[], Sequence[Mapping[str, Any]]],
+    ) -> Iterator[tuple[RewardFunction, Answers]]:
+        """Yields each function's own answers for the samples of its tasks: `Failed`, a number, parts, or None."""
+        for item, _, future in self._calls(prompts, completions, references, values):
+            if future is not None:
+                yield item, future.result()
+
+    def _calls(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        references: Sequence[str],
+        values: Callable[[], Sequence[Mapping[str, Any]]] | None,
+    ) -> list[_Call]:
+        """Starts a call of each function, for the samples of its tasks."""
         by_task = any(item.tasks is not None for item in self._functions)
         needed = by_task or any(names or takes_any for names, takes_any in self._wanted)
         rows = values() if values is not None and needed else [{}] * len(prompts)
-        calls = []
+        calls: list[_Call] = []
         for runner, item, (names, takes_any) in zip(self._runners, self._functions, self._wanted, strict=True):
             missing = {name: None for name, required in names.items() if required and values is not None}
             keywords = [missing | {name: row[name] for name in row if takes_any or name in names} for row in rows]
             places = [place for place, row in enumerate(rows) if item.tasks is None or row.get("task") in item.tasks]
             columns = [[column[place] for place in places] for column in (prompts, completions, references, keywords)]
-            calls.append((places, runner.submit(*columns) if places else None))
-        return join_futures([future for _, future in calls if future], lambda: self._join(len(prompts), calls))
+            calls.append((item, places, runner.submit(*columns) if places else None))
+        return calls
 
-    def _join(self, count: int, calls: Sequence[tuple[Sequence[int], Future[Answers] | None]]) -> Answers:
+    def _join(self, count: int, calls: Sequence[_Call]) -> Answers:
         """Joins the answers of all functions to one per sample: `SampleReward`, or the first `Failed`."""
         parts: list[dict[str, float]] = [{} for _ in range(count)]
         failed: dict[int, Failed] = {}
-        for item, (places, future) in zip(self._functions, calls, strict=True):
+        for item, places, future in calls:
             for place, answer in zip(places, future.result() if future else (), strict=True):
                 if isinstance(answer, Failed):
                     failed.setdefault(place, answer)

@@ -1,15 +1,18 @@
 """Warns of a run that does not learn, or no longer does: rewards without contrast, entropy or KL that runs away.
 
-Each warning is logged once per run and names the keys to look at.
+Each warning is logged once per run and names the keys to look at. A run whose steps change no weights ends (`UpdateCount`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from dagrl.telemetry.metrics import ENTROPY, EQUAL_GROUPS, KL
+from dagrl.errors import RunError
+from dagrl.telemetry.metrics import ENTROPY, EQUAL_GROUPS, GRAD_NORM, KL, MASKED_MINIBATCHES
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +24,18 @@ ENTROPY_COLLAPSE, ENTROPY_GROWTH = 0.05, 2.0
 
 KL_LIMIT = 1.0
 """Nats per token from the reference policy; runs that learn stay well below 0.2."""
+
+
+LIMIT_KEY = "policy.optimizer.max_skipped_steps"
+
+NO_TOKENS = (
+    "no token was in the loss: the reward returned None or failed for every sample, or grpo.overlong_filtering left none"
+)
+ZERO = (
+    "the gradient was 0: the advantages are all zero, as the rewards of every prompt's completions are equal "
+    "(reward/equal_groups), or the loss does not depend on the policy"
+)
+NOT_FINITE = "the gradient norm was {norm:g}: the loss overflows for these batches, or the weights are not finite"
 
 
 class LearningWatch:
@@ -68,3 +83,33 @@ class LearningWatch:
             if lasts and number not in self._warned:
                 self._warned.add(number)
                 logger.warning(warning)
+
+
+@dataclass
+class UpdateCount:
+    """Counts the steps of this process that changed weights, and those in a row that changed none."""
+
+    changed: int = 0
+    unchanged: int = 0
+    reason: str = ""
+
+    def count(self, metrics: Mapping[str, float], limit: int) -> None:
+        """Counts a finished step. Raises RunError if the last `limit` steps changed no weights."""
+        if GRAD_NORM not in metrics and not metrics.get(MASKED_MINIBATCHES):
+            return  # only a critic learned, or workers of another kind do not say
+        norm = metrics.get(GRAD_NORM)
+        if norm is not None and math.isfinite(norm) and norm > 0:
+            self.changed, self.unchanged = self.changed + 1, 0
+            return
+        self.unchanged += 1
+        self.reason = NO_TOKENS if norm is None else ZERO if norm == 0 else NOT_FINITE.format(norm=norm)
+        if self.unchanged >= limit:
+            raise RunError(f"the last {limit} steps ({LIMIT_KEY}) changed no weights. In the last of them {self.reason}")
+
+    def check_end(self) -> None:
+        """Raises RunError if steps were counted, and none changed weights."""
+        if self.unchanged and not self.changed:
+            raise RunError(
+                f"the run has learned nothing: none of its {self.unchanged} steps changed weights. In the last of them "
+                f"{self.reason}"
+            )

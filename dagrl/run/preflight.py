@@ -36,6 +36,7 @@ from dagrl.machine import cpu_count, gpus
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
 from dagrl.rl.preferences import gives_scores
+from dagrl.rl.reward_trial import try_rewards
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.checkpoint_store import find_checkpoint
@@ -136,6 +137,8 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     check_settings(inputs.config, plan)
     warn_of_settings(inputs.config, plan)
     _check_metric(inputs, plan)
+    if plan.generates:
+        try_rewards(inputs.config, inputs.prompts, tokenizer)
     if resumed is not None:
         check_state_of(resumed, inputs.config, plan, inputs.demonstrations, inputs.prompts, inputs.preferences)
     return inputs

@@ -6,7 +6,7 @@ The loops (`dagrl.run.loops`) take a session and pass its pieces on: replays, th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dagrl.config import Config, GrpoConfig, Json, PreferenceConfig, SftConfig
 from dagrl.config.plan import RunPlan
@@ -14,6 +14,7 @@ from dagrl.errors import StopRequestedError
 from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.checkpoints import Checkpoints, ranking_metric, require_shared
 from dagrl.run.engines import EngineReplacement
+from dagrl.run.learning_watch import UpdateCount
 from dagrl.run.preflight import Inputs
 from dagrl.run.recorder import Recorder
 from dagrl.run.replays import Replays
@@ -66,6 +67,7 @@ class Session:
     last_step: LastStep | None = None
     replacement: EngineReplacement | None = None  # of generation engines that fail
     after_step: Callable[[], None] = lambda: None  # raises ClusterError if Ray has ended
+    updates: UpdateCount = field(default_factory=UpdateCount)
 
     @property
     def step(self) -> int:
@@ -90,12 +92,13 @@ class Session:
     def finish_step(self, stage: Stage, step: int, metrics: dict[str, float], counters: Mapping[str, Json]) -> None:
         """Records a finished step and saves it if it is due, with the loop's `counters`.
 
-        Leaves the loop after `last_step` or if a stop is requested.
+        Leaves the loop after `last_step` or if a stop is requested. Raises RunError if the last steps changed no weights.
         """
         metric = ranking_metric(self.config, stage.name, metrics)
         if self.checkpoints.due(step) and self.recorder.rollouts is not None:
             self.recorder.rollouts.flush()  # a resumed run does not take the step again
         self.recorder.step(stage.name, step, step - stage.after, stage.last - stage.after, metrics)
+        self.updates.count(metrics, self.config.policy.optimizer.max_skipped_steps)
         self.checkpoints.finish_step(TrainState(step, counters, metric))
         self.stop.check()
         self.after_step()
@@ -111,7 +114,11 @@ class Session:
         ranking_metric(self.config, stage.name, metrics)
 
     def finish(self) -> None:
-        """Saves the last checkpoint, and exports the policy for Hugging Face (`checkpointing.export_hf`)."""
+        """Saves the last checkpoint, and exports the policy for Hugging Face (`checkpointing.export_hf`).
+
+        Raises RunError if no step has changed weights.
+        """
+        self.updates.check_end()
         config, directory = self.config, self.recorder.paths.final_model
         if config.checkpointing.enabled:
             self.checkpoints.save_last()

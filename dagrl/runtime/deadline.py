@@ -12,6 +12,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+MISSED = "no answer within"
+"""The start of what a missed deadline says."""
+
 
 @dataclass(frozen=True)
 class Deadline:
@@ -22,7 +25,7 @@ class Deadline:
 
     @property
     def missed(self) -> str:
-        return f"no answer within {self.key} = {self.seconds:g} s"
+        return f"{MISSED} {self.key} = {self.seconds:g} s"
 
     def times(self, factor: int) -> Deadline:
         return Deadline(factor * self.seconds, f"{factor} * {self.key}")

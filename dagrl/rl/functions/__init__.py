@@ -5,7 +5,8 @@ Either may be a coroutine function. A row that the function cannot answer costs 
 - A function that raises for a batch is retried row by row.
 - A function that hangs, even one that holds the GIL, is killed with its process and every process it started.
 - Coroutines of single rows run concurrently; one that hangs is cancelled alone. Other functions of single rows are called
-  row by row.
+  row by row, and side by side in further processes if rows wait for long.
+- A missed deadline is logged at once, with the line at which the function was.
 - If the first process cannot import the function, the call raises RunError, because the function may be broken. If a
   replacement of a lost process cannot, the rows that waited for it fail.
 

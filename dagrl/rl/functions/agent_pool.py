@@ -34,7 +34,7 @@ class AgentPool:
         most = config.max_concurrency or math.inf
         self._rooms = [
             _Room(FunctionProcess(path, KEY, False, self._deadline, start, "agents"), most)
-            for _ in range(config.num_workers)
+            for _ in range(config.num_workers or 1)
         ]
         self._loop = LoopThread(KEY)
         self._episodes: dict[str, Future[Any]] = {}

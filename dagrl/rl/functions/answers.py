@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sysconfig
 import threading
 import traceback
@@ -20,6 +21,8 @@ Item = TypeVar("Item")
 _OTHERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]), "<")
 """Path prefixes of code that is not the user's: Python's, dagrl's, and code without a file."""
 
+_FRAME = re.compile(r'File "(.+)", line (\d+) in ')
+
 _PACKAGES = ("site-packages", "dist-packages")
 """Directories of installed packages, in any environment."""
 
@@ -33,13 +36,25 @@ class Failed:
 
 def described(error: BaseException) -> str:
     """Describes an error of a user's function and its line: the deepest one outside installed packages."""
+    return error_text(error) + place_of(error)
+
+
+def place_of(error: BaseException) -> str:
+    """Returns ` (file, line n)`: the deepest line of an error outside installed packages; "" if it has none."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if not (frame.filename.startswith(_OTHERS) or any(name in frame.filename for name in _PACKAGES))
-    ] or frames
-    return error_text(error) + (f" ({own[-1].filename}, line {own[-1].lineno})" if own else "")
+    own = [frame for frame in frames if is_own(frame.filename)] or frames
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+def place_in_dump(dump: str) -> str:
+    """Returns the same of a traceback that `faulthandler` wrote, whose most recent call comes first."""
+    own = [(path, line) for path, line in _FRAME.findall(dump) if is_own(path)]
+    return f" ({own[0][0]}, line {own[0][1]})" if own else ""
+
+
+def is_own(filename: str) -> bool:
+    """Whether a file has the user's code: neither Python's, nor dagrl's, nor that of an installed package."""
+    return not (filename.startswith(_OTHERS) or any(name in filename for name in _PACKAGES))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 r"""The child process that runs a user's function:
 
-    python -m dagrl.rl.functions.child FD module:function KEY batched|single named|episodes|agents CONCURRENCY \
+    python -m dagrl.rl.functions.child FD TRACE_FD module:function KEY batched|single named|episodes|agents CONCURRENCY \
         TIMEOUT_S TIMEOUT_KEY PREPARE
 
 Started by `dagrl.rl.functions.process`, with which it talks over the socket `FD`:
@@ -8,6 +8,7 @@ Started by `dagrl.rl.functions.process`, with which it talks over the socket `FD
 - For each number and list of columns that it receives, it sends the number with one pickled answer per row, or with a text
   that says what the function raised.
 - It exits when the connection is closed or its parent dies.
+- Shortly before the deadline of a call it writes its traceback to the file `TRACE_FD`, even if the function holds the GIL.
 
 With `named`, the last column has a dictionary per row, whose values are passed as keyword arguments. With `episodes`, the
 function makes environments (`dagrl.rl.functions.episodes`). With `agents`, a message has the request of one episode, or None
@@ -24,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import faulthandler
 import inspect
 import json
 import os
@@ -31,14 +33,14 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, TypeVar
 
 from dagrl.errors import UserError, error_text
 from dagrl.imports import load_callable
 from dagrl.rl.functions.agents import AgentHost
-from dagrl.rl.functions.answers import Failed, described, is_coroutine, without_exit
+from dagrl.rl.functions.answers import Failed, described, is_coroutine, place_of, without_exit
 from dagrl.rl.functions.episodes import EpisodeHost
 from dagrl.rl.functions.keywords import with_keywords
 from dagrl.rl.functions.process import BYTES, LoopThread
@@ -48,13 +50,16 @@ Item = TypeVar("Item")
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+TRACE_AT = 0.9
+"""Fraction of the deadline after which a traceback is written."""
+
 
 def main() -> None:
     """Serves calls until the connection is closed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         atexit.register(os.kill, os.getppid(), signal.SIGCONT)  # a parent that is stopped would not end
-    descriptor, path, key, how, arguments, concurrency, timeout_s, timeout_key, prepare = sys.argv[1:]
+    descriptor, trace, path, key, how, arguments, concurrency, timeout_s, timeout_key, prepare = sys.argv[1:]
     deadline, batched = Deadline(float(timeout_s), timeout_key), how == "batched"
     loop = LoopThread(arguments)
     loop.start()
@@ -80,10 +85,14 @@ def main() -> None:
         limits = deadline, int(concurrency)
 
         def answer(number: int, columns: Sequence[list[Any]]) -> None:
+            os.ftruncate(int(trace), 0)
+            os.lseek(int(trace), 0, os.SEEK_SET)
+            faulthandler.dump_traceback_later(TRACE_AT * deadline.seconds, file=int(trace))
             if singly:
                 answers: list[Any] | str = loop.run(answer_singly(function, columns, *limits))
             else:
                 answers = answer_together(loop, function, columns, batched=batched)
+            faulthandler.cancel_dump_traceback_later()
             if arguments != "episodes":  # the next call finds a clean loop
                 loop.run(_end_tasks())
             reply(number, answers)
@@ -128,7 +137,7 @@ def answer_together(
                 answers = loop.run(_awaited(answers))
             if not batched:
                 return [answers]
-            if isinstance(answers, Iterable):
+            if isinstance(answers, Iterable) and not isinstance(answers, str | bytes | Mapping):
                 return list(answers)
     except Exception as error:
         return described(error)
@@ -152,7 +161,7 @@ async def answer_singly(
                 async with limit:
                     return await _awaited(function(*row))
             except Exception as error:
-                return Failed(deadline.missed if limit.expired() else described(error))
+                return Failed(deadline.missed + place_of(error.__cause__ or error) if limit.expired() else described(error))
 
     return list(await asyncio.gather(*map(one, rows)))
 

@@ -13,16 +13,17 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 from dagrl.errors import RunError, error_text
 from dagrl.machine import descendants_of
-from dagrl.rl.functions.answers import Answers
+from dagrl.rl.functions.answers import Answers, place_in_dump
 from dagrl.runtime.deadline import Deadline
 
 Item = TypeVar("Item")
@@ -40,6 +41,9 @@ START_TRIES = 3
 
 BYTES = struct.Struct("!Q")
 """The size before each message of the process. Messages to the process are pickles, one after the other."""
+
+TRACE_BYTES = 1 << 16
+"""Most of a traceback that is read."""
 
 _READ_BYTES = 1 << 20
 
@@ -106,6 +110,7 @@ class FunctionProcess:
         self._imported = False  # by this process or an earlier one
         self._lost_starts = 0  # in a row
         self._closed = False
+        self._trace: IO[bytes] | None = None  # where the function is shortly before the deadline
 
     async def start(self) -> None:
         """Starts a process if there is none. The next request reports a failure."""
@@ -125,16 +130,16 @@ class FunctionProcess:
         try:
             answers: Answers | str = await self.request([list(column) for column in columns], seconds)
             return answers
-        except TimeoutError:
-            return (limit or self._deadline).missed
+        except TimeoutError as error:
+            return (limit or self._deadline).missed + str(error)
         except LostError as error:
             return str(error)
 
     async def request(self, content: Any, seconds: float) -> Any:
         """Returns the answer of the process. Cancelling this cancels the request there, if it is an agent's.
 
-        Ends the process and raises TimeoutError after so many seconds. Raises LostError if it ends, RunError if the function
-        was never imported in time.
+        Ends the process after so many seconds and raises TimeoutError, which has the function's line. Raises LostError if it
+        ends, RunError if the function was never imported in time.
         """
         try:
             await self._ready()
@@ -150,8 +155,9 @@ class FunctionProcess:
                 return _unpickled(await answer)
         except TimeoutError:
             self._pending.pop(number, None)
+            place = "" if self._trace is None else place_in_dump(os.pread(self._trace.fileno(), TRACE_BYTES, 0).decode())
             await self._end()
-            raise
+            raise TimeoutError(place) from None
         except asyncio.CancelledError:
             if self._cancels:
                 with suppress(LostError):
@@ -194,12 +200,14 @@ class FunctionProcess:
             raise LostError(ENDED)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         ours, theirs = socket.socketpair()
+        self._trace = tempfile.TemporaryFile()  # `_end` closes it
         reaper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py")), str(os.getpid())]
-        child = [sys.executable, "-m", "dagrl.rl.functions.child", str(theirs.fileno()), *self._command]
+        descriptors = theirs.fileno(), self._trace.fileno()
+        child = [sys.executable, "-m", "dagrl.rl.functions.child", *map(str, descriptors), *self._command]
         with theirs:
             self._process = subprocess.Popen(  # noqa: ASYNC220, S603  # returns at once; our own module
                 [*reaper, *child],
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -255,6 +263,9 @@ class FunctionProcess:
             self._reading = None
         if writer is not None:
             writer.transport.abort()
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
         if process is not None:
             await asyncio.to_thread(_kill, process)
         for answer in lost:

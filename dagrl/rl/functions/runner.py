@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,7 +18,7 @@ from dagrl.errors import ConfigError
 from dagrl.imports import load_callable
 from dagrl.rl.functions.answers import Answers, Failed, is_coroutine
 from dagrl.rl.functions.process import Arguments, FunctionProcess, LoopThread
-from dagrl.runtime.deadline import Deadline
+from dagrl.runtime.deadline import MISSED, Deadline
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +27,12 @@ CALL_TIMEOUTS = 4
 
 MIN_SHARE = 0.1
 """Least time of a retried row, as a fraction of `timeout_s`."""
+
+MOST_PROCESSES = 4
+"""Processes of a slow plain function of single rows, if `num_workers` does not say."""
+
+SLOW_S = 1.0
+"""A row that waits this long for a process gets a further one."""
 
 
 def check_concurrency(function: Callable[..., Any], key: str, batched: bool, concurrency: int | None) -> None:
@@ -52,12 +57,14 @@ class FunctionRunner:
         *,
         arguments: Arguments,
         prepare: Mapping[str, Any] | None = None,
+        retries: bool = True,
     ) -> None:
         """Raises ConfigError if the import path, `<section>.function`, is wrong. `config` is that section.
 
         `arguments` says how rows are passed: `named` (the last column has keyword arguments), or `episodes` (to an
         `EpisodeHost`). `check` converts an answer, or raises ValueError or TypeError that says what is wrong with it.
-        `prepare` has the arguments of the function's own `prepare`, if it has one, which a new process calls.
+        `prepare` has the arguments of the function's own `prepare`, if it has one, which a new process calls. Without
+        `retries` all rows of a failed batch fail.
         """
         key = f"{section}.function"
         self.function, self._key, self._check = load_callable(path, key), key, check
@@ -65,23 +72,27 @@ class FunctionRunner:
         if arguments != "episodes":
             check_concurrency(self.function, key, batched, concurrency)
         self._warned: set[str] = set()
+        self._asked = self._late = 0  # calls, and those without an answer in time
+        self._retries = retries
         self._row_by_row = not batched and arguments != "episodes" and not is_coroutine(self.function)
         self._deadline = Deadline(config.timeout_s, f"{section}.timeout_s")
         self._whole = None if self._row_by_row else self._deadline.times(CALL_TIMEOUTS)
         start = Deadline(config.start_timeout_s, f"{section}.start_timeout_s")
+        started = config.num_workers or 1
+        most = MOST_PROCESSES if self._row_by_row and config.num_workers is None else started
         self._processes = [
-            FunctionProcess(path, key, batched, self._deadline, start, arguments, concurrency, prepare)
-            for _ in range(config.num_workers)
+            FunctionProcess(path, key, batched, self._deadline, start, arguments, concurrency, prepare) for _ in range(most)
         ]
-        self._idle: asyncio.Queue[FunctionProcess] = asyncio.Queue()
-        for process in self._processes:
+        self._spare = self._processes[started:]
+        self._idle: asyncio.LifoQueue[FunctionProcess] = asyncio.LifoQueue()
+        for process in self._processes[:started]:
             self._idle.put_nowait(process)
         self._loop = LoopThread(key)
 
     def __enter__(self) -> Self:
         """Starts the processes in the background. If one cannot start, the first call that uses it says why."""
         self._loop.start()
-        for process in self._processes:
+        for process in self._processes[: len(self._processes) - len(self._spare)]:
             self._loop.spawn(process.start())
         return self
 
@@ -95,18 +106,19 @@ class FunctionRunner:
         return self._loop.spawn(self._answers(columns))
 
     async def _answers(self, columns: Sequence[Sequence[Any]]) -> Answers:
+        if self._row_by_row:
+            await self._processes[0].start()  # so that rows are slow by themselves
+            return list(await asyncio.gather(*[self._alone(row) for row in zip(*columns, strict=True)]))
         process = await self._idle.get()
         try:
             await process.start()
-            until = time.monotonic() + self._whole.seconds if self._whole else math.inf
-            if self._row_by_row:
-                return await self._one_by_one(process, columns, until)
-            answers = await process.ask(columns)
-            answers = self._checked(answers, len(columns[0])) if not isinstance(answers, str) else answers
+            assert self._whole is not None
+            until = time.monotonic() + self._whole.seconds
+            answers = await self._ask(process, columns)
             if not isinstance(answers, str):
                 return answers
-            if len(columns[0]) == 1:  # not retried: that would repeat the same call, with its time and side effects
-                return [Failed(answers)]
+            if len(columns[0]) == 1 or not self._retries:  # one would be the same call again, with its side effects
+                return [Failed(answers)] * len(columns[0])
             alone = await self._one_by_one(process, columns, until)
             if answers not in self._warned and not any(isinstance(answer, Failed) for answer in alone):
                 self._warned.add(answers)
@@ -116,11 +128,38 @@ class FunctionRunner:
         finally:
             self._idle.put_nowait(process)
 
+    async def _alone(self, row: Sequence[Any]) -> Any:
+        """Returns the answer to a row, under the deadline, in an idle process, or after a while in a spare one."""
+        waiting = asyncio.create_task(self._idle.get())
+        done, _ = await asyncio.wait([waiting], timeout=SLOW_S)
+        if not done and self._spare:
+            self._idle.put_nowait(self._spare.pop(0))
+        process = await waiting
+        try:
+            answer = await self._ask(process, [[value] for value in row])
+            return Failed(answer) if isinstance(answer, str) else answer[0]
+        finally:
+            self._idle.put_nowait(process)
+
+    async def _ask(
+        self, process: FunctionProcess, columns: Sequence[Sequence[Any]], limit: Deadline | None = None
+    ) -> Answers | str:
+        """Returns the checked answers, or what went wrong. Warns of missed deadlines as soon as they are missed."""
+        answers = await process.ask(columns, limit)
+        messages = [answers] if isinstance(answers, str) else [item.message for item in answers if isinstance(item, Failed)]
+        late = [message for message in messages if message.startswith(MISSED)]
+        self._asked += 1 if isinstance(answers, str) else len(answers)
+        before, self._late = self._late, self._late + len(late)
+        if self._late.bit_length() > before.bit_length():  # the first, the second, the fourth, ...
+            logger.warning("%s: %d of %d calls so far had %s", self._key, self._late, self._asked, late[-1])
+        return answers if isinstance(answers, str) else self._checked(answers, len(columns[0]))
+
     async def _one_by_one(self, process: FunctionProcess, columns: Sequence[Sequence[Any]], until: float) -> Answers:
         """Returns one answer per row, giving each remaining row an equal share of the time left `until` (`time.monotonic`).
 
         The share leaves room for process restarts at the rate seen so far, but is at least `MIN_SHARE` of `timeout_s`.
         """
+        assert self._whole is not None
         answers: Answers = []
         rows = list(zip(*columns, strict=True))
         starts_s = 0.0
@@ -131,15 +170,13 @@ class FunctionRunner:
             now = time.monotonic()
             left_s, starts_s = until - now, starts_s + (now - began if index else 0.0)
             if left_s <= 0:
-                assert self._whole is not None
                 answers.append(Failed(f"not retried alone within {self._whole.key} = {self._whole.seconds:g} s"))
                 continue
             share_s = max(left_s / (len(rows) - index) - starts_s / max(index, 1), MIN_SHARE * self._deadline.seconds)
             limit = None
-            if self._whole is not None and min(share_s, left_s) < self._deadline.seconds:
+            if min(share_s, left_s) < self._deadline.seconds:
                 limit = Deadline(round(min(share_s, left_s), 3), f"its share of {self._whole.key}")
-            answer = await process.ask([[value] for value in row], limit)
-            answer = answer if isinstance(answer, str) else self._checked(answer, 1)
+            answer = await self._ask(process, [[value] for value in row], limit)
             answers.append(Failed(answer) if isinstance(answer, str) else answer[0])
         return answers
 

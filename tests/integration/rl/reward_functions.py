@@ -60,6 +60,14 @@ def meet(prompts: Any, completions: Any, references: Any) -> list[float]:
     return [1.0] * len(prompts)
 
 
+def side_by_side(prompt: str, completion: str, reference: str) -> float:
+    """Ends when four processes run it."""
+    (Path(prompt) / str(os.getpid())).touch()
+    while len(os.listdir(prompt)) < 4:
+        time.sleep(0.01)
+    return 1.0
+
+
 def sandboxed(prompts: Any, completions: Any, references: Any) -> None:
     child = subprocess.Popen(["sleep", "600"], start_new_session=completions[0] == "own")
     Path(prompts[0]).write_text(str(child.pid))

@@ -44,7 +44,7 @@ def test_samples_that_hang_fail_alone(patient: None, tmp_path: Path) -> None:
     noted, completions = tmp_path / "calls", ["hang"] * 3 + ["abc"] * 12
     rewards = run("noted", completions, str(noted), timeout_s=0.7)
     assert rewards.values.tolist() == [0.0] * 3 + [3.0] * 12
-    assert (rewards.failed, rewards.message) == (3, "no answer within reward.timeout_s = 0.7 s")
+    assert (rewards.failed, rewards.message.partition(" (")[0]) == (3, "no answer within reward.timeout_s = 0.7 s")
     assert noted.read_text().splitlines() == ["hang", *completions]
 
 
@@ -87,10 +87,25 @@ def test_calls_run_in_the_background_in_several_processes(tmp_path: Path) -> Non
 def test_the_deadline_of_single_samples_is_per_sample(tmp_path: Path) -> None:
     """Five samples together take longer than the deadline of one. None is retried, and only the hanging ones fail."""
     noted, completions = tmp_path / "calls", ["ab", *["hang"] * 2, *["ab"] * 2]
-    rewards = run("steady", completions, str(noted), batched=False, timeout_s=1.0)
+    rewards = run("steady", completions, str(noted), batched=False, timeout_s=1.0, num_workers=1)
     assert noted.read_text() == "".join(completions)
     assert rewards.values.tolist() == [2.0, 0.0, 0.0, 2.0, 2.0]
-    assert (rewards.failed, rewards.message) == (2, "no answer within reward.timeout_s = 1 s")
+    assert (rewards.failed, rewards.message.partition(" (")[0]) == (2, "no answer within reward.timeout_s = 1 s")
+
+
+def test_slow_samples_run_side_by_side_and_hanging_ones_are_logged_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has the line at which the function hangs."""
+    monkeypatch.setattr("dagrl.rl.functions.runner.SLOW_S", 0.1)
+    config = RewardConfig(function=f"{FUNCTIONS}:side_by_side", batched=False, timeout_s=20.0)
+    with RewardRunner(config) as runner:
+        rewards = rewards_of(runner.submit([str(tmp_path)] * 4, ["c"] * 4, ["r"] * 4).result())
+    assert rewards.values.tolist() == [1.0] * 4 and len(set(tmp_path.iterdir())) == 4
+    run("picky", ["hang"], timeout_s=0.5)
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert message.startswith("reward.function: 1 of 1 calls so far had no answer within reward.timeout_s = 0.5 s (")
+    assert "reward_functions.py, line " in message
 
 
 def test_an_import_that_fails_only_in_the_process_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +139,7 @@ def test_child_processes_end_with_the_process(tmp_path: Path, session: str) -> N
     config = RewardConfig(function=f"{FUNCTIONS}:sandboxed", timeout_s=1.0)
     with RewardRunner(config) as runner:
         (answer,) = runner.submit([str(tmp_path / "children")], [session], [""]).result(30.0)
-    assert answer == Failed("no answer within reward.timeout_s = 1 s")
+    assert isinstance(answer, Failed) and answer.message.startswith("no answer within reward.timeout_s = 1 s (")
     (child,) = (tmp_path / "children").read_text().split()
     end = time.monotonic() + 10.0  # a busy machine takes a while to deliver the signal
     while _is_alive(child) and time.monotonic() < end:
@@ -207,7 +222,7 @@ def reward(prompts, completions, references):
     config = RewardConfig(function="slow_at_second:reward", timeout_s=1.0, start_timeout_s=5.0)
     with RewardRunner(config) as runner:
         hung, waited, asked = (rewards_of(runner.submit(["p"], [text], ["r"]).result()) for text in ("hang", "a", "b"))
-    assert (hung.failed, hung.message) == (1, "no answer within reward.timeout_s = 1 s")
+    assert (hung.failed, hung.message.partition(" (")[0]) == (1, "no answer within reward.timeout_s = 1 s")
     assert waited.failed == 1 and "was not imported within reward.start_timeout_s = 5 s" in waited.message
     assert (asked.failed, asked.values.tolist()) == (0, [1.0])
     assert len(list(tmp_path.glob("*.tried"))) == 3

@@ -230,7 +230,8 @@ def test_an_async_step_that_hangs_is_cancelled_alone(tmp_path: Path) -> None:
     with episodes("CountsAsync", tmp_path) as run:
         bad, good = run.ask(("b", 9, ["wait"]), ("a", 9, ["x"]))
     assert good == Reply("8 left", reward=1.0)
-    assert bad == Reply(None, FAILED, "no answer within environment.timeout_s = 1 s")
+    assert bad.text is None and bad.reason == FAILED
+    assert bad.failure.startswith("no answer within environment.timeout_s = 1 s (")
 
 
 def test_turn_rewards_are_a_weighted_part_of_the_reward() -> None:

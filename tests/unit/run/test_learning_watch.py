@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from dagrl.run.learning_watch import PATIENCE, LearningWatch
+from dagrl.errors import RunError
+from dagrl.run.learning_watch import PATIENCE, LearningWatch, UpdateCount
 from dagrl.telemetry.metrics import ENTROPY, EQUAL_GROUPS, KL
 
 GOOD = {EQUAL_GROUPS: 0.4, ENTROPY: 1.0, KL: 0.01}
@@ -41,3 +42,26 @@ def test_a_short_problem_gives_no_warning(caplog: pytest.LogCaptureFixture) -> N
     bad = {EQUAL_GROUPS: 1.0, ENTROPY: 0.001, KL: 9.0}
     assert warnings(([GOOD] + [bad] * (PATIENCE - 1)) * 4, caplog) == []
     assert warnings([{"loss": 1.0}] * 3 * PATIENCE, caplog) == [], "what a step does not measure"
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"grad_norm": float("nan"), "masked_minibatches": 0.0}, "the gradient norm was nan"),
+        ({"grad_norm": 0.0}, "the advantages are all zero"),
+        ({"masked_minibatches": 2.0}, "the reward returned None or failed for every sample"),
+    ],
+)
+def test_steps_that_change_no_weights_end_the_run(bad: dict[str, float], says: str) -> None:
+    """After `limit` of them in a row, and at the end of a run that has no others."""
+    good, counted = {"grad_norm": 0.5, "masked_minibatches": 1.0}, UpdateCount()
+    for metrics in (bad, bad, good, {"critic/loss": 1.0}, bad, bad):
+        counted.count(metrics, 3)
+    counted.check_end()
+    with pytest.raises(RunError, match=rf"the last 3 steps \(policy.optimizer.max_skipped_steps\) changed no.*{says}"):
+        counted.count(bad, 3)
+    alone = UpdateCount()
+    alone.check_end()
+    alone.count(bad, 3)
+    with pytest.raises(RunError, match=f"learned nothing: none of its 1 steps.*{says}"):
+        alone.check_end()

@@ -1,0 +1,112 @@
+"""Each kind of bad reward is found on an example of each task, before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dagrl.config import Config
+from dagrl.data.tokenization import Prompt
+from dagrl.errors import ConfigError
+from dagrl.rl.reward_trial import try_rewards
+from dagrl.run.model import character_tokenizer
+from tests.unit.rl.in_process import in_process
+
+__all__ = ["in_process"]
+
+pytestmark = pytest.mark.usefixtures("in_process")
+
+PROMPTS = [
+    Prompt(f"{n}=", np.array([1, 2]), str(n), f"row {n}", task=task) for n, task in enumerate(("sums", "sums", "words"))
+]
+
+
+def right(prompts: Any, completions: Any, references: Any, task: Any) -> Any:
+    return [float(given == wanted) for given, wanted in zip(completions, references, strict=True)]
+
+
+def returns_nothing(prompts: Any, completions: Any, references: Any) -> Any:
+    pass
+
+
+def excludes_all(prompts: Any, completions: Any, references: Any) -> Any:
+    return [None for _ in prompts]
+
+
+def undefined(prompts: Any, completions: Any, references: Any) -> Any:
+    return [float("nan")] * len(prompts)
+
+
+def too_few(prompts: Any, completions: Any, references: Any) -> Any:
+    return [1.0]
+
+
+def one_number(prompts: Any, completions: Any, references: Any) -> Any:
+    return 1.0
+
+
+def text(prompts: Any, completions: Any, references: Any) -> Any:
+    return "10"
+
+
+def words(prompts: Any, completions: Any, references: Any) -> Any:
+    return ["good"] * len(prompts)
+
+
+def tensors(prompts: Any, completions: Any, references: Any) -> Any:
+    return torch.ones(len(prompts), 2)
+
+
+def fails_for_words(prompts: Any, completions: Any, references: Any, task: Any) -> Any:
+    return [1.0 / (name != "words") for name in task]
+
+
+async def hangs(prompt: str, completion: str, reference: str) -> float:
+    await asyncio.sleep(60)
+    return 1.0
+
+
+def config(**reward: Any) -> Config:
+    keys = {"name": "t", "algorithm": "grpo", "data": {}, "policy": {"generation": {}}}
+    return Config.model_validate({**keys, "reward": reward})
+
+
+def tried(**reward: Any) -> None:
+    try_rewards(config(**reward), PROMPTS, character_tokenizer("0123456789="))
+
+
+def own(function: Any, **keys: Any) -> dict[str, Any]:
+    return {"function": f"{__name__}:{function.__name__}", **keys}
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        (own(returns_nothing), "it returned a NoneType; expected: a list of 2 answers"),
+        (own(excludes_all), "returned None for every sample"),
+        (own(undefined), "it returned a reward that is not finite"),
+        (own(too_few), "it returned 1 answers; expected: a list of 2"),
+        (own(one_number), "it returned a float; expected: a list of 2 answers"),
+        (own(text), "it returned a str; expected: a list of 2 answers"),
+        (own(words), "it returned a reward that is not a number: could not convert string to float: 'good'"),
+        (own(tensors), "it returned a reward that is not a number"),
+        (own(fails_for_words), r"ZeroDivisionError: .* \(.*test_reward_trial.py, line \d+\). Tried: the reference of row 2"),
+        (own(hangs, batched=False, timeout_s=0.1), r"no answer within reward.timeout_s = 0.1 s \(.*trial.py, line \d+\)"),
+        ({"functions": {"a": own(right), "b": own(undefined, tasks=["words"])}}, r"reward.functions.b.function .*row 2"),
+    ],
+)
+def test_a_bad_reward_is_an_error_before_the_run(reward: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        tried(**reward)
+
+
+def test_a_good_reward_gets_the_reference_of_the_first_example_of_each_task(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "dagrl"):
+        tried(**own(right))
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2 and "1.0 for the reference of row 0" in texts[0] and "row 2" in texts[1]
