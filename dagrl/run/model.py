@@ -197,8 +197,9 @@ def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, devi
     disable_progress_bar()
     description = dict(init.hf_config)
     kind = description.pop("model_type", None)
-    tokens = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
-    tokens |= {"eos_token_id": tokenizer.eos_token_id, "vocab_size": _vocabulary(init, token_count(tokenizer))}
+    # Without `pad_token_id`, for which transformers keeps a row of zeros: the policy samples that token as any other.
+    tokens = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    tokens["vocab_size"] = _vocabulary(init, token_count(tokenizer))
     try:
         hf_config = AutoConfig.for_model(kind, **{**description, **tokens})
         with torch.random.fork_rng(devices=[]), torch.device(device):

@@ -46,10 +46,12 @@ GLM4_MOE = {
     "use_qk_norm": True,
     "routed_scaling_factor": 1.5,
 }
+PADDING = {"pad_token_id": 185}  # in the batch, and at tp 2 on the second worker; transformers makes its row zeros
+END = {"pad_token_id": 118, "eos_token_id": 118}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
-    "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True},
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False, **PADDING},
+    "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True, **PADDING},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, **END},
     "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
     "small_vocabulary": {"model_type": "qwen3", "vocab_size": 30},  # at tp 2 the second worker holds padding alone
     "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True, **EXPERTS},
@@ -71,6 +73,7 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
     "phi": {"model_type": "phi", "partial_rotary_factor": 0.5, "head_dim": 16},  # biases, also of the head
     "gpt_oss": {
         "model_type": "gpt_oss",
+        **END,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "intermediate_size": 32,
@@ -79,6 +82,16 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Models that Megatron does not train."""
+
+
+def load_model(directory: Path) -> Any:
+    """Loads a model in float32. A padding token that also ends text is text: its embedding is trained."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    if model.config.pad_token_id == model.config.eos_token_id:
+        model.get_input_embeddings().padding_idx = None
+    return model
 
 
 def make_model(name: str, directory: Path) -> Path:
@@ -182,9 +195,7 @@ def train_reference(
     model_directory: Path, batch: Batch, config: Config, loss: Callable[[Tensor, Batch], Tensor], steps: int = STEPS
 ) -> Run:
     """Runs steps of AdamW on a Hugging Face model in one process."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    model = load_model(model_directory)
     wanted = config.policy.optimizer
     decay = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     rest = [

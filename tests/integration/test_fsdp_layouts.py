@@ -111,9 +111,7 @@ def plain_run(model: Path) -> reference.Run:
 @cache
 def plain_gradients(model: Path) -> Mapping[str, Any]:
     """Returns the gradients of the same batch, by the names in the module."""
-    from transformers import AutoModelForCausalLM
-
-    batch, module = reference.make_batch(), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    batch, module = reference.make_batch(), reference.load_model(model)
     reference.sft_reference(reference.hf_logprobs(module, batch)[0], batch).backward()
     parameters = module.named_parameters()
     return {name: np.zeros(one.shape) if one.grad is None else one.grad.numpy() for name, one in parameters}

@@ -69,6 +69,19 @@ def as_classifier(hf_config: Mapping[str, Json]) -> dict[str, Json]:
     return {**hf_config, "architectures": kinds, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
+def constant_row(hf_config: Mapping[str, Json]) -> int | None:
+    """Returns the token whose row of the input embedding is a constant, as `padding_idx` makes it in transformers.
+
+    That is `pad_token_id`, which stands for no text: its row has no gradient from inputs, only that of a tied output layer.
+    A row of zeros, as transformers initializes it, would have one of 1 / sqrt(eps) through the RMSNorm that follows. None
+    if the token also ends text (`eos_token_id`): between the turns of a conversation it is text.
+    """
+    padding, ends = hf_config.get("pad_token_id"), hf_config.get("eos_token_id")
+    if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
+        return None
+    return None if padding in (ends if isinstance(ends, list) else [ends]) else padding
+
+
 def model_keys(hf_config: Mapping[str, Json]) -> dict[str, Json]:
     """Returns all keys that affect the computation, also those that no shape shows, such as the rotary base.
 

@@ -36,7 +36,7 @@ from dagrl.config import FsdpConfig, PolicyConfig
 from dagrl.errors import CheckpointError, ConfigError
 from dagrl.refit.sources import held_boxes
 from dagrl.runtime.layout import ParallelLayout
-from dagrl.workers.families.hf_config import SCORE
+from dagrl.workers.families.hf_config import SCORE, constant_row
 from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names
 from dagrl.workers.fsdp.output import LogitTransform
@@ -142,6 +142,9 @@ def load_model(
         )
     for name, parameter in loaded.named_parameters():
         parameter.requires_grad_(trains and is_adapter(name) == adapted)
+    embedding: Any = loaded.get_input_embeddings()
+    if getattr(embedding, "padding_idx", None) is not None:
+        embedding.padding_idx = constant_row(config.get_text_config().to_dict())
     for buffer in loaded.buffers():
         buffer.data = buffer.to(device)
     for module in sharded_modules(root):  # settles the memory of the shards, which FSDP2 pads

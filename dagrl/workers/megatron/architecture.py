@@ -13,7 +13,7 @@ from dagrl.errors import ConfigError, LayoutError
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families import decoder
-from dagrl.workers.families.hf_config import ModelConfig
+from dagrl.workers.families.hf_config import ModelConfig, constant_row
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm4_moe")
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -33,7 +33,8 @@ class Architecture:
 
     With `expert_bias` the router chooses by sigmoid scores and a bias, and multiplies normalized scores by `expert_scale`.
     `shared_ffn` is the size of the experts that process every token, together. `rotary_dim` of a head's dimensions are
-    rotated. A `scalar` model gives one number per token in place of logits.
+    rotated. A `scalar` model gives one number per token in place of logits. Inputs give no gradient to row `constant_row` of
+    the embedding.
     """
 
     model_type: str
@@ -60,16 +61,17 @@ class Architecture:
     qkv_bias: bool = False
     rotary_dim: int = 0
     scalar: bool = False
+    constant_row: int | None = None
 
     @property
     def computed(self) -> dict[str, Json]:
-        """Everything that determines the weights and the computation: all fields except `max_positions`.
+        """Everything that determines what is computed: all fields except `max_positions` and `constant_row`.
 
         Equal for equal models, however their `config.json` files express them.
         """
         fields = {**asdict(self), "moe_layers": list(self.moe_layers)}
         rope = ("rope_theta", *ROPE_PARAMETERS[str(self.rope["rope_type"])])
-        del fields["rope"], fields["max_positions"]
+        del fields["rope"], fields["max_positions"], fields["constant_row"]
         return {**fields, "rope_type": self.rope["rope_type"], **{key: _number(self.rope, key) for key in rope}}
 
     @property
@@ -100,6 +102,7 @@ def read_architecture(hf_config: Mapping[str, Json]) -> Architecture:
         qkv_bias=config.qkv_bias,
         rotary_dim=int(config.head_dim * _number(rope, "partial_rotary_factor", 1.0)),
         scalar=config.scalar,
+        constant_row=constant_row(hf_config),
     )
     model = _with_experts(dense, config) if dense.model_type in decoder.MOE.model_types else dense
     if model.experts_per_token == 1 and model.normalize_expert_weights:

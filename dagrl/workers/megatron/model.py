@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -354,7 +355,20 @@ def _build_chunk(
     )
     model.rotary_pos_emb = PositionRotary(inverse_frequencies(architecture))
     pass_tokens_to_routers(model)
+    if model.pre_process and architecture.constant_row is not None:
+        model.embedding.word_embeddings.register_forward_hook(partial(_keep_row, architecture.constant_row))
     return model
+
+
+def _keep_row(token: int, embedding: layers.VocabParallelEmbedding, inputs: tuple[Tensor], output: Tensor) -> None:
+    """Drops the gradient of a token's row. `output` is [b, s, hidden size], or with sequence parallelism [s / tp, b, hidden
+    size]."""
+    if not output.requires_grad:
+        return
+    rows = inputs[0] == token  # [b, s]
+    if embedding.reduce_scatter_embeddings:
+        rows = rows.T.chunk(embedding.tp_group.size())[embedding.tp_group.rank()]
+    output.register_hook(lambda gradient: gradient.masked_fill(rows[..., None], 0))
 
 
 def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:
