@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Any, Self
 
@@ -318,17 +319,25 @@ def overlong_penalty(lengths: npt.ArrayLike, config: RewardShapingConfig, max_ne
 def math_answer(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
     """Returns 1 where the completion's final answer is mathematically equal to the reference's, else 0.
 
-    A reference is an answer (`72`, `\\frac{1}{2}`) or a GSM8K solution with the answer after `####`. The completion's answer
-    is in `\\boxed{}`, or else its last expression or number. Needs `dagrl[math]`.
+    A reference is an answer (`72`, `\\frac{1}{2}`) or a GSM8K solution with a number after `####`, also with its unit. The
+    completion's answer is in the last `\\boxed{}`, or else its last expression or number. Several boxes may also give the
+    elements of a set. Needs `dagrl[math]`.
     """
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns at each call that its timeouts are off
     # The runner has deadlines. math-verify's own use signals, which work only in a main thread.
-    finals = [text.rpartition("####")[2].replace(",", "") if "####" in text else text for text in references]
-    golds = [parse(f"${text.strip()}$", parsing_timeout=None) for text in finals]
-    answers = [parse(text, parsing_timeout=None) for text in completions]
-    return [float(verify(gold, answer, timeout_seconds=None)) for gold, answer in zip(golds, answers, strict=True)]
+    read = partial(parse, parsing_timeout=None)
+
+    def gold(reference: str) -> list[Any]:
+        _, mark, final = reference.rpartition("####")
+        return (read(final.replace(",", "")) if mark else []) or read(f"${final.strip()}$")
+
+    def is_right(completion: str, reference: str) -> bool:
+        answers = {completion, completion[max(completion.rfind(r"\boxed"), 0) :]}  # math-verify makes a set of all boxes
+        return any(verify(gold(reference), read(answer), timeout_seconds=None) for answer in answers)
+
+    return [float(is_right(*pair)) for pair in zip(completions, references, strict=True)]
 
 
 math_answer.requires = ("math_verify",)  # type: ignore[attr-defined]  # checked before a run starts

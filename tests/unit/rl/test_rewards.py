@@ -297,6 +297,14 @@ def test_math_answers() -> None:
         (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1.0),
         ("0.5", r"\frac{1}{2}", 1.0),
         ("1000 dollars", "#### 1,000", 1.0),
+        ("They earn 70 in all.", "10 * 7 = 70\n#### 70 dollars", 1.0),
+        ("#### 70 dollars", "70", 1.0),
+        ("That is 7 dollars.", "#### 70 dollars", 0.0),
+        ("She pays $12.50.", "#### $12.5", 1.0),
+        (r"First \boxed{3}. Wait, that is wrong: \boxed{5}", "5", 1.0),
+        (r"First \boxed{3}. Wait, that is wrong: \boxed{5}", "3", 0.0),
+        (r"$\boxed{3}$, no, $$\boxed{\frac{1}{2}}$$ is the answer of all 4.", r"\frac{1}{2}", 1.0),
+        (r"The roots are \boxed{3} and \boxed{5}.", "3, 5", 1.0),
     ]
     completions, references, expected = (list(column) for column in zip(*rows, strict=True))
     assert math_answer(["q"] * len(rows), completions, references) == expected
