@@ -102,7 +102,7 @@ class GenerationConfig(Section):
     """Longest completion, in tokens."""
 
     temperature: NonNegativeFloat = 1.0
-    """Sampling temperature. 0: greedy."""
+    """Sampling temperature, at least 0.01. `dagrl evaluate` measures greedy completions, too."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: sample from the most likely tokens that together have this probability."""
@@ -139,9 +139,14 @@ class GenerationConfig(Section):
     @field_validator("temperature")
     @classmethod
     def _temperature_that_vllm_keeps(cls, value: float) -> float:
-        if 0 < value < MIN_TEMPERATURE:
+        if value == 0:
             raise ValueError(
-                f"0 (greedy), or {MIN_TEMPERATURE:g} or more: vLLM raises what is between to {MIN_TEMPERATURE:g}, and "
-                "log-probabilities of train workers would not match"
+                f"{MIN_TEMPERATURE:g} or more, as all completions of a prompt are equal at 0, so that none is better than "
+                "another. `dagrl evaluate` measures greedy completions"
+            )
+        if value < MIN_TEMPERATURE:
+            raise ValueError(
+                f"{MIN_TEMPERATURE:g} or more: vLLM raises what is below to {MIN_TEMPERATURE:g}, and log-probabilities of "
+                "train workers would not match"
             )
         return value

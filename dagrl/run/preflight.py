@@ -125,6 +125,7 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     check_other_tokenizers(config, tokenizer)
     hf_config = model_description(config.policy, token_count(tokenizer))
     check_model(config, plan, hf_config, workers)
+    _check_stops(config, hf_config)
     if resumed is not None:
         check_model_of(resumed, config, hf_config, workers)
     from dagrl.rl.trial import try_algorithm  # imports torch
@@ -277,6 +278,17 @@ def check_model(config: Config, plan: RunPlan, hf_config: Mapping[str, Json], wo
                     worker.check(role_config(config, role), described)
             except UserError as error:
                 raise type(error)(f"{role} workers: {error}") from error
+
+
+def _check_stops(config: Config, hf_config: Mapping[str, Json]) -> None:
+    generation, rows = config.policy.generation, hf_config.get("vocab_size")
+    if generation is None or not isinstance(rows, int):
+        return
+    if unknown := [token for token in generation.stop_token_ids if not 0 <= token < rows]:
+        raise ConfigError(
+            f"policy.generation.stop_token_ids has {', '.join(map(str, unknown))}, which the model does not have; expected: "
+            f"tokens from 0 to {rows - 1}"
+        )
 
 
 def _check_positions(inputs: Inputs, plan: RunPlan) -> None:

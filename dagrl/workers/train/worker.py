@@ -319,7 +319,7 @@ class TrainWorker:
         generation = self.config.policy.generation
         if generation is None or load_algorithm(self.config).learns_from != "samples":
             return 1.0
-        return generation.temperature if generation.temperature > 0 else 1.0
+        return generation.temperature
 
     @property
     def _reports(self) -> bool:

@@ -195,7 +195,11 @@ data.path=null; data.task=dagrl.rl.tasks:arithmetic; data.task_args={digit: 2} -
 data.path=null; data.task=dagrl.rl.tasks:arithmetic; data.task_args={digits: 7} -> digits is 7; expected: 1 or 2
 data.path=null; data.task=builtins:dict -> data.task builtins:dict returned dict; expected: dagrl.data.Splits
 policy.generation.temperature=0.005 ->
-    policy.generation.temperature (command line): found 0.005; expected: 0 (greedy), or 0.01 or more
+    policy.generation.temperature (command line): found 0.005; expected: 0.01 or more: vLLM raises what is below
+policy.generation.temperature=0 ->
+    policy.generation.temperature (command line): found 0; expected: 0.01 or more ... completions of a prompt are equal at 0
+policy.generation.stop_token_ids=[3, 16, -1] ->
+    policy.generation.stop_token_ids has 16, -1, which the model does not have ... 0 to 15
 loss_fn.truncated_importance_sampling_ratio=2 -> use_importance_sampling_correction=true
 loss_fn.truncated_importance_sampling_type=icepop -> upper bound
 grpo.async_grpo={enabled: true, recompute_kv_cache_after_weight_updates: true} ->
