@@ -368,7 +368,7 @@ def _keep_row(token: int, embedding: layers.VocabParallelEmbedding, inputs: tupl
     rows = inputs[0] == token  # [b, s]
     if embedding.reduce_scatter_embeddings:
         rows = rows.T.chunk(embedding.tp_group.size())[embedding.tp_group.rank()]
-    output.register_hook(lambda gradient: gradient.masked_fill(rows[..., None], 0))
+    output.register_hook(lambda gradient: gradient.masked_fill(rows[..., None], 0))  # type: ignore[no-untyped-call]
 
 
 def layer_specs(config: TransformerConfig, virtual: int | None) -> Any:

@@ -165,3 +165,12 @@ def test_mixtral_has_experts_of_the_intermediate_size_in_every_layer() -> None:
 @pytest.mark.parametrize(("vocabulary", "tp", "rows"), [(200, 1, 256), (256, 1, 256), (200, 4, 512), (151936, 4, 152064)])
 def test_padded_vocabulary(vocabulary: int, tp: int, rows: int) -> None:
     assert padded_vocabulary(vocabulary, tp) == rows
+
+
+@pytest.mark.parametrize(
+    ("keys", "row"),
+    [({}, None), ({"pad_token_id": 0}, 0), ({"pad_token_id": 7, "eos_token_id": [3, 5]}, 7), ({"pad_token_id": -1}, None)]
+    + [({"pad_token_id": 3, "eos_token_id": ends}, None) for ends in (3, [5, 3])],
+)
+def test_a_padding_token_that_ends_no_text_is_constant(keys: dict[str, Any], row: int | None) -> None:
+    assert read_architecture({**QWEN3, **keys}).constant_row == row
