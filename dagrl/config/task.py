@@ -13,9 +13,9 @@ class DataSourceConfig(Section):
     """Examples from files, a dataset (`path`) or a callable (`task`)."""
 
     path: PathText | None = None
-    """A JSONL file of prompt and response, of messages (and `tools`), or of preferences (prompt, chosen, rejected); a
-    Hugging Face dataset on disk (written by `save_to_disk`, a Parquet or Arrow file, or a directory of data files); or one
-    on the Hub, `owner/name`."""
+    """A JSONL file of prompt and response, of messages (and `tools`), or of preferences (prompt, chosen, rejected), or a CSV
+    file; a Hugging Face dataset on disk (written by `save_to_disk`, a Parquet or Arrow file, or a directory of data files);
+    or one on the Hub, `owner/name`."""
 
     subset: str | None = None
     """Subset of the dataset, such as `main` of openai/gsm8k. null: its only one."""
@@ -86,6 +86,10 @@ class DataConfig(DataSourceConfig):
 
     too_long: Literal["error", "drop"] = "error"
     """What to do with an example longer than the largest bucket."""
+
+    invalid: Literal["error", "drop"] = "error"
+    """What to do with a row that is not valid, or that the chat template rejects. `drop`: leave it out; the log has their
+    number and the first error."""
 
 
 class ProcessConfig(Section):

@@ -5,6 +5,6 @@ from dagrl.data.examples import (
     Message as Message,
     Splits as Splits,
     load_splits as load_splits,
-    read_jsonl as read_jsonl,
+    read_examples as read_examples,
 )
 from dagrl.data.sampler import Sampler as Sampler, open_sampler as open_sampler

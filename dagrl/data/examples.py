@@ -9,19 +9,27 @@ with `weight` 0 is not learned. Errors name the file and the line or row.
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, zip_longest
+from itertools import chain, starmap, zip_longest
 from pathlib import Path
-from typing import cast
+from typing import Literal, TypeVar, cast
 
 import numpy as np
 
 from dagrl.config import DataConfig, Json
-from dagrl.data.hugging_face import has_splits, is_dataset, read_rows
+from dagrl.data.hugging_face import CSV, has_splits, plain_files, read_rows
 from dagrl.errors import ConfigError, DataError, UserError
 from dagrl.imports import check_arguments, load_callable, running
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ def _load_mixture(config: DataConfig, parse: Parse | None) -> Splits:
     for name, source in config.mixture.items():
         own = {key: getattr(source, key) for key in source.model_fields_set - {"weight"}}
         try:
-            splits = load_splits(DataConfig(**own, seed=config.seed), parse)
+            splits = load_splits(DataConfig(**own, seed=config.seed, invalid=config.invalid), parse)
         except UserError as error:
             raise type(error)(f"data.mixture.{name}: {error}") from error
         parts = (splits.demonstrations, splits.train, splits.validation)
@@ -125,30 +133,72 @@ def with_tools(example: Example, schemas: Sequence[Json]) -> Example:
 
 
 def read_examples(path: str | Path, split: str, config: DataConfig, parse: Parse | None = None) -> list[Example]:
-    """Reads a JSONL file, or a split of a dataset. Raises DataError that names the line or row."""
-    if not is_dataset(path):
-        return read_jsonl(path, config, parse)
-    parse = parse or demonstration_of
-    examples = [parse(dict(row), source, config) for source, row in read_rows(path, split, config.subset)]
+    """Reads a file, or a split of a dataset. Raises DataError that names the line or row, or as `data.invalid` says."""
+    make = parse or demonstration_of
+    files = plain_files(path, split, config.subset)
+    if files is None:
+        rows = read_rows(path, split, config.subset)
+        examples = keep_valid(rows, lambda row: make(dict(row[1]), row[0], config), config.invalid, str(path))
+    else:
+        found = chain.from_iterable(starmap(_rows_of, files))
+        examples = keep_valid(found, lambda row: make(_object(*row), row[1], config), config.invalid, str(path))
     if not examples:
         raise DataError(f"the dataset {str(path)!r} has no rows")
     return examples
 
 
-def read_jsonl(path: str | Path, config: DataConfig, parse: Parse | None = None) -> list[Example]:
-    """Reads a JSONL file. Raises DataError with file and line for an invalid line, or if the file is empty."""
+def keep_valid(
+    items: Iterable[Item], make: Callable[[Item], Made], invalid: Literal["error", "drop"], source: str
+) -> list[Made]:
+    """Returns what is made of each item. With `drop`, those for which `make` raises DataError are left out, and counted."""
+    made, errors = [], []
+    for item in items:
+        try:
+            made.append(make(item))
+        except DataError as error:
+            if invalid == "error":
+                raise
+            errors.append(error)
+    if errors and not made:
+        raise DataError(f"{source}: all {len(errors)} examples are invalid; the first error: {errors[0]}")
+    if errors:
+        total = len(errors) + len(made)
+        logger.warning(
+            "%s: dropped %d of %d examples that are invalid; the first: %s", source, len(errors), total, errors[0]
+        )
+    return made
+
+
+def _rows_of(path: Path, name: str) -> Iterator[tuple[bytes | Json, str]]:
+    """Yields each row of a file and its source: lines of JSON as bytes, and the objects of a JSON list or a CSV file."""
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read the data file {str(path)!r} (in {Path.cwd()}): {error.strerror}") from error
-    while lines and not lines[-1].strip():
-        lines.pop()
-    if not lines:
-        raise DataError(f"the data file {str(path)!r} is empty; expected: one JSON object per line")
-    return [
-        _example(line, f"{path}, line {number}", config, parse or demonstration_of)
-        for number, line in enumerate(lines, start=1)
-    ]
+        raise DataError(f"cannot read the data file {name!r} (in {Path.cwd()}): {error.strerror}") from error
+    if not content.strip():
+        raise DataError(f"the data file {name!r} is empty; expected: one JSON object per line")
+    kinds = set(Path(name).suffixes)
+    if kinds & {*CSV}:
+        yield from _csv_rows(content, name, "\t" if ".tsv" in kinds else ",")
+    elif ".json" in kinds and content.lstrip().startswith(b"["):
+        items = cast("list[Json]", _parsed(content, name))
+        yield from ((item, f"{name}, item {number}") for number, item in enumerate(items, start=1))
+    else:
+        lines = enumerate(content.split(b"\n"), start=1)
+        yield from ((line, f"{name}, line {number}") for number, line in lines if line.strip())
+
+
+def _csv_rows(content: bytes, name: str, delimiter: str) -> Iterator[tuple[Json, str]]:
+    """Yields rows whose values are text, as CSV has no other types."""
+    try:
+        reader = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""), delimiter=delimiter, strict=True)
+        for row in reader:
+            if None in row or None in row.values():
+                columns = ", ".join(reader.fieldnames or ())
+                raise DataError(f"{name}, line {reader.line_num}: expected: the columns of line 1, {columns}")
+            yield cast("Json", row), f"{name}, line {reader.line_num}"
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read {name!r} as CSV: {error}") from error
 
 
 def _load_files(config: DataConfig, parse: Parse | None) -> Splits:
@@ -230,15 +280,19 @@ def _check_made(splits: Splits, config: DataConfig) -> None:
                     _require_text(message.content, f"{where}: message {turn}: 'content'")
 
 
-def _example(line: bytes, source: str, config: DataConfig, parse: Parse) -> Example:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
-        shown = line[:60].decode(errors="replace")
-        raise DataError(f"{source}: not valid JSON ({error}); found {shown!r}") from error
+def _object(row: bytes | Json, source: str) -> Mapping[str, Json]:
+    content = _parsed(row, source) if isinstance(row, bytes) else row
     if not isinstance(content, dict):
         raise DataError(f"{source}: found a JSON {type(content).__name__}; expected: an object")
-    return parse(content, source, config)
+    return content
+
+
+def _parsed(text: bytes, source: str) -> Json:
+    try:
+        return cast("Json", json.loads(text))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
+        shown = text[:60].decode(errors="replace")
+        raise DataError(f"{source}: not valid JSON ({error}); found {shown!r}") from error
 
 
 def demonstration_of(content: Mapping[str, Json], source: str, config: DataConfig) -> Example:
@@ -347,21 +401,33 @@ def _messages(turns: Json, source: str, key: str) -> tuple[Message, ...]:
 
 
 def _message(turn: Json, source: str) -> Message:
+    """Reads a message of OpenAI's format, in which contents may be empty or a list of texts."""
     if not isinstance(turn, dict):
         raise DataError(f"{source} is {turn!r:.60}; expected: an object with 'role' and 'content'")
-    role, content, weight = turn.get("role"), turn.get("content"), turn.get("weight")
+    role, weight = turn.get("role"), turn.get("weight")
     more = {key: value for key, value in turn.items() if key not in ("role", "content", "weight") and value is not None}
-    silent = content in (None, "") and bool(more.get("tool_calls"))
-    if not isinstance(role, str) or not (silent or (isinstance(content, str) and content.strip())):
+    content = _joined(turn.get("content"))
+    silent = content is None and bool(more.get("tool_calls"))
+    if not isinstance(role, str) or not role or not (silent or isinstance(content, str)):
         raise DataError(
-            f"{source} is {turn!r:.80}; expected: non-empty text in 'role', and in 'content' unless there are 'tool_calls'"
+            f"{source} is {turn!r:.80}; expected: text in 'role', and text or a list of text parts in 'content', which may "
+            "be missing if there are 'tool_calls'"
         )
     if role == "assistant" and weight not in (None, 0, 1):
         raise DataError(f"{source} has the weight {weight!r:.60}; expected: 1, or 0 for a turn that is not learned")
     _require_text(role, f"{source}: 'role'")
     content = None if content is None else _require_text(content, f"{source}: 'content'")
     _require_all_text(more, source)
-    return Message(role, content, more, weight != 0)
+    return Message("system" if role == "developer" else role, content, more, weight != 0)
+
+
+def _joined(content: Json) -> Json:
+    """Returns OpenAI's text parts as one text, as the endpoint of agents does; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return "".join(cast("list[str]", texts)) if whole else content
 
 
 def _tools(tools: Json, source: str) -> tuple[Json, ...]:

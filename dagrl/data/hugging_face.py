@@ -1,6 +1,7 @@
 """Reads Hugging Face datasets, on disk or from the Hub.
 
-    read_rows("data/ultrachat", "train")          # a directory written by `save_to_disk`, or of data files
+    read_rows("data/ultrachat", "train")          # a directory written by `save_to_disk`, or of Parquet files
+    plain_files("data/chats", "train")            # the JSON or CSV files of a directory
     read_rows("data/train-00000.parquet", "")     # a Parquet or Arrow file, which is one split
     read_rows("openai/gsm8k", "train", "main")    # a dataset on the Hub, or in its cache if HF_HUB_OFFLINE is set
 
@@ -10,7 +11,8 @@ Needs `datasets`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from dagrl.errors import DataError
 from dagrl.imports import require_package
 
 SUFFIXES = (".parquet", ".arrow")
+JSON, CSV = (".jsonl", ".json"), (".csv", ".tsv")
 _ONE_SPLIT = "state.json"  # written by `save_to_disk` for a dataset without splits
 _SAVED = ("dataset_dict.json", _ONE_SPLIT)  # the first for a dataset with splits
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -42,10 +45,32 @@ def has_splits(path: str | Path) -> bool:
 
 def read_rows(path: str | Path, split: str, subset: str | None = None) -> Iterator[tuple[str, Mapping[str, Json]]]:
     """Yields each row and its source. Raises DataError, or MissingDependencyError without `datasets`."""
-    require_package("datasets", f"data.path {str(path)!r}", otherwise=", or write the examples as JSONL")
+    _require(path)
     dataset = _open(Path(path), split, subset)
     for number, row in enumerate(dataset):
         yield f"{path}, row {number}", {key: _without_nulls(value) for key, value in row.items()}
+
+
+def plain_files(path: str | Path, split: str, subset: str | None = None) -> list[tuple[Path, str]] | None:
+    """Returns the JSON or CSV files of a split, downloaded and unpacked, and their names; None for data in another format.
+
+    `datasets` guesses types of what they hold: dates and numbers would not stay the text that they are. Raises DataError, or
+    MissingDependencyError without `datasets`.
+    """
+    if not is_dataset(path):
+        return [(Path(path), str(path))]
+    if not has_splits(path) or any((Path(path) / name).exists() for name in _SAVED):
+        return None
+    _require(path)
+    from datasets import DownloadManager, load_dataset_builder
+
+    with _reading(Path(path)):
+        files = load_dataset_builder(str(path), subset).config.data_files
+        if not files or not all({*Path(name).suffixes} & {*JSON, *CSV} for part in files.values() for name in part):
+            return None
+        _check_split(path, split, files)
+        names = list(files[split])
+        return list(zip(map(Path, DownloadManager().download_and_extract(names)), names, strict=True))
 
 
 def _without_nulls(value: Json) -> Json:
@@ -60,13 +85,34 @@ def _is_hub_name(path: str | Path) -> bool:
     return is_hub_id(str(path)) and Path(path).suffix not in (".json", ".jsonl", ".txt")
 
 
-def _open(path: Path, split: str, subset: str | None) -> Any:
+def _require(path: str | Path) -> None:
+    require_package("datasets", f"data.path {str(path)!r}", otherwise=", or write the examples as JSONL")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises DataError for what `datasets` and Arrow raise in the block."""
     import pyarrow
-    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
-    from pyarrow import parquet
 
     try:
+        yield
+    except (OSError, ValueError, LookupError, pyarrow.ArrowException, DatasetsError) as error:
+        what = "a Hugging Face dataset, on disk or on the Hub" if _is_hub_name(path) else "a Hugging Face dataset"
+        raise DataError(f"cannot read {str(path)!r} as {what}: {error}") from error
+
+
+def _check_split(path: str | Path, split: str, splits: Iterable[str]) -> None:
+    if split not in splits:
+        found = ", ".join(map(str, splits))
+        raise DataError(f"{str(path)!r} has no split {split!r}; found: {found}. Set data.split or data.val_split")
+
+
+def _open(path: Path, split: str, subset: str | None) -> Any:
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+    from pyarrow import parquet
+
+    with _reading(path):
         if any((path / name).exists() for name in _SAVED):
             dataset = load_from_disk(str(path))
         elif path.suffix not in SUFFIXES or path.is_dir():
@@ -75,13 +121,7 @@ def _open(path: Path, split: str, subset: str | None) -> Any:
             dataset = Dataset.from_file(str(path))
         else:
             dataset = Dataset(parquet.read_table(path))  # without a copy in the cache of `datasets`
-    except (OSError, ValueError, LookupError, pyarrow.ArrowException, DatasetsError) as error:
-        what = "a Hugging Face dataset, on disk or on the Hub" if _is_hub_name(path) else "a Hugging Face dataset"
-        raise DataError(f"cannot read {str(path)!r} as {what}: {error}") from error
     if not isinstance(dataset, DatasetDict):
         return dataset
-    if split not in dataset:
-        raise DataError(
-            f"{str(path)!r} has no split {split!r}; found: {', '.join(dataset)}. Set data.split or data.val_split"
-        )
+    _check_split(path, split, dataset)
     return dataset[split]

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,8 @@ from dagrl.config.kernel_checks import check_engine, check_float8
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
-from dagrl.data import Splits, load_splits
-from dagrl.data.examples import preference_of, with_chat, with_tools
+from dagrl.data import Example, Splits, load_splits
+from dagrl.data.examples import keep_valid, preference_of, with_chat, with_tools
 from dagrl.data.tokenization import (
     Demonstration,
     Preference,
@@ -313,21 +314,17 @@ def _encoded(
     )
     demonstrations, prompts, pairs = [list[Demonstration]()] * 2, [list[Prompt]()] * 2, [list[Preference]()] * 2
     if plan.learns_from == "preferences":
-        pairs = [
-            encode_preferences(part, tokenizer, scored=gives_scores(derived.algorithm))
-            for part in (train, held[: config.preference.max_val_samples])
-        ]
+        encode_pairs = partial(encode_preferences, tokenizer=tokenizer, scored=gives_scores(derived.algorithm))
+        pairs = [_valid(config, encode_pairs, part) for part in (train, held[: config.preference.max_val_samples])]
     elif _learns_responses(config, plan):
-        demonstrations = [
-            encode_demonstrations(part, tokenizer, config.data.assistant_turns)
-            for part in (learned, held[: config.sft.max_val_samples])
-        ]
+        encode = partial(encode_demonstrations, tokenizer=tokenizer, assistant_turns=config.data.assistant_turns)
+        demonstrations = [_valid(config, encode, part) for part in (learned, held[: config.sft.max_val_samples])]
     if plan.generates:
         schemas = tool_schemas(load_tools(config.environment.tools)) if config.environment.tools else []
-        prompts = [
-            encode_prompts([with_tools(example, schemas) for example in part] if schemas else part, tokenizer)
-            for part in (train, held[: config.grpo.max_val_samples])
-        ]
+        parts = [train, held[: config.grpo.max_val_samples]]
+        if schemas:
+            parts = [[with_tools(example, schemas) for example in part] for part in parts]
+        prompts = [_valid(config, partial(encode_prompts, tokenizer=tokenizer), part) for part in parts]
     derive_from_data(derived, chain(*demonstrations, *pairs), chain(*prompts), hf_config, checkpoint_bytes(config.policy))
     config = derived.config
     new = generation_config(config).max_new_tokens if plan.generates else 0
@@ -349,6 +346,13 @@ def _encoded(
         preferences=pairs[0],
         validation_preferences=pairs[1],
     )
+
+
+def _valid(config: Config, encode: Callable[[Sequence[Example]], list[Row]], examples: Sequence[Example]) -> list[Row]:
+    """Returns the rows of the examples that the chat template and the tokenizer take (`data.invalid`)."""
+    if config.data.invalid == "error":
+        return encode(examples)
+    return list(chain(*keep_valid(examples, lambda example: encode([example]), "drop", "the chat template")))
 
 
 def _learns_responses(config: Config, plan: RunPlan) -> bool:

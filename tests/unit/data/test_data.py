@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import importlib.util
 import json
 import re
@@ -17,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dagrl.config import DataConfig
-from dagrl.data import Example, Message, Sampler, load_splits, read_jsonl
+from dagrl.data import Example, Message, Sampler, load_splits, read_examples
 from dagrl.data.examples import with_chat
 from dagrl.data.hugging_face import has_splits
 from dagrl.data.tokenization import (
@@ -30,6 +32,7 @@ from dagrl.data.tokenization import (
     keep_fitting,
 )
 from dagrl.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
+from dagrl.rl.agents.protocol import plain_messages
 from dagrl.run.model import character_tokenizer
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
@@ -84,7 +87,7 @@ def learned(row: Demonstration, template: str | None = None) -> list[str]:
 
 def test_prompt_and_response(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"q": "1+1=", "a": "2", "more": None}, {"q": "\u00e9", "a": "x"}])
-    first, second = read_jsonl(path, DataConfig(path=path, prompt_key="q", response_key="a"))
+    first, second = read_examples(path, "train", DataConfig(path=path, prompt_key="q", response_key="a"))
     assert first == Example("1+1=", "2", source=f"{path}, line 1", columns={"q": "1+1=", "a": "2", "more": None})
     tokenizer = character_tokenizer(CHARACTERS)
     row, other = encode_demonstrations([first, second], tokenizer)
@@ -98,7 +101,7 @@ def test_prompt_and_response(tmp_path: Path) -> None:
 def test_conversation(tmp_path: Path) -> None:
     turns = [("system", "be brief"), ("user", "hi"), ("assistant", "yo"), ("user", "bye"), ("assistant", "ciao")]
     path = write(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": text} for role, text in turns]}])
-    (example,) = read_jsonl(path, DataConfig(path=path))
+    (example,) = read_examples(path, "train", DataConfig(path=path))
     tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
     (row,) = encode_demonstrations([example], tokenizer)
     whole = "[system]be brief[user]hi[assistant]yo<eos>[user]bye[assistant]ciao<eos>"
@@ -116,7 +119,7 @@ def test_a_prompt_of_messages(tmp_path: Path) -> None:
     answer = {"role": "assistant", "content": "ciao"}
     rows = [{"prompt": prompt, "response": "ciao"}, {"prompt": prompt, "response": [answer]}]
     path = write(tmp_path / "a.jsonl", [*rows, {"messages": [*prompt, answer]}])
-    *examples, whole = read_jsonl(path, DataConfig(path=path))
+    *examples, whole = read_examples(path, "train", DataConfig(path=path))
     tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
     for example in examples:
         (row,), (same,) = encode_demonstrations([example], tokenizer), encode_demonstrations([whole], tokenizer)
@@ -125,21 +128,61 @@ def test_a_prompt_of_messages(tmp_path: Path) -> None:
         assert (made.tokens.tolist(), made.reference) == (expected.tokens.tolist(), "ciao")
 
 
+@pytest.mark.parametrize(
+    ("sent", "same"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, ("user", "hi")),
+        ({"role": "system", "content": ""}, ("system", "")),
+        ({"role": "user", "content": []}, ("user", "")),
+        ({"role": "developer", "content": "be brief"}, ("system", "be brief")),
+        ({"role": "tool", "tool_call_id": "a", "content": ""}, ("tool", "")),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ("assistant", None)),
+        ({"role": "assistant", "content": "", "tool_calls": None}, ("assistant", "")),
+    ],
+)
+def test_messages_that_openai_takes(sent: dict[str, Any], same: tuple[str, str | None], tmp_path: Path) -> None:
+    """Their contents are those that the endpoint of agents gives the chat template, which also writes '' for none."""
+    turns = [sent, {"role": "user", "content": "go"}, {"role": "assistant", "content": "yo"}]
+    (example,) = read_examples(write(tmp_path / "a.jsonl", [{"messages": turns}]), "train", DataConfig())
+    assert (example.messages[0].role, example.messages[0].content) == same
+    (plain,) = plain_messages(turns[:1])
+    assert (plain["role"], plain["content"]) == (same[0], same[1] or "")
+
+
+def test_invalid_rows_are_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('\n{"prompt": "1", "response": "2"}\n{"prompt": 1}\n  \n\n{"prompt": "3", "response": "4"}\noops\n')
+    for config in (
+        DataConfig(path=str(path), invalid="drop", val_fraction=0),
+        DataConfig.model_validate({"invalid": "drop", "mixture": {"a": {"path": str(path), "val_fraction": 0}}}),
+    ):
+        examples = load_splits(config).train
+        assert [(example.prompt, example.source) for example in examples] == [
+            ("1", f"{path}, line 2"),
+            ("3", f"{path}, line 6"),
+        ]
+        assert f"{path}: dropped 2 of 4 examples that are invalid; the first: {path}, line 3: 'prompt' is 1" in caplog.text
+        caplog.clear()
+    with pytest.raises(DataError, match=r"line 3: 'prompt' is 1"):
+        load_splits(DataConfig(path=str(path)))
+
+
 def test_prompts_alone(tmp_path: Path) -> None:
     """Without `data.response_key`: the prompt of a conversation is all of its messages."""
     messages = [{"role": "user", "content": "hi"}]
     path = write(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": messages}, {"messages": messages, "tools": TOOLS}])
     config = DataConfig(path=path, response_key=None, apply_chat_template=True)
     prompts = encode_prompts(
-        [with_chat(example, config) for example in read_jsonl(path, config)], character_tokenizer(CHARACTERS, TEMPLATE)
+        [with_chat(example, config) for example in read_examples(path, "train", config)],
+        character_tokenizer(CHARACTERS, TEMPLATE),
     )
     assert [(prompt.text, prompt.reference) for prompt in prompts] == [("[user]hi[assistant]", "")] * 3
     assert [list(prompt.tools) for prompt in prompts] == [[], [], TOOLS]
     answered = write(tmp_path / "b.jsonl", [{"messages": [*messages, {"role": "assistant", "content": "yo"}]}])
     with pytest.raises(DataError, match=r"line 1: 'messages' ends with an assistant turn, but data\.response_key is"):
-        read_jsonl(answered, config)
+        read_examples(answered, "train", config)
     with pytest.raises(DataError, match=r"no key 'response'; found 'prompt'\. Set data\.response_key .*, or to null if"):
-        read_jsonl(path, DataConfig(path=path))
+        read_examples(path, "train", DataConfig(path=path))
 
 
 def test_loss_mask_equals_the_mask_of_generation_tags() -> None:
@@ -206,7 +249,7 @@ def test_marked_turns_of_a_template_that_rewrites_earlier_ones() -> None:
 def test_tools_and_their_calls_are_rendered(tools: Any, tmp_path: Path) -> None:
     """Compares with transformers' rendering of the same messages."""
     path = write(tmp_path / "a.jsonl", [{"messages": ASKED, "tools": tools}])
-    (example,) = read_jsonl(path, DataConfig(path=path))
+    (example,) = read_examples(path, "train", DataConfig(path=path))
     tokenizer = character_tokenizer(CHARACTERS, WITH_TOOLS)
     (row,) = encode_demonstrations([example], tokenizer)
     rendered = tokenizer.apply_chat_template(ASKED, TOOLS if tools else None, tokenize=False)
@@ -222,9 +265,9 @@ def test_unused_keys_do_not_change_tokens(tmp_path: Path) -> None:
     plain = [{"role": turn["role"], "content": turn["content"] or ""} for turn in ASKED]
     path = write(tmp_path / "a.jsonl", [{"messages": ASKED, "tools": TOOLS}])
     tokenizer = character_tokenizer(CHARACTERS, TEMPLATE)
-    (row,) = encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer)
+    (row,) = encode_demonstrations(read_examples(path, "train", DataConfig(path=path)), tokenizer)
     assert tokenizer.decode(row.tokens) == tokenizer.apply_chat_template(plain, tokenize=False)
-    (more,) = read_jsonl(path, DataConfig(path=path))
+    (more,) = read_examples(path, "train", DataConfig(path=path))
     without = replace(more, tools=(), messages=tuple(replace(message, more={}) for message in more.messages))
     assert digest_of([row]) == digest_of(encode_demonstrations([without], tokenizer))
 
@@ -240,12 +283,12 @@ def test_turns_of_weight_0_are_context(template: str, turns: Literal["all", "eac
     ]
     path = write(tmp_path / "a.jsonl", [{"messages": conversation}])
     tokenizer = character_tokenizer(CHARACTERS, template)
-    rows = encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer, turns)
+    rows = encode_demonstrations(read_examples(path, "train", DataConfig(path=path)), tokenizer, turns)
     expected = {"all": [["two", "three"]], "each": [["two"], ["three"]], "last": [["three"]]}[turns]
     assert [[text.removesuffix("<eos>") for text in learned(row)] for row in rows] == expected
     path = write(tmp_path / "b.jsonl", [{"messages": [{**turn, "weight": 0} for turn in conversation]}])
     with pytest.raises(DataError, match=r"b\.jsonl, line 1: every assistant turn .* weight 0.* nothing to learn"):
-        encode_demonstrations(read_jsonl(path, DataConfig(path=path)), tokenizer, turns)
+        encode_demonstrations(read_examples(path, "train", DataConfig(path=path)), tokenizer, turns)
 
 
 def test_weights_need_one_mark_per_turn() -> None:
@@ -359,6 +402,29 @@ def test_datasets_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         load_splits(DataConfig(path="unknown/sums"))
     with pytest.raises(DataError, match=r"cannot read the data file 'unknown/sums\.jsonl'"):
         load_splits(DataConfig(path="unknown/sums.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl.gz", "train.json", "train.csv", "train.tsv"])
+def test_values_of_files_are_as_written(name: str, tmp_path: Path) -> None:
+    """Dates, numbers and nulls of a directory's files are those that Python's own readers give for a single one."""
+    pytest.importorskip("datasets")
+    row = {"prompt": 'a "b"\tc\nd, e', "response": "007", "day": "2024-01-05", "at": "2024-01-05T10:00:00Z", "share": "1.50"}
+    rows: list[dict[str, Any]] = [row, {**row, "response": "2024-01-06", "day": ""}]
+    if "json" in name:
+        rows = [{**one, "level": level, "tags": [{"a": level}]} for one, level in zip(rows, (1, 2.5), strict=True)]
+    (tmp_path / "data").mkdir()
+    for directory in (tmp_path, tmp_path / "data"):
+        with (gzip.open if name.endswith(".gz") else open)(directory / name, "wt", newline="") as file:
+            if "json" in name:
+                file.write("\n".join(map(json.dumps, rows)) if "jsonl" in name else json.dumps(rows, indent=1))
+            else:
+                writer = csv.DictWriter(file, list(row), delimiter="\t" if name.endswith("tsv") else ",")
+                writer.writeheader()
+                writer.writerows(rows)
+    for path in (tmp_path / "data", *([] if name.endswith(".gz") else [tmp_path / name])):
+        examples = load_splits(DataConfig(path=str(path), val_fraction=0)).train
+        assert [dict(example.columns) for example in examples] == rows
+        assert [example.response for example in examples] == ["007", "2024-01-06"]
 
 
 def test_paths_that_may_have_splits(tmp_path: Path) -> None:

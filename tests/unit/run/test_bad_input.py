@@ -438,14 +438,15 @@ def test_bad_lines(line: str, message: str, run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "overrides", "message"),
     [
-        ((good_lines()[0], "", good_lines()[1]), (), "data.jsonl, line 2: not valid JSON"),
+        ((good_lines()[0], "", "{oops"), (), "data.jsonl, line 3: not valid JSON"),
+        (("{oops", "[]"), ("data.invalid=drop",), "data.jsonl: all 2 examples are invalid; the first error ... line 1: not"),
         (("[" * 100_000,), (), "data.jsonl, line 1: not valid JSON ... '[[["),
         ((), (), "data.jsonl' is empty"),
         ((good_lines()[0],), (), "has 1 example(s) ... data.val_path"),
         ((*good_lines(), LONG), ("sft.max_num_steps=1",), "data.jsonl, line 26: 3 ... room for 16 (the largest bucket)"),
         (None, ("seed=" + "[" * 1000 + "]" * 1000,), "override 'seed=[[[ ... nested too deeply"),
     ],
-    ids=["an empty line", "a deep line", "no line", "all held out", "too long", "a deep override"],
+    ids=["an empty line", "all invalid", "a deep line", "no line", "all held out", "too long", "a deep override"],
 )
 def test_bad_files_of_data(
     lines: tuple[str, ...] | None, overrides: tuple[str, ...], message: str, run: Run, tmp_path: Path
