@@ -76,7 +76,7 @@ def value_text(config: Config, key: str) -> str:
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)
-    return json.dumps(value)
+    return json.dumps(value, default=str)
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Json], Locations]:

@@ -5,6 +5,7 @@ Keys and defaults follow NeMo-RL where it has them.
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -46,6 +47,9 @@ class TokenizerConfig(Section):
 
     chat_template: Annotated[str, AfterValidator(_jinja)] | None = None
     """Chat template as Jinja text. null: the tokenizer's own."""
+
+    date: datetime.date | None = derived(None, "the day on which the run first starts, if the chat template writes a date")
+    """The date that the chat template writes (`strftime_now`). A run that resumes keeps its own."""
 
 
 class SequencePackingConfig(Section):

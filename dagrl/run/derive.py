@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
+from datetime import date
 from typing import cast
 
 from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, MegatronConfig, PolicyConfig, VllmConfig
@@ -86,7 +87,7 @@ class Derived:
         """Returns whether the user left all of `keys` open."""
         return all(key in self.reasons or not self.config.is_set(key) for key in keys)
 
-    def set(self, key: str, value: Json, reason: str) -> None:
+    def set(self, key: str, value: Json | date, reason: str) -> None:
         """Sets `key` if it is open."""
         if self.open(key):
             self.config = self.config.with_keys({key: value})
@@ -141,6 +142,12 @@ def derive_chat(derived: Derived, has_template: bool) -> None:
             "data.system_prompt is set, but only a chat template can show it; set data.apply_chat_template=true (and "
             "policy.tokenizer.chat_template, if the tokenizer has none), or write the text into the prompts"
         )
+
+
+def derive_date(derived: Derived, started: date | None) -> None:
+    """Sets the date that the chat template writes: today's, or that of the run which is resumed."""
+    which = "keeps that of its start" if started else "starts today"
+    derived.set("policy.tokenizer.date", started or date.today(), f"the chat template writes a date, and the run {which}")
 
 
 def derive_steps(derived: Derived, demonstrations: int = 0, prompts: int = 0, pairs: int = 0) -> None:

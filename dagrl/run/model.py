@@ -6,6 +6,8 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
+from datetime import date, datetime, time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -124,6 +126,12 @@ def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"the tokenizer in {directory} has no eos_token to end responses; set it in tokenizer_config.json")
     return cast("PreTrainedTokenizerFast", tokenizer)
+
+
+def set_date(tokenizer: PreTrainedTokenizerFast, day: date) -> None:
+    """Makes the chat template write this date in place of today's (`strftime_now`)."""
+    render = partial(tokenizer.apply_chat_template, strftime_now=datetime.combine(day, time()).strftime)
+    tokenizer.apply_chat_template = render  # type: ignore[method-assign]
 
 
 def token_count(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings, warn_of_settings
+from dagrl.config.file import load_run_config
 from dagrl.config.kernel_checks import check_engine, check_float8
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config
@@ -42,7 +43,15 @@ from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.checkpoint_store import find_checkpoint
 from dagrl.run.cluster import gpus_here, gpus_per_worker
-from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps, epoch_steps
+from dagrl.run.derive import (
+    Derived,
+    derive_chat,
+    derive_date,
+    derive_from_data,
+    derive_from_machine,
+    derive_steps,
+    epoch_steps,
+)
 from dagrl.run.model import (
     check_other_tokenizers,
     checkpoint_bytes,
@@ -50,6 +59,7 @@ from dagrl.run.model import (
     make_random_model,
     model_description,
     role_description,
+    set_date,
     token_count,
     with_local_models,
 )
@@ -123,6 +133,7 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     config = derived.config
     tokenizer = load_tokenizer(config.policy)
     derive_chat(derived, tokenizer.chat_template is not None)
+    _keep_date(derived, tokenizer, paths)
     check_other_tokenizers(config, tokenizer)
     hf_config = model_description(config.policy, token_count(tokenizer))
     check_model(config, plan, hf_config, workers)
@@ -144,6 +155,17 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     if resumed is not None:
         check_state_of(resumed, inputs.config, plan, inputs.demonstrations, inputs.prompts, inputs.preferences)
     return inputs
+
+
+def _keep_date(derived: Derived, tokenizer: PreTrainedTokenizerFast, paths: RunPaths) -> None:
+    """Makes a chat template that writes the date write that of the run's start, so that data have the same tokens later."""
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return
+    resumes = derived.config.checkpointing.resume and paths.config.exists()
+    derive_date(derived, load_run_config(paths.directory).policy.tokenizer.date if resumes else None)
+    day = derived.config.policy.tokenizer.date
+    assert day is not None
+    set_date(tokenizer, day)
 
 
 def limit_steps(config: Config, inputs: Inputs) -> Config:

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -20,6 +21,7 @@ from dagrl.cli.main import main
 from dagrl.config import Config, Json, PolicyConfig, RandomInit
 from dagrl.config.file import load_config
 from dagrl.data import Example, Message, Splits, open_sampler
+from dagrl.data.tokenization import digest_of
 from dagrl.errors import UserError
 from dagrl.machine import Gpu
 from dagrl.run.checkpoint_store import CheckpointStore, TrainState
@@ -27,7 +29,7 @@ from dagrl.run.model import character_tokenizer, load_tokenizer, write_random_mo
 from dagrl.run.preflight import preflight
 from dagrl.run.resume import REFERENCE
 from dagrl.runtime.phase import Input, Shard, Value, phase
-from dagrl.telemetry.record import RunPaths, lock_run
+from dagrl.telemetry.record import RunPaths, lock_run, prepare_run_directory
 from dagrl.workers.megatron import MegatronWorker
 from dagrl.workers.megatron.backend import MegatronBackend
 from dagrl.workers.train.hf_load import read_hf_config
@@ -648,6 +650,31 @@ def test_a_run_rejects_a_checkpoint_that_it_cannot_resume(
     assert sorted(tmp_path.rglob("*")) == before
     other = (f"{MEGATRON}.data_parallel_size=1", f"{MEGATRON}.tensor_model_parallel_size=2")
     assert run("--dry-run", *same, *other) == (0, "")
+
+
+def test_a_run_that_resumes_keeps_its_date(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chat template writes the date, so on the next day the data would have other tokens."""
+
+    class Tomorrow(date):
+        @classmethod
+        def today(cls) -> date:
+            return date.today() + timedelta(1)
+
+    assert run("--dry-run") == (0, "")  # writes the files
+    template = "{{ strftime_now('%Y-%m-%d %H') }}={% for m in messages %}{{ m.content }}{% endfor %}"
+    words = (f"policy.tokenizer.chat_template={json.dumps(template)}", "policy.max_total_sequence_length=64")
+    characters = "policy.random_init.tokenizer_characters=' -+=0123456789'"
+    config = load_config(tmp_path / "config.yaml", (f"output_dir={tmp_path / 'runs'}", characters, *words))
+    first = preflight(config)
+    day = date.today()
+    assert first.config.policy.tokenizer.date == day and "date" in first.derived["policy.tokenizer.date"]
+    assert first.prompts[0].text.startswith(f"{day} 00=")
+    prepare_run_directory(first.config, first.derived)
+    monkeypatch.setattr("dagrl.run.derive.date", Tomorrow)
+    assert preflight(config).prompts[0].text.startswith(f"{day + timedelta(1)} 00=")
+    resumed = preflight(config.with_keys({"checkpointing.resume": True}))
+    assert resumed.config.policy.tokenizer.date == day
+    assert digest_of(resumed.prompts) == digest_of(first.prompts) != digest_of(preflight(config).prompts)
 
 
 def test_the_saved_configuration_equals_the_given_one(run: Run, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from dagrl.config.settings import generation_config
 from dagrl.errors import ConfigError
 from dagrl.machine import Gpu
 from dagrl.run import derive
-from dagrl.run.derive import Derived, derive_chat, derive_from_data, derive_from_machine, derive_steps
+from dagrl.run.derive import Derived, derive_chat, derive_date, derive_from_data, derive_from_machine, derive_steps
 
 ROOT = Path(__file__).parents[3]
 QWEN3_06B = {
@@ -263,7 +263,8 @@ def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
         found |= set(resolve(minimal(grpo={"async_grpo": {"enabled": True}})).reasons)
     machine(1)
     found |= set(resolve(minimal(policy={"generation": {"max_new_tokens": 128}})).reasons)
-    assert found == marked
+    derive_date(dated := Derived(minimal()), None)
+    assert found | set(dated.reasons) == marked
 
 
 def test_each_difference_from_nemo_rl_has_a_reason() -> None:
