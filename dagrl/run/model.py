@@ -128,10 +128,33 @@ def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
+def check_template(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises ConfigError for a chat template that is no valid Jinja, or that writes the same whatever a user says."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    own = policy.tokenizer.chat_template is not None
+    where = "policy.tokenizer.chat_template" if own else f"the chat template in {policy.tokenizer.name or policy.model_name}"
+    contents = ("1 + 1", "2 + 2")
+    try:
+        one, other = (
+            tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+            for content in contents
+        )
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"{where} is not valid: {error.message} (line {error.lineno}); correct it") from error
+    except (TemplateError, TypeError, LookupError, AttributeError):
+        return  # it wants other conversations; errors of the run's own name the example
+    if one == other:
+        raise ConfigError(
+            f"{where} writes {one!r:.60} for both {contents[0]!r} and {contents[1]!r}, so all prompts would be equal; it "
+            "must write the content of each of `messages`, as text"
+        )
+
+
 def set_date(tokenizer: PreTrainedTokenizerFast, day: date) -> None:
     """Makes the chat template write this date in place of today's (`strftime_now`)."""
     render = partial(tokenizer.apply_chat_template, strftime_now=datetime.combine(day, time()).strftime)
-    tokenizer.apply_chat_template = render  # type: ignore[method-assign]
+    tokenizer.apply_chat_template = render
 
 
 def token_count(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -54,6 +54,7 @@ from dagrl.run.derive import (
 )
 from dagrl.run.model import (
     check_other_tokenizers,
+    check_template,
     checkpoint_bytes,
     load_tokenizer,
     make_random_model,
@@ -334,6 +335,8 @@ def _encoded(
         [with_chat(example, config.data) for example in part]
         for part in (splits.demonstrations, splits.train, splits.validation)
     )
+    if tokenizer.chat_template is not None and any(example.messages for example in chain(learned, train, held)):
+        check_template(config.policy, tokenizer)
     demonstrations, prompts, pairs = [list[Demonstration]()] * 2, [list[Prompt]()] * 2, [list[Preference]()] * 2
     if plan.learns_from == "preferences":
         encode_pairs = partial(encode_preferences, tokenizer=tokenizer, scored=gives_scores(derived.algorithm))

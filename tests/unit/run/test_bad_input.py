@@ -200,6 +200,12 @@ policy.generation.temperature=0.005 ->
     policy.generation.temperature (command line): found 0.005; expected: 0.01 or more: vLLM raises what is below
 policy.generation.temperature=0 ->
     policy.generation.temperature (command line): found 0; expected: 0.01 or more ... completions of a prompt are equal at 0
+policy.tokenizer.chat_template="{% for m in messages %}" ->
+    policy.tokenizer.chat_template is not valid: Unexpected end of template ... (line 1); correct it
+policy.tokenizer.chat_template="1\n{{ messages | sums }}" ->
+    policy.tokenizer.chat_template is not valid: No filter named 'sums'. (line 2)
+policy.tokenizer.chat_template="{% for m in messages %}1+1{% endfor %}=" ->
+    policy.tokenizer.chat_template writes '1+1=' for both '1 + 1' and '2 + 2', so all prompts would be equal
 policy.generation.stop_token_ids=[3, 16, -1] ->
     policy.generation.stop_token_ids has 16, -1, which the model does not have ... 0 to 15
 loss_fn.truncated_importance_sampling_ratio=2 -> use_importance_sampling_correction=true
