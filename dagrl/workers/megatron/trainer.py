@@ -282,7 +282,7 @@ def optimizer_config(settings: Config) -> OptimizerConfig:
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=megatron.use_distributed_optimizer,
         overlap_param_gather=megatron.distributed_data_parallel_config.overlap_param_gather,
-        **settings.policy.optimizer.model_dump(exclude={"name", "args"}),  # the others are Megatron's
+        **settings.policy.optimizer.model_dump(exclude={"name", "args", "max_skipped_steps"}),  # others are Megatron's
     )
 
 
