@@ -1,10 +1,11 @@
-"""`dagrl evaluate`: measures a model, prints a table, and writes the completions."""
+"""`dagrl evaluate`: measures one or more models, prints a table, and writes the completions."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from dagrl.run.evaluate import Evaluation, Report, evaluate
 
 
 def run_evaluation(options: argparse.Namespace) -> str:
-    """Runs the evaluation that the command line asks for; returns the table."""
-    overrides = [*options.overrides, *_checkpoint(options.checkpoint)]
+    """Runs the evaluation that the command line asks for, of one model after the other; returns the table."""
+    overrides = [*options.overrides]
+    overrides.append(f"evaluation.sets={json.dumps(options.set or [])}")
     if options.limit is not None:
-        overrides.append(f"grpo.max_val_samples={options.limit}")
-    config = load_config(options.config, overrides)
+        overrides += [f"grpo.max_val_samples={options.limit}", f"evaluation.max_samples={options.limit}"]
     wanted = Evaluation(
         samples=options.samples,
         ks=tuple(sorted(set(options.k or [k for k in (1, options.samples) if k]))),
@@ -31,10 +32,17 @@ def run_evaluation(options: argparse.Namespace) -> str:
         right_from=options.right_from,
         train_split=options.train,
     )
-    report = evaluate(config, wanted)
-    if options.json is not None:
-        write_whole(options.json, json.dumps(_content(report), indent=1, ensure_ascii=False))
-    return table_text(report)
+    names = options.checkpoint or [None]
+    configs = [load_config(options.config, [*overrides, *_checkpoint(name)]) for name in names]
+    if options.set and options.train:
+        raise ConfigError("--train and --set were both given; a standard set has no prompts of training")
+    reports: dict[str, Report] = {}
+    for config in configs:
+        reports[str(config.policy.model_name)] = evaluate(config, wanted)
+        if options.json is not None:  # after each: the next one may fail
+            content = [{"model": name, **_content(report)} for name, report in reports.items()]
+            write_whole(options.json, json.dumps(content, indent=1, ensure_ascii=False))
+    return table_text(reports)
 
 
 def _checkpoint(name: str | None) -> list[str]:
@@ -48,20 +56,24 @@ def _checkpoint(name: str | None) -> list[str]:
     return [f"policy.model_name={name}", "policy.random_init=null", "policy.tokenizer.name=null"]  # it has its own tokenizer
 
 
-def table_text(report: Report) -> str:
-    """Returns the metrics as a table, a row for each task."""
-    names = list(dict.fromkeys(name for row in report.rows.values() for name in row))
-    table = Table("task", *names)
-    for task, row in report.rows.items():
-        table.add_row(task, *(_shown(row.get(name)) for name in names))
+def table_text(reports: Mapping[str, Report]) -> str:
+    """Returns the metrics as a table, a row for each model and task."""
+    rows = {(model, task): row for model, report in reports.items() for task, row in report.rows.items()}
+    names = list(dict.fromkeys(name for row in rows.values() for name in row if not name.endswith(("_low", "_high"))))
+    table = Table(*(["model"] if len(reports) > 1 else []), "task", *names)
+    for (model, task), row in rows.items():
+        table.add_row(*([model] if len(reports) > 1 else []), task, *(_shown(row, name) for name in names))
     text = io.StringIO()
     Console(file=text, width=200).print(table)
     return text.getvalue()
 
 
-def _shown(value: float | None) -> str:
+def _shown(row: Mapping[str, float], name: str) -> str:
+    value = row.get(name)
     if value is None:
         return ""
+    if f"{name}_low" in row:
+        return f"{value:.4f} ({row[f'{name}_low']:.3f} to {row[f'{name}_high']:.3f})"
     return f"{value:.0f}" if value == int(value) and value > 1 else f"{value:.4f}"
 
 

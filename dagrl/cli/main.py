@@ -146,11 +146,14 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = command("evaluate", _evaluate, "measure a model on held-out prompts: greedy, sampled, pass@k")
     add_config(evaluate)
     add = evaluate.add_argument
-    add("--checkpoint", metavar="DIR", help="a Hugging Face directory or Hub id, instead of the configuration's")
+    checkpoint = "a Hugging Face directory or Hub id, instead of the configuration's; repeatable, for a table"
+    add("--checkpoint", metavar="DIR", action="append", help=checkpoint)
+    standard = "a standard set, instead of held-out prompts: gsm8k, math500, ... (see evaluation.sets); repeatable"
+    add("--set", metavar="NAME[=PATH]", action="append", help=standard)
     add("--samples", metavar="N", type=int, default=8, help="sampled completions of a prompt (default: 8)")
     add("--k", metavar="K", type=int, action="append", help="a k of pass@k; repeatable (default: 1 and N)")
     add("--right-from", metavar="R", type=float, default=1.0, help="reward of a right completion (default: 1)")
-    add("--limit", metavar="N", type=int, help="prompts (default: grpo.max_val_samples)")
+    add("--limit", metavar="N", type=int, help="prompts (default: grpo.max_val_samples; of a set all)")
     add("--no-greedy", action="store_true", help="no greedy completion")
     add("--train", action="store_true", help="on the prompts that training uses, not on held-out ones")
     add("--json", metavar="F", type=Path, help="write the metrics, and every completion with its reward, to F")

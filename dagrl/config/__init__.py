@@ -37,7 +37,9 @@ from dagrl.config.section import Json as Json
 from dagrl.config.task import (
     DataConfig as DataConfig,
     EnvironmentConfig as EnvironmentConfig,
+    EvaluationConfig as EvaluationConfig,
     FunctionConfig as FunctionConfig,
     ProcessConfig as ProcessConfig,
     RewardConfig as RewardConfig,
+    RewardFunctionConfig as RewardFunctionConfig,
 )

@@ -24,7 +24,7 @@ from dagrl.config.algorithm import (
 from dagrl.config.models import CriticConfig, TeacherConfig
 from dagrl.config.policy import PolicyConfig
 from dagrl.config.section import PathText, Section, Seed, derived
-from dagrl.config.task import DataConfig, EnvironmentConfig, RewardConfig
+from dagrl.config.task import DataConfig, EnvironmentConfig, EvaluationConfig, RewardConfig
 from dagrl.runtime.deadline import Deadline
 
 
@@ -239,6 +239,7 @@ class Config(Section):
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     refit: RefitConfig = RefitConfig()
 
     phases: Annotated[dict[str, str], AfterValidator(_known_phases)] = Field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from dagrl.config.section import Json, PathText, Section, Seed, derived
 
@@ -195,3 +195,31 @@ class EnvironmentConfig(ProcessConfig):
     def enabled(self) -> bool:
         """Whether sequences have an environment."""
         return self.function is not None or bool(self.tools) or self.agent is not None
+
+
+class EvaluationConfig(Section):
+    """Standard sets of questions on which the policy is measured while it learns; `dagrl evaluate --set` has them too."""
+
+    sets: tuple[str, ...] = ()
+    """Sets by name: `gsm8k`, `math500`, `aime24`, `aime25`, `mmlu_pro`, `gpqa_diamond`, `ifeval`. Each comes from the Hub,
+    or with `name=path` from a JSONL file or dataset on disk with the same columns. A run that generates measures the share
+    of right greedy answers, `evaluation/<name>`, before its first step and after its last one."""
+
+    period: NonNegativeInt = 0
+    """Steps between further evaluations. 0: none."""
+
+    prompt: str = "{question}\n\n{instruction}"
+    """The text of a prompt, or of a user turn, with `{question}` and the set's own `{instruction}` of how to answer."""
+
+    max_samples: PositiveInt | None = None
+    """Maximum number of questions of each set. null: all."""
+
+    @field_validator("prompt")
+    @classmethod
+    def _has_a_question(cls, prompt: str) -> str:
+        try:
+            if "?" in prompt.format(question="?", instruction="") and "?" not in prompt.format(question="", instruction=""):
+                return prompt
+        except (LookupError, ValueError):
+            pass
+        raise ValueError("a text with {question}, and perhaps {instruction}; other braces are written twice")

@@ -1,8 +1,11 @@
-"""pass@k: the probability that at least one of k samples of a prompt is right."""
+"""pass@k, the probability that at least one of k samples of a prompt is right, and the interval of a share."""
 
 from __future__ import annotations
 
-from math import comb
+from math import comb, sqrt
+
+Z = 1.959964
+"""Standard deviations of a normal distribution around its mean that hold 95 % of it."""
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -14,3 +17,23 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     if not 1 <= k <= samples:
         raise ValueError(f"k is {k}; expected 1 to {samples}, the number of samples")
     return 1.0 - comb(samples - right, k) / comb(samples, k)
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """Returns Wilson's 95 % interval of a share that was found in `count` independent trials.
+
+    For the mean of `count` values between 0 and 1, such as pass@k of prompts, it is at least as wide as it need be. Source:
+    Wilson 1927, "Probable inference, the law of succession, and statistical inference". Raises ValueError for no trial.
+    """
+    if count < 1:
+        raise ValueError(f"count is {count}; expected at least 1 trial")
+    shrink = 1 + Z * Z / count
+    center = (share + Z * Z / (2 * count)) / shrink
+    half = Z / shrink * sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def with_interval(name: str, share: float, count: int) -> dict[str, float]:
+    """Returns the share as `name`, and its interval as `<name>_low` and `<name>_high`."""
+    low, high = interval(share, count)
+    return {name: share, f"{name}_low": low, f"{name}_high": high}

@@ -22,8 +22,9 @@ from dagrl.config import Config
 from dagrl.config.plan import RunPlan
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
+from dagrl.rl.benchmarks import rewards_of_sets
 from dagrl.rl.functions.answers import Answers
-from dagrl.rl.pass_at_k import pass_at_k
+from dagrl.rl.pass_at_k import pass_at_k, with_interval
 from dagrl.rl.rewards import RewardRunner, rewards_of
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
 from dagrl.rl.rollout.rollouts import Rollouts
@@ -49,7 +50,8 @@ LOGGED = 10  # lines of progress
 class Evaluation:
     """The completions to measure: one greedy completion of each prompt if `greedy`, and `samples` sampled ones.
 
-    A completion is right if its reward is at least `right_from`.
+    A completion is right if its reward is at least `right_from`. Prompts are those of `evaluation.sets`, or else the
+    held-out ones, with `train_split` those of training.
     """
 
     samples: int = 8
@@ -93,13 +95,17 @@ def evaluate(config: Config, wanted: Evaluation) -> Report:
     """Runs the evaluation. Raises a UserError, before any worker starts, for what can be checked by then."""
     check_evaluation(config, wanted)
     inputs = preflight(config, checkpoints=False)
-    prompts = (inputs.prompts if wanted.train_split else inputs.validation_prompts)[: config.grpo.max_val_samples]
+    held_out = inputs.prompts if wanted.train_split else inputs.validation_prompts
+    prompts = inputs.evaluation_prompts or held_out[: config.grpo.max_val_samples]
     if not prompts:
-        raise ConfigError("no held-out prompts; set data.val_path, data.val_split or data.val_fraction, or pass --train")
+        raise ConfigError(
+            "no held-out prompts; set data.val_path, data.val_split or data.val_fraction, or pass --train or --set gsm8k"
+        )
+    marks = rewards_of_sets(config.evaluation, config.reward.num_workers) if config.evaluation.sets else config.reward
     with ExitStack() as stack:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="dagrl-")))
         config = prepared_config(inputs.config, inputs, directory / "init_model").with_keys({"policy.router_replay": False})
-        reward = stack.enter_context(RewardRunner(config.reward))
+        reward = stack.enter_context(RewardRunner(marks))
         turns = stack.enter_context(open_turns(config, inputs.tokenizer))
         group = stack.enter_context(single_group(config, "generation"))
         scheduler = stack.enter_context(Scheduler([group], scheduler_options(config)))
@@ -177,14 +183,17 @@ def summary(completions: Sequence[Sequence[Completion]], wanted: Evaluation) -> 
         rewards = [completion.reward for completion in chosen if completion.reward is not None]
         if chosen:
             metrics[f"{name}/reward"] = _mean(rewards)
-            metrics[f"{name}/right"] = _mean([float(_is_right(completion, wanted)) for completion in chosen])
+            right = _mean([float(_is_right(completion, wanted)) for completion in chosen])
+            metrics |= with_interval(f"{name}/right", right, len(completions))  # the samples of a prompt are one trial
             metrics[f"{name}/tokens"] = _mean([float(len(completion.sample.completion.tokens)) for completion in chosen])
     if wanted.samples:
         counts = [
             sum(_is_right(completion, wanted) for completion in of_prompt if not completion.greedy)
             for of_prompt in completions
         ]
-        metrics |= {f"pass@{k}": _mean([pass_at_k(wanted.samples, right, k) for right in counts]) for k in wanted.ks}
+        for k in wanted.ks:
+            share = _mean([pass_at_k(wanted.samples, right, k) for right in counts])
+            metrics |= with_interval(f"pass@{k}", share, len(completions))
     failed = sum(completion.reward is None for completion in everything)
     return {**metrics, **({"failed": float(failed)} if failed else {})}
 

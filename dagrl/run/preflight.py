@@ -35,6 +35,7 @@ from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
 from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpus
+from dagrl.rl.benchmarks import load_sets, rewards_of_sets
 from dagrl.rl.environments import check_environment
 from dagrl.rl.functions.runner import check_concurrency
 from dagrl.rl.preferences import gives_scores
@@ -98,6 +99,7 @@ class Inputs:
     validation_demonstrations: list[Demonstration] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
     validation_prompts: list[Prompt] = field(default_factory=list)
+    evaluation_prompts: list[Prompt] = field(default_factory=list)
     preferences: list[Preference] = field(default_factory=list)
     validation_preferences: list[Preference] = field(default_factory=list)
 
@@ -124,11 +126,13 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     trace_phases(config, plan, workers)
     if plan.generates:
         _check_rewards(config)
+    _check_sets(config, plan)
     preferences = plan.learns_from == "preferences"
     if not preferences:
         _check_responses(config, plan)
     # before models are looked for, and before torch and transformers are imported
     splits = load_splits(config.data, preference_of if preferences else None)
+    questions = load_sets(config.evaluation)
     derived.config, origins = with_local_models(config)
     derived.reasons |= origins
     config = derived.config
@@ -146,7 +150,7 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     try_algorithm(config)
     if config.policy.random_init is not None:
         make_random_model(config.policy.random_init, tokenizer, "meta")
-    inputs = _encoded(derived, plan, splits, tokenizer, hf_config)
+    inputs = _encoded(derived, plan, splits, questions, tokenizer, hf_config)
     _check_positions(inputs, plan)
     check_settings(inputs.config, plan)
     warn_of_settings(inputs.config, plan)
@@ -216,6 +220,20 @@ def _check_rewards(config: Config) -> None:
         check_weights(config.reward, config.environment.enabled)
     if config.environment.enabled:
         check_environment(config.environment)
+
+
+def _check_sets(config: Config, plan: RunPlan) -> None:
+    """Checks `evaluation.sets`, whose rewards may need packages, too."""
+    if config.evaluation.sets and not plan.generates:
+        raise ConfigError(
+            f"evaluation.sets is {list(config.evaluation.sets)}, but algorithm {config.algorithm} generates nothing; leave "
+            "it out, and run dagrl evaluate --set on the final model"
+        )
+    if config.evaluation.sets and config.environment.enabled:
+        raise ConfigError("evaluation.sets has questions of one turn, but there is an environment; leave one of them out")
+    for item in reward_functions(rewards_of_sets(config.evaluation, 1)):
+        if item.name:
+            _require_packages(load_callable(item.path, f"evaluation.sets: {item.name}"), f"evaluation.sets: {item.name}")
 
 
 def trace_phases(config: Config, plan: RunPlan, workers: Mapping[str, type]) -> dict[str, PhaseGraph]:
@@ -327,7 +345,12 @@ def _check_positions(inputs: Inputs, plan: RunPlan) -> None:
 
 
 def _encoded(
-    derived: Derived, plan: RunPlan, splits: Splits, tokenizer: PreTrainedTokenizerFast, hf_config: Mapping[str, Json]
+    derived: Derived,
+    plan: RunPlan,
+    splits: Splits,
+    questions: Sequence[Example],
+    tokenizer: PreTrainedTokenizerFast,
+    hf_config: Mapping[str, Json],
 ) -> Inputs:
     """Tokenizes the examples, each kind for training and for validation, and derives lengths and steps from them."""
     config = derived.config
@@ -337,7 +360,7 @@ def _encoded(
     )
     if tokenizer.chat_template is not None and any(example.messages for example in chain(learned, train, held)):
         check_template(config.policy, tokenizer)
-    demonstrations, prompts, pairs = [list[Demonstration]()] * 2, [list[Prompt]()] * 2, [list[Preference]()] * 2
+    demonstrations, prompts, pairs = [list[Demonstration]()] * 2, [list[Prompt]()] * 3, [list[Preference]()] * 2
     if plan.learns_from == "preferences":
         encode_pairs = partial(encode_preferences, tokenizer=tokenizer, scored=gives_scores(derived.algorithm))
         pairs = [_valid(config, encode_pairs, part) for part in (train, held[: config.preference.max_val_samples])]
@@ -346,7 +369,7 @@ def _encoded(
         demonstrations = [_valid(config, encode, part) for part in (learned, held[: config.sft.max_val_samples])]
     if plan.generates:
         schemas = tool_schemas(load_tools(config.environment.tools)) if config.environment.tools else []
-        parts = [train, held[: config.grpo.max_val_samples]]
+        parts = [train, held[: config.grpo.max_val_samples], [with_chat(example, config.data) for example in questions]]
         if schemas:
             parts = [[with_tools(example, schemas) for example in part] for part in parts]
         prompts = [_valid(config, partial(encode_prompts, tokenizer=tokenizer), part) for part in parts]
@@ -368,6 +391,7 @@ def _encoded(
         validation_demonstrations=demonstrations[1],
         prompts=prompts[0],
         validation_prompts=prompts[1],
+        evaluation_prompts=prompts[2],
         preferences=pairs[0],
         validation_preferences=pairs[1],
     )

@@ -19,6 +19,7 @@ CLIP_RATIO = "policy/clip_ratio"  # share of tokens whose probability ratio was 
 ACCURACY = "preference/accuracy"  # share of pairs whose chosen answer has the higher reward or score
 ENVIRONMENT_FAILURES = "environment/failures"  # samples of a step for which the environment failed
 VALIDATION = "validation/"  # prefix of metrics of held-out data, which only some steps have
+EVALUATION = "evaluation/"  # prefix: right greedy answers to standard sets, and the interval `_low` to `_high` of 95 %
 STALENESS = "staleness/"  # prefix: policy versions between a token and the step that trains on it
 DROPPED = "dropped/"  # prefix: groups dropped since the run began, by reason
 

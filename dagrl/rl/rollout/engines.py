@@ -93,8 +93,9 @@ class Stop(Protocol):
 
 @dataclass(frozen=True)
 class PromptData:
-    """The prompts of a run, and the tokenizer that encoded them."""
+    """The prompts of a run, and the tokenizer that encoded them. `evaluation` has those of `evaluation.sets`."""
 
     train: Sequence[Prompt]
     validation: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerFast
+    evaluation: Sequence[Prompt] = ()

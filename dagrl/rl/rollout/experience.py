@@ -23,8 +23,10 @@ import numpy as np
 
 from dagrl.config import Config, Json
 from dagrl.data import open_sampler
+from dagrl.data.tokenization import Prompt
 from dagrl.errors import RunError, StopRequestedError, WorkerError
 from dagrl.rl.functions.answers import Answers, split_done
+from dagrl.rl.pass_at_k import with_interval
 from dagrl.rl.rewards import RewardRunner, join_rewards, rewards_of
 from dagrl.rl.rollout.engines import GenerationEngines, PromptData, Stop
 from dagrl.rl.rollout.episodes import RolloutGroup, Sample, new_group, request_seeds, samples_of
@@ -55,12 +57,21 @@ from dagrl.rl.rollout.trajectory_file import (
     write_trajectories,
 )
 from dagrl.rl.rollout.turns import Turns
-from dagrl.telemetry.metrics import DROPPED, ENVIRONMENT_FAILURES, EQUAL_GROUPS, REWARD, REWARD_MEAN, STALENESS, VALIDATION
+from dagrl.telemetry.metrics import (
+    DROPPED,
+    ENVIRONMENT_FAILURES,
+    EQUAL_GROUPS,
+    EVALUATION,
+    REWARD,
+    REWARD_MEAN,
+    STALENESS,
+    VALIDATION,
+)
 
 logger = logging.getLogger(__name__)
 
-VALIDATION_STREAM = 1 << 32
-"""The first number of a validation group. Training groups count from 0."""
+VALIDATION_STREAM, EVALUATION_STREAM = 1 << 32, 1 << 33
+"""The first number of a group of validation prompts, and of standard sets. Training groups count from 0."""
 
 DECODED_GROUPS = 8
 """Groups decoded at once, in parallel."""
@@ -88,9 +99,11 @@ class Experience:
         stop: Stop,
         *,
         version: int,
+        marks: RewardRunner | None = None,
     ) -> None:
+        """`marks` has the rewards of `prompts.evaluation`, if there are any."""
         grpo, self._config, self._prompts, self._engines = config.grpo, config, prompts, engines
-        self._reward, self._turns, self._stop = reward, turns, stop
+        self._reward, self._turns, self._stop, self._marks = reward, turns, stop, marks or reward
         self._last = config.sft.max_num_steps + grpo.max_num_steps
         self.sampler = open_sampler(prompts.train, config.data)
         self.buffer = TrajectoryBuffer[ScoredGroup](
@@ -230,14 +243,43 @@ class Experience:
         raises StopRequestedError instead; pass it only where every step taken is recorded. Raises RunError if the reward
         function or the environment failed for too large a share.
         """
-        prompts = self._prompts.validation
-        if not prompts:
+        seeds = request_seeds(self._config.seed, VALIDATION_STREAM + self.buffer.version, len(self._prompts.validation))
+        scored = self._held_out(self._prompts.validation, seeds, VALIDATION_STREAM, may_stop=may_stop)
+        if not scored:
             return {}
-        seeds = request_seeds(self._config.seed, VALIDATION_STREAM + self.buffer.version, len(prompts))
+        self._untrained += map(Untrained, scored)
+        rewards, samples = check_groups(self._config, self._reward, scored, may_all_fail=True)
+        metrics = self._turns.metrics(samples)
+        return {
+            VALIDATION + "reward": mean_reward(rewards, samples),
+            VALIDATION + "reward_failures": float(rewards.failed),
+            **reward_means(rewards, samples, VALIDATION),
+            **({VALIDATION + "environment_failures": metrics[ENVIRONMENT_FAILURES]} if metrics else {}),
+        }
+
+    def evaluate(self, *, may_stop: bool = False) -> dict[str, float]:
+        """Returns the share of right greedy completions of each set of `evaluation.sets`, with its 95 % interval.
+
+        A stop request ends it as it ends `validate`.
+        """
+        prompts = self._prompts.evaluation
+        scored = self._held_out(prompts, [0] * len(prompts), EVALUATION_STREAM, may_stop=may_stop)
+        right: dict[str, list[bool]] = {}
+        for group in scored:
+            right.setdefault(group.samples[0].prompt.task, []).append(bool(group.valid[0] and group.rewards.values[0] >= 1))
+        metrics: dict[str, float] = {}
+        for task, answers in right.items():
+            metrics |= with_interval(EVALUATION + task, sum(answers) / len(answers), len(answers))
+        return metrics
+
+    def _held_out(self, prompts: Sequence[Prompt], seeds: Sequence[int], first: int, *, may_stop: bool) -> list[ScoredGroup]:
+        """Returns one scored completion of each prompt, in groups from number `first` on; nothing if a stop is requested."""
         groups = [
-            new_group(self._config, VALIDATION_STREAM + index, -1 - index, prompt, [seed], cohort=-1)
+            new_group(self._config, first + index, -1 - index, prompt, [seed], cohort=-1)
             for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
+        for group in groups:
+            group.episodes[0].greedy = first == EVALUATION_STREAM
         self.rollouts.start(*groups)
         while len(self._validated) < len(prompts):
             if self._stop.requested:
@@ -248,18 +290,10 @@ class Experience:
                 self._validated = []
                 if may_stop:
                     self._stop.check()
-                return {}
+                return []
             self.work()
         scored, self._validated = sorted(self._validated, key=lambda group: group.group.number), []
-        self._untrained += map(Untrained, scored)
-        rewards, samples = check_groups(self._config, self._reward, scored, may_all_fail=True)
-        metrics = self._turns.metrics(samples)
-        return {
-            VALIDATION + "reward": mean_reward(rewards, samples),
-            VALIDATION + "reward_failures": float(rewards.failed),
-            **reward_means(rewards, samples, VALIDATION),
-            **({VALIDATION + "environment_failures": metrics[ENVIRONMENT_FAILURES]} if metrics else {}),
-        }
+        return scored
 
     def take_untrained(self) -> list[Untrained]:
         """Returns the validation samples and dropped groups since the last call."""
@@ -359,7 +393,8 @@ class Experience:
             for group in decoded:
                 samples = list(islice(left, len(group.episodes)))
                 values = partial(reward_values, group, samples, self._prompts.tokenizer)
-                self._scoring.append(_Scoring(group, samples, self._reward.submit(*reward_texts(samples), values)))
+                reward = self._marks if group.number >= EVALUATION_STREAM else self._reward
+                self._scoring.append(_Scoring(group, samples, reward.submit(*reward_texts(samples), values)))
 
     def _take_scores(self) -> None:
         done, self._scoring = split_done(self._scoring, lambda item: item.answers)

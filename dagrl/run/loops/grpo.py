@@ -17,11 +17,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from dagrl.config.settings import algorithm_name
 from dagrl.errors import WorkerError
 from dagrl.refit import RefitReport
+from dagrl.rl.benchmarks import rewards_of_sets
 from dagrl.rl.rewards import RewardRunner
 from dagrl.rl.rollout.engines import PromptData
 from dagrl.rl.rollout.experience import Experience
@@ -64,7 +65,7 @@ def train_grpo(session: Session, stage: Stage, experience: Experience, trainer: 
         else:  # engines are idle
             update = trainer.begin(groups, step)
             metrics |= experience.metrics(groups)
-            if session.goes_straight_on(step) and not stage.validates(step):
+            if session.goes_straight_on(step) and not stage.validates(step) and not evaluates(session, stage, step):
                 experience.prepare(step)
         learned, ended = update.result()
         if ahead.max_age_steps and not ahead.in_flight_weight_updates:
@@ -75,6 +76,9 @@ def train_grpo(session: Session, stage: Stage, experience: Experience, trainer: 
         if stage.validates(step):
             session.recorder.progress.status("validating")
             metrics |= experience.validate()
+        if evaluates(session, stage, step):
+            session.recorder.progress.status("evaluating")
+            metrics |= experience.evaluate()
         session.recorder.keep_untrained(experience.take_untrained(), step)
         metrics |= replays.close_step(tokens=int(metrics["trained_tokens"]))
         counters = experience.state() | session.reference_counter
@@ -94,11 +98,19 @@ def start_policy(session: Session, stage: Stage, experience: Experience, trainer
     session.begin(stage)
     if session.step == stage.after and stage.val_at_start:
         session.recorder.progress.status("validating")
-        session.record_initial_validation(stage, experience.validate(may_stop=resumed is None))
+        metrics = experience.validate(may_stop=resumed is None) | experience.evaluate(may_stop=resumed is None)
+        session.record_initial_validation(stage, metrics)
         session.recorder.keep_untrained(experience.take_untrained(), session.step)
     if resumed is not None:
         experience.restore(resumed.state.counters, resumed.directory)
     session.replays.close_step(tokens=0)  # none of this is part of the first step
+
+
+def evaluates(session: Session, stage: Stage, step: int) -> bool:
+    """Returns whether `step` ends with an evaluation on standard sets."""
+    evaluation = session.config.evaluation
+    due = step == stage.last or bool(evaluation.period and (step - stage.after) % evaluation.period == 0)
+    return due and bool(evaluation.sets)
 
 
 @contextmanager
@@ -107,16 +119,19 @@ def open_experience(session: Session, reward: RewardRunner) -> Iterator[Experien
     before they sleep."""
     config, inputs, replays = session.config, session.inputs, session.replays
     assert session.generation is not None
+    sets = config.evaluation.sets
     with (
         open_turns(config, inputs.tokenizer) as turns,
+        RewardRunner(rewards_of_sets(config.evaluation, config.reward.num_workers)) if sets else nullcontext() as marks,
         Experience(
             config,
-            PromptData(inputs.prompts, inputs.validation_prompts, inputs.tokenizer),
+            PromptData(inputs.prompts, inputs.validation_prompts, inputs.tokenizer, inputs.evaluation_prompts),
             WorkerEngines(session.generation, replays, config.timeouts.replay, session.replacement),
             reward,
             turns,
             session.stop,
             version=session.step,
+            marks=marks,
         ) as experience,
     ):
         session.checkpoints.parts.append(experience.save)

@@ -1,0 +1,158 @@
+"""Standard sets of questions by name, and how answers to them are marked: `dagrl evaluate --set` and `evaluation.sets`.
+
+    load_sets(EvaluationConfig(sets=("gsm8k", "math500=math500.jsonl")), data)
+
+A set comes from the Hub, or from a file or directory with the columns that it has there. Answers of mathematics are marked
+by math-verify, and instructions (`ifeval`) by lm-evaluation-harness.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+from dagrl.config import DataConfig, EvaluationConfig, Json, RewardConfig, RewardFunctionConfig
+from dagrl.data.examples import Example, read_examples
+from dagrl.errors import ConfigError, DataError, UserError
+
+Row = Mapping[str, Json]
+LETTERS = "ABCDEFGHIJ"
+BOXED = "Reason step by step, and put the final answer in \\boxed{}."
+LETTER = "Reason step by step, and put the letter of the right option in \\boxed{}."
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A set: where it is on the Hub, the texts of a row's question and answer, and what marks a completion."""
+
+    path: str
+    question: Callable[[Row], str]
+    answer: Callable[[Row], str]
+    reward: str = "dagrl.rl.rewards:math_answer"
+    instruction: str = BOXED
+    split: str = "test"
+    subset: str | None = None
+
+
+def _column(*names: str) -> Callable[[Row], str]:
+    """Returns what reads the first of the columns that a row has: published copies of a set differ in capitals."""
+    return lambda row: str(next((row[name] for name in names if name in row), None) or row[names[0]])
+
+
+def _mmlu_question(row: Row) -> str:
+    return _with_options(str(row["question"]), cast("list[str]", row["options"]))
+
+
+def _gpqa_options(row: Row) -> list[str]:
+    """Returns the options in an order that depends on the question alone: the right one is the first of the columns."""
+    options = [str(row[name]).strip() for name in ("Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3)))]
+    random.Random(str(row["Question"])).shuffle(options)  # noqa: S311  # not cryptography
+    return options
+
+
+def _gpqa_question(row: Row) -> str:
+    return _with_options(str(row["Question"]).strip(), _gpqa_options(row))
+
+
+def _gpqa_answer(row: Row) -> str:
+    return LETTERS[_gpqa_options(row).index(str(row["Correct Answer"]).strip())]
+
+
+def _with_options(question: str, options: list[str]) -> str:
+    return "\n".join([question, *(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))])
+
+
+_PROBLEM, _ANSWER = _column("problem", "Problem"), _column("answer", "Answer")
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "gsm8k": Benchmark("openai/gsm8k", _column("question"), _column("answer"), subset="main"),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", _PROBLEM, _ANSWER),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", _PROBLEM, _ANSWER, split="train"),
+    "aime25": Benchmark("math-ai/aime25", _PROBLEM, _ANSWER),
+    "mmlu_pro": Benchmark(
+        "TIGER-Lab/MMLU-Pro", _mmlu_question, _column("answer"), "dagrl.rl.benchmarks:option_chosen", LETTER
+    ),
+    "gpqa_diamond": Benchmark(
+        *("Idavidrein/gpqa", _gpqa_question, _gpqa_answer, "dagrl.rl.benchmarks:option_chosen", LETTER),
+        split="train",
+        subset="gpqa_diamond",
+    ),
+    "ifeval": Benchmark(
+        *("google/IFEval", _column("prompt"), lambda row: "", "dagrl.rl.benchmarks:instructions_followed", ""), split="train"
+    ),
+}
+
+
+def option_chosen(prompts: list[str], completions: list[str], references: list[str]) -> list[float]:
+    """Returns 1 where the completion's last choice of an option is the reference, a letter.
+
+    A choice is a letter in `\\boxed{}`, one after `answer is` or `Answer:`, or a completion of a letter alone.
+    """
+    chosen = [[*_CHOICE.findall(text), *_LETTER.findall(text)] for text in completions]
+    return [float(letters[-1:] == [wanted]) for letters, wanted in zip(chosen, references, strict=True)]
+
+
+_CHOICE = re.compile(r"(?:\\boxed\{(?:\\text\w*\{)?|[Aa]nswer(?: is)?:?)[\s*]*\(?([A-J])\b")
+_LETTER = re.compile(r"\A\s*\(?([A-J])\)?[.\s]*\Z")
+
+
+def instructions_followed(
+    prompts: list[str], completions: list[str], references: list[str], columns: list[dict[str, Any]]
+) -> list[float]:
+    """Returns 1 where all of the prompt's verifiable instructions are followed: IFEval's strict accuracy of prompts."""
+    from lm_eval.tasks.ifeval.utils import InputExample, test_instruction_following_strict
+
+    tasks = [InputExample(*(row[name] for name in ("key", "instruction_id_list", "prompt", "kwargs"))) for row in columns]
+    marked = [test_instruction_following_strict(task, text) for task, text in zip(tasks, completions, strict=True)]
+    return [float(result.follow_all_instructions) for result in marked]
+
+
+instructions_followed.requires = ("lm_eval",)  # type: ignore[attr-defined]  # checked before a run starts
+
+
+def sources_of(config: EvaluationConfig) -> dict[str, str]:
+    """Returns where each set of `evaluation.sets` is read from. Raises ConfigError for an unknown one."""
+    sources = {}
+    for text in config.sets:
+        name, _, path = text.partition("=")
+        if name not in BENCHMARKS:
+            raise ConfigError(f"evaluation.sets: there is no set {name!r}; expected: {', '.join(BENCHMARKS)}")
+        sources[name] = path or BENCHMARKS[name].path
+    return sources
+
+
+def load_sets(config: EvaluationConfig) -> list[Example]:
+    """Returns the questions of all sets, each with the name of its set as `task`. Raises ConfigError or DataError."""
+    examples = []
+    for name, path in sources_of(config).items():
+        benchmark = BENCHMARKS[name]
+        keys = DataConfig(subset=benchmark.subset if path == benchmark.path else None)
+        try:
+            questions = read_examples(path, benchmark.split, keys, partial(_example, benchmark, config.prompt))
+        except UserError as error:
+            raise type(error)(f"evaluation.sets: {name}: {error}") from error
+        examples += [replace(example, task=name) for example in questions[: config.max_samples]]
+    return examples
+
+
+def _example(benchmark: Benchmark, prompt: str, row: Row, source: str, keys: DataConfig) -> Example:
+    try:
+        texts = {"question": benchmark.question(row), "instruction": benchmark.instruction}
+        return Example(prompt.format(**texts).rstrip(" \n"), benchmark.answer(row), source=source, columns=row)
+    except KeyError as error:
+        found = ", ".join(row)
+        raise DataError(f"{source} has no column {error}; found: {found}; expected: those of {benchmark.path}") from error
+
+
+def rewards_of_sets(config: EvaluationConfig, workers: int | None) -> RewardConfig:
+    """Returns what marks the answers: a function for each set."""
+    return RewardConfig(
+        functions={
+            name: RewardFunctionConfig(function=BENCHMARKS[name].reward, tasks=(name,), num_workers=workers)
+            for name in sources_of(config)
+        },
+        max_failed_share=1.0,  # an answer that cannot be marked is a wrong one
+    )
