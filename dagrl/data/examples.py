@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, starmap, zip_longest
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import numpy as np
 
-from dagrl.config import DataConfig, Json
 from dagrl.data.hugging_face import CSV, has_splits, plain_files, read_rows
 from dagrl.errors import ConfigError, DataError, UserError
 from dagrl.imports import check_arguments, load_callable, running
+
+if TYPE_CHECKING:
+    from dagrl.config import DataConfig, Json
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Example:
     rejected: Example | None = None
 
 
-Parse = Callable[[Mapping[str, Json], str, DataConfig], Example]
+Parse = Callable[[Mapping[str, "Json"], str, "DataConfig"], Example]
 """Makes an example of a row: its columns, its source, and the keys of the columns."""
 
 
@@ -100,7 +102,7 @@ def _load_mixture(config: DataConfig, parse: Parse | None) -> Splits:
     for name, source in config.mixture.items():
         own = {key: getattr(source, key) for key in source.model_fields_set - {"weight"}}
         try:
-            splits = load_splits(DataConfig(**own, seed=config.seed, invalid=config.invalid), parse)
+            splits = load_splits(type(config)(**own, seed=config.seed, invalid=config.invalid), parse)
         except UserError as error:
             raise type(error)(f"data.mixture.{name}: {error}") from error
         parts = (splits.demonstrations, splits.train, splits.validation)
@@ -218,7 +220,7 @@ def _check_split_names(config: DataConfig, path: str) -> None:
     everywhere = [path] if config.val_path is None else [path, config.val_path]
     named = (
         ("val_split", config.val_split, [held_out], "set data.val_path to a file for validation, or leave it out"),
-        ("split", config.split if config.split != DataConfig().split else None, everywhere, "leave it out"),
+        ("split", config.split if config.split != type(config)().split else None, everywhere, "leave it out"),
         ("subset", config.subset, everywhere, "leave it out"),
     )
     for key, name, paths, advice in named:
@@ -434,7 +436,7 @@ def _tools(tools: Json, source: str) -> tuple[Json, ...]:
     """Parses tools: a list, or its JSON text, as in tables whose rows have different tools."""
     if isinstance(tools, str):
         try:
-            tools = cast(Json, json.loads(tools))
+            tools = cast("Json", json.loads(tools))
         except ValueError as error:
             raise DataError(
                 f"{source}: 'tools' is {tools!r:.60}, which is not valid JSON ({error}); expected: a list"

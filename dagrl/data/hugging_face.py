@@ -14,11 +14,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dagrl.config import Json
 from dagrl.errors import DataError
 from dagrl.imports import require_package
+
+if TYPE_CHECKING:
+    from dagrl.config import Json
 
 SUFFIXES = (".parquet", ".arrow")
 JSON, CSV = (".jsonl", ".json"), (".csv", ".tsv")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from dagrl.config import DataConfig, Json
 from dagrl.data.tokenization import Row, digest_of
 from dagrl.errors import CheckpointError, DataError
+
+if TYPE_CHECKING:
+    from dagrl.config import DataConfig, Json
 
 
 class Sampler:

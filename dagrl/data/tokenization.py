@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.config import Json
 from dagrl.data.examples import Example, Message
 from dagrl.errors import ConfigError, DataError
 from dagrl.runtime.shapes import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from dagrl.config import Json
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import io
 import pickle
 import socket
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, is_dataclass
@@ -191,13 +192,19 @@ def write_message(value: object) -> bytes:
     """Returns `value` as a message. An error that is not dagrl's becomes a RunError with its text."""
     if isinstance(value, Exception) and type(value).__module__ != DagrlError.__module__:
         value = RunError(error_text(value))
-    return pickle.dumps(value)
+    content = pickle.dumps(value)
+    return zlib.crc32(content).to_bytes(4) + content
 
 
 def read_message(message: bytes, sender: str) -> Any:
-    """Returns what `write_message` was given. Raises ChannelError for any other message; `sender` is named in it."""
+    """Returns what `write_message` was given. Raises ChannelError for any other message; `sender` is named in it.
+
+    A damaged pickle may ask for any amount of memory, so its checksum comes first.
+    """
     try:
-        return _PlanUnpickler(io.BytesIO(message)).load()
+        if zlib.crc32(message[4:]).to_bytes(4) != message[:4]:
+            raise pickle.UnpicklingError("its checksum differs")
+        return _PlanUnpickler(io.BytesIO(message[4:])).load()
     except Exception as error:  # unpickling a foreign message may raise anything
         raise ChannelError(
             f"the message of {sender} is not one of dagrl ({error_text(error)}); look for another process that writes to "
