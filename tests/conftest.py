@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A call to Ray that no cluster serves is an error; Ray would start one, and end this process a minute after that has ended.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
+# The collector would search all modules again and again while tests are collected, and after that whenever it runs.
+gc.disable()
+
 # Machines that run tests are shared: the time to draw or run one example says nothing about the code.
 # pytest-timeout bounds a whole test. Each run draws other examples, so a test needs few of them.
 hypothesis.settings.register_profile(
@@ -46,6 +50,12 @@ def shared_by(nodeid: str) -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share something, which take longest, begin first, so that no process waits for them at the end."""
     items.sort(key=lambda item: shared_by(item.nodeid) is None)
+
+
+def pytest_collection_finish() -> None:
+    """From here on the garbage collector runs, and leaves out what was imported."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

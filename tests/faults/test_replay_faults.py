@@ -44,7 +44,7 @@ def other_ranks(other: Shard, value):
     return other.map("rank", value)
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=["dagrl", "ray", pytest.param("eager", marks=pytest.mark.slow)])
 def scheduler(request: pytest.FixtureRequest, cluster: None) -> Iterator[Scheduler]:
     groups = [WorkerGroup.create(role, FakeWorker, ParallelLayout(tp=size), None) for role, size in ROLES.items()]
     options = SchedulerOptions(**ENGINES[request.param], fallback="error", replay_s=120.0, teardown_s=TEARDOWN_S)

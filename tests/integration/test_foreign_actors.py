@@ -136,7 +136,12 @@ def plain() -> list[Any]:
     return two_actors(Threaded)
 
 
-WAYS = [plain, with_two_threads, with_an_event_loop, with_concurrency_groups]
+WAYS = [
+    plain,
+    pytest.param(with_two_threads, marks=pytest.mark.slow),
+    with_an_event_loop,
+    pytest.param(with_concurrency_groups, marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module", params=WAYS)

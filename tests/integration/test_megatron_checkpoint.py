@@ -35,7 +35,13 @@ def config_of(model: Path, policy: dict[str, Any]) -> Any:
     return reference.make_config(model, megatron_cfg=megatron, scheduler=SCHEDULE, **policy)
 
 
-@pytest.mark.parametrize(("model", "first", "others"), CASES, ids=["tied", "sharded", "experts", "bfloat16"])
+@pytest.mark.parametrize(
+    ("model", "first", "others"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name == "sharded"))  # so are those of the two after it
+        for name, case in zip(("tied", "sharded", "experts", "bfloat16"), CASES, strict=True)
+    ],
+)
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     model: str,
     first: Setting,

@@ -88,6 +88,8 @@ CASES = [
 ]
 SLOW = {
     *(f"qwen3-{name}" for name in ("dp2-sharded-overlapped", "pp2cp2-packed", "tp2pp2-sharded-sp-recomputed")),
+    "qwen3-tp2cp2-sp-packed",
+    "glm4_moe-dp2tp2ep2",
     "qwen3_tied-dp2pp2vpp2-packed",
     "qwen3_moe-cp2ep2",
     "qwen3_moe-dp2ep2-sharded",

@@ -12,6 +12,7 @@ from tests.integration.main_job import GRPO, Run, train
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
 
+pytestmark = pytest.mark.slow  # test_wheel.py trains with workers of a user's
 SFT_STEPS, GRPO_STEPS = 3, 2
 
 

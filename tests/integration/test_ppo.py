@@ -79,10 +79,11 @@ def critic_step_by_hand(table: Any, batch: Batch, returns: Any) -> Any:
     return table - CRITIC["optimizer"]["lr"] * gradient  # type: ignore[index]
 
 
+@pytest.mark.slow  # test_colocated.py has a run of PPO in CI, and tests/unit advantages by hand
 @pytest.mark.parametrize(
     "grpo",
     [
-        pytest.param({}, marks=pytest.mark.slow, id="sync"),
+        pytest.param({}, id="sync"),
         pytest.param({"async_grpo": ASYNC, "num_generations_per_prompt": 1, "num_prompts_per_step": 12}, id="async"),
     ],
 )

@@ -20,7 +20,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, biases, one kv head": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
     "moe, few tokens": ("qwen3_moe", {"vocab_size": 15}),  # the second rank's share of the vocabulary is padding alone
 }
-CASES = [(1, "qwen2, tied"), (2, "llama, biases, one kv head"), (2, "moe, few tokens")]
+CASES = [
+    (1, "qwen2, tied"),
+    pytest.param((2, "llama, biases, one kv head"), marks=pytest.mark.slow),
+    (2, "moe, few tokens"),
+]
 """Size and model of each engine; test_vllm_families.py has the layouts of all families, and test_vllm_refit.py updates."""
 
 Started = tuple[Engine, list[Path]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import runpy
 from pathlib import Path
@@ -27,11 +26,9 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 150
 
 
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_every_file_says_what_it_is_for(file: Path) -> None:
+def test_every_file_says_what_it_is_for() -> None:
     """The documentation's file map is made of these lines."""
-    first = (ast.get_docstring(ast.parse((ROOT / file).read_text())) or "").partition("\n")[0]
-    assert first, f"{file} has no docstring"
+    assert FILES and [file for file in FILES if not re.match(r'r?"""\S', (ROOT / file).read_text())] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
