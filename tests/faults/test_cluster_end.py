@@ -77,9 +77,7 @@ with ray_cluster(ClusterConfig(num_cpus=1)):
 """
 
 
-@pytest.mark.parametrize(
-    ("moment", "code"), [("run", -signal.SIGKILL), pytest.param("start", 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("moment", "code"), [("run", -signal.SIGKILL), pytest.param("start", 1, marks=pytest.mark.slow)])
 def test_nothing_of_a_cluster_outlives_its_driver_or_a_failed_start(moment: str, code: int) -> None:
     """Ray alone leaves the agents of a raylet that was killed for more than a minute."""
     command = [sys.executable, "-c", KILLED, moment]

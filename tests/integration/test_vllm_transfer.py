@@ -14,7 +14,8 @@ import pytest
 from tests.integration.vllm_models import make_checkpoint
 
 SCRIPT = """
-import sys
+import gc, sys
+gc.disable()
 import torch
 from transformers import AutoModelForCausalLM
 

@@ -158,8 +158,9 @@ def _shutdown(worker: Any) -> None:
 
 def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    import vllm.v1.engine.llm_engine  # noqa: F401  # now, in both processes at once
+    from dagrl.workers.vllm.launch import import_vllm
 
+    import_vllm({})  # now, in both processes at once
     while (message := pipe.recv()) is not None:
         function, args = message
         try:
