@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dagrl.config import DataConfig, RewardConfig
-from dagrl.data import read_jsonl
+from dagrl.data import read_examples
 from dagrl.data.tokenization import Prompt, digest_of, encode_prompts
 from dagrl.errors import ConfigError
 from dagrl.rl.rewards import RewardRunner, Rewards, check_keywords, check_weights, join_rewards, rewards_of
@@ -77,7 +77,7 @@ two_at_once, all_at_once = Judge(), Judge()
 def prompts_of(tmp_path: Path, rows: list[dict[str, Any]]) -> list[Prompt]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return encode_prompts(read_jsonl(path, DataConfig(path=str(path))), character_tokenizer("0123456789+="))
+    return encode_prompts(read_examples(path, "train", DataConfig(path=str(path))), character_tokenizer("0123456789+="))
 
 
 def rewarded(config: RewardConfig, completions: list[str], prompt: Prompt | None = None) -> Rewards:

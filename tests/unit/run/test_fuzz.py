@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from dagrl.config import Config, DataConfig
 from dagrl.config.file import load_config
-from dagrl.data.examples import read_jsonl
+from dagrl.data.examples import read_examples
 from dagrl.errors import CheckpointError, ConfigError, DataError
 from dagrl.run.checkpoint_store import FORMAT, MANIFEST, STATE, CheckpointStore, TrainState, load_checkpoint_directory
 from dagrl.telemetry.record import prepare_run_directory
@@ -96,7 +96,7 @@ def test_any_line_of_a_data_file_is_an_example_or_a_data_error(tmp_path: Path, c
     path = tmp_path / "data.jsonl"
     path.write_bytes(content)
     try:
-        read_jsonl(path, DataConfig())
+        read_examples(path, "train", DataConfig())
     except DataError as error:
         assert str(path) in str(error)
 
