@@ -127,20 +127,14 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     if plan.generates:
         _check_rewards(config)
     _check_sets(config, plan)
-    preferences = plan.learns_from == "preferences"
-    if not preferences:
+    if plan.learns_from != "preferences":
         _check_responses(config, plan)
     # before models are looked for, and before torch and transformers are imported
-    splits = load_splits(config.data, preference_of if preferences else None)
+    splits = load_splits(config.data, preference_of if plan.learns_from == "preferences" else None)
     questions = load_sets(config.evaluation)
-    derived.config, origins = with_local_models(config)
-    derived.reasons |= origins
+    tokenizer, hf_config = _open_text(derived)
     config = derived.config
-    tokenizer = load_tokenizer(config.policy)
-    derive_chat(derived, tokenizer.chat_template is not None)
-    _keep_date(derived, tokenizer, paths)
     check_other_tokenizers(config, tokenizer)
-    hf_config = model_description(config.policy, token_count(tokenizer))
     check_model(config, plan, hf_config, workers)
     _check_stops(config, hf_config)
     if resumed is not None:
@@ -160,6 +154,28 @@ def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
     if resumed is not None:
         check_state_of(resumed, inputs.config, plan, inputs.demonstrations, inputs.prompts, inputs.preferences)
     return inputs
+
+
+def read_data(config: Config) -> tuple[Inputs, list[Example]]:
+    """Returns the tokenized examples of a run, and the examples that they are made of. Checks nothing else."""
+    derived = derive_from_machine(config)
+    plan = RunPlan.of(derived.config)
+    check_settings(derived.config, plan)
+    splits = load_splits(derived.config.data, preference_of if plan.learns_from == "preferences" else None)
+    tokenizer, hf_config = _open_text(derived)
+    examples = [with_chat(example, derived.config.data) for example in (*splits.demonstrations, *splits.train)]
+    return _encoded(derived, plan, splits, (), tokenizer, hf_config), examples
+
+
+def _open_text(derived: Derived) -> tuple[PreTrainedTokenizerFast, dict[str, Json]]:
+    """Returns the tokenizer and the model's `config.json`, downloaded if need be, and derives what follows from the
+    tokenizer."""
+    derived.config, origins = with_local_models(derived.config)
+    derived.reasons |= origins
+    tokenizer = load_tokenizer(derived.config.policy)
+    derive_chat(derived, tokenizer.chat_template is not None)
+    _keep_date(derived, tokenizer, RunPaths.of(derived.config))
+    return tokenizer, model_description(derived.config.policy, token_count(tokenizer))
 
 
 def _keep_date(derived: Derived, tokenizer: PreTrainedTokenizerFast, paths: RunPaths) -> None:

@@ -1,0 +1,185 @@
+"""`dagrl inspect CONFIG --text [N]` shows the first N examples of a run as the tokens that it trains on, or continues.
+
+Runs of tokens of one kind are a line with its name, in its colour:
+
+    template  <|im_start|>│user│↵            written by the chat template, or added by the tokenizer
+    data      What│ is│ 7│ +│ 5│?            from the data; not in the loss
+    TRAIN     12                             from the data, in the loss
+    TRAIN+    <think>│↵│</think>│↵           written by the template, in the loss
+    STOP      <|im_end|>                     in the loss, and ends a completion
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING, cast
+
+from dagrl.config import Config
+from dagrl.data import Example, open_sampler
+from dagrl.data.tokenization import Demonstration, Prompt, Row
+from dagrl.errors import ConfigError
+from dagrl.run.preflight import Inputs, read_data
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from transformers import PreTrainedTokenizerFast
+
+STYLES = {"template": "dim", "data": "", "TRAIN": "green", "TRAIN+": "yellow", "STOP": "bold red", "SAMPLE": "green"}
+MEANINGS = {
+    "template": "written by the chat template or the tokenizer, not in the loss",
+    "data": "from the data, not in the loss",
+    "TRAIN": "from the data, in the loss",
+    "TRAIN+": "written by the chat template, in the loss",
+    "STOP": "in the loss, and ends a completion",
+    "SAMPLE": "what the policy writes, in the loss",
+}
+MOST = 200
+"""Tokens of a line of which all are shown; of a longer one the first and the last half of as many."""
+
+
+def text_report(config: Config, count: int, console: Console) -> str:
+    """Returns the first `count` examples that each stage of the run draws, in their order, in the console's colours.
+
+    Raises UserError for what a run would reject of the data, the tokenizer or the chat template.
+    """
+    from rich.text import Text
+
+    if count < 1:
+        raise ConfigError(f"--text {count}: expected: 1 or more examples")
+    inputs, examples = read_data(config)
+    by_source = {example.source: example for example in examples}
+    view = _View(inputs, stop_tokens(inputs))
+    ends = ", ".join(f"{token} {view.text(token)}" for token in sorted(view.stops))
+    parts: list[RenderableType] = [Text.assemble(*((f"{kind}: {MEANINGS[kind]}\n", STYLES[kind]) for kind in MEANINGS))]
+    parts.append(Text(f"A completion ends with {ends}." + (f" The date is {view.day}." if view.day else "")))
+    for row in _first(inputs.demonstrations, inputs.config, count):
+        parts += view.sequence("SFT", row, by_source.get(row.source))
+    for pair in _first(inputs.preferences, inputs.config, count):
+        example = by_source.get(pair.source)
+        parts += view.sequence("chosen", pair.chosen, example)
+        parts += view.sequence("rejected", pair.rejected, example and example.rejected)
+    for prompt in _first(inputs.prompts, inputs.config, count):
+        parts += view.prompt(prompt, by_source.get(prompt.source))
+    with console.capture() as capture:
+        console.print(*parts, sep="\n")
+    return capture.get()
+
+
+def stop_tokens(inputs: Inputs) -> set[int]:
+    """Returns the tokens that end a completion."""
+    generation = inputs.config.policy.generation
+    return {cast(int, inputs.tokenizer.eos_token_id), *(generation.stop_token_ids if generation else ())}
+
+
+def _first(rows: Sequence[Row], config: Config, count: int) -> list[Row]:
+    return [rows[index] for index in open_sampler(rows, config.data).take(min(count, len(rows)))] if rows else []
+
+
+class _View:
+    """Shows rows as tables of two columns: the kind of some tokens, and these."""
+
+    def __init__(self, inputs: Inputs, stops: set[int]) -> None:
+        self.stops, self.day = stops, inputs.config.policy.tokenizer.date
+        self._tokenizer = inputs.tokenizer
+        self._special = set(inputs.tokenizer.all_special_ids) | {*inputs.tokenizer.get_added_vocab().values()}
+
+    def text(self, token: int) -> str:
+        """Returns the text of a token alone."""
+        return _shown(_decode(self._tokenizer, [token]))
+
+    def sequence(self, name: str, row: Demonstration, example: Example | None) -> list[RenderableType]:
+        """Shows a whole sequence."""
+        tokens, learned = row.tokens.tolist(), row.loss_mask > 0
+        given = self._given(tokens, example)
+        kinds = [self._kind(*item) for item in zip(tokens, learned.tolist(), given, strict=True)]
+        return self._table(f"{name}: {row.source}, {len(tokens)} tokens, {int(learned.sum())} in the loss", tokens, kinds)
+
+    def prompt(self, prompt: Prompt, example: Example | None) -> list[RenderableType]:
+        """Shows what is sampled from, and the reference."""
+        tokens = prompt.tokens.tolist()
+        kinds = [self._kind(token, False, given) for token, given in zip(tokens, self._given(tokens, example), strict=True)]
+        reference = f", reference {_shown(prompt.reference)[:MOST]}" if prompt.reference else ""
+        title = f"prompt: {prompt.source}, {len(tokens)} tokens{reference}"
+        return self._table(title, tokens, kinds, ("SAMPLE", "..."))
+
+    def _kind(self, token: int, learned: bool, given: bool) -> str:
+        if learned:
+            return "STOP" if token in self.stops else "TRAIN" if given else "TRAIN+"
+        return "data" if given else "template"
+
+    def _table(
+        self, title: str, tokens: Sequence[int], kinds: Sequence[str], *after: tuple[str, str]
+    ) -> list[RenderableType]:
+        from rich.table import Table
+        from rich.text import Text
+
+        table, pieces = Table.grid(padding=(0, 2)), token_texts(self._tokenizer, tokens)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        start = 0
+        for kind, run in groupby(kinds):
+            part = pieces[start : (start := start + len(list(run)))]
+            if (hidden := len(part) - MOST) > 0:
+                part = [*part[: MOST // 2], f" ... {hidden} tokens ... ", *part[-MOST // 2 :]]
+            text = Text()
+            for number, piece in enumerate(part):
+                text.append("\u2502" if number else "", "dim").append(_shown(piece), STYLES[kind])
+            table.add_row(Text(kind, STYLES[kind]), text)
+        for kind, content in after:
+            table.add_row(Text(kind, STYLES[kind]), Text(content, STYLES[kind]))
+        return [Text(f"\n{title}", "bold underline"), table]
+
+    def _given(self, tokens: Sequence[int], example: Example | None) -> list[bool]:
+        """Returns which tokens have text of the data: contents of messages, found in their order."""
+        pieces = token_texts(self._tokenizer, tokens)
+        ends = list(accumulate(map(len, pieces)))
+        starts = [end - len(piece) for end, piece in zip(ends, pieces, strict=True)]
+        plain = (" " * len(piece) if token in self._special else piece for token, piece in zip(tokens, pieces, strict=True))
+        text, given, place = "".join(plain), [False] * len(tokens), 0
+        for content in _contents(example):
+            found = _find(text, content, place, set(starts))
+            if found >= 0:
+                place = found + len(content)
+                given = [old or (start < place and end > found) for old, start, end in zip(given, starts, ends, strict=True)]
+        return given
+
+
+def token_texts(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> list[str]:
+    """Returns the text that each token adds. That of a character in several tokens is the last one's."""
+    texts, first, before = list[str](), 0, ""
+    for end in range(1, len(tokens) + 1):
+        whole = _decode(tokenizer, tokens[first:end])
+        if whole.endswith("\ufffd") and end < len(tokens):
+            texts.append("")
+        else:
+            texts.append(whole[len(before) :])
+            first = max(0, end - 4)  # alone, tokens of SentencePiece have no space before them
+            before = _decode(tokenizer, tokens[first:end])
+    return texts
+
+
+def _decode(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> str:
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _contents(example: Example | None) -> Iterator[str]:
+    """Yields the texts of an example that a template writes, in order."""
+    if example is None:
+        return
+    texts: list[object] = [] if example.messages else [example.prompt, example.response]
+    for message in example.messages:
+        texts += [message.more.get("reasoning_content"), message.content]
+    yield from (text.strip() for text in texts if isinstance(text, str) and text.strip())
+
+
+def _find(text: str, content: str, place: int, starts: set[int]) -> int:
+    """Returns where a content starts in `text`, at the start of a token; -1 if nowhere."""
+    while (place := text.find(content, place)) >= 0 and place not in starts and place + 1 not in starts:
+        place += 1
+    return place
+
+
+def _shown(text: str) -> str:
+    """Makes white space visible."""
+    return text.replace("\n", "\u21b5").replace("\t", "\u21e5").replace("\r", "\u240d")

@@ -1,0 +1,109 @@
+"""`dagrl inspect CONFIG --text` shows the tokens of a run's data, with and without colours."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dagrl.cli.main import main
+from dagrl.cli.text import text_report, token_texts
+from dagrl.config.file import load_config
+
+ROOT = Path(__file__).parents[3]
+TURNS = [("system", "be brief"), ("user", "7 + 5?\nsay it"), ("assistant", "12"), ("user", "1?"), ("assistant", "no")]
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}<{{ m.content }}>{{ eos_token }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ENDS = " ends with 2 <eos>."
+SFT = """
+SFT: chats.jsonl, line 1, 75 tokens, 10 in the loss
+template  [│s│y│s│t│e│m│]
+data      b│e│ │b│r│i│e│f
+template  [│u│s│e│r│]
+data      7│ │+│ │5│?│↵│s│a│y│ │i│t
+template  [│a│s│s│i│s│t│a│n│t│]
+TRAIN+    <
+TRAIN     1│2
+TRAIN+    >
+STOP      <eos>
+template  [│u│s│e│r│]
+data      1│?
+template  [│a│s│s│i│s│t│a│n│t│]
+TRAIN+    <
+TRAIN     n│o
+TRAIN+    >
+STOP      <eos>
+
+SFT: chats.jsonl, line 2, 23 tokens, 4 in the loss
+template  [│u│s│e│r│]
+data      9│?
+template  [│a│s│s│i│s│t│a│n│t│]
+TRAIN+    <
+TRAIN     9
+TRAIN+    >
+STOP      <eos>
+"""
+PROMPTS = """
+prompt: chats.jsonl, line 2, 19 tokens, reference 9
+template  [│u│s│e│r│]
+data      9│?
+template  [│a│s│s│i│s│t│a│n│t│]
+SAMPLE    ...
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Writes the data; returns the file and overrides of a run on them, in their order."""
+    monkeypatch.chdir(tmp_path)
+    chat = {"messages": [{"role": role, "content": content} for role, content in TURNS]}
+    rows = [chat, {"prompt": "9?", "response": "9"}]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = f"policy.tokenizer.chat_template={json.dumps(TEMPLATE)}"
+    data = "data={path: chats.jsonl, val_fraction: 0, shuffle: false}"
+    return [str(ROOT / "examples" / "sft_quickstart.yaml"), data, template, "policy.max_total_sequence_length=100"]
+
+
+def lines(text: str) -> str:
+    """Returns a report without spaces at the ends of lines."""
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def test_kinds_of_tokens_are_told_apart(config: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", *config, "--text"]) == 0
+    plain = capsys.readouterr().out
+    assert lines(plain).partition("A completion")[2] == f"{ENDS}\n{SFT}".rstrip()
+    coloured = text_report(load_config(config[0], config[1:]), 2, Console(force_terminal=True, file=io.StringIO(), width=80))
+    assert coloured.count("\x1b[1;31m<eos>") == 3  # STOP is red
+    assert lines(re.sub(r"\x1b\[[0-9;]*m", "", coloured)) == lines(plain)
+
+
+def test_prompts_are_shown_with_what_follows(config: list[str]) -> None:
+    words = [*config[1:], "algorithm=grpo", "policy.generation.max_new_tokens=4", "sft.max_num_steps=0"]
+    text = text_report(load_config(config[0], words), 2, Console(file=io.StringIO(), width=80))
+    assert lines(text).endswith(PROMPTS.rstrip())
+    assert "reference no" in text and "SFT" not in text
+
+
+@pytest.mark.parametrize("text", ["a 日本 b", "\U0001f600", "né\n\n é", "   x"])
+def test_texts_of_tokens_join_to_the_whole(text: str) -> None:
+    """With byte-level tokens, of which several make a character, and with SentencePiece's spaces."""
+    for vocabulary, pre_tokenizer, decoder in (
+        (pre_tokenizers.ByteLevel.alphabet(), pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
+        (sorted({*text.replace(" ", "▁"), "▁"}), pre_tokenizers.Metaspace(), decoders.Metaspace()),
+    ):
+        model = models.BPE({token: number for number, token in enumerate(sorted(vocabulary))}, [])
+        tokenizer = Tokenizer(model)
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        ids = fast(text).input_ids
+        texts = token_texts(fast, ids)
+        assert len(texts) == len(ids) and "".join(texts) == fast.decode(ids) and "\ufffd" not in "".join(texts)
