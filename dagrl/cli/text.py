@@ -11,8 +11,8 @@ Runs of tokens of one kind are a line with its name, in its colour:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Sequence
+from itertools import accumulate, chain, groupby
 from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config
@@ -91,14 +91,14 @@ class _View:
     def sequence(self, name: str, row: Demonstration, example: Example | None) -> list[RenderableType]:
         """Shows a whole sequence."""
         tokens, learned = row.tokens.tolist(), row.loss_mask > 0
-        given = self._given(tokens, example)
+        given = self._given(tokens, _contents(example))
         kinds = [self._kind(*item) for item in zip(tokens, learned.tolist(), given, strict=True)]
         return self._table(f"{name}: {row.source}, {len(tokens)} tokens, {int(learned.sum())} in the loss", tokens, kinds)
 
     def prompt(self, prompt: Prompt, example: Example | None) -> list[RenderableType]:
         """Shows what is sampled from, and the reference."""
         tokens = prompt.tokens.tolist()
-        kinds = [self._kind(token, False, given) for token, given in zip(tokens, self._given(tokens, example), strict=True)]
+        kinds = ["data" if given else "template" for given in self._given(tokens, _contents(example)[:-1])]
         reference = f", reference {_shown(prompt.reference)[:MOST]}" if prompt.reference else ""
         title = f"prompt: {prompt.source}, {len(tokens)} tokens{reference}"
         return self._table(title, tokens, kinds, ("SAMPLE", "..."))
@@ -130,15 +130,15 @@ class _View:
             table.add_row(Text(kind, STYLES[kind]), Text(content, STYLES[kind]))
         return [Text(f"\n{title}", "bold underline"), table]
 
-    def _given(self, tokens: Sequence[int], example: Example | None) -> list[bool]:
-        """Returns which tokens have text of the data: contents of messages, found in their order."""
+    def _given(self, tokens: Sequence[int], contents: Sequence[str]) -> list[bool]:
+        """Returns which tokens have text of the data: `contents`, found in their order."""
         pieces = token_texts(self._tokenizer, tokens)
         ends = list(accumulate(map(len, pieces)))
         starts = [end - len(piece) for end, piece in zip(ends, pieces, strict=True)]
         plain = (" " * len(piece) if token in self._special else piece for token, piece in zip(tokens, pieces, strict=True))
-        text, given, place = "".join(plain), [False] * len(tokens), 0
-        for content in _contents(example):
-            found = _find(text, content, place, set(starts))
+        text, given, place, known = "".join(plain), [False] * len(tokens), 0, set(starts)
+        for content in contents:
+            found = _find(text, content, place, known)
             if found >= 0:
                 place = found + len(content)
                 given = [old or (start < place and end > found) for old, start, end in zip(given, starts, ends, strict=True)]
@@ -163,21 +163,24 @@ def _decode(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> str:
     return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _contents(example: Example | None) -> Iterator[str]:
-    """Yields the texts of an example that a template writes, in order."""
+def _contents(example: Example | None) -> list[str]:
+    """Returns the texts of an example that a template writes, in order; the last one is the answer."""
     if example is None:
-        return
-    texts: list[object] = [] if example.messages else [example.prompt, example.response]
-    for message in example.messages:
-        texts += [message.more.get("reasoning_content"), message.content]
-    yield from (text.strip() for text in texts if isinstance(text, str) and text.strip())
+        return []
+    if not example.messages:
+        return [example.prompt, example.response]
+    thoughts = (message.more.get("reasoning_content") for message in example.messages)
+    texts = chain(*zip(thoughts, (message.content for message in example.messages), strict=True))
+    return [text.strip() if isinstance(text, str) else "" for text in texts]
 
 
 def _find(text: str, content: str, place: int, starts: set[int]) -> int:
-    """Returns where a content starts in `text`, at the start of a token; -1 if nowhere."""
-    while (place := text.find(content, place)) >= 0 and place not in starts and place + 1 not in starts:
+    """Returns where a content starts in `text`, at the start of a token or after its space; -1 if nowhere."""
+    while content and (place := text.find(content, place)) >= 0:
+        if place in starts or (place - 1 in starts and text[place - 1].isspace()):
+            return place
         place += 1
-    return place
+    return -1
 
 
 def _shown(text: str) -> str:

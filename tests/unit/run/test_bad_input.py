@@ -716,6 +716,16 @@ def test_settings_that_bias_the_gradient_are_warned_about(run: Run, caplog: pyte
     assert "too small for every token" in caplog.text
 
 
+def test_conversations_that_the_template_rejects_are_dropped(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    template = "{% for m in messages %}{{ m.content if m.role != 'tool' else raise_exception('no tools') }}{% endfor %}"
+    turns = [{"role": "user", "content": "1+1="}, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "2"}]
+    rejected = json.dumps({"messages": turns})
+    words = ("--dry-run", f"policy.tokenizer.chat_template={json.dumps(template)}", "data.val_fraction=0")
+    assert "line 26: the chat template rejects" in run(*words, lines=(*good_lines(), rejected))[1]
+    assert run(*words, "data.invalid=drop", lines=(*good_lines(), rejected))[0] == 0
+    assert "the chat template: dropped 1 of 26 examples" in caplog.text and "line 26: the chat template rej" in caplog.text
+
+
 def test_debug_shows_the_traceback(run: Run) -> None:
     with pytest.raises(UserError, match="seed"):
         run("seed=many", "--debug")
