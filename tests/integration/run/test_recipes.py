@@ -15,7 +15,8 @@ from dagrl.config.plan import RunPlan
 from dagrl.machine import Gpu
 from dagrl.run import derive
 from dagrl.run.preflight import Inputs, preflight
-from tests.hollow_models import write_hollow_model
+from recipes.gemma3_270m.tasks import prepare
+from tests.hollow_models import write_hollow_checkpoint, write_hollow_model
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("vllm")
@@ -52,6 +53,47 @@ def check(recipe: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pyt
     local = [f"data.path={data}", "data.subset=null", "data.val_split=null", f"output_dir={tmp_path}"]
     monkeypatch.chdir(ROOT)
     return preflight(load_config(path, [*(f"policy.{key}={models[shape]}" for key, shape in shapes.items()), *local]))
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shape of Gemma 3 270M, and one question of GSM8K as recipes/gemma3_270m/tasks.py prepares it."""
+    directory = tmp_path_factory.mktemp("gemma3")
+    sizes = {
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 4,
+        "head_dim": 256,
+    }
+    sizes |= {"num_key_value_heads": 1, "vocab_size": 262144, "sliding_window": 512, "max_position_embeddings": 32768}
+    config = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "tie_word_embeddings": True, **sizes}
+    write_hollow_checkpoint(directory / "model", config, CHARACTERS)
+    problem = {"question": "48 clips, and half of them?", "answer": "48+24 = <<48+24=72>>72\n72/2 = <<72/2=36>>36\n#### 36"}
+    for name in ("train", "test"):
+        (directory / f"{name}.jsonl").write_text((json.dumps(problem) + "\n") * 64)
+    prepare(directory, directory / "data")
+    return directory
+
+
+@pytest.mark.parametrize("recipe", ["sft", "stories", "gsm8k"])
+def test_recipes_of_gemma3_pass_all_checks(
+    recipe: str, gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(derive, "gpus", lambda: [Gpu("GPU-0", "a GPU", 24 << 10, "580", (9, 0))])
+    monkeypatch.setattr("dagrl.run.cluster.gpu_count", lambda: 1)
+    monkeypatch.chdir(ROOT)
+    text = (RECIPES / "gemma3_270m" / f"{recipe}.yaml").read_text().replace("runs/gemma3_270m_data", str(gemma3 / "data"))
+    assert f"dagrl train recipes/gemma3_270m/{recipe}.yaml" in text and "one GPU of 24 GB or more" in text
+    (tmp_path / "recipe.yaml").write_text(text)
+    inputs = preflight(
+        load_config(tmp_path / "recipe.yaml", [f"policy.model_name={gemma3 / 'model'}", f"output_dir={tmp_path}"])
+    )
+    policy = inputs.config.policy
+    assert (policy.backend, policy.precision, policy.sequence_packing.enabled) == ("fsdp", "bfloat16", True)
+    if recipe != "sft":
+        assert policy.generation is not None and policy.generation.colocated.enabled
+        assert len(inputs.evaluation_prompts) == 64 and inputs.config.loss_fn.force_on_policy_ratio
 
 
 def needs(text: str) -> tuple[int, int]:
