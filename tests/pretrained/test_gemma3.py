@@ -25,8 +25,8 @@ from recipes.gemma3_270m.tasks import PROMPT
 MODEL = os.environ.get("DAGRL_GEMMA3", "")
 RECIPES = Path(__file__).parents[2] / "recipes" / "gemma3_270m"
 SMALL = (
-    *("policy.train_global_batch_size=4", "policy.train_micro_batch_size=2", "policy.logprob_batch_size=2"),
-    *("policy.max_total_sequence_length=160", "logger.tensorboard_enabled=false", "checkpointing.save_period=1"),
+    *("policy.train_global_batch_size=4", "policy.train_micro_batch_size=4", "policy.logprob_batch_size=4"),
+    *("policy.max_total_sequence_length=112", "logger.tensorboard_enabled=false", "checkpointing.save_period=1"),
     *("timeouts.start_s=600", "timeouts.replay_s=600", "timeouts.warmup_s=600", "timeouts.hang_floor_s=300"),
 )
 QUESTIONS = (
