@@ -113,8 +113,11 @@ class GenerationConfig(Section):
     stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion."""
 
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a completion, in addition to those of the tokenizer, config.json and generation_config.json."""
+    stop_token_ids: tuple[int, ...] = derived(
+        (),
+        "what ends turns of the chat template, and the end tokens of the tokenizer, config.json and generation_config.json",
+    )
+    """Token ids that end a completion. Those that are derived are added to yours."""
 
     quantum_engine_steps: PositiveInt | None = None
     """Engine steps of one `generate` replay. null: chosen by the measured replay overhead, so that a weight update waits

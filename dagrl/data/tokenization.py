@@ -1,9 +1,9 @@
 """Turns examples into tokens: prompts to generate from, and sequences whose responses carry the loss.
 
-Prompts and responses are tokenized separately, so that a prompt has the same tokens in training and in generation. A plain
-response ends with the end-of-sequence token; in a conversation the chat template decides where an assistant turn ends. Some
-templates render a turn differently once others follow (Qwen3's adds an empty thought before the last answer only). Then no
-single row has every turn as generated, and `data.assistant_turns` decides what is learned.
+A row has the tokens of its whole text, and the loss is on those that a turn adds to its prompt (`dagrl.data.encoder`). A
+plain response ends with the end-of-sequence token; in a conversation the chat template decides where an assistant turn
+ends. Some templates render a turn differently once others follow (Qwen3's adds an empty thought before the last answer
+only). Then no single row has every turn as generated, and `data.assistant_turns` decides what is learned.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from dagrl.data.chat import Chat, chat_of
+from dagrl.data.encoder import Encoded
 from dagrl.data.examples import Example, Message
 from dagrl.errors import ConfigError, DataError
 from dagrl.runtime.shapes import Batch
@@ -99,17 +100,16 @@ class Preference:
 
 def encode_prompts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
     """Returns one prompt per example. A conversation loses its last turn, and the template opens the assistant's."""
-    plain = [example for example in examples if not example.messages]
-    chats = [example for example in examples if example.messages]
-    openings = [_render(_turns(example.messages[:-1]), tokenizer, example, opened=True) for example in chats]
-    of_plain = iter(_tokens(tokenizer, [example.prompt for example in plain], plain, special=True))
-    of_chats = iter(zip(openings, _tokens(tokenizer, openings, chats, special=False), strict=True))
+    chat = chat_of(tokenizer)
+    texts = [
+        _render(chat, _turns(example.messages[:-1]), example, opened=True) if example.messages else example.prompt
+        for example in examples
+    ]
     prompts = []
-    for example in examples:
-        text, ids = next(of_chats) if example.messages else (example.prompt, next(of_plain))
+    for example, text, encoded in zip(examples, texts, chat.encoder.encode(texts), strict=True):
         messages = _turns(example.messages[:-1])
         fields = (example.response, example.source, messages, example.columns, example.task, example.tools)
-        prompts.append(Prompt(text, np.array(ids, np.int64), *fields))
+        prompts.append(Prompt(text, _prompt_tokens(chat, encoded.ids, example, plain=not example.messages), *fields))
     return prompts
 
 
@@ -119,35 +119,39 @@ def with_opening(prompt: Prompt, opening: str | Sequence[Mapping[str, Json]], to
     A text is the whole of a plain prompt, or the user's turn of a conversation. System turns of the prompt stay in front,
     unless `opening` begins with one. Raises DataError for what the chat template or the tokenizer rejects.
     """
+    chat = chat_of(tokenizer)
     if isinstance(opening, str) and not prompt.messages:
-        (ids,) = _tokens(tokenizer, [opening], [prompt], special=True)
-        return replace(prompt, text=opening, tokens=np.array(ids, np.int64))
+        return replace(prompt, text=opening, tokens=_prompt_tokens(chat, chat.encoder.ids(opening), prompt, plain=True))
     messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else [dict(turn) for turn in opening]
     if not messages:
         raise DataError(f"{prompt.source}: found no messages; expected: at least one")
     if messages[0].get("role") != "system":
         messages = [*(dict(turn) for turn in prompt.messages if turn["role"] == "system"), *messages]
-    text = _render(messages, tokenizer, prompt, opened=True)
-    (ids,) = _tokens(tokenizer, [text], [prompt], special=False)
-    return replace(prompt, text=text, tokens=np.array(ids, np.int64), messages=messages)
+    text = _render(chat, messages, prompt, opened=True)
+    tokens = _prompt_tokens(chat, chat.encoder.ids(text), prompt, plain=False)
+    return replace(prompt, text=text, tokens=tokens, messages=messages)
 
 
 def encode_demonstrations(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, assistant_turns: Turns = "all"
 ) -> list[Demonstration]:
     """Returns the sequences of each example, in order: one, or for a conversation those of `assistant_turns`."""
-    plain = [example for example in examples if not example.messages]
-    prompts = iter(_tokens(tokenizer, [example.prompt for example in plain], plain, special=True))
-    responses = iter(_tokens(tokenizer, [example.response for example in plain], plain, special=False))
-    eos = [tokenizer.eos_token_id]
-    rows: list[Demonstration] = []
-    for example in examples:
-        if example.messages:
-            sequences = _encode_conversation(example, tokenizer, assistant_turns)
-        else:
-            sequences = [_demonstration([(next(prompts), False), (next(responses) + eos, True)], example.source)]
-        rows += [replace(row, task=example.task) for row in sequences]
-    return rows
+    chat = chat_of(tokenizer)
+    wholes = [
+        whole
+        for example in examples
+        for whole in (_conversations(example, chat, assistant_turns) if example.messages else [_plain(example)])
+    ]
+    cut = [whole.example.source for whole in wholes if whole.cut]
+    if cut:
+        logger.warning(
+            "%s and %d other conversations: the chat template opens prompts with a text that it leaves out of the turns it "
+            "renders, such as a thought; there the loss begins with the turn's own text",
+            cut[0],
+            len(cut) - 1,
+        )
+    encoded = chat.encoder.encode([whole.text for whole in wholes])
+    return [_demonstration(whole, tokens, chat) for whole, tokens in zip(wholes, encoded, strict=True)]
 
 
 def encode_preferences(
@@ -223,20 +227,35 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
     return fitting
 
 
-def _encode_conversation(example: Example, tokenizer: PreTrainedTokenizerFast, turns: Turns) -> list[Demonstration]:
+@dataclass(frozen=True)
+class _Whole:
+    """The text of a row and the parts of it that carry the loss. `cut`: some turn is opened otherwise than its prompt."""
+
+    example: Example
+    text: str
+    learned: Sequence[tuple[int, int]]
+    cut: bool = False
+
+
+def _plain(example: Example) -> _Whole:
+    text = example.prompt + example.response
+    return _Whole(example, text, [(len(example.prompt), len(text))])
+
+
+def _conversations(example: Example, chat: Chat, turns: Turns) -> list[_Whole]:
     """Puts the loss on all assistant turns in one row, on each in its own row, or on the last only.
 
     Turns that are not learned are context, and so is an assistant turn that opens the conversation, unless the template
     marks it.
     """
-    if turns == "all" and _GENERATION.search(str(tokenizer.chat_template)):
-        return [_encode_marked(example, tokenizer)]
+    if turns == "all" and _GENERATION.search(str(chat.tokenizer.chat_template)):
+        return [_marked(example, chat)]
     ends = [count for count, message in _assistant_turns(example) if message.learned and count > 1]
     if not ends:
         raise _nothing_to_learn(example)
     if turns == "all":
-        return [_encode_turns(example, tokenizer, ends)]
-    return [_encode_turns(example, tokenizer, [end]) for end in (ends if turns == "each" else ends[-1:])]
+        return [_unmarked(example, chat, ends)]
+    return [_unmarked(example, chat, [end]) for end in (ends if turns == "each" else ends[-1:])]
 
 
 def _assistant_turns(example: Example) -> list[tuple[int, Message]]:
@@ -251,87 +270,68 @@ def _nothing_to_learn(example: Example) -> DataError:
     )
 
 
-def _encode_marked(example: Example, tokenizer: PreTrainedTokenizerFast) -> Demonstration:
-    """Puts the loss on what the chat template marks as generated."""
-    _render(_turns(example.messages), tokenizer, example, opened=False)  # reports errors of the template
-    try:
-        encoded = tokenizer.apply_chat_template(
-            _turns(example.messages),
-            tools=list(example.tools) or None,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-        )
-    except OverflowError:  # transformers fails on an empty block at the start of the text
-        encoded = {"assistant_masks": []}
-    mask = encoded["assistant_masks"]
-    if not any(mask[1:]):
+def _marked(example: Example, chat: Chat) -> _Whole:
+    """Puts the loss on what the chat template marks as generated, from what it opens prompts with to the end of the turn."""
+    messages = _turns(example.messages)
+    _render(chat, messages, example, opened=False)  # reports errors of the template
+    text, parts = chat.marked(messages, example.tools)
+    if not any(end > 1 for _, end in parts):
         raise DataError(
             f"{example.source}: the chat template marks nothing of the conversation as generated; set "
             "data.assistant_turns=each, or fix its {% generation %} blocks (policy.tokenizer.chat_template)"
         )
-    mask = _without_unlearned(_whole_characters(mask, encoded["offset_mapping"]), example)
-    marked = zip(encoded["input_ids"], mask, strict=True)
-    return _demonstration([([token], learned) for token, learned in marked], example.source)
-
-
-def _whole_characters(mask: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[bool]:
-    """Marks every token of a marked character. transformers marks the first; byte-level tokenizers may have several."""
-    whole = [bool(marked) for marked in mask]
-    for index in range(1, len(whole)):
-        whole[index] |= whole[index - 1] and offsets[index][0] < offsets[index - 1][1]
-    return whole
-
-
-def _without_unlearned(mask: list[bool], example: Example) -> list[bool]:
-    """Removes turns that are not learned from the mask. Each turn must be one contiguous part of it."""
     learned = [message.learned for _, message in _assistant_turns(example)]
-    if all(learned):
-        return mask
     if not any(learned):
         raise _nothing_to_learn(example)
-    starts = (marked and not before for marked, before in zip(mask, [False, *mask], strict=False))
-    spans = list(accumulate(starts))  # number of the marked part of each token, from 1
-    if spans[-1] != len(learned):
+    if not all(learned) and len(parts) != len(learned):
         raise DataError(
-            f"{example.source}: cannot tell which turns have weight 0: the chat template marks {spans[-1]} parts as "
+            f"{example.source}: cannot tell which turns have weight 0: the chat template marks {len(parts)} parts as "
             f"generated, but the conversation has {len(learned)} assistant turns; set data.assistant_turns=each"
         )
-    return [marked and learned[span - 1] for marked, span in zip(mask, spans, strict=True)]
+    keep = learned if not all(learned) else [True] * len(parts)
+    opening, ending = chat.opening, chat.end
+    sampled = []
+    for (start, end), wanted in zip(parts, keep, strict=True):
+        if wanted:
+            part = text[start:end]
+            start += len(opening) if part.startswith(opening) else 0
+            if part.endswith(ending.text + ending.after):
+                end -= len(ending.after)
+            elif not part.endswith(ending.text) and text.startswith(ending.text, end):
+                end += len(ending.text)
+            sampled.append((start, end))
+    return _Whole(example, text, sampled)
 
 
-def _encode_turns(example: Example, tokenizer: PreTrainedTokenizerFast, ends: Sequence[int]) -> Demonstration:
-    """Encodes the conversation up to the last of `ends`, with loss on the text that each turn ending there adds."""
-    pieces: list[tuple[str, bool]] = []
-    done = ""
+def _unmarked(example: Example, chat: Chat, ends: Sequence[int]) -> _Whole:
+    """Puts the loss on the turns that end with messages `ends`: each from the end of its prompt to the end of the turn."""
+    whole = _render(chat, _turns(example.messages[: ends[-1]]), example, opened=False)
+    learned, cut = [], False
     for end in ends:
-        for text, learned in (
-            (_render(_turns(example.messages[: end - 1]), tokenizer, example, opened=True), False),
-            (_render(_turns(example.messages[:end]), tokenizer, example, opened=False), True),
-        ):
-            if not text.startswith(done):
-                raise DataError(
-                    f"{example.source}: the chat template renders earlier turns differently once later ones follow, so one "
-                    "row cannot teach all; set data.assistant_turns=each or last, or use a template that only appends or "
-                    "has {% generation %} blocks (policy.tokenizer.chat_template)"
-                )
-            pieces.append((text[len(done) :], learned))
-            done = text
-    encoded = _tokens(tokenizer, [text for text, _ in pieces], [example] * len(pieces), special=False)
-    return _demonstration([(ids, learned) for ids, (_, learned) in zip(encoded, pieces, strict=True)], example.source)
+        before = _turns(example.messages[: end - 1])
+        prompt = _render(chat, before, example, opened=True)
+        text = whole if end == ends[-1] else _render(chat, _turns(example.messages[:end]), example, opened=False)
+        text = text.removesuffix(chat.end.after)
+        if not whole.startswith(text):
+            raise DataError(
+                f"{example.source}: the chat template renders earlier turns differently once later ones follow, so one "
+                "row cannot teach all; set data.assistant_turns=each or last, or use a template that only appends or "
+                "has {% generation %} blocks (policy.tokenizer.chat_template)"
+            )
+        start = len(prompt)
+        if not text.startswith(prompt):
+            start, cut = chat.content_start(before, text, example.tools), True
+        learned.append((start, len(text)))
+    return _Whole(example, whole, learned, cut)
 
 
-def _render(
-    turns: Sequence[Mapping[str, Json]], tokenizer: PreTrainedTokenizerFast, example: Example | Prompt, *, opened: bool
-) -> str:
-    if tokenizer.chat_template is None:
+def _render(chat: Chat, turns: Sequence[Mapping[str, Json]], example: Example | Prompt, *, opened: bool) -> str:
+    if chat.tokenizer.chat_template is None:
         raise ConfigError(
             f"{example.source} is a conversation, but the tokenizer has no chat template; set policy.tokenizer.chat_template"
         )
     try:
-        tools = list(example.tools) or None
-        return str(tokenizer.apply_chat_template(list(turns), tools, tokenize=False, add_generation_prompt=opened))
+        return chat.render(turns, example.tools, opened=opened)
     except Exception as error:  # Jinja's errors, and those that templates raise
         raise DataError(f"{example.source}: the chat template rejects the conversation: {error}") from error
 
@@ -344,21 +344,46 @@ def _turns(messages: Sequence[Message]) -> list[dict[str, Json]]:
     ]
 
 
-def _tokens(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], examples: Sequence[Example | Prompt], *, special: bool
-) -> list[list[int]]:
-    """Returns the token ids of each text. `special` adds special tokens, which chat templates write themselves."""
-    if not texts:
-        return []
-    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)["input_ids"]
-    for ids, example in zip(encoded, examples, strict=True):
-        if not ids:
-            raise DataError(f"{example.source}: the tokenizer returns no tokens for a text; remove the example")
-    return encoded
+def _prompt_tokens(chat: Chat, ids: list[int], example: Example | Prompt, *, plain: bool) -> npt.NDArray[np.int64]:
+    """Returns the tokens of a prompt, with the special tokens before a plain one; chat templates write theirs."""
+    if not ids:
+        raise _no_tokens(example)
+    return np.array([*(chat.encoder.before if plain else ()), *ids], np.int64)
 
 
-def _demonstration(pieces: Sequence[tuple[list[int], bool]], source: str) -> Demonstration:
-    tokens = np.concatenate([np.array(ids, np.int64) for ids, _ in pieces])
-    loss_mask = np.concatenate([np.full(len(ids), learned, np.float32) for ids, learned in pieces])
-    loss_mask[0] = 0.0  # the first token cannot be predicted
-    return Demonstration(tokens, loss_mask, source)
+def _no_tokens(example: Example | Prompt) -> DataError:
+    return DataError(f"{example.source}: the tokenizer returns no tokens for a text; remove the example")
+
+
+def _demonstration(whole: _Whole, encoded: Encoded, chat: Chat) -> Demonstration:
+    example, ids = whole.example, encoded.ids
+    if not example.messages:
+        return _plain_demonstration(example, encoded, chat)
+    if not ids:
+        raise _no_tokens(example)
+    mask = np.zeros(len(ids), np.float32)
+    for start, end in whole.learned:
+        last = encoded.index(end)
+        if not chat.end.text and last < len(ids) and ids[last] in chat.end.tokens:  # the next turn's opening ends it
+            last += 1
+        mask[encoded.index(start) : last] = 1.0
+    mask[0] = 0.0  # the first token cannot be predicted
+    return Demonstration(np.array(ids, np.int64), mask, example.source, example.task)
+
+
+def _plain_demonstration(example: Example, encoded: Encoded, chat: Chat) -> Demonstration:
+    """Keeps the tokens of the prompt, from which generation continues, even if those of the whole text differ there."""
+    prompt = chat.encoder.ids(example.prompt)
+    if not prompt:
+        raise _no_tokens(example)
+    if encoded.ids[: len(prompt)] == prompt:
+        response = encoded.ids[len(prompt) :]
+    else:
+        response = chat.encoder.continuation(example.prompt, example.response)
+    if not response:
+        raise _no_tokens(example)
+    before = [*chat.encoder.before, *prompt]
+    tokens = np.array([*before, *response, chat.tokenizer.eos_token_id], np.int64)
+    mask = np.zeros(len(tokens), np.float32)
+    mask[len(before) :] = 1.0
+    return Demonstration(tokens, mask, example.source, example.task)

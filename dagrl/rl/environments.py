@@ -35,6 +35,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
 from dagrl.config import EnvironmentConfig, Json
+from dagrl.data.chat import chat_of
 from dagrl.data.tokenization import Prompt, with_opening
 from dagrl.errors import ConfigError, UserError
 from dagrl.imports import check_arguments, load_callable, require_package
@@ -86,26 +87,25 @@ def check_environment(config: EnvironmentConfig) -> None:
 class Question:
     """An episode whose turn has ended: its key, its prompt and seed, and the text of each of its turns.
 
-    Without turns, it asks for the answer of `reset`. `closed` says whether the last turn ended with the end-of-sequence
-    token, and not with a stop string.
+    Without turns, it asks for the answer of `reset`.
     """
 
     key: str
     prompt: Prompt
     seed: int
     turns: Sequence[str]
-    closed: bool = True
     group_seed: int = 0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The environment's reply, or None and the reason why the sequence ends; `failure` says what it raised.
+    """The environment's reply, a text or messages, or None and the reason why the sequence ends; `failure` says what it
+    raised.
 
     `prompt` is what `reset` gave in place of the question's prompt.
     """
 
-    text: str | None
+    content: str | list[dict[str, Any]] | None
     reason: str = ENDED
     failure: str = ""
     reward: float | None = None
@@ -129,7 +129,7 @@ class EnvironmentRunner:
             saved = self._stack.enter_context(TemporaryDirectory(prefix="dagrl-"))
             tokenizer.save_pretrained(saved)
             self._arguments = {"tools": list(config.tools), "tokenizer": saved, "tool_parser": config.tool_parser}
-        self._tokenizer, self._longest = tokenizer, max(map(len, tokenizer.get_vocab()))
+        self._tokenizer = tokenizer
         single = config.model_copy(update={"num_workers": 1})
         self._runners = [
             FunctionRunner(path, "environment", single, _checked, arguments="episodes", prepare=self._arguments)
@@ -168,28 +168,12 @@ class EnvironmentRunner:
         if key in self._open:
             self._close(key).add_done_callback(_warn_of_failure)
 
-    def encode(self, text: str, most: int) -> Sequence[int]:
-        """Returns the tokens of a reply, or a prefix of more than `most` tokens if the reply is longer than that.
-
-        Tokenizing takes a second and 400 MB per megabyte of text, and an environment may reply with all its output.
-        """
-        enough = (most + 1) * self._longest
-        if len(text) > enough and len(first := self._tokens(text[:enough])) > most:
-            return first
-        return self._tokens(text)  # also if the prefix has few: a tokenizer may drop characters
-
     def _reply(self, question: Question, answer: Any) -> Reply:
         if isinstance(answer, Failed):
             return Reply(None, FAILED, answer.message)
         if not question.turns:
             return self._opening(question.prompt, answer)
-        text = answer.reply
-        if isinstance(text, list):
-            try:
-                text = reply_text(self._tokenizer, text, closed=question.closed)
-            except Exception as error:  # Jinja's errors, and those that templates raise
-                return Reply(None, FAILED, f"the chat template rejects the reply {answer.reply!r:.80}: {error}")
-        return Reply(text, reward=answer.reward)
+        return Reply(answer.reply, reward=answer.reward)
 
     def _opening(self, prompt: Prompt, answer: Step) -> Reply:
         if answer.reward is not None:
@@ -207,24 +191,13 @@ class EnvironmentRunner:
         closing.add_done_callback(self._closing.discard)
         return closing
 
-    def _tokens(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
-
-def reply_text(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]], *, closed: bool, **template: Any
-) -> str:
-    """Renders what follows a turn of the policy: the end of the turn, `messages`, and the opening of the next turn.
+def reply_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]], **template: Any) -> str:
+    """Renders what follows the end of a turn of the policy: `messages`, and the opening of the next turn.
 
     `template` are further variables of the template.
     """
-    turn = "ends here"
-    before = [{"role": "user", "content": "begins"}, {"role": "assistant", "content": turn}]
-    after = [*before, *messages]
-    whole = str(tokenizer.apply_chat_template(after, tokenize=False, add_generation_prompt=True, **template))
-    rest = whole[whole.index(turn) + len(turn) :]
-    return rest.removeprefix(str(tokenizer.eos_token)) if closed else rest
+    return chat_of(tokenizer).reply_text(messages, **template)
 
 
 def example_of(prompt: Prompt, seed: int, group_seed: int) -> dict[str, Any]:

@@ -92,7 +92,12 @@ class ToolEnvironment:
         if not calls:
             return Step(None)
         results = await asyncio.gather(*(self._result(name, arguments) for name, arguments in calls))
-        return Step([{"role": "tool", "name": call[0], "content": text} for call, text in zip(calls, results, strict=True)])
+        return Step(
+            [
+                {"role": "tool", "name": name, "tool_call_id": f"{number:09}", "content": result}
+                for number, ((name, _), result) in enumerate(zip(calls, results, strict=True))
+            ]
+        )
 
     async def _result(self, name: str, arguments: str) -> str:
         function = self._tools.get(name)

@@ -6,20 +6,25 @@ field's default only where nothing derives them: in code that takes a `Config` w
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from datetime import date
+from itertools import chain
 from typing import cast
 
 from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, MegatronConfig, PolicyConfig, VllmConfig
 from dagrl.config.settings import bucket_widths, generation_config, generation_dtype, samples_per_step, width_key
+from dagrl.data.chat import Chat
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus, host_memory
 from dagrl.rl.algorithm import Algorithm, algorithm_of
 from dagrl.rl.preferences import gives_scores
 from dagrl.run.backends import choose_backends
 from dagrl.run.cluster import gpus_here, gpus_per_worker
+
+logger = logging.getLogger(__name__)
 
 MEGATRON, FSDP, ENGINE = "policy.megatron_cfg", "policy.fsdp_cfg", "policy.generation.vllm_cfg"
 ROLLOUT = "policy.generation"
@@ -148,6 +153,39 @@ def derive_date(derived: Derived, started: date | None) -> None:
     """Sets the date that the chat template writes: today's, or that of the run which is resumed."""
     which = "keeps that of its start" if started else "starts today"
     derived.set("policy.tokenizer.date", started or date.today(), f"the chat template writes a date, and the run {which}")
+
+
+def derive_stops(derived: Derived, chat: Chat, ends: Mapping[str, Iterable[int]], *, shown: bool) -> None:
+    """Adds the tokens that end a completion: `ends` by where they come from, and if the chat template is `shown`, what ends
+    the turns that it renders.
+
+    Raises ConfigError if the template ends turns with a text that no token or stop string is.
+    """
+    config, named = generation_config(derived.config), dict[int, list[str]]()
+    sources = {"configured": config.stop_token_ids, **ends}
+    if shown:
+        sources["ends turns of the chat template"] = chat.end.tokens
+        written = chat.end.text.strip()
+        if written and not chat.end.tokens and not any(stop in written for stop in config.stop_strings):
+            raise ConfigError(
+                f"the chat template ends assistant turns with {written!r}, which is no token of the tokenizer, so "
+                "generation would not stop there; use the tokenizer that belongs to the template, or set "
+                f"{ROLLOUT}.stop_strings"
+            )
+        if not written and not chat.end.tokens:
+            logger.warning(
+                "the chat template writes nothing after an assistant turn, so SFT teaches no end of it; generation ends "
+                "only with %s",
+                " or ".join(map(repr, chat.tokenizer.convert_ids_to_tokens([*chain(*ends.values())]))),
+            )
+    for source, tokens in sources.items():
+        for token in tokens:
+            named.setdefault(token, []).append(source)
+    key = f"{ROLLOUT}.stop_token_ids"
+    derived.config = derived.config.with_keys({key: tuple(named)})
+    derived.reasons[key] = "; ".join(
+        f"{token} {chat.tokenizer.convert_ids_to_tokens(token)!r}: {', '.join(why)}" for token, why in named.items()
+    )
 
 
 def derive_steps(derived: Derived, demonstrations: int = 0, prompts: int = 0, pairs: int = 0) -> None:

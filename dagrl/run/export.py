@@ -18,7 +18,7 @@ from dagrl.files import require_writable
 from dagrl.run.checkpoint_store import load_checkpoint_directory
 from dagrl.run.checkpoints import load_role
 from dagrl.run.fleet import single_group
-from dagrl.run.model import load_tokenizer
+from dagrl.run.model import load_tokenizer, save_tokenizer
 from dagrl.run.start import with_absolute_paths
 
 SIZES = (
@@ -62,4 +62,4 @@ def export(source: Path, target: Path, overrides: Sequence[str]) -> None:
     with single_group(with_absolute_paths(config, model), TRAIN) as group:
         load_role(group, TRAIN, checkpoint.directory, config.timeouts.checkpoint)
         group.call("export_hf", str(target.absolute()), deadline=config.timeouts.checkpoint)
-    tokenizer.save_pretrained(target)
+    save_tokenizer(config.policy, tokenizer, target)

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from datetime import date, datetime, time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from dagrl.config import Config, Json, PolicyConfig, RandomInit
 from dagrl.config.settings import TOKENIZER_KEY, model_names
+from dagrl.data.chat import chat_of
 from dagrl.data.hugging_face import is_hub_id
 from dagrl.errors import ConfigError
 from dagrl.files import replace_directory
@@ -23,7 +24,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+"""What is downloaded of a model besides weights."""
+
+OWN_JSON = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "tekken.json",
+    "chat_template.*",
+)
+"""Those JSON files that belong to a tokenizer."""
+
+PROBES = (
+    "what is the answer\n to 12 and 34?",
+    "  Hello,  World!\r\n\n\tdef f(x):\n        return x[1] + 1.5e-3  ",
+    "don't I'LL we've 1234567, 3.14; __init__ <b>",
+    "caf\u00e9 e\u0301 \ufb01 \uff11 \u00a0 \u200b \x07 \U0001f600\U0001f469\u200d\U0001f467",
+    "\u65e5\u672c\u8a9e\u306e \ud55c\uad6d\uc5b4 \u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+)
+"""Texts that tell tokenizers apart."""
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 """Tokens 0 to 3 of a character tokenizer; the characters follow in the order given."""
@@ -121,6 +145,8 @@ def _read_tokenizer(directory: Path, key: str) -> PreTrainedTokenizerFast:
                 _read_object(directory / file, key)
         reason = _reason(error)
         raise ConfigError(f"{key}: transformers cannot load a tokenizer from {directory}: {reason}; {advice}") from error
+    if (directory / TOKENIZER).exists():
+        tokenizer = _as_the_file_says(tokenizer, directory, key)
     if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()):  # what transformers makes of no files at all
         raise ConfigError(f"{key}: {directory} has no tokenizer, such as tokenizer.json; {advice}")
     if tokenizer.eos_token_id is None:
@@ -155,6 +181,79 @@ def set_date(tokenizer: PreTrainedTokenizerFast, day: date) -> None:
     """Makes the chat template write this date in place of today's (`strftime_now`)."""
     render = partial(tokenizer.apply_chat_template, strftime_now=datetime.combine(day, time()).strftime)
     tokenizer.apply_chat_template = render
+
+
+def _as_the_file_says(tokenizer: Any, directory: Path, key: str) -> Any:
+    """Returns a tokenizer that reads texts as `tokenizer.json` does.
+
+    transformers makes the class of tokenizer_config.json from the file's vocabulary. That class may treat spaces in its own
+    way, and be the wrong one: LlamaTokenizer drops those of the byte-level tokenizers that name it. Raises ConfigError if no
+    class of transformers reads the file as it is.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    file = Tokenizer.from_file(str(directory / TOKENIZER))
+    file.no_truncation()
+    file.no_padding()
+    added = [token.content for token in file.get_added_tokens_decoder().values()]
+    texts = [*PROBES, *(f"a {token}\n b{token}c" for token in added[:64])]
+
+    def equal(made: Any) -> bool:
+        ids = [encoding.ids for encoding in file.encode_batch(texts, add_special_tokens=False)]
+        decoded = file.decode_batch(ids, skip_special_tokens=False)
+        return bool(
+            made(texts, add_special_tokens=False)["input_ids"] == ids
+            and [made.decode(tokens, clean_up_tokenization_spaces=False) for tokens in ids] == decoded
+        )
+
+    if equal(tokenizer):
+        return tokenizer
+    generic = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True, **tokenizer.special_tokens_map)
+    if not equal(generic):
+        raise ConfigError(
+            f"{key}: transformers reads texts otherwise than {directory / TOKENIZER}, as {type(tokenizer).__name__} and as "
+            "PreTrainedTokenizerFast; save the tokenizer again with the library that made the file"
+        )
+    logger.info("%s reads texts otherwise than %s; the file is used", type(tokenizer).__name__, directory / TOKENIZER)
+    return generic
+
+
+def save_tokenizer(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Copies the tokenizer's files into the directory of a model, with the run's chat template. The model's
+    `generation_config.json` gets the tokens that end turns, so that other engines stop there too.
+
+    Files are copied because transformers would write others for some classes. A character tokenizer has none yet.
+    """
+    source = Path(policy.tokenizer.name or policy.model_name or "")
+    if policy.tokenizer.name is None and policy.random_init is not None:
+        tokenizer.save_pretrained(directory)
+    elif source.resolve() != directory.resolve():
+        patterns = (*OWN_JSON, *(pattern for pattern in TOKENIZER_FILES if pattern != "*.json"))
+        for file in {file for pattern in patterns for file in directory.glob(pattern)}:
+            file.unlink()  # of the model that training began with
+        for file in {file for pattern in patterns for file in source.glob(pattern)}:
+            shutil.copy2(file, directory)
+    if policy.tokenizer.chat_template is not None:
+        (directory / TEMPLATE).write_text(policy.tokenizer.chat_template, encoding="utf-8")
+    if tokenizer.chat_template is not None:
+        path = directory / GENERATION_CONFIG
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        ends = {*end_tokens(content), *chat_of(tokenizer).end.tokens, cast(int, tokenizer.eos_token_id)}
+        if ends != set(end_tokens(content)):
+            path.write_text(json.dumps({**content, "eos_token_id": sorted(ends)}, indent=2) + "\n", encoding="utf-8")
+
+
+def end_tokens(content: Mapping[str, Json]) -> list[int]:
+    """Returns the `eos_token_id` of a `config.json` or `generation_config.json`: one, several or none."""
+    ends = content.get("eos_token_id")
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+
+
+def generation_defaults(policy: PolicyConfig) -> dict[str, Json]:
+    """Returns the model's `generation_config.json`; empty if it has none."""
+    path = Path(policy.model_name or "") / GENERATION_CONFIG
+    return _read_object(path, "policy.model_name") if policy.random_init is None and path.exists() else {}
 
 
 def token_count(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings, warn_of_settings
@@ -20,6 +20,7 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
 from dagrl.data import Example, Splits, load_splits
+from dagrl.data.chat import chat_of
 from dagrl.data.examples import keep_valid, preference_of, with_chat, with_tools
 from dagrl.data.tokenization import (
     Demonstration,
@@ -51,12 +52,17 @@ from dagrl.run.derive import (
     derive_from_data,
     derive_from_machine,
     derive_steps,
+    derive_stops,
     epoch_steps,
 )
 from dagrl.run.model import (
+    CONFIG,
+    GENERATION_CONFIG,
     check_other_tokenizers,
     check_template,
     checkpoint_bytes,
+    end_tokens,
+    generation_defaults,
     load_tokenizer,
     make_random_model,
     model_description,
@@ -376,6 +382,12 @@ def _encoded(
     )
     if tokenizer.chat_template is not None and any(example.messages for example in chain(learned, train, held)):
         check_template(config.policy, tokenizer)
+    if plan.generates:
+        shown = config.data.apply_chat_template or any(example.messages for example in chain(learned, train))
+        ends = {"eos_token of the tokenizer": [cast(int, tokenizer.eos_token_id)]}
+        if config.policy.random_init is None:
+            ends |= {CONFIG: end_tokens(hf_config), GENERATION_CONFIG: end_tokens(generation_defaults(config.policy))}
+        derive_stops(derived, chat_of(tokenizer), ends, shown=shown and tokenizer.chat_template is not None)
     demonstrations, prompts, pairs = [list[Demonstration]()] * 2, [list[Prompt]()] * 3, [list[Preference]()] * 2
     if plan.learns_from == "preferences":
         encode_pairs = partial(encode_preferences, tokenizer=tokenizer, scored=gives_scores(derived.algorithm))

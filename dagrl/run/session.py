@@ -15,6 +15,7 @@ from dagrl.run.checkpoint_store import TrainState
 from dagrl.run.checkpoints import Checkpoints, ranking_metric, require_shared
 from dagrl.run.engines import EngineReplacement
 from dagrl.run.learning_watch import UpdateCount
+from dagrl.run.model import save_tokenizer
 from dagrl.run.preflight import Inputs
 from dagrl.run.recorder import Recorder
 from dagrl.run.replays import Replays
@@ -127,4 +128,4 @@ class Session:
             self.replays.hold("train", keep_generation_weights=True)
             self.train.call("export_hf", str(directory), deadline=config.timeouts.checkpoint)
             require_shared(directory / "config.json")
-            self.inputs.tokenizer.save_pretrained(directory)
+            save_tokenizer(config.policy, self.inputs.tokenizer, directory)

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from dagrl.config import Config
 from dagrl.config.file import value_text
@@ -299,7 +299,7 @@ def add_phases(
 
 
 def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
-    """Returns the configuration that workers get: step limits, absolute paths and stop tokens are filled in.
+    """Returns the configuration that workers get: step limits and absolute paths are filled in.
 
     A model from a seed is written to `init_model`.
     """
@@ -307,7 +307,7 @@ def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
     if init is not None:
         write_random_model(init, inputs.tokenizer, init_model)
     model = init_model if init is not None else Path(str(config.policy.model_name))
-    return with_end_of_sequence(with_absolute_paths(config, model), inputs.tokenizer)
+    return with_absolute_paths(config, model)
 
 
 def _open_checkpoints(config: Config, paths: RunPaths) -> tuple[CheckpointStore, Checkpoint | None]:
@@ -328,18 +328,6 @@ def with_absolute_paths(config: Config, model: Path) -> Config:
     names = {**model_names(config), "policy.peft.adapter_path": config.policy.peft.adapter_path}
     names["policy.model_name"] = str(model)
     return config.with_keys({key: str(Path(name).resolve()) for key, name in names.items() if name is not None})
-
-
-def with_end_of_sequence(config: Config, tokenizer: PreTrainedTokenizerFast) -> Config:
-    """Adds the tokenizer's end-of-sequence token, which ends demonstrations, to `policy.generation.stop_token_ids`.
-
-    Generation workers read end tokens only from the model's `config.json` and `generation_config.json`. These can differ, as
-    for a base model with the tokenizer of a chat model.
-    """
-    generation, end = config.policy.generation, int(cast(int, tokenizer.eos_token_id))
-    if generation is None or end in generation.stop_token_ids:
-        return config
-    return config.with_keys({"policy.generation.stop_token_ids": (*generation.stop_token_ids, end)})
 
 
 def _shared_devices(run: PreparedRun, groups: Mapping[str, WorkerGroup], clock: PhaseClock) -> SharedDevices | None:

@@ -23,7 +23,7 @@ class Context:
     """The context of a request: the answer that it extends, if any, and the tokens that follow it.
 
     `messages` are the keys of all messages up to here (`message_key`), `given` are the request's own messages, and `text` is
-    the text of the tokens.
+    the template's text of them.
     """
 
     after: Answer | None
@@ -70,7 +70,8 @@ class Answer:
 class Row:
     """A conversation as it is trained on: the prompt's text and tokens, and the tokens that follow.
 
-    `sampled` is True on tokens that are in the loss of this row; others have log-probability 0.
+    `sampled` is True on tokens that are in the loss of this row; others have log-probability 0. `rendered` is the template's
+    text of the conversation before the last answer, which has the last `answer` tokens.
     """
 
     text: str
@@ -81,6 +82,8 @@ class Row:
     versions: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     finish_reason: str = ""
+    rendered: str = ""
+    answer: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,9 @@ def _learned(end: Answer, left: set[int]) -> int:
 
 def _row(path: Sequence[Answer], left: set[int]) -> Row:
     """Returns the row of a path of answers. Answers that are not `left` to learn are context."""
-    first = path[0].context
-    row = Row(first.text, first.tokens, first.given, finish_reason=path[-1].result.finish_reason)
+    first, last = path[0].context, path[-1]
+    reason, answer = last.result.finish_reason, len(last.result.tokens)
+    row = Row(first.text, first.tokens, first.given, finish_reason=reason, rendered=last.context.text, answer=answer)
     for answer in path:
         result, given = answer.result, () if answer is path[0] else answer.context.tokens
         row.versions.extend([row.versions[-1] if row.versions else result.versions[0]] * len(given))

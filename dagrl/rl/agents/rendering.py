@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from dagrl.rl.agents.conversations import Context, Conversations, message_key
+from dagrl.data.chat import Chat
+from dagrl.rl.agents.conversations import Context, Conversations, Row, message_key
 from dagrl.rl.agents.protocol import ChatBody, EndpointError, plain_messages
-from dagrl.rl.environments import reply_text
 from dagrl.rl.tools import CallParser, Calls, vllm_parser
 
 if TYPE_CHECKING:
@@ -18,31 +18,34 @@ if TYPE_CHECKING:
 class Renderer:
     """Renders with a tokenizer of its own: fast tokenizers are not safe in several threads."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, parser: str) -> None:
-        """`parser` is vLLM's name of the parser of the model's tool calls."""
-        self._tokenizer, self._parser = tokenizer, parser
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, parser: str, stops: Iterable[int] = ()) -> None:
+        """`parser` is vLLM's name of the parser of the model's tool calls; `stops` are the tokens that end a turn."""
+        self._tokenizer, self._parser, self._stops = tokenizer, parser, frozenset(stops)
+        self._chat = Chat(tokenizer)
         self._parsers: dict[str, CallParser] = {}
 
     def context(self, body: ChatBody, conversations: Conversations) -> Context:
         """Returns the tokens of a chat request. If it extends an answer, only the messages after it are rendered."""
         if self._tokenizer.chat_template is None:
             raise EndpointError("the tokenizer has no chat template; set policy.tokenizer.chat_template")
-        messages, options = plain_messages(body.messages), body.chat_template_kwargs
-        setting = json.dumps([body.offered_tools, options], sort_keys=True)
-        keys = (setting, *map(message_key, messages))
+        messages, tools, options = plain_messages(body.messages), body.offered_tools, body.chat_template_kwargs
+        keys = (json.dumps([tools, options], sort_keys=True), *map(message_key, messages))
         after = conversations.extended_by(keys)
         try:
-            if after is not None:
-                closed = list(after.result.tokens[-1:]) == [self._tokenizer.eos_token_id]
-                text = reply_text(self._tokenizer, messages[len(after.messages) - 1 :], closed=closed, **options)
+            text = self._chat.render(messages, tools, opened=True, **options)
+            if after is None:
+                tokens = self._chat.encoder.ids(text)
             else:
-                tools = body.offered_tools or None
-                template = self._tokenizer.apply_chat_template
-                text = str(template(messages, tools, tokenize=False, add_generation_prompt=True, **options))
+                new = messages[len(after.messages) - 1 :]
+                tokens = self._chat.reply([*after.result.tokens], self._stops, new, tools, len(text), **options)
         except Exception as error:  # Jinja's errors, and those that templates raise
             raise EndpointError(f"the chat template rejects the conversation: {error}", param="messages") from error
-        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return Context(after, tokens, text, keys, messages)
+
+    def renders_again(self, row: Row) -> bool:
+        """Returns whether the template's text of a conversation, up to its last answer, has the tokens of the row."""
+        tokens = [*row.prompt, *row.tokens]
+        return self._chat.encoder.ids(row.rendered) == tokens[: len(tokens) - row.answer]
 
     def text(self, tokens: Iterable[int]) -> str:
         """Returns the text of sampled tokens, without special tokens."""

@@ -47,11 +47,12 @@ class AgentRunner:
             generation.top_p,
             generation.stop_strings,
         )
-        self.inbox, own = Inbox(), copy.deepcopy(tokenizer)
+        self.inbox = Inbox()
+        self.renderer = Renderer(copy.deepcopy(tokenizer), environment.tool_parser, generation.stop_token_ids)
         self._server = EndpointServer(
             environment.endpoint.host,
             environment.endpoint.port,
-            Renderer(own, environment.tool_parser),
+            self.renderer,
             self._limits,
             self.inbox,
         )

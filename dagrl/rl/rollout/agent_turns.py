@@ -17,7 +17,7 @@ from dagrl.rl.agents.runner import AgentRunner, agent_rewards
 from dagrl.rl.environments import FAILED, example_of
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.rollout.episodes import ABORTED, TOKEN_FIELDS, Episode, RolloutGroup, Sample, Turn, request_seeds
-from dagrl.rl.rollout.scoring import environment_failures
+from dagrl.rl.rollout.scoring import environment_failures, rendered_differently
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,7 @@ class AgentTurns:
             **environment_failures(samples),
             "environment/conversations": float(np.mean([len(sample.rows) for sample in samples])),
             "environment/untrained_tokens": float(sum(sample.completion.untrained for sample in samples)),
+            **rendered_differently([row for sample in samples for row in sample.rows]),
         }
 
     def _end(self, running: _Running, answer: Any) -> None:
@@ -123,6 +124,9 @@ class AgentTurns:
         if not rows.rows and not failure:
             failure = "the agent returned without an answer of the policy"
         set_conversations(running.episode, rows, rewards)
+        for episode, row in zip([running.episode, *running.episode.more], rows.rows, strict=False):
+            if not all(row.sampled):
+                episode.renders_again = self._runner.renderer.renders_again(row)
         running.episode.turns = running.agent.answers
         if failure:
             running.episode.failure, running.episode.finish_reason = failure, FAILED

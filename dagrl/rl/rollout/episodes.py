@@ -41,6 +41,9 @@ class Episode:
     An agent may have several conversations: `more` are those after the first, each with a prompt of its own, `others` those
     that are not trained on, and `untrained` counts sampled tokens that are in the loss of none. `reward_parts` are the
     rewards that it named.
+
+    `replies` are the messages of the environment, and `renders_again` says whether the template's text of the finished
+    conversation has these tokens (None: not known).
     """
 
     prompt: Prompt
@@ -64,6 +67,8 @@ class Episode:
     others: list[Episode] = field(default_factory=list)
     untrained: int = 0
     reward_parts: dict[str, float] = field(default_factory=dict)
+    replies: list[list[dict[str, Any]]] = field(default_factory=list)
+    renders_again: bool | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in TOKEN_FIELDS.items():

@@ -22,7 +22,7 @@ from dagrl.rl.rewards import (
     join_rewards,
     overlong_penalty,
 )
-from dagrl.rl.rollout.episodes import RolloutGroup, Sample
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample
 from dagrl.telemetry.metrics import ENVIRONMENT_FAILURES
 
 if TYPE_CHECKING:
@@ -173,6 +173,12 @@ def answered(sample: Sample) -> bool:
 def environment_failures(samples: Sequence[Sample]) -> dict[str, float]:
     """Returns the number of samples that the environment failed for, as a metric."""
     return {ENVIRONMENT_FAILURES: float(sum(not answered(sample) for sample in samples))}
+
+
+def rendered_differently(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Returns the share of conversations of several turns that have other tokens if the template renders them again."""
+    again = [episode.renders_again for episode in episodes if episode.renders_again is not None]
+    return {"environment/rendered_differently": float(again.count(False) / len(again))} if again else {}
 
 
 def valid_samples(rewards: Rewards, samples: Sequence[Sample]) -> BoolArray:

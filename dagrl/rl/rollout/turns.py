@@ -8,20 +8,21 @@ with open_turns(config, tokenizer) as turns:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from dagrl.config import Config
-from dagrl.config.settings import bucket_widths
+from dagrl.config.settings import bucket_widths, generation_config
+from dagrl.data.chat import chat_of
 from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import ENDED, FAILED, EnvironmentRunner, Question, Reply
 from dagrl.rl.functions.answers import split_done
 from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.rollout.agent_turns import AgentTurns
 from dagrl.rl.rollout.episodes import ABORTED, Episode, RolloutGroup, Sample, Turn
-from dagrl.rl.rollout.scoring import environment_failures
+from dagrl.rl.rollout.scoring import environment_failures, rendered_differently
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,7 +82,8 @@ class EnvironmentTurns:
     def __init__(
         self, config: Config, tokenizer: PreTrainedTokenizerFast, environment: EnvironmentRunner | None = None
     ) -> None:
-        self._tokenizer, self._environment = tokenizer, environment
+        self._chat, self._environment = chat_of(tokenizer), environment
+        self._stops = frozenset(generation_config(config).stop_token_ids)
         self._room = bucket_widths(config.policy)[-1]
         self._calls: list[tuple[Sequence[Turn], Future[list[Reply]]]] = []  # calls of the environment
 
@@ -137,7 +139,9 @@ class EnvironmentTurns:
         self._calls.clear()
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        return {} if self._environment is None else environment_failures(samples)
+        if self._environment is None:
+            return {}
+        return {**environment_failures(samples), **rendered_differently([sample.completion for sample in samples])}
 
     def _ask(self, turns: Sequence[Turn]) -> None:
         """Asks the environment about these sequences, in one call per environment process, which keeps their state."""
@@ -166,7 +170,13 @@ class EnvironmentTurns:
         episode.awaiting, episode.failure = False, reply.failure
         episode.turn_rewards += [] if reply.reward is None else [reply.reward]
         room, last = self._room - len(episode), episode.turns >= self._environment.max_turns
-        tokens = [] if reply.text is None or last else self._environment.encode(reply.text, room)
+        try:
+            tokens = [] if reply.content is None or last else self._tokens(episode, reply.content, room)
+        except Exception as error:  # Jinja's errors, and those that templates raise
+            episode.failure = f"the chat template rejects the reply {reply.content!r:.80}: {error}"
+            self._close(group, episode)
+            episode.finish_reason = FAILED
+            return
         if not tokens:
             self._end(group, episode, reply.reason)
         elif len(tokens) >= room:
@@ -174,8 +184,32 @@ class EnvironmentTurns:
         else:
             episode.answer(tokens)
 
+    def _tokens(self, episode: Episode, reply: str | list[dict[str, Any]], room: int) -> list[int]:
+        """Returns the tokens of a reply to the last turn; if they are more than there is `room` for, some are left out."""
+        turn = episode.tokens[episode.turn_start :].tolist()
+        if isinstance(reply, str):
+            return self._chat.text_reply(turn, reply, room)
+        episode.replies.append(reply)
+        return self._chat.reply(turn, self._stops, reply, episode.prompt.tools, room)
+
+    def _renders_again(self, episode: Episode) -> bool | None:
+        """Returns whether the template writes the conversation up to the last turn with the tokens that it has."""
+        turns = self._texts(episode)
+        if not episode.replies or len(episode.replies) != len(turns) - 1:  # texts, or a resumed run
+            return None
+        messages: list[Mapping[str, Any]] = [*episode.prompt.messages]
+        for text, reply in zip(turns, episode.replies, strict=False):
+            messages += [{"role": "assistant", "content": text}, *reply]
+        tokens = [*episode.prompt.tokens.tolist(), *episode.tokens[: episode.turn_start].tolist()]
+        return self._chat.renders(messages, episode.prompt.tools, tokens)
+
+    def _texts(self, episode: Episode) -> list[str]:
+        turns = [episode.tokens[start:end].tolist() for start, end in episode.spans() if episode.sampled[start]]
+        return [cast("str", self._chat.tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns]
+
     def _end(self, group: RolloutGroup, episode: Episode, reason: str) -> None:
         episode.finish_reason = reason
+        episode.renders_again = self._renders_again(episode)
         if reason != FAILED:
             self._close(group, episode)
 
@@ -184,10 +218,7 @@ class EnvironmentTurns:
             self._environment.close(_key(group, episode))
 
     def _question(self, group: RolloutGroup, episode: Episode) -> Question:
-        turns = [episode.tokens[start:end].tolist() for start, end in episode.spans() if episode.sampled[start]]
-        texts = [cast("str", self._tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns]
-        closed = episode.tokens[-1:].tolist() == [self._tokenizer.eos_token_id]
-        return Question(_key(group, episode), episode.prompt, episode.seed, texts, closed, group.episodes[0].seed)
+        return Question(_key(group, episode), episode.prompt, episode.seed, self._texts(episode), group.episodes[0].seed)
 
 
 def _key(group: RolloutGroup, episode: Episode) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from dagrl.config import EnvironmentConfig
 from dagrl.data.tokenization import Prompt
-from dagrl.rl.environments import EnvironmentRunner, Question, Reply, check_environment
+from dagrl.rl.environments import EnvironmentRunner, Question, Reply, check_environment, reply_text
 from dagrl.run.model import character_tokenizer
 from tests.integration.rl.test_agent_packages import served
 from tests.unit.rl.test_agent_endpoint import ASKED, END, Served, learned_texts
@@ -33,7 +33,7 @@ async def look_up(word: str) -> str:
 
 def shown(*contents: str) -> str:
     turns = "".join(f"<|im_start|>tool\n{content}<|im_end|>\n" for content in contents)
-    return f"<|im_end|>\n{turns}<|im_start|>assistant\n"
+    return f"\n{turns}<|im_start|>assistant\n"
 
 
 def test_calls_are_answered_in_the_chat_template() -> None:
@@ -49,12 +49,13 @@ def test_calls_are_answered_in_the_chat_template() -> None:
         called({"name": "subtract", "arguments": {}}): shown("error: there is no tool 'subtract'; there are: add, look_up"),
     }
     prompt = Prompt("p", np.array([1]), "", "row 0")
-    questions = [Question(f"0/{place}", prompt, 0, [text], closed=False) for place, text in enumerate([*turns, "It is 5."])]
+    questions = [Question(f"0/{place}", prompt, 0, [text]) for place, text in enumerate([*turns, "It is 5."])]
     config = EnvironmentConfig(tools=(f"{__name__}:add", f"{__name__}:look_up"), timeout_s=20.0)
     check_environment(config)
     with EnvironmentRunner(config, tokenizer) as environment:
         actual = environment.submit(0, questions).result()
-    assert actual == [*map(Reply, turns.values()), Reply(None)], "a turn without a call ends the sequence"
+    assert [reply_text(tokenizer, reply.content) for reply in actual[:-1]] == list(turns.values())
+    assert actual[-1] == Reply(None), "a turn without a call ends the sequence"
 
 
 def test_a_tool_call_and_its_result(served: Served) -> None:

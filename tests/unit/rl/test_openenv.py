@@ -72,7 +72,7 @@ def test_an_episode_is_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         openings = [ask(number).prompt for number in range(3)]
         assert [opening and opening.text for opening in openings] == ["seed 4", "seed 5", "seed 6"]
         assert ask(1, "hello") == Reply("hello", reward=0.5)
-        assert ask(1, "hello", "wrong").text == "error: Server error: Invalid message (code: VALIDATION_ERROR)\n"
+        assert ask(1, "hello", "wrong").content == "error: Server error: Invalid message (code: VALIDATION_ERROR)\n"
         assert ask(1, "hello", "wrong", "end") == Reply(None, reward=0.3)
 
 

@@ -50,9 +50,6 @@ class ManualEnvironment:
     def close(self, key: str) -> None:
         self.closed.append(key)
 
-    def encode(self, text: str, most: int) -> list[int]:
-        return [4] * len(text)
-
     def answer(self, *replies: Reply) -> None:
         self.calls.pop(0)[1].set_result(list(replies))
 

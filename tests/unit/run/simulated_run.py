@@ -322,9 +322,6 @@ class Environment:
     def _reply(self, text: str) -> Reply:
         return Reply("00" if len(text) % 2 else None)
 
-    def encode(self, text: str, most: int) -> list[int]:
-        return [4] * len(text)
-
 
 class Stop:
     """The stop signal of a run. It counts how often it is checked."""

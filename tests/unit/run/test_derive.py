@@ -9,16 +9,27 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import PreTrainedTokenizerFast
 
 from dagrl.config import Config
 from dagrl.config.checks import check_settings
 from dagrl.config.file import all_keys, dump_config, load_config
 from dagrl.config.plan import RunPlan
 from dagrl.config.settings import generation_config
+from dagrl.data.chat import chat_of
 from dagrl.errors import ConfigError
 from dagrl.machine import Gpu
 from dagrl.run import derive
-from dagrl.run.derive import Derived, derive_chat, derive_date, derive_from_data, derive_from_machine, derive_steps
+from dagrl.run.derive import (
+    Derived,
+    derive_chat,
+    derive_date,
+    derive_from_data,
+    derive_from_machine,
+    derive_steps,
+    derive_stops,
+)
+from dagrl.run.model import character_tokenizer
 
 ROOT = Path(__file__).parents[3]
 QWEN3_06B = {
@@ -33,6 +44,7 @@ QWEN3_06B = {
 }
 LORA = {"peft": {"enabled": True}}
 ADAPTERS = {"peft": {"enabled": True, "refit": "adapters"}}
+TEMPLATED = character_tokenizer("0123456789", "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
 WEIGHTS = 1_503_300_328  # bytes of its published checkpoint
 
 
@@ -56,6 +68,8 @@ def minimal(algorithm: str = "grpo", **more: Any) -> Config:
 def resolve(config: Config, prompts: int = 200, demonstrations: int = 0) -> Derived:
     derived = derive_from_machine(config)
     derive_chat(derived, has_template=True)
+    if derived.generates:
+        derive_stops(derived, chat_of(TEMPLATED), {}, shown=True)
     rows = [range(demonstrations)] * 100 if demonstrations else []
     derive_from_data(derived, rows, [range(prompts)] * 3200 if config.algorithm == "grpo" else [], QWEN3_06B, WEIGHTS)
     if config.algorithm in ("dpo", "reward_model"):
@@ -265,6 +279,40 @@ def test_the_reference_says_which_keys_are_derived(machine: Any) -> None:
     found |= set(resolve(minimal(policy={"generation": {"max_new_tokens": 128}})).reasons)
     derive_date(dated := Derived(minimal()), None)
     assert found | set(dated.reasons) == marked
+
+
+def ended_by(template: str, characters: str = "0123456789ue<|>\n") -> PreTrainedTokenizerFast:
+    """Returns a tokenizer whose template ends turns with `template`."""
+    tokenizer = character_tokenizer(characters, "{% for m in messages %}u{{ m.content }}" + template + "{% endfor %}")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    return tokenizer
+
+
+def test_stops_are_what_turns_end_with_and_each_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """A base model with ChatML: the template ends turns with another token than the tokenizer's `eos_token`."""
+    key, tokenizer = "policy.generation.stop_token_ids", ended_by("<|im_end|>\n")
+    end, eos = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id
+    derived = Derived(minimal(policy={"generation": {"stop_token_ids": [7]}}))
+    derive_stops(derived, chat_of(tokenizer), {"config.json": [eos]}, shown=True)
+    assert generation_config(derived.config).stop_token_ids == (7, eos, end)
+    assert f"{end} '<|im_end|>': ends turns of the chat template" in derived.reasons[key]
+    assert f"{eos} '<eos>': config.json" in derived.reasons[key] and "7 '3': configured" in derived.reasons[key]
+    derive_stops(derived, chat_of(tokenizer), {"config.json": [eos]}, shown=True)
+    assert generation_config(derived.config).stop_token_ids == (7, eos, end), "a resumed run has the same"
+    plain = Derived(minimal(policy={"generation": {}}))
+    derive_stops(plain, chat_of(tokenizer), {"config.json": [eos]}, shown=False)
+    assert generation_config(plain.config).stop_token_ids == (eos,)
+    assert not caplog.messages
+
+
+def test_an_end_of_turns_that_is_no_token_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    several = chat_of(ended_by("<|e|>\n"))
+    with pytest.raises(ConfigError, match=r"ends assistant turns with '<\|e\|>', which is no token .*stop_strings"):
+        derive_stops(Derived(minimal(policy={"generation": {}})), several, {}, shown=True)
+    told = Derived(minimal(policy={"generation": {"stop_strings": ["<|e|>"]}}))
+    derive_stops(told, several, {}, shown=True)
+    derive_stops(told, chat_of(ended_by("")), {"config.json": [2]}, shown=True)
+    assert "writes nothing after an assistant turn" in caplog.text and "generation ends only with '<eos>'" in caplog.text
 
 
 def test_each_difference_from_nemo_rl_has_a_reason() -> None:

@@ -13,10 +13,8 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from dagrl.config import Config, GenerationConfig, PolicyConfig
+from dagrl.config import Config
 from dagrl.config.plan import RunPlan
-from dagrl.data import Example
-from dagrl.data.tokenization import encode_demonstrations
 from dagrl.errors import CheckpointError, ConfigError, StopRequestedError
 from dagrl.refit import RefitReport
 from dagrl.rl.rollout.dispatch import QuantumSize
@@ -26,11 +24,10 @@ from dagrl.run.loops import grpo
 from dagrl.run.loops.grpo import exposed, mean_pause, refit, start_policy
 from dagrl.run.loops.optimizer_step import replay_batch, submit_batch
 from dagrl.run.loops.policy_update import PolicyTrainer
-from dagrl.run.model import character_tokenizer
 from dagrl.run.replays import CountedReplay, Replays
 from dagrl.run.resume import REFERENCE, check_reference, check_stage
 from dagrl.run.session import LastStep, Session, Stage
-from dagrl.run.start import run_session, with_absolute_paths, with_end_of_sequence
+from dagrl.run.start import run_session, with_absolute_paths
 from dagrl.runtime.replay import Replay, ReplayTiming
 from dagrl.runtime.shapes import Batch
 from dagrl.telemetry.metrics import StepMetrics
@@ -184,19 +181,6 @@ def test_the_pause_of_a_refit_is_that_of_the_slowest_generation_worker() -> None
     replays: Any = MagicMock(collect=lambda *words, **keys: (reports, None))
     assert refit(replays, MagicMock(), 1) == {"timing_s/update_pause": 2.0, "perf/refit_bytes": 24.0}
     assert mean_pause(reports) == pytest.approx(3.5 / 3) and mean_pause([sender]) is None
-
-
-def test_generation_stops_at_the_tokenizers_end_of_sequence() -> None:
-    """Configured stop tokens are kept, and none is listed twice."""
-    tokenizer = character_tokenizer("01")
-    (row,) = encode_demonstrations([Example("0", "1", source="row 1")], tokenizer)
-    config = configuration().model_copy(update={"policy": PolicyConfig(generation=GenerationConfig(stop_token_ids=(4,)))})
-    resolved = with_end_of_sequence(config, tokenizer)
-    assert resolved.policy.generation is not None
-    assert resolved.policy.generation.stop_token_ids == (4, row.tokens[-1])
-    assert with_end_of_sequence(resolved, tokenizer) == resolved
-    without = config.with_keys({"policy.generation": None})
-    assert with_end_of_sequence(without, tokenizer) == without
 
 
 def test_resuming_without_the_needed_reference_policy_is_an_error() -> None:

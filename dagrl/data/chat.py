@@ -1,0 +1,276 @@
+"""Conversations as the chat template writes them, and what joins the turns of a rollout.
+
+The template is looked at once, by rendering short conversations: where a turn of the policy ends, which tokens end it, and
+how it wants tool calls. `Chat.reply` returns the tokens that the template writes after a turn that was sampled; the
+sampled tokens stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from dagrl.data.encoder import Encoded, TextEncoder, shared
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from dagrl.config import Json
+
+Messages = Sequence[Mapping[str, Any]]
+
+QUESTION, ANSWER = "Which is it?", "it-is-so"
+"""Texts of the conversations with which the template is looked at."""
+
+CALL_ID = "000000000"
+"""Templates of Mistral take ids of nine letters or digits only."""
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """The end of a turn of the policy: the `text` that the template writes, and the tokens of which one ends generation.
+
+    `after` is what the template adds after the end. `text` is empty if the next turn's opening ends a turn, as GLM's does.
+    `tokens` is empty if no single token ends a turn.
+    """
+
+    text: str
+    after: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _CallStyle:
+    """How the template wants turns with tool calls: the content of one without, and whether arguments stay JSON text."""
+
+    content: Mapping[str, str | None]
+    as_text: bool
+
+
+_STYLES = [_CallStyle(content, as_text) for as_text in (False, True) for content in ({}, {"content": ""}, {"content": None})]
+
+
+@lru_cache(maxsize=8)
+def _chat(tokenizer: PreTrainedTokenizerFast, *_: object) -> Chat:
+    return Chat(tokenizer)
+
+
+def chat_of(tokenizer: PreTrainedTokenizerFast) -> Chat:
+    """Returns the tokenizer with its chat template of now, which is looked at once."""
+    return _chat(tokenizer, str(tokenizer.chat_template), len(tokenizer), tokenizer.eos_token)
+
+
+class Chat:
+    """A tokenizer and its chat template. See `chat_of`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = TextEncoder(tokenizer)
+
+    def render(self, messages: Messages, tools: Sequence[Json] = (), *, opened: bool, **variables: Any) -> str:
+        """Returns the text of a conversation; `opened` opens the assistant's next turn. `variables` are the template's.
+
+        Raises whatever Jinja or the template raises.
+        """
+        return self._render(self._turns(messages), tools, opened=opened, **variables)
+
+    def renders(self, messages: Messages, tools: Sequence[Json], tokens: Sequence[int]) -> bool:
+        """Returns whether the template's text of a conversation, with the next turn open, has these tokens."""
+        try:
+            return self.encoder.ids(self.render(messages, tools, opened=True)) == list(tokens)
+        except Exception:  # Jinja's errors, and those that templates raise
+            return False
+
+    def marked(self, messages: Messages, tools: Sequence[Json] = ()) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of a conversation and the parts of it that the template marks as generated."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        shown = list(tools) or None
+        texts, parts = render_jinja_template(
+            conversations=[self._turns(messages)],
+            tools=shown,
+            chat_template=self.tokenizer.get_chat_template(None, shown),
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+            **getattr(self.tokenizer.apply_chat_template, "keywords", {}),  # the date of the run
+        )
+        return texts[0], [(start, end) for start, end in parts[0] if start < end]
+
+    @cached_property
+    def end(self) -> TurnEnd:
+        """How turns end: what the template writes after a turn's text, whether or not the conversation goes on."""
+        last, following = (ANSWER + self._tail(turns) for turns in ([], [{"role": "user", "content": QUESTION}]))
+        ours, theirs = self.encoder.encode([last, following])
+        start = ours.index(len(ANSWER))
+        both = shared(ours.ids[start:], theirs.ids[theirs.index(len(ANSWER)) :])
+        written = _written(last, ours, start, start + both) or _written(last, ours, start, len(ours.ids))
+        if not written:
+            return TurnEnd("", "", self._openings())
+        place = ours.start(written[-1] + 1)
+        token, text, after = ours.ids[written[-1]], last[len(ANSWER) : place], last[place:]
+        alone = len(written) == 1 and ours.index(ours.start(written[0])) == written[0]
+        tokens = [token] if alone or token in self.encoder.added else []
+        calls = self._tail([], called=True).removesuffix(after)
+        tokens += [end for end in self.encoder.ids(calls)[-1:] if end in self.encoder.added]
+        return TurnEnd(text, after, tuple(dict.fromkeys(tokens)))
+
+    @cached_property
+    def opening(self) -> str:
+        """What opens the assistant's turn in a prompt; empty if the template shows a finished conversation otherwise."""
+        turns = [{"role": "user", "content": QUESTION}]
+        closed, opened = (self.render(turns, opened=opened) for opened in (False, True))
+        return opened.removeprefix(closed) if opened.startswith(closed) else ""
+
+    def content_start(self, before: Messages, rendered: str, tools: Sequence[Json] = ()) -> int:
+        """Returns where the text of the turn after `before` starts in `rendered`, if it is opened otherwise than a prompt.
+
+        Templates of reasoning models open a prompt with a thought, and leave thoughts out of the turns that they render.
+        """
+        turns = [{"role": "assistant", "content": text} for text in (ANSWER, QUESTION)]
+        return shared(rendered, *(self.render([*before, turn], tools, opened=False) for turn in turns))
+
+    def reply_text(self, messages: Messages, tools: Sequence[Json] = (), **variables: Any) -> str:
+        """Returns what the template writes after the end of a turn: `messages`, and the opening of the next turn."""
+        text, _, place = self._joint(messages, tools, variables)
+        return text[place:]
+
+    def reply(
+        self,
+        turn: Sequence[int],
+        stops: frozenset[int],
+        messages: Messages,
+        tools: Sequence[Json],
+        most: int,
+        **variables: Any,
+    ) -> list[int]:
+        """Returns the tokens after a sampled turn: its end, `messages`, and the opening of the next turn. If they are more
+        than `most`, some may be left out. A turn that one of `stops`, of the template's or the tokenizer's ends ended gets
+        no second end.
+
+        Tokenizing takes a second and 400 MB per megabyte of text, and a reply may be all the output of a program.
+        """
+        text, end, after = self._joint(messages, tools, variables)
+        closed = bool(turn) and turn[-1] in {*stops, *self.end.tokens, self.tokenizer.eos_token_id}
+        place = after if closed else end
+        text = text[: place + (most + 1) * self.encoder.longest]
+        (encoded,) = self.encoder.encode([text])
+        if self.encoder.is_cut(encoded, place):
+            tokens = encoded.ids[encoded.index(place) :]
+        else:
+            tokens = self.encoder.continuation(text[:place], text[place:])
+        if closed:  # by what may be the next turn's opening
+            written = int(not self.end.text)
+        else:  # by a string, maybe in the end
+            written = encoded.index(after) - encoded.index(end)
+        return tokens[max(count for count in range(written + 1) if tokens[:count] == list(turn[len(turn) - count :])) :]
+
+    def text_reply(self, turn: Sequence[int], text: str, most: int) -> list[int]:
+        """Returns the tokens of a plain text after a sampled turn. If they are more than `most`, some may be left out."""
+        before = str(self.tokenizer.decode(list(turn[-4:])))
+        enough = (most + 1) * self.encoder.longest
+        if len(text) > enough and len(first := self.encoder.continuation(before, text[:enough])) > most:
+            return first
+        return self.encoder.continuation(before, text)  # also if the prefix has few: a tokenizer may drop characters
+
+    def _joint(self, messages: Messages, tools: Sequence[Json], variables: Mapping[str, Any]) -> tuple[str, int, int]:
+        """Returns a conversation with `messages` after a turn, and where the end of that turn starts and ends."""
+        results = [(str(turn.get("name") or "f"), turn.get("tool_call_id")) for turn in messages if turn["role"] == "tool"]
+        before = _exchange(results)
+        alone = self.render(before, tools, opened=False, **variables)
+        whole = self.render([*before, *messages], tools, opened=True, **variables)
+        answers = alone.count(ANSWER)
+        ended = alone.rpartition(ANSWER)[2].removesuffix(self.end.after)
+        start = len(ANSWER.join([*whole.split(ANSWER)[:answers], ""])) if answers else 0
+        after = start + len(ended)
+        if whole.startswith(ended, start):
+            return whole, after - len(self.end.text) if ended.endswith(self.end.text) else after, after
+        (encoded,) = self.encoder.encode([whole])  # a turn in the middle ends otherwise, but with as many tokens
+        return whole, start, encoded.start(encoded.index(start) + len(self.encoder.ids(ended)))
+
+    def _openings(self) -> tuple[int, ...]:
+        """Returns the tokens that open what may follow a turn: a question, or the results of calls."""
+        found = []
+        for role, called in (("user", False), ("tool", True)):
+            last = self._tail([], called=called)
+            following = self._tail([{"role": role, "content": QUESTION, "tool_call_id": CALL_ID}], called=called)
+            if following.startswith(last):
+                found += self.encoder.continuation(ANSWER + last, following.removeprefix(last))[:1]
+        return tuple(dict.fromkeys(token for token in found if token in self.encoder.added))
+
+    def _tail(self, messages: Messages, *, called: bool = False) -> str:
+        """Returns what follows the text of a turn, or that of its call: `messages`, or the end of the conversation."""
+        try:
+            text = self.render([*_exchange([("f", None)] if called else []), *messages], opened=bool(messages))
+        except Exception:  # a template without tools, or for one turn
+            return ""
+        return text.rpartition(ANSWER)[2] if ANSWER in text else ""
+
+    def _turns(self, messages: Messages) -> list[dict[str, Any]]:
+        """Converts OpenAI's messages for the template."""
+        turns = []
+        for message in messages:
+            turn = {name: value for name, value in message.items() if value is not None}
+            if calls := turn.get("tool_calls"):
+                style = self._call_style
+                content = {} if turn.get("content") else style.content
+                turn = {name: value for name, value in turn.items() if name != "content" or value}
+                turn |= {**content, "tool_calls": [_styled(call, as_text=style.as_text) for call in calls]}
+            turns.append(turn)
+        return turns
+
+    def _render(self, turns: Messages, tools: Sequence[Json], *, opened: bool, **variables: Any) -> str:
+        template = self.tokenizer.apply_chat_template
+        return str(template(list(turns), list(tools) or None, tokenize=False, add_generation_prompt=opened, **variables))
+
+    @cached_property
+    def _call_style(self) -> _CallStyle:
+        """The first style in which the template writes a call, and not as Python shows it."""
+        question, turn = _exchange([("f", None)])
+        for style in _STYLES:
+            calls = [_styled(call, as_text=style.as_text) for call in turn["tool_calls"]]
+            answer = {"role": "assistant", **style.content, "tool_calls": calls}
+            with suppress(Exception):  # of a template that wants another style
+                text = self._render([question, answer], (), opened=False)
+                if ANSWER in text and "None" not in text and "{'" not in text:
+                    return style
+        return _STYLES[0]
+
+
+def with_parsed_arguments(call: Any) -> Any:
+    """Returns a tool call with its arguments parsed, if they are JSON text as in OpenAI's format."""
+    return _styled(call, as_text=False)
+
+
+def _styled(call: Any, *, as_text: bool) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if "function" in call:
+        return {**call, "function": _styled(call["function"], as_text=as_text)}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str) and not as_text:
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:  # the policy's own call
+            return call
+    elif isinstance(arguments, dict) and as_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return call if arguments is None else {**call, "arguments": arguments}
+
+
+def _exchange(calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a question and its answer: a text, or calls of functions by name and id, the last of which has the text."""
+    made = [
+        {"id": identity or CALL_ID, "type": "function", "function": {"name": name, "arguments": {"a": ANSWER}}}
+        for name, identity in calls
+    ]
+    answer = {"tool_calls": made} if made else {"content": ANSWER}
+    return [{"role": "user", "content": QUESTION}, {"role": "assistant", **answer}]
+
+
+def _written(text: str, encoded: Encoded, first: int, end: int) -> list[int]:
+    """Returns the tokens from `first` to `end` that are more than white space."""
+    return [number for number in range(first, end) if text[encoded.start(number) : encoded.start(number + 1)].strip()]

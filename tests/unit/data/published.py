@@ -1,0 +1,395 @@
+# ruff: noqa: E501  # templates
+"""Tokenizers and chat templates in the shapes of published ones, small enough to build in a test.
+
+A template is shortened to what decides about tokens: what opens and ends turns, where tools, calls and results stand, and
+what is left out of earlier turns. `end` is the token that a turn ends with, from the model's own documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MERGES = ("h e", "l l", "he ll", "hell o", "i t", "t h", "th e", "\n \n", "\n \n\n", "a n", "an d", "> \n", "= 5")
+"""Merges of two texts. Those with a space or a newline are the ones that meet the edges of turns."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A tokenizer and a template. `again` says that the template only appends; `opening` is what it opens a prompt with."""
+
+    name: str
+    tokenizer: str
+    end: str
+    template: str
+    added: Sequence[str | AddedToken] = ()
+    bos: str = ""
+    eos: str = "<|endoftext|>"
+    again: bool = True
+    opens_alike: bool = True
+    tools: bool = True
+    appends_eos: bool = False
+
+    @property
+    def stops(self) -> set[str]:
+        """The tokens that end a turn."""
+        return set(self.end.split())
+
+
+def _spelled(letters: Mapping[str, str]) -> tuple[list[str], list[tuple[str, str]]]:
+    pairs = []
+    for merge in MERGES:
+        left, right = merge.split(" ", 1)
+        pairs.append(tuple("".join(letters.get(letter, letter) for letter in part) for part in (left, right)))
+    return [left + right for left, right in pairs], pairs  # type: ignore[return-value]
+
+
+def _byte_level(kind: str) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words, merges = _spelled({" ": "\u0120", "\n": "\u010a"})
+    spaced = [("\u0120", "the"), ("\u0120", "and")]
+    vocabulary = [*alphabet, *words, *(left + right for left, right in spaced)]
+    merges = [*merges, *spaced]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(dict.fromkeys(vocabulary))}, merges))
+    if kind == "gpt2":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        split = pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    if kind == "nfc":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=kind != "tiktoken")
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(kind: str) -> Tokenizer:
+    letters = (
+        "\u2581\n" + "".join(map(chr, range(33, 127)))
+        if kind != "gemma"
+        else "\u2581\n\t" + "".join(map(chr, range(33, 127)))
+    )
+    words, merges = _spelled({" ": "\u2581"})
+    spaced = [("\u2581", "the"), ("\u2581", "and"), ("\u2581", "it")]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *words, *(a + b for a, b in spaced)]
+    if kind != "gemma":
+        pieces = [piece for piece in pieces if "\n" not in piece]
+        merges = [pair for pair in merges if "\n" not in pair[0] + pair[1]]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    if kind == "unigram":
+        scores = [(piece, -1.0 * (number > 0) - 0.01 * number + len(piece)) for piece, number in vocabulary.items()]
+        tokenizer = Tokenizer(models.Unigram(scores, unk_id=0, byte_fallback=True))
+    else:
+        bpe = models.BPE(vocabulary, [*merges, *spaced], unk_token="<unk>", byte_fallback=True, fuse_unk=True)  # noqa: S106
+        tokenizer = Tokenizer(bpe)
+    if kind == "legacy":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    elif kind == "gemma":
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    else:
+        scheme = {"first": "first", "unigram": "always", "never": "never"}[kind]
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme=scheme, split=kind == "unigram")
+    strip = [] if kind in ("gemma", "never") else [decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+@cache
+def tokenizer_of(kind: Kind) -> PreTrainedTokenizerFast:
+    """Builds the tokenizer of a kind."""
+    made = _byte_level(kind.tokenizer) if kind.tokenizer in ("gpt2", "nfc", "tiktoken") else _sentencepiece(kind.tokenizer)
+    names = {"eos_token": kind.eos} | ({"bos_token": kind.bos} if kind.bos else {})
+    tokens = dict.fromkeys([*names.values(), *map(str, kind.added)])
+    given = {str(token): token for token in kind.added}
+    made.add_special_tokens([given.get(token, AddedToken(token, normalized=False)) for token in tokens])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, clean_up_tokenization_spaces=False, **names, add_eos_token=kind.appends_eos
+    )
+    fast.chat_template = kind.template
+    return fast
+
+
+def _calls(before: str, after: str) -> str:
+    """A loop over a turn's calls as JSON objects."""
+    call = "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}"
+    return f"{{% for c in m.tool_calls or [] %}}{before}{call}{after}{{% endfor %}}"
+
+
+_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n" + _TOOLS + "<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>{% else %}{{ m.content or '' }}{% endif %}"
+    + _calls("\n<tool_call>\n", "\n</tool_call>")
+    + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    + CHATML.replace(
+        "{{ m.content or '' }}",
+        "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+        "{{ m.content or '' }}",
+    )
+)
+
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
+    "{% else %}{{ '<<SYS>>\n' + m.content + '\n<</SYS>>\n\n' }}{% endif %}{% endfor %}"
+)
+
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
+    '{% if m.tool_calls %}{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    "{% else %}{% if loop.first and tools %}"
+    + _TOOLS
+    + "\n\n{% endif %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+LLAMA3_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
+DATED = LLAMA3.replace(
+    "{{ bos_token }}",
+    "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nToday Date: {{ date_string or '26 Jul 2024' }}<|eot_id|>",
+)
+
+LLAMA4 = (
+    "{{ bos_token }}{% for m in messages %}<|header_start|>{{ m.role }}<|header_end|>\n\n{{ m.content | trim }}"
+    + _calls("<|python_start|>", "<|python_end|>")
+    + "<|eot|>{% endfor %}{% if add_generation_prompt %}<|header_start|>assistant<|header_end|>\n\n{% endif %}"
+)
+
+GEMMA = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
+    "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}<start_of_turn>{{ 'model' if m.role == 'assistant' else 'user' }}\n{{ first if loop.first }}"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+
+MISTRAL1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL3 = (
+    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id | default('') | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
+    "[TOOL_RESULTS] {{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]"
+    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ c.function | tojson }}{{ ', ' if not loop.last }}{% endfor %}]"
+    "{{ eos_token }}{% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL_TOKENS = (
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+)
+TEKKEN = MISTRAL3.replace("[INST] {{", "[INST]{{").replace(" {{ m.content | trim }}", "{{ m.content }}")
+
+PHI3 = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+PHI3_TOKENS = tuple(
+    AddedToken(f"<|{name}|>", rstrip=True, normalized=False) for name in ("system", "user", "assistant", "tool", "end")
+)
+PHI4 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
+)
+
+DEEPSEEK3 = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% elif m.role == 'system' %}{{ m.content }}"
+    "{% elif m.role == 'tool' %}<|tool_output|>{{ m.content }}<|tool_output_end|>"
+    "{% elif m.content is none %}<|Assistant|>{% for c in m.tool_calls %}{{ '<|tool_call|>' + c.function.name + '\n```json\n' + c.function.arguments + '\n```' }}{% endfor %}{{ eos_token }}"
+    "{% else %}<|Assistant|>{{ m.content + eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|Assistant|>{% endif %}"
+)
+R1 = DEEPSEEK3.replace("m.content + eos_token", "m.content.split('</think>')[-1] + eos_token").replace(
+    "%}<|Assistant|>{% endif", "%}<|Assistant|><think>\n{% endif"
+)
+DEEPSEEK_TOKENS = (
+    "<|User|>",
+    "<|Assistant|>",
+    "<|tool_call|>",
+    "<|tool_output|>",
+    "<|tool_output_end|>",
+    "<think>",
+    "</think>",
+)
+
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}{% if m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>{% endfor %}\n</tool_call>"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GLM_TOKENS = (
+    "[gMASK]",
+    "<sop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<tool_call>",
+    "</tool_call>",
+)
+
+HARMONY = (
+    "<|start|>system<|message|>You are ChatGPT.<|end|>{% for m in messages %}"
+    "{% if m.role == 'assistant' and m.tool_calls %}<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% elif m.role == 'tool' %}<|start|>functions.f to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ 'developer' if m.role == 'system' else m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+HARMONY_TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>")
+
+NEMOTRON = (
+    "{% for m in messages %}{{ {'system': '<extra_id_0>System', 'user': '<extra_id_1>User', 'assistant': '<extra_id_1>Assistant',"
+    " 'tool': '<extra_id_1>Tool'}[m.role] }}\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<extra_id_1>Assistant\n{% endif %}"
+)
+OLMO = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{{ '\n' if not loop.last }}{% else %}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+GRANITE = (
+    "{% for m in messages %}<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}"
+    + _calls("<|tool_call|>", "")
+    + "<|end_of_text|>\n{% endfor %}{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
+)
+COMMAND = (
+    "{{ bos_token }}{% for m in messages %}<|START|><|{{ {'assistant': 'CHATBOT', 'user': 'USER'}.get(m.role, 'SYSTEM') }}|>"
+    "{% if m.role == 'assistant' %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% else %}{{ m.content }}{% endif %}<|END_OF_TURN|>"
+    "{% endfor %}{% if add_generation_prompt %}<|START|><|CHATBOT|>{% endif %}"
+)
+COMMAND_TOKENS = (
+    "<|START|>",
+    "<|CHATBOT|>",
+    "<|USER|>",
+    "<|SYSTEM|>",
+    "<|START_RESPONSE|>",
+    "<|END_RESPONSE|>",
+    "<|END_OF_TURN|>",
+)
+SMOLLM3 = CHATML.replace(
+    "<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n",
+    "{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}"
+    "<|im_start|>{{ m.role }}\n",
+    1,
+).replace("<|im_end|>\n{% endfor %}", "<|im_end|>\n{% endif %}{% endfor %}", 1)
+KIMI = (
+    "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}"
+    "{{ m.content or '' }}{% if m.tool_calls %}<|calls|>{% for c in m.tool_calls %}{{ c.id }}<|args|>{{ c.function.arguments if c.function.arguments is string"
+    " else c.function.arguments | tojson }}{% endfor %}<|calls_end|>{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+KIMI_TOKENS = (
+    "<|im_system|>",
+    "<|im_user|>",
+    "<|im_assistant|>",
+    "<|im_tool|>",
+    "<|im_middle|>",
+    "<|im_end|>",
+    "<|calls|>",
+    "<|args|>",
+    "<|calls_end|>",
+)
+PLAIN_END = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|\n{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+VICUNA = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% elif m.role == 'assistant' %}ASSISTANT: {{ m.content }}"
+    "{{ eos_token }}{% else %}{{ m.content }} {% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+IM_END = "<|im_end|>"
+KINDS = (
+    Kind("Qwen2.5", "nfc", IM_END, CHATML, CHATML_TOKENS),
+    Kind("Qwen3", "nfc", IM_END, QWEN3, (*CHATML_TOKENS, "<think>", "</think>"), again=False),
+    Kind("Yi", "gemma", IM_END, CHATML, CHATML_TOKENS),
+    Kind("InternLM2", "legacy", IM_END, CHATML, CHATML_TOKENS, bos="<s>", eos="</s>"),
+    Kind("Llama 2", "legacy", "</s>", LLAMA2, bos="<s>", eos="</s>", tools=False),
+    Kind("Llama 2, not legacy", "first", "</s>", LLAMA2, bos="<s>", eos="</s>", tools=False),
+    Kind("TinyLlama", "legacy", "</s>", ZEPHYR, bos="<s>", eos="</s>", tools=False),
+    Kind("Zephyr, EOS appended", "first", "</s>", ZEPHYR, bos="<s>", eos="</s>", tools=False, appends_eos=True),
+    Kind("Llama 3", "tiktoken", "<|eot_id|>", LLAMA3, LLAMA3_TOKENS, bos="<|begin_of_text|>"),
+    Kind("Llama 3.1, dated", "tiktoken", "<|eot_id|>", DATED, LLAMA3_TOKENS, bos="<|begin_of_text|>"),
+    Kind(
+        "Llama 4",
+        "tiktoken",
+        "<|eot|>",
+        LLAMA4,
+        ("<|header_start|>", "<|header_end|>", "<|eot|>", "<|python_start|>", "<|python_end|>"),
+        bos="<|begin_of_text|>",
+    ),
+    Kind(
+        "Gemma", "gemma", "<end_of_turn>", GEMMA, ("<start_of_turn>", "<end_of_turn>"), bos="<bos>", eos="<eos>", tools=False
+    ),
+    Kind("Mistral v1", "legacy", "</s>", MISTRAL1, bos="<s>", eos="</s>", tools=False),
+    Kind("Mistral v3", "first", "</s>", MISTRAL3, MISTRAL_TOKENS, bos="<s>", eos="</s>"),
+    Kind("Mistral tekken", "tiktoken", "</s>", TEKKEN, MISTRAL_TOKENS, bos="<s>", eos="</s>"),
+    Kind("Phi-3", "legacy", "<|end|>", PHI3, PHI3_TOKENS, bos="<s>", tools=False),
+    Kind("Phi-4-mini", "gpt2", "<|end|>", PHI3, tuple(map(str, PHI3_TOKENS)), tools=False),
+    Kind(
+        "Phi-4",
+        "gpt2",
+        IM_END,
+        PHI4,
+        (
+            AddedToken("<|im_start|>", lstrip=True, rstrip=True),
+            AddedToken("<|im_sep|>", lstrip=True, rstrip=True),
+            AddedToken("<|im_end|>", lstrip=True, rstrip=True),
+        ),
+        tools=False,
+    ),
+    Kind("DeepSeek V3", "gpt2", "<|end|>", DEEPSEEK3, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>"),
+    Kind("DeepSeek R1", "gpt2", "<|end|>", R1, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>", opens_alike=False),
+    Kind("GLM-4.5", "tiktoken", "<|user|> <|observation|>", GLM, GLM_TOKENS),
+    Kind("gpt-oss", "tiktoken", "<|return|> <|call|>", HARMONY, HARMONY_TOKENS, again=False),
+    Kind(
+        "Nemotron", "unigram", "<extra_id_1>", NEMOTRON, ("<extra_id_0>", "<extra_id_1>"), bos="<s>", eos="</s>", tools=False
+    ),
+    Kind("OLMo", "gpt2", "<|endoftext|>", OLMO, bos="<|endoftext|>", tools=False),
+    Kind(
+        "Granite",
+        "gpt2",
+        "<|end_of_text|>",
+        GRANITE,
+        ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
+        eos="<|end_of_text|>",
+    ),
+    Kind("Command", "gpt2", "<|END_OF_TURN|>", COMMAND, COMMAND_TOKENS, bos="<BOS>", tools=False),
+    Kind("SmolLM3, marked", "tiktoken", IM_END, SMOLLM3, CHATML_TOKENS, tools=False),
+    Kind("Kimi", "tiktoken", IM_END, KIMI, KIMI_TOKENS, eos="[EOS]"),
+    Kind("Vicuna", "never", "</s>", VICUNA, bos="<s>", eos="</s>", tools=False),
+    Kind("an end of plain text", "gpt2", "|", PLAIN_END, tools=False),
+    Kind(
+        "normalized ends",
+        "first",
+        IM_END,
+        CHATML,
+        tuple(AddedToken(token, normalized=True) for token in CHATML_TOKENS),
+        eos="</s>",
+    ),
+)

@@ -1,0 +1,247 @@
+"""Tokens are exact: for tokenizers and templates in the shapes of published ones, rows have the tokens of `transformers`.
+
+Truths: `apply_chat_template(tokenize=True)` of the whole conversation, and the token that ends a turn by the model's
+documentation. The mask is checked against the text: what the template writes between the prompt and that token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tokenizers.normalizers import Replace
+
+from dagrl.config import DataConfig, PolicyConfig, TokenizerConfig
+from dagrl.data import Example
+from dagrl.data.chat import chat_of
+from dagrl.data.examples import demonstration_of
+from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_prompts
+from dagrl.rl.agents.conversations import Conversations
+from dagrl.rl.agents.protocol import ChatBody
+from dagrl.rl.agents.rendering import Renderer
+from dagrl.run.model import character_tokenizer, load_tokenizer, save_tokenizer
+from tests.unit.data.published import KINDS, Kind, tokenizer_of
+
+TEXTS = {
+    "one": ["hello", "and it"],
+    "several": ["hello it 5=5", "the hello and the\nit", "a\n\nb", "and"],
+    "spaces": [" it ", "  hello\n", "the", " and"],
+    "unicode": [
+        "\U0001f469\u200d\U0001f467 \U0001f600",
+        "\u65e5\u672c\u8a9e e\u0301 \u00e9\u00e9",
+        "\u0627\u0644\u0639\u0631",
+        "\u200f\u05e9 \x07\x1f",
+    ],
+    "long": ["the and it " * 300, "hello " * 300],
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+CALLS = [
+    {"id": f"{number:09}", "type": "function", "function": {"name": "f", "arguments": {"a": letter}}}
+    for number, letter in enumerate("xy")
+]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+
+
+def messages_of(texts: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"role": "assistant" if place % 2 else "user", "content": text} for place, text in enumerate(texts)]
+
+
+def example_of(messages: Sequence[dict[str, Any]], tools: Sequence[Any] = ()) -> Example:
+    return demonstration_of({"messages": list(messages), "tools": list(tools) or None}, "row 1", DataConfig(path="x"))
+
+
+def truth(kind: Kind, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = (), *, opened: bool = False) -> list[int]:
+    """The tokens that transformers gives a conversation."""
+    tokenizer = tokenizer_of(kind)
+    made = tokenizer.apply_chat_template(list(messages), list(tools) or None, tokenize=True, add_generation_prompt=opened)
+    return list(made["input_ids"])
+
+
+def parts(row: Demonstration) -> list[list[int]]:
+    """The tokens of each part with loss."""
+    found: list[list[int]] = []
+    for place, token in enumerate(row.tokens.tolist()):
+        if row.loss_mask[place]:
+            if not row.loss_mask[place - 1]:
+                found.append([])
+            found[-1].append(token)
+    return found
+
+
+def squeezed(text: str) -> str:
+    """The text as all tokenizers give it back: composed and without spaces."""
+    return "".join(normalize("NFC", text).split())
+
+
+def is_end(kind: Kind, token: int) -> bool:
+    return tokenizer_of(kind).convert_ids_to_tokens(token) in kind.stops
+
+
+@kinds
+@pytest.mark.parametrize("texts", TEXTS)
+def test_rows_have_the_tokens_of_the_whole_conversation(kind: Kind, texts: str) -> None:
+    messages = messages_of(TEXTS[texts])
+    tokenizer, whole = tokenizer_of(kind), truth(kind, messages)
+    (row,) = encode_demonstrations([example_of(messages)], tokenizer, "all" if kind.again else "last")
+    assert row.tokens.tolist() == whole
+    learned = parts(row)
+    assert len(learned) == (len(messages) // 2 if kind.again else 1)
+    for place, part in enumerate(learned):
+        ends = [token for token in part if is_end(kind, token)]
+        unended = chat_of(tokenizer).end.text == "" and place == len(learned) - 1
+        assert ends == ([] if unended else part[-1:]), "a turn ends with its end, and has no other"
+        text, content = (
+            tokenizer.decode(part, skip_special_tokens=True),
+            messages[2 * place + 1 if kind.again else -1]["content"],
+        )
+        assert squeezed(text).removesuffix("|").endswith(squeezed(content)) or kind.tokenizer == "unigram"
+
+
+@kinds
+@pytest.mark.parametrize("texts", ["one", "several", "unicode"])
+def test_a_prompt_is_the_start_of_its_row(kind: Kind, texts: str) -> None:
+    messages = messages_of(TEXTS[texts])
+    tokenizer, example = tokenizer_of(kind), example_of(messages)
+    (row,), (prompt,) = encode_demonstrations([example], tokenizer, "last"), encode_prompts([example], tokenizer)
+    assert prompt.tokens.tolist() == truth(kind, messages[:-1], opened=True)
+    first = row.loss_mask.argmax()
+    if kind.opens_alike:
+        assert prompt.tokens.tolist() == row.tokens[: len(prompt)].tolist() and first == len(prompt)
+    else:  # the opening of a thought, which the template leaves out of turns
+        shorter = tokenizer.decode(prompt.tokens).removesuffix("<think>\n")
+        assert tokenizer.decode(row.tokens[:first]) == shorter
+
+
+def sampled(kind: Kind, before: list[dict[str, Any]], text: str) -> list[int]:
+    """A turn as generation samples it: the text's own tokens and the end."""
+    tokenizer = tokenizer_of(kind)
+    (row,) = encode_demonstrations([example_of([*before, {"role": "assistant", "content": text}])], tokenizer, "last")
+    (turn,) = parts(row)
+    end = next(iter(chat_of(tokenizer).end.tokens))
+    return turn if turn[-1] in chat_of(tokenizer).end.tokens else [*turn, end]
+
+
+@kinds
+@pytest.mark.parametrize("end", ["the template's", "another", "none"])
+def test_turns_are_joined_by_the_templates_own_text(kind: Kind, end: str) -> None:
+    chat = chat_of(tokenizer_of(kind))
+    asked, answer, more = messages_of(["hello", "and it", "the hello"])
+    turn = sampled(kind, [asked], "and it")
+    other = 5  # a configured stop token, which ended the turn in place of the template's end
+    turn = {"the template's": turn, "another": [*turn[:-1], other], "none": turn[:-1]}[end]
+    prompt = truth(kind, [asked], opened=True)
+    reply = chat.reply(turn, frozenset({other}), [more], (), 1000)
+    whole = truth(kind, [asked, answer, more], opened=True)
+    kept = len(prompt) + len(turn) - (end != "none")
+    if whole[:kept] == [*prompt, *turn][:kept]:
+        ended = end == "the template's" or (end == "another" and chat.end.text != "")
+        assert reply == whole[kept + ended :]
+    else:
+        assert not (kind.again and kind.opens_alike) and reply == whole[-len(reply) :]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.tools], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("calls", [CALLS[:1], CALLS], ids=["one call", "parallel"])
+def test_calls_have_one_rendering_everywhere(kind: Kind, calls: list[Any]) -> None:
+    """Data with objects, data with OpenAI's JSON text and the endpoint; environments continue with the same tokens."""
+    tokenizer, chat = tokenizer_of(kind), chat_of(tokenizer_of(kind))
+    if len(calls) > 1 and "tool_calls[0]" in kind.template:
+        calls = calls[:1]
+    text = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}} for call in calls
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "it is 5"} for call in calls]
+    rows, requests = [], []
+    for form in (calls, text):
+        turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": form}, *results]
+        example = example_of([*turns, {"role": "assistant", "content": "and"}], TOOLS)
+        (row,), (prompt,) = encode_demonstrations([example], tokenizer, "last"), encode_prompts([example], tokenizer)
+        rows.append(row.tokens.tolist())
+        body = ChatBody(model="policy", messages=turns, tools=TOOLS)
+        requests += [prompt.tokens.tolist(), Renderer(tokenizer, "hermes").context(body, Conversations()).whole()]
+    assert rows[0] == rows[1] and requests[0] == requests[1] == requests[2] == requests[3]
+    assert rows[0][: len(requests[0])] == requests[0] or not kind.opens_alike
+    shown = {**turns[1], "content": None if "is none" in kind.template else ""}
+    shown |= {"tool_calls": text if "+ c.function.arguments" in kind.template else calls}
+    assert requests[0] == truth(kind, [turns[0], shown, *results], TOOLS, opened=True)
+    if not kind.again or not kind.opens_alike:
+        return
+    prompt_tokens = truth(kind, turns[:1], TOOLS, opened=True)
+    (row,) = encode_demonstrations([example_of(turns[:2], TOOLS)], tokenizer, "last")
+    (turn,) = parts(row)
+    turn = turn if chat.end.text else [*turn, *tokenizer.convert_tokens_to_ids(["<|observation|>"])]
+    assert [*prompt_tokens, *turn, *chat.reply(turn, frozenset(), results, TOOLS, 1000)] == requests[0]
+
+
+@kinds
+def test_stops_are_the_ends_of_turns(kind: Kind) -> None:
+    ends = tokenizer_of(kind).convert_ids_to_tokens(list(chat_of(tokenizer_of(kind)).end.tokens))
+    assert set(ends) == kind.stops or (kind.name == "GLM-4.5" and set(ends) <= kind.stops)
+
+
+@kinds
+def test_a_saved_model_has_the_same_tokenizer_template_and_stops(kind: Kind, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(kind)
+    source, target = tmp_path / "model", tmp_path / "final_model"
+    target.mkdir()
+    tokenizer.save_pretrained(source)
+    policy = PolicyConfig(model_name=str(source), tokenizer=TokenizerConfig(chat_template=kind.template))
+    save_tokenizer(policy, load_tokenizer(policy), target)
+    again = load_tokenizer(PolicyConfig(model_name=str(target)))
+    assert again.chat_template == kind.template and chat_of(again).end == chat_of(tokenizer).end
+    text = "".join(kind.stops).replace(" ", "") + " hello  and\nthe 5=5 \u65e5"
+    assert again(text)["input_ids"] == load_tokenizer(policy)(text)["input_ids"]
+    assert (target / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    stops = json.loads((target / "generation_config.json").read_text())["eos_token_id"]
+    assert set(again.convert_ids_to_tokens(stops)) == {kind.eos, *again.convert_ids_to_tokens([*chat_of(again).end.tokens])}
+
+
+TEXT = st.text(
+    st.sampled_from([*"he lo\n5=| \t", "\u00e9", "\u65e5", "\U0001f600", "\u0301", "\u200f", "\x00"]),
+    min_size=1,
+    max_size=12,
+)
+
+
+@kinds
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    texts=st.lists(TEXT.filter(lambda text: text.strip()), min_size=2, max_size=4).filter(lambda texts: len(texts) % 2 == 0)
+)
+def test_any_text(kind: Kind, texts: list[str]) -> None:
+    if kind.name == "an end of plain text":
+        texts = [text.replace("|", "l") for text in texts]
+    messages, tokenizer = messages_of(texts), tokenizer_of(kind)
+    (row,) = encode_demonstrations([example_of(messages)], tokenizer, "all" if kind.again else "last")
+    assert row.tokens.tolist() == truth(kind, messages)
+    ends = [part[-1] for part in parts(row)]
+    assert all(is_end(kind, token) for token in ends[:-1] + ([] if chat_of(tokenizer).end.text == "" else ends[-1:]))
+    for prompt, response in (texts[:2], texts[::-1][:2]):
+        (plain,) = encode_demonstrations([Example(prompt, response, source="row 1")], tokenizer)
+        (asked,) = encode_prompts([Example(prompt, response, source="row 1")], tokenizer)
+        assert plain.tokens[: len(asked)].tolist() == asked.tokens.tolist(), "generation continues the same prompt"
+        whole = [token for token in tokenizer(prompt + response)["input_ids"]]
+        whole = whole if whole[-1] == tokenizer.eos_token_id else [*whole, tokenizer.eos_token_id]
+        if whole[: len(asked)] == asked.tokens.tolist():
+            assert plain.tokens.tolist() == whole
+
+
+def test_a_long_text_is_tokenized_only_until_it_exceeds_the_room() -> None:
+    tokenizer, room = character_tokenizer("0123456789"), 6
+    for text in ("", "12", "123456", "1" * 30, "1" * 10_000):
+        tokens, whole = (
+            chat_of(tokenizer).text_reply([4], text, room),
+            tokenizer(text, add_special_tokens=False)["input_ids"],
+        )
+        assert tokens == whole if len(whole) <= room else room < len(tokens) <= 50
+
+
+def test_a_long_reply_fits_if_the_tokenizer_drops_most_characters() -> None:
+    tokenizer = character_tokenizer("0123456789")
+    tokenizer.backend_tokenizer.normalizer = Replace(" ", "")
+    assert chat_of(tokenizer).text_reply([4], " " * 10_000 + "12", 6) == [5, 6]
