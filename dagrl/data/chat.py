@@ -125,6 +125,16 @@ class Chat:
         closed, opened = (self.render(turns, opened=opened) for opened in (False, True))
         return opened.removeprefix(closed) if opened.startswith(closed) else ""
 
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a turn: the template's and the tokenizer's."""
+        return frozenset({*self.end.tokens, self.tokenizer.eos_token_id} - {None})
+
+    def turn_text(self, turn: Sequence[int]) -> str:
+        """Returns the text of a sampled turn, without special tokens and without its end, which may be none of them."""
+        ended = bool(turn) and turn[-1] in self.ends
+        return str(self.tokenizer.decode(list(turn[:-1] if ended else turn), skip_special_tokens=True))
+
     def content_start(self, before: Messages, rendered: str, tools: Sequence[Json] = ()) -> int:
         """Returns where the text of the turn after `before` starts in `rendered`, if it is opened otherwise than a prompt.
 
@@ -154,7 +164,7 @@ class Chat:
         Tokenizing takes a second and 400 MB per megabyte of text, and a reply may be all the output of a program.
         """
         text, end, after = self._joint(messages, tools, variables)
-        closed = bool(turn) and turn[-1] in {*stops, *self.end.tokens, self.tokenizer.eos_token_id}
+        closed = bool(turn) and turn[-1] in stops | self.ends
         place = after if closed else end
         text = text[: place + (most + 1) * self.encoder.longest]
         (encoded,) = self.encoder.encode([text])

@@ -142,8 +142,8 @@ def _learned(end: Answer, left: set[int]) -> int:
 def _row(path: Sequence[Answer], left: set[int]) -> Row:
     """Returns the row of a path of answers. Answers that are not `left` to learn are context."""
     first, last = path[0].context, path[-1]
-    reason, answer = last.result.finish_reason, len(last.result.tokens)
-    row = Row(first.text, first.tokens, first.given, finish_reason=reason, rendered=last.context.text, answer=answer)
+    reason, size = last.result.finish_reason, len(last.result.tokens)
+    row = Row(first.text, first.tokens, first.given, finish_reason=reason, rendered=last.context.text, answer=size)
     for answer in path:
         result, given = answer.result, () if answer is path[0] else answer.context.tokens
         row.versions.extend([row.versions[-1] if row.versions else result.versions[0]] * len(given))

@@ -48,8 +48,8 @@ class Renderer:
         return self._chat.encoder.ids(row.rendered) == tokens[: len(tokens) - row.answer]
 
     def text(self, tokens: Iterable[int]) -> str:
-        """Returns the text of sampled tokens, without special tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        """Returns the text of a sampled turn, without special tokens and its end."""
+        return self._chat.turn_text(list(tokens))
 
     def token_text(self, token: int) -> str:
         """Returns the text of one token."""

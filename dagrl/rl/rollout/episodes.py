@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from dagrl.config import Config, ForcedLengths
 from dagrl.config.settings import generation_config
+from dagrl.data.chat import chat_of
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.generation import AS_CONFIGURED, FinishedRequest, FloatArray, IntArray, RequestOptions
 from dagrl.rl.routed_experts import Record, join_records
@@ -176,7 +177,9 @@ def new_group(config: Config, number: int, key: int, prompt: Prompt, seeds: Sequ
 def samples_of(tokenizer: PreTrainedTokenizerFast, *groups: RolloutGroup) -> list[Sample]:
     """Returns the sequences of complete groups with their texts, group by group. Decodes all at once, in parallel."""
     episodes = [episode for group in groups for episode in group.episodes]
-    texts = _decoded(tokenizer, [episode.tokens.tolist() for episode in episodes])
+    ends = chat_of(tokenizer).ends
+    sampled = [episode.tokens.tolist() for episode in episodes]
+    texts = _decoded(tokenizer, [tokens[:-1] if tokens[-1:] and tokens[-1] in ends else tokens for tokens in sampled])
     return [Sample(episode.prompt, episode, text) for episode, text in zip(episodes, texts, strict=True)]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dagrl.config import Config
 from dagrl.config.settings import bucket_widths, generation_config
@@ -205,7 +205,7 @@ class EnvironmentTurns:
 
     def _texts(self, episode: Episode) -> list[str]:
         turns = [episode.tokens[start:end].tolist() for start, end in episode.spans() if episode.sampled[start]]
-        return [cast("str", self._chat.tokenizer.decode(turn, skip_special_tokens=True)) for turn in turns]
+        return [self._chat.turn_text(turn) for turn in turns]
 
     def _end(self, group: RolloutGroup, episode: Episode, reason: str) -> None:
         episode.finish_reason = reason

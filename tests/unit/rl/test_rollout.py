@@ -16,12 +16,14 @@ from dagrl.config.generation import VllmConfig
 from dagrl.data.tokenization import Prompt
 from dagrl.rl.agents.runner import AgentRunner
 from dagrl.rl.environments import FAILED, Question, Reply
+from dagrl.rl.generation import FinishedRequest
 from dagrl.rl.rollout.agent_turns import AgentTurns
 from dagrl.rl.rollout.dispatch import LengthHistory
-from dagrl.rl.rollout.episodes import ABORTED, Episode, RolloutGroup
+from dagrl.rl.rollout.episodes import ABORTED, Episode, RolloutGroup, Sample
 from dagrl.rl.rollout.rollouts import IN_FLIGHT, Rollouts
 from dagrl.rl.rollout.trajectory_file import SavedGroup, read_trajectories, write_trajectories
 from dagrl.rl.rollout.turns import EnvironmentTurns
+from dagrl.run.model import character_tokenizer
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from tests.unit.run.simulated_run import Run, engines_of
@@ -377,3 +379,31 @@ def test_a_prefix_of_a_stop_string_is_generated_again_within_the_turn() -> None:
     own.tokens[-1] = answered.tokens[-1] = seven
     bench.rollouts.start(group(0, own, answered))
     assert (own.tokens.tolist(), answered.tokens.tolist()) == ([4], [4, seven])
+
+
+@pytest.mark.parametrize(("turn", "again"), [("2E", True), ("2<eos>", False), ("2\n", True)])
+def test_a_turn_gets_one_end_and_the_templates_text(turn: str, again: bool) -> None:
+    """ChatML on a base model: the template ends turns with another token than the tokenizer's end of sequence."""
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}E\n{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    tokenizer = character_tokenizer("0123456789+=uaE\n", template)
+    asked, more = {"role": "user", "content": "1+1="}, {"role": "user", "content": "2+2="}
+    ids = tokenizer(tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True))["input_ids"]
+    environment = ManualEnvironment()
+    turns = EnvironmentTurns(configured(), tokenizer, environment)  # type: ignore[arg-type]
+    episode = Episode(replace(PROMPT, tokens=np.array(ids), messages=[asked]), 0, LIMIT)
+    for text, reply in ((turn, [more]), ("4E", None)):
+        tokens = tokenizer(text)["input_ids"]
+        result = FinishedRequest(0, tokens, [-1.0] * len(tokens), [0] * len(tokens), "stop")
+        episode.append(result)
+        episode.turns += 1
+        turns.finish([((group(0, episode), episode), result)])
+        environment.answer(Reply(reply))  # type: ignore[arg-type]
+        turns.take()
+        environment.max_turns += 1
+    assert "".join(tokenizer.convert_ids_to_tokens(episode.tokens)) == {
+        "2E": "2E\nu2+2=E\na4E", "2<eos>": "2<eos>\nu2+2=E\na4E", "2\n": "2\nE\nu2+2=E\na4E"
+    }[turn]  # fmt: skip
+    share = turns.metrics([Sample(episode.prompt, episode, "")])["environment/rendered_differently"]
+    assert (episode.renders_again, share) == (again, float(not again))

@@ -7,12 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from dagrl.config import PolicyConfig, RandomInit, TokenizerConfig
 from dagrl.errors import ConfigError
-from dagrl.run.model import character_tokenizer, load_tokenizer, model_description, token_count, write_random_model
+from dagrl.run.model import (
+    character_tokenizer,
+    load_tokenizer,
+    model_description,
+    save_tokenizer,
+    token_count,
+    write_random_model,
+)
 
 INIT = RandomInit(
     tokenizer_characters="0123456789+= \n",
@@ -129,3 +136,33 @@ def test_missing_models_and_tokenizers_are_errors(tmp_path: Path) -> None:
         load_tokenizer(PolicyConfig(model_name=str(tmp_path / "empty")))
     with pytest.raises(ConfigError, match="tokenizer_characters or policy"):
         load_tokenizer(PolicyConfig(random_init=RandomInit(hf_config={})))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "PreTrainedTokenizerFast"])
+def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: Path) -> None:
+    """As DeepSeek-R1-Distill-Llama is published: byte-level, with a class that replaces spaces in its own way."""
+    text = "what is the answer\n to  12 and 34?"
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([text] * 9, trainer)
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    config.pop("backend", None)
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": name}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 300}))
+    (tmp_path / "final_model").mkdir()
+    for directory in ("model", "final_model"):
+        policy = PolicyConfig(model_name=str(tmp_path / directory))
+        tokenizer = load_tokenizer(policy)
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == made.encode(text, add_special_tokens=False).ids
+        assert (tokenizer.decode(tokenizer(text)["input_ids"]), tokenizer.eos_token) == (text, "</s>")
+        if directory == "model":
+            save_tokenizer(policy, tokenizer, tmp_path / "final_model")
+    files = [tmp_path / directory / "tokenizer.json" for directory in ("model", "final_model")]
+    assert files[0].read_bytes() == files[1].read_bytes()
