@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain, groupby
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from dagrl.config import Config
 from dagrl.data import Example, open_sampler
+from dagrl.data.chat import chat_of
 from dagrl.data.tokenization import Demonstration, Prompt, Row
 from dagrl.errors import ConfigError
 from dagrl.run.preflight import Inputs, read_data
@@ -69,7 +70,7 @@ def text_report(config: Config, count: int, console: Console) -> str:
 def stop_tokens(inputs: Inputs) -> set[int]:
     """Returns the tokens that end a completion."""
     generation = inputs.config.policy.generation
-    return {cast(int, inputs.tokenizer.eos_token_id), *(generation.stop_token_ids if generation else ())}
+    return {*chat_of(inputs.tokenizer).ends, *(generation.stop_token_ids if generation else ())}
 
 
 def _first(rows: Sequence[Row], config: Config, count: int) -> list[Row]:

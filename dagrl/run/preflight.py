@@ -12,6 +12,8 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from dagrl.config import Config, Json
 from dagrl.config.checks import check_settings, warn_of_settings
 from dagrl.config.file import load_run_config
@@ -84,6 +86,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
+
+ENDS_CHECKED = 1000
+"""Examples of SFT that are searched for stop tokens."""
 
 WORKERS_PER_CORE = 8
 """Workers allowed per CPU core on a machine without GPUs."""
@@ -401,6 +406,8 @@ def _encoded(
         if schemas:
             parts = [[with_tools(example, schemas) for example in part] for part in parts]
         prompts = [_valid(config, partial(encode_prompts, tokenizer=tokenizer), part) for part in parts]
+    if plan.generates:
+        _check_ends(demonstrations[0], generation_config(derived.config).stop_token_ids, tokenizer)
     derive_from_data(derived, chain(*demonstrations, *pairs), chain(*prompts), hf_config, checkpoint_bytes(config.policy))
     config = derived.config
     new = generation_config(config).max_new_tokens if plan.generates else 0
@@ -430,6 +437,26 @@ def _valid(config: Config, encode: Callable[[Sequence[Example]], list[Row]], exa
     if config.data.invalid == "error":
         return encode(examples)
     return list(chain(*keep_valid(examples, lambda example: encode([example]), "drop", "the chat template")))
+
+
+def _check_ends(rows: Sequence[Demonstration], stops: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raises ConfigError if all turns that SFT learns go on after a token that ends a completion; warns if some do."""
+    early: dict[str, int] = {}
+    for row in rows[:ENDS_CHECKED]:
+        learned = row.loss_mask > 0
+        inside = learned[:-1] & learned[1:] & np.isin(row.tokens[:-1], stops)
+        if inside.any():
+            early[row.source] = int(row.tokens[inside.argmax()])
+    if not early:
+        return
+    source, token = next(iter(early.items()))
+    what = f"stop token {token} {tokenizer.convert_ids_to_tokens(token)!r}, where generation would end"
+    if len(early) == len(rows[:ENDS_CHECKED]):
+        raise ConfigError(
+            f"{source}: the response goes on after {what}, as do all others; remove it from "
+            "policy.generation.stop_token_ids, or from the data or the chat template"
+        )
+    logger.warning("%s and %d other examples go on after a stop token, such as %s", source, len(early) - 1, what)
 
 
 def _learns_responses(config: Config, plan: RunPlan) -> bool:

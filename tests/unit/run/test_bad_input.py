@@ -206,6 +206,8 @@ policy.tokenizer.chat_template="1\n{{ messages | sums }}" ->
     policy.tokenizer.chat_template is not valid: No filter named 'sums'. (line 2)
 policy.tokenizer.chat_template="{% for m in messages %}1+1{% endfor %}=" ->
     policy.tokenizer.chat_template writes '1+1=' for both '1 + 1' and '2 + 2', so all prompts would be equal
+sft.max_num_steps=1; policy.generation.stop_token_ids=[4, 5, 6, 7, 8, 9, 10, 11, 12, 13] ->
+    line 1: the response goes on after stop token 4 '0', where generation would end, as do all others
 policy.generation.stop_token_ids=[3, 16, -1] ->
     policy.generation.stop_token_ids has 16, -1, which the model does not have ... 0 to 15
 loss_fn.truncated_importance_sampling_ratio=2 -> use_importance_sampling_correction=true
