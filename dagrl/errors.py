@@ -82,7 +82,8 @@ class WorkerFailure:
     """What one worker reported of its own failure. Plain data, so that any graph edge can carry it.
 
     `kind` is `raised`, `died` or `hung`. `traceback` is the worker's own traceback, or its stacks if it hung. In a plain
-    call, outside any phase, `phase` is empty and `node` is the method. `pid` is 0 while a worker starts and its pid is
+    call, outside any phase, `phase` is empty and `node` is the method. In a phase `node` is empty if the worker died before
+    it could say what it ran. `pid` is 0 while a worker starts and its pid is
     unknown.
     """
 
@@ -102,7 +103,8 @@ class WorkerFailure:
     def describe(self) -> str:
         """Returns one line that says which worker failed, where and how."""
         place = f"; host {self.host}, pid {self.pid}" if self.pid else ""
-        within = f"phase {self.phase!r}, replay {self.replay}, node {self.node!r}" if self.phase else repr(self.node)
+        node = f", node {self.node!r}" if self.node else ""
+        within = f"phase {self.phase!r}, replay {self.replay}{node}" if self.phase else repr(self.node)
         return f"{self.role} worker {self.rank} ({self.coordinates}{place}) {self.kind} in {within}: {self.message}"
 
 

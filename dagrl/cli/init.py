@@ -8,8 +8,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from dagrl.data.hugging_face import SUFFIXES, hub_has, is_hub_id
 from dagrl.errors import ConfigError
 from dagrl.files import write_whole
+from dagrl.imports import load_callable
 
 PROMPT_KEYS = ("prompt", "question", "problem", "instruction", "input")
 RESPONSE_KEYS = ("response", "answer", "solution", "completion", "output")
@@ -52,6 +54,33 @@ def ask(model: str | None, data: str | None, reward: str | None) -> Answers:
             f"reward {reward!r}: expected {', '.join(REWARDS)}, an import path such as my_task:reward, or nothing"
         )
     return Answers(answers["model"] or DEFAULT_MODEL, answers["data"], reward)
+
+
+def check_answers(answers: Answers) -> list[str]:
+    """Returns what could not be checked, as the Hub does not answer.
+
+    Raises ConfigError for a model, data or reward that does not exist.
+    """
+    unknown = [
+        _check_there(answers.model, "model", "a Hugging Face directory, or an id on the Hub such as Qwen/Qwen3-0.6B"),
+        _check_there(answers.data, "data", "a JSONL file, a dataset on disk, or one on the Hub such as openai/gsm8k"),
+    ]
+    if answers.reward:
+        load_callable(answers.reward, "reward")
+    return [name for name in unknown if name]
+
+
+def _check_there(name: str, what: str, expected: str) -> str:
+    """Returns the name if it is on the Hub, which does not answer. Raises ConfigError if there is no such thing."""
+    if Path(name).expanduser().exists():
+        return ""
+    missing = ConfigError(f"{what}: there is no {name!r} (relative to {Path.cwd()}); expected: {expected}")
+    if not is_hub_id(name) or Path(name).suffix in (".json", ".jsonl", ".txt", *SUFFIXES):
+        raise missing
+    found = hub_has(name, "model" if what == "model" else "dataset")
+    if found is False:
+        raise missing
+    return "" if found else name
 
 
 def check_new(path: Path) -> None:

@@ -20,8 +20,8 @@ from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 from dagrl.refit import TIED_HEAD, RefitPlan, plan_refit
 from dagrl.run.model import load_tokenizer, model_description, token_count, with_local_models
-from dagrl.run.plans import PhasePlan, run_plans
-from dagrl.run.preflight import check_model, load_phase, trace_phases, worker_classes
+from dagrl.run.plans import PhasePlan, load_phase, run_plans
+from dagrl.run.preflight import check_model, trace_phases, worker_classes
 from dagrl.runtime.draw import Drawing, mermaid, size_text
 from dagrl.runtime.garbage import gc_paused
 from dagrl.runtime.graph import PhaseGraph

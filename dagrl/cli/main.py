@@ -205,11 +205,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _init(options: argparse.Namespace) -> None:
-    from dagrl.cli.init import ask, check_new, write_config
+    from dagrl.cli.init import ask, check_answers, check_new, write_config
 
     check_new(options.output)
     _check_outputs(options)
-    write_config(ask(options.model, options.data, options.reward), options.output)
+    answers = ask(options.model, options.data, options.reward)
+    if unknown := check_answers(answers):
+        _print(f"not checked, as the Hugging Face Hub does not answer: {', '.join(unknown)}\n")
+    write_config(answers, options.output)
     _print(f"wrote {options.output}; next: dagrl train {options.output} --dry-run\n")
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from dagrl.config import Config, GenerationConfig, PolicyConfig
 from dagrl.config.kernel_checks import check_engine_settings
 from dagrl.config.plan import RunPlan
-from dagrl.config.roles import CRITIC, TRAIN, role_config
+from dagrl.config.roles import CRITIC, TEACHER, TRAIN, role_config
 from dagrl.config.settings import (
     SLOT_RANKS,
     bucket_widths,
@@ -170,22 +170,16 @@ def _check_drafter(config: Config, generation: GenerationConfig) -> None:
 def _check_models(config: Config, plan: RunPlan) -> None:
     """Checks the models next to the policy: whether anything uses them, and where they are."""
     algorithm, reads_reference = config.algorithm, plan.reference is not None
-    if config.teacher is not None:
-        if config.policy.reference_model_name is not None:
-            raise ConfigError(
-                "teacher and policy.reference_model_name are both set, but there is one reference policy; leave one out: "
-                "the teacher has workers of its own, policy.reference_model_name is on the train workers"
-            )
-        if plan.learns_from == "preferences":
-            raise ConfigError(
-                f"teacher is set, but algorithm {algorithm} compares pairs with a reference policy on the train workers; "
-                "set policy.reference_model_name to the model, and leave teacher out"
-            )
-        if not reads_reference:
-            raise ConfigError(
-                f"teacher is set, but algorithm {algorithm} does not read 'reference_logprobs'; leave teacher out, or add "
-                "the column to the algorithm's `columns`"
-            )
+    if TEACHER in config.models and plan.reference == TEACHER and config.policy.reference_model_name is not None:
+        raise ConfigError(
+            "models.teacher and policy.reference_model_name are both set, but there is one reference policy; leave one out: "
+            "the teacher has workers of its own, policy.reference_model_name is on the train workers"
+        )
+    if config.models and plan.learns_from != "samples":
+        raise ConfigError(
+            f"models.{next(iter(config.models))} is set, but algorithm {algorithm} learns from {plan.learns_from}, which "
+            "no phase runs it for; leave it out. The reference policy of pairs is policy.reference_model_name"
+        )
     if not config.ppo.kl_in_reward:
         return
     if not plan.critic:

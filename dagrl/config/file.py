@@ -75,7 +75,7 @@ def value_text(config: Config, key: str) -> str:
     """Returns the value of the key `a.b.c` as YAML."""
     value: object = config
     for name in key.split("."):
-        value = getattr(value, name)
+        value = value[name] if isinstance(value, Mapping) else getattr(value, name)
     return json.dumps(value, default=str)
 
 

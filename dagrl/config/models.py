@@ -1,4 +1,4 @@
-"""Models next to the policy, each on workers of its own: the critic of PPO (`critic`) and a teacher (`teacher`)."""
+"""Models next to the policy, each on workers of its own: the critic of PPO (`critic`) and frozen ones (`models`)."""
 
 from __future__ import annotations
 
@@ -65,11 +65,9 @@ class CriticConfig(OwnModelConfig):
     """Steps of the run in which only the critic learns."""
 
 
-class TeacherConfig(OwnModelConfig):
-    """A reference policy on workers of its own, such as the teacher of `loss_fn.name: distill`, in a layout of its own.
-
-    They hold weights alone: no gradients, no optimizer.
-    """
+class FrozenModelConfig(OwnModelConfig):
+    """A frozen model, such as a teacher, on workers of its own in a layout of its own. They hold weights alone: no gradients
+    and no optimizer."""
 
     model_name: PathText
     """A Hugging Face directory or an id on the Hub, with the policy's tokenizer."""

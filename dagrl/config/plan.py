@@ -15,11 +15,11 @@ from dagrl.config.fsdp import FsdpConfig
 from dagrl.config.generation import VllmConfig
 from dagrl.config.megatron import MegatronConfig
 from dagrl.config.policy import PolicyConfig
-from dagrl.config.roles import CRITIC, GENERATION, TEACHER, TRAIN, role_config
+from dagrl.config.roles import CRITIC, GENERATION, TRAIN, model_section, role_config, section_key
 from dagrl.config.run import Config
-from dagrl.config.settings import generation_config, samples_per_step
+from dagrl.config.settings import generation_config, phase_path, samples_per_step
 from dagrl.errors import ConfigError, LayoutError
-from dagrl.imports import load_class, running
+from dagrl.imports import load_attribute, load_class, running
 from dagrl.runtime.layout import ParallelLayout
 
 LearnsFrom = Literal["samples", "demonstrations", "preferences"]
@@ -33,7 +33,7 @@ class AlgorithmTraits(Protocol):
     def learns_from(self) -> LearnsFrom: ...
 
     @property
-    def columns(self) -> tuple[str, ...]: ...
+    def columns(self) -> Mapping[str, str]: ...
 
     @property
     def critic(self) -> bool: ...
@@ -45,7 +45,14 @@ def load_algorithm(config: Config) -> AlgorithmTraits:
     if not all(hasattr(algorithm, name) for name in ("learns_from", "columns", "advantages", "loss")):
         raise ConfigError(f"algorithm: {config.algorithm} is not an algorithm; derive the class from dagrl.Algorithm")
     with running(config.algorithm, "algorithm"):
-        return cast(AlgorithmTraits, algorithm(config))
+        made = cast(AlgorithmTraits, algorithm(config))
+        columns: object = made.columns
+    if not isinstance(columns, Mapping):
+        raise ConfigError(
+            f"algorithm: the `columns` of {config.algorithm} are {columns!r}; expected: a dictionary of each column and the "
+            "phase that computes it, such as {'prev_logprobs': 'logprobs'}"
+        )
+    return made
 
 
 @dataclass(frozen=True)
@@ -79,13 +86,14 @@ class RunPlan:
     """A run: `layouts` of its worker groups by role, `sharing` roles on the train workers' GPUs (these among them; empty if
     there are none), and `start`.
 
-    `reference` is the role that holds the reference policy. `takes_turns`: colocated workers may have to move state off
+    `reference` is the role that computes the column `reference_logprobs`: `train` if the train workers hold the reference
+    policy, None if the algorithm has no such column. `takes_turns`: colocated workers may have to move state off
     their GPU while another role works.
     """
 
     algorithm: AlgorithmTraits
     layouts: Mapping[str, ParallelLayout]
-    reference: Literal["train", "teacher"] | None
+    reference: str | None
     sharing: tuple[str, ...]
     takes_turns: bool
     start: StartPlan
@@ -95,13 +103,14 @@ class RunPlan:
         """Imports the user's algorithm. Raises ConfigError if it is none, LayoutError for a layout that cannot be."""
         algorithm = load_algorithm(config)
         generates, reference = algorithm.learns_from == "samples", reference_role(config, algorithm)
-        own = ((CRITIC,) if algorithm.critic else ()) + ((TEACHER,) if reference == TEACHER else ())
+        own = ((CRITIC,) if algorithm.critic else ()) + tuple(config.models)
         layouts = {TRAIN: _train_layout("policy", config.policy)}
         if generates:
             layouts[GENERATION] = _layout("policy.generation.vllm_cfg", generation_config(config).vllm_cfg)
-        layouts |= {role: _train_layout(role, role_config(config, role).policy) for role in own}
+        layouts |= {role: _train_layout(section_key(role), role_config(config, role).policy) for role in own}
         colocated = generates and generation_config(config).colocated.enabled
-        others = (*(role for role in own if getattr(config, role).colocated), *((GENERATION,) if colocated else ()))
+        together = (role for role in own if (section := model_section(config, role)) and section.colocated)
+        others = (*together, *((GENERATION,) if colocated else ()))
         takes_turns = colocated and generation_config(config).colocated.exchange != "never"
         return cls(
             algorithm=algorithm,
@@ -134,7 +143,7 @@ class RunPlan:
     @property
     def model_roles(self) -> tuple[str, ...]:
         """The roles with a model of their own, next to the policy."""
-        return tuple(role for role in (CRITIC, TEACHER) if role in self.layouts)
+        return tuple(role for role in self.layouts if role not in (TRAIN, GENERATION))
 
     @property
     def devices(self) -> int:
@@ -144,11 +153,13 @@ class RunPlan:
         return together + sum(size for role, size in sizes.items() if role not in self.sharing)
 
 
-def reference_role(config: Config, algorithm: AlgorithmTraits) -> Literal["train", "teacher"] | None:
-    """Returns the role that holds the reference policy, or None if the algorithm reads none."""
-    if "reference_logprobs" not in algorithm.columns:
+def reference_role(config: Config, algorithm: AlgorithmTraits) -> str | None:
+    """Returns the role that computes `reference_logprobs`, or None if the algorithm has no such column."""
+    phase = algorithm.columns.get("reference_logprobs")
+    if phase is None:
         return None
-    return "teacher" if config.teacher else "train"
+    roles = getattr(load_attribute(phase_path(config, phase), "algorithm"), "roles", ())
+    return TRAIN if TRAIN in roles or not roles else str(roles[0])
 
 
 def _train_layout(key: str, policy: PolicyConfig) -> ParallelLayout:

@@ -1,31 +1,39 @@
 """The configuration that the workers of each group get.
 
-A worker reads its model, layout and batches from `policy`. The workers of the critic and of the teacher get a configuration
-in which `policy` has theirs (`role_config`), so one worker class serves all roles.
+A worker reads its model, layout and batches from `policy`. The workers of the critic and of frozen models get a
+configuration in which `policy` has theirs (`role_config`), so one worker class serves all roles.
 """
 
 from __future__ import annotations
 
 from dagrl.config.megatron import MegatronConfig
-from dagrl.config.models import CriticConfig, TeacherConfig
+from dagrl.config.models import CriticConfig, FrozenModelConfig
 from dagrl.config.policy import OptimizerConfig, PeftConfig, PolicyConfig, SchedulerConfig
-from dagrl.config.run import Config
+from dagrl.config.run import CRITIC as CRITIC, GENERATION as GENERATION, TRAIN as TRAIN, Config
 
-TRAIN, GENERATION = "train", "generation"
+TEACHER = "teacher"
+"""The frozen model that is the reference policy of shipped algorithms."""
 
-CRITIC, TEACHER = "critic", "teacher"
-"""The roles with a model of their own. Each is the key of its section, too."""
+
+def model_section(config: Config, role: str) -> CriticConfig | FrozenModelConfig | None:
+    """Returns the section of a role with a model of its own; None for the others."""
+    return config.critic if role == CRITIC else config.models.get(role)
+
+
+def section_key(role: str) -> str:
+    """Returns the key of that section."""
+    return role if role == CRITIC else f"models.{role}"
 
 
 def role_config(config: Config, role: str) -> Config:
     """Returns the configuration that the workers of `role` get."""
-    section = {CRITIC: config.critic, TEACHER: config.teacher}.get(role)
+    section = model_section(config, role)
     if section is None:
         return config
     return config.with_keys({"policy": _policy_of(section, config.policy)})
 
 
-def _policy_of(section: CriticConfig | TeacherConfig, policy: PolicyConfig) -> PolicyConfig:
+def _policy_of(section: CriticConfig | FrozenModelConfig, policy: PolicyConfig) -> PolicyConfig:
     """Returns the section `policy` with the model, layout and batches of `section`; open keys keep the policy's values."""
     kernels = {name: getattr(policy.megatron_cfg, name) for name in ("transformer_engine", "recompute_granularity")}
     update: dict[str, object] = {

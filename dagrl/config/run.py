@@ -21,11 +21,14 @@ from dagrl.config.algorithm import (
     SftConfig,
     known_algorithm,
 )
-from dagrl.config.models import CriticConfig, TeacherConfig
+from dagrl.config.models import CriticConfig, FrozenModelConfig
 from dagrl.config.policy import PolicyConfig
 from dagrl.config.section import PathText, Section, Seed, derived
 from dagrl.config.task import DataConfig, EnvironmentConfig, EvaluationConfig, RewardConfig
 from dagrl.runtime.deadline import Deadline
+
+TRAIN, GENERATION, CRITIC = "train", "generation", "critic"
+"""The roles of every run that has them; `models` adds others."""
 
 
 class RefitConfig(Section):
@@ -37,17 +40,27 @@ class RefitConfig(Section):
 
 _SHIPPED = (
     *("demonstration_step", "train_step", "evaluate", "preference_step", "answer_sums", "reference_answer_sums"),
-    *("logprobs", "reference_logprobs", "teacher_logprobs", "keep_reference_logprobs", "critic_values", "critic_step"),
+    *("logprobs", "reference_logprobs", "teacher_logprobs", "keep_columns", "critic_values", "critic_step"),
     *("logprob_inference_prep", "training_prep", "generate"),
 )
 PHASES = {name: f"dagrl.graphs.phases:{name}" for name in _SHIPPED} | {"refit": "dagrl.refit.connect:refit"}
 """The import paths of the phases that the loops replay, by name. Their docstrings say what they do."""
 
 
+def _role_names(models: dict[str, FrozenModelConfig]) -> dict[str, FrozenModelConfig]:
+    wrong = [name for name in models if not name.isidentifier() or name in (TRAIN, GENERATION, CRITIC)]
+    if wrong:
+        raise ValueError(f"names of roles, which {wrong[0]!r} cannot be: a Python name other than train, generation, critic")
+    return models
+
+
 def _known_phases(phases: dict[str, str]) -> dict[str, str]:
     unknown = [name for name in phases if name not in PHASES]
     if unknown:
-        raise ValueError(f"names of phases, which {unknown[0]!r} is not: {', '.join(PHASES)}")
+        raise ValueError(
+            f"names of phases, which {unknown[0]!r} is not: {', '.join(PHASES)}. A phase of your own for a column is "
+            "named by its import path in the algorithm's `columns`"
+        )
     return phases
 
 
@@ -231,8 +244,9 @@ class Config(Section):
     ppo: PpoConfig = PpoConfig()
     critic: CriticConfig = CriticConfig()
 
-    teacher: TeacherConfig | None = None
-    """A reference policy on workers of its own. null: on the train workers (`policy.reference_model_name`), if any."""
+    models: Annotated[dict[str, FrozenModelConfig], AfterValidator(_role_names)] = Field(default_factory=dict)
+    """Frozen models by role: the name of the `Shard` of the phases that run them, for columns of the algorithm. With the
+    shipped algorithms `teacher` is the reference policy, in place of one on the train workers."""
 
     sft: SftConfig = SftConfig()
     preference: PreferenceConfig = PreferenceConfig()

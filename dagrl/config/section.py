@@ -47,7 +47,12 @@ class Section(BaseModel):
         changed = self
         for key, value in values.items():
             name, _, rest = key.partition(".")
-            new = getattr(changed, name).with_keys({rest: value}) if rest else value
+            below = getattr(changed, name)
+            if rest and isinstance(below, Mapping):  # of sections
+                item, _, rest = rest.partition(".")
+                new: object = {**below, item: below[item].with_keys({rest: value})}
+            else:
+                new = below.with_keys({rest: value}) if rest else value
             changed = changed.model_copy(update={name: new})
         return changed
 
@@ -55,6 +60,9 @@ class Section(BaseModel):
         """Returns whether the user set a key such as `a.b`."""
         name, _, rest = key.partition(".")
         below = getattr(self, name, None)
+        if rest and isinstance(below, Mapping):
+            item, _, rest = rest.partition(".")
+            below = below.get(item)
         return name in self.model_fields_set and (not rest or (isinstance(below, Section) and below.is_set(rest)))
 
     @field_validator("*", mode="before")

@@ -56,8 +56,15 @@ def recomputes_kv_cache(config: Config) -> bool:
 
 
 def phase_path(config: Config, name: str) -> str:
-    """Returns the import path of a phase that the loops replay."""
-    return config.phases.get(name, PHASES[name])
+    """Returns the import path of a phase that the loops replay: `phases.<name>`, the shipped one, or `name` itself.
+
+    Raises ConfigError for a name that is none of them.
+    """
+    if name not in PHASES and ":" not in name:
+        raise ConfigError(
+            f"{name!r} is no phase; expected: {', '.join(PHASES)}, or the import path 'module:function' of your own"
+        )
+    return config.phases.get(name) or PHASES.get(name, name)
 
 
 def bucket_widths(policy: PolicyConfig) -> tuple[int, ...]:
@@ -109,11 +116,11 @@ def rows_together(config: Config, group: int) -> int:
 
 def model_names(config: Config) -> dict[str, str | None]:
     """Returns the names of all models and of the tokenizer, directories or ids on the Hub, by their keys."""
-    policy, teacher = config.policy, config.teacher
+    policy = config.policy
     return {
         "policy.model_name": policy.model_name,
         "policy.reference_model_name": policy.reference_model_name,
         "critic.model_name": config.critic.model_name,
-        "teacher.model_name": None if teacher is None else teacher.model_name,
+        **{f"models.{role}.model_name": section.model_name for role, section in config.models.items()},
         TOKENIZER_KEY: policy.tokenizer.name,
     }

@@ -10,17 +10,23 @@ Needs `datasets`.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dagrl.errors import DataError
 from dagrl.imports import require_package
 
 if TYPE_CHECKING:
     from dagrl.config import Json
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 5.0
+"""Seconds to wait for an answer of the Hub."""
 
 SUFFIXES = (".parquet", ".arrow")
 JSON, CSV = (".jsonl", ".json"), (".csv", ".tsv")
@@ -87,6 +93,35 @@ def _is_hub_name(path: str | Path) -> bool:
     return is_hub_id(str(path)) and Path(path).suffix not in (".json", ".jsonl", ".txt")
 
 
+def hub_has(name: str, kind: Literal["model", "dataset"]) -> bool | None:
+    """Returns whether the Hub has a model or dataset; None if it does not answer. `datasets` itself tries again for 25 s."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=ANSWER_S)
+    except HfHubHTTPError:  # also if it wants a token
+        return False
+    except Exception:  # whatever its HTTP client raises without a connection
+        return None
+    return True
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Lets `datasets` read its cache alone."""
+    import datasets
+    import huggingface_hub.constants as hub
+
+    logger.warning("the Hugging Face Hub does not answer; looking in the cache of `datasets` alone")
+    before = datasets.config.HF_HUB_OFFLINE, hub.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, hub.HF_HUB_OFFLINE = before
+
+
 def _require(path: str | Path) -> None:
     require_package("datasets", f"data.path {str(path)!r}", otherwise=", or write the examples as JSONL")
 
@@ -118,7 +153,8 @@ def _open(path: Path, split: str, subset: str | None) -> Any:
         if any((path / name).exists() for name in _SAVED):
             dataset = load_from_disk(str(path))
         elif path.suffix not in SUFFIXES or path.is_dir():
-            dataset = load_dataset(str(path), subset)  # data files of a directory or the Hub
+            with nullcontext() if path.is_dir() or hub_has(str(path), "dataset") is not None else _offline():
+                dataset = load_dataset(str(path), subset)  # data files of a directory or the Hub
         elif path.suffix == ".arrow":
             dataset = Dataset.from_file(str(path))
         else:

@@ -15,11 +15,11 @@ CLIENT = AsyncOpenAI(base_url="http://of.the.episode", api_key="of the episode")
 async def adds(example: dict[str, Any], endpoint: Endpoint) -> dict[str, float]:
     """Asks for a sum, and once more in the same conversation if the answer is wrong."""
     client = CLIENT.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
-    messages: list[Any] = [{"role": "user", "content": example["prompt"]}]
+    messages: list[Any] = list(example["messages"])  # `prompt` is their text, rendered by the chat template
     for tries in range(2):
         answer = await client.chat.completions.create(model=endpoint.model, messages=messages)
         text = answer.choices[0].message.content or ""
         if text == example["reference"]:
             return {"right": 1.0, "at_once": float(tries == 0)}
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": example["prompt"]}]
+        messages += [{"role": "assistant", "content": text}, example["messages"][-1]]
     return {"right": 0.0, "at_once": 0.0}

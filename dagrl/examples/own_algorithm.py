@@ -15,7 +15,7 @@ WEIGHT = 0.05
 class KlInReward(Algorithm):
     """A policy gradient whose rewards, not whose loss, contain the distance from the reference policy."""
 
-    columns = ("prev_logprobs", "reference_logprobs")  # computed before each optimizer step, by one phase each
+    columns = {"prev_logprobs": "logprobs", "reference_logprobs": "reference_logprobs"}  # each by a phase, before a step
     average = "sequences"  # over each sequence's tokens, then over sequences
 
     def advantages(self, rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:

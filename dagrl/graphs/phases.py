@@ -54,13 +54,13 @@ def reference_logprobs(train: Shard, batch: Input) -> Value:
 
 @phase(inputs=TOKENS)
 def teacher_logprobs(teacher: Shard, batch: Input) -> Value:
-    """Returns log-probabilities under the teacher, on workers of its own, to the driver."""
-    return teacher.reduce("merge_rows", teacher.map("logprobs", batch))
+    """Returns log-probabilities under the frozen model `teacher` to the driver, as those of the reference policy."""
+    return teacher.reduce("merge_rows", teacher.map("logprobs", batch, column="reference_logprobs"))
 
 
-@phase(inputs={"lengths": Field("int64", "row"), "row_ids": Field("int64", "row"), "reference_logprobs": Field("float32")})
-def keep_reference_logprobs(train: Shard, batch: Input) -> Value:
-    """Stores log-probabilities that another group computed under the reference policy, for `train_step`."""
+@phase(inputs={"lengths": Field("int64", "row"), "row_ids": Field("int64", "row")})
+def keep_columns(train: Shard, batch: Input) -> Value:
+    """Stores columns that other groups computed, for `train_step`; a run adds them to the inputs."""
     return join(train.map("keep_columns", batch))
 
 

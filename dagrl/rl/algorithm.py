@@ -1,7 +1,7 @@
 """Algorithms. Choose one by `algorithm`, or write your own in one file.
 
     class Centered(Algorithm):
-        columns = ("prev_logprobs",)
+        columns = {"prev_logprobs": "logprobs"}  # computed by this phase before a step
 
         def advantages(self, rewards, valid):  # [prompts, completions]
             return rewards - rewards.mean(axis=1, keepdims=True)
@@ -16,7 +16,6 @@ algorithm. `dagrl.rl.algorithms` has the shipped ones; `dagrl.rl.losses` average
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
@@ -45,11 +44,6 @@ LIKELIHOOD, POLICY, VALUE = "likelihood", "policy", "value"
 _SHARED = {LIKELIHOOD: ALGORITHMS["sft"], VALUE: "dagrl.rl.algorithms.ppo:Values"}
 """Import paths of the algorithms for kinds of loss that the run's algorithm does not learn."""
 
-COLUMN_PHASES: Mapping[str, str] = MappingProxyType(
-    {"prev_logprobs": "logprobs", "reference_logprobs": "reference_logprobs"}
-)
-"""The columns that an algorithm may ask for, and the phase that computes each."""
-
 
 class Algorithm:
     """A training method. Derive from it, or from a shipped one.
@@ -68,13 +62,16 @@ class Algorithm:
         self.config = config
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that phases compute for a batch before its optimizer step. Override it, also by a class attribute.
+    def columns(self) -> Mapping[str, str]:
+        """Columns that are computed for a batch of samples before its optimizer step, each with its phase. Override it, also
+        by a class attribute.
 
-        `prev_logprobs`: the policy's log-probabilities; `reference_logprobs`: the reference policy's. Batches of samples
-        also have `advantages` and `generation_logprobs`.
+        A phase is one of dagrl's (`logprobs` computes `prev_logprobs` and `entropy` of the policy, `reference_logprobs` and
+        `teacher_logprobs` compute `reference_logprobs`) or the import path of your own. It runs on the train workers, which
+        keep its columns, or on those of a model in `models`, from which it returns them. Batches of samples also have
+        `advantages` and `generation_logprobs`.
         """
-        return ("prev_logprobs",)
+        return {"prev_logprobs": "logprobs"}
 
     @property
     def average(self) -> Literal["tokens", "sequences", "sums"]:
@@ -167,12 +164,7 @@ def token_advantages_of(
     return advantages, returns
 
 
-def column_phases(algorithm: Algorithm) -> tuple[str, ...]:
-    """Returns the phases that compute the algorithm's columns. Raises ConfigError for a column that no phase computes."""
-    unknown = [name for name in algorithm.columns if name not in COLUMN_PHASES]
-    if unknown:
-        raise ConfigError(
-            f"algorithm {algorithm.config.algorithm} has the column {unknown[0]!r}, which no phase computes; expected: "
-            f"{', '.join(COLUMN_PHASES)}"
-        )
-    return tuple(COLUMN_PHASES[name] for name in algorithm.columns)
+def columns_by_phase(algorithm: Algorithm) -> dict[str, tuple[str, ...]]:
+    """Returns the phases of the algorithm's columns, each with the columns that it computes."""
+    phases = dict.fromkeys(algorithm.columns.values())
+    return {phase: tuple(name for name, source in algorithm.columns.items() if source == phase) for phase in phases}

@@ -201,11 +201,14 @@ def reply_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, 
 
 
 def example_of(prompt: Prompt, seed: int, group_seed: int) -> dict[str, Any]:
-    """Returns the example that an environment or agent gets. `seed` is the sequence's own."""
+    """Returns the example that an environment or agent gets. `seed` is the sequence's own.
+
+    `prompt` is the text that the policy sees, `messages` the conversation before the chat template renders it.
+    """
     return {
         "prompt": prompt.text,
         "reference": prompt.reference,
-        "messages": [dict(message) for message in prompt.messages],
+        "messages": [dict(message) for message in prompt.messages] or [{"role": "user", "content": prompt.text}],
         "columns": dict(prompt.columns),
         "task": prompt.task,
         "seed": seed,

@@ -26,7 +26,7 @@ Sources of the formulas, cited below by their short names:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -81,18 +81,19 @@ def batch_loss(
     data: Mapping[str, Tensor],
     denominators: Denominators,
     sequences: Sequences | None = None,
+    lookup: Callable[[Tensor], Tensor] | None = None,
 ) -> LossOutput:
     """Returns `algorithm.loss` of the tokens in `loss_mask`, averaged over the global batch by `algorithm.average`.
 
     `logprobs` [b, t]; `data`: `loss_mask`, the fields of the batch and the algorithm's columns [b, t]; the `row_sums` [b, 1]
-    of each whole row (or for each token, [b, t]). Without `sequences` every row is one.
+    of each whole row (or for each token, [b, t]). Without `sequences` every row is one. `lookup`: see `TokenBatch`.
 
     Sums: `loss`, `valid_tokens`, and the means of the further values that `loss` returns. For generated samples also
     `token_mult_prob_error` and `gen_kl_error` (see `logprob_difference`). Maxima, for these: `max_logprob_difference`,
     `max_probs_ratio`.
     """
     mask = data["loss_mask"].to(logprobs.dtype)
-    batch = TokenBatch(logprobs, mask, data, algorithm.config.loss_fn, sequences)
+    batch = TokenBatch(logprobs, mask, data, algorithm.config.loss_fn, sequences, lookup)
     costs, means = evaluate(algorithm.loss, batch, algorithm.config.algorithm)
     weights = _token_weights(mask, data, algorithm, denominators)
     loss, each = _masked_sum(costs, weights), mask / denominators.tokens

@@ -1,7 +1,7 @@
 """Preferences: pairs of answers to a prompt, of which one was chosen, and the losses that compare them.
 
     class Ipo(PreferenceAlgorithm):
-        columns = ("reference_logprobs",)
+        columns = {"reference_logprobs": "reference_answer_sums"}
 
         def pair_loss(self, pairs):  # tensors [pairs]
             gap = pairs.chosen_ratio / pairs.chosen_tokens - pairs.rejected_ratio / pairs.rejected_tokens
@@ -66,7 +66,7 @@ class PreferenceAlgorithm(Algorithm):
     """Learns from pairs of answers by `pair_loss`."""
 
     learns_from = "preferences"
-    columns: tuple[str, ...] = ()
+    columns: Mapping[str, str] = {}
     average = "sums"
     scored: ClassVar[bool] = False
     """Whether `pairs.chosen` and `pairs.rejected` are scores of a model with a scalar head, read after the last token."""
@@ -113,9 +113,17 @@ def gives_scores(algorithm: Algorithm) -> bool:
 
 
 def sum_phases(algorithm: Algorithm) -> tuple[str, ...]:
-    """Returns the phases that compute the sums of answers: under the policy, and the reference policy if it is compared."""
-    reference = "reference_logprobs" in algorithm.columns
-    return ("answer_sums", "reference_answer_sums") if reference else ("answer_sums",)
+    """Returns the phases that compute the sums of answers: under the policy, and the reference policy if it is compared.
+
+    Raises ConfigError for other columns.
+    """
+    unknown = [name for name in algorithm.columns if name != "reference_logprobs"]
+    if unknown:
+        raise ConfigError(
+            f"{KEY}: {algorithm.config.algorithm} has the column {unknown[0]!r}; expected, as it compares pairs: "
+            "'reference_logprobs' alone"
+        )
+    return ("answer_sums", *algorithm.columns.values())
 
 
 def pair_losses(

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHIPPED = "dagrl."
-"""Start of the import paths of functions that are not tried."""
+SHIPPED = ("dagrl.rl.rewards:", "dagrl.bench.")
+"""Starts of the import paths of functions that are not tried."""
 
 MADE_UP = "42"
 """The completion of an example without a reference."""

@@ -69,7 +69,7 @@ class TokenBatch:
     """The input of a loss; all tensors [b, t]. Only `logprobs` has a gradient.
 
     `columns` are the fields of the batch, and what phases computed for it. Values outside `mask` are arbitrary, and ignored
-    in the result. Without `sequences` every row is one.
+    in the result. Without `sequences` every row is one. `lookup` computes `logprobs_of`.
     """
 
     logprobs: Tensor
@@ -77,6 +77,7 @@ class TokenBatch:
     columns: Mapping[str, Tensor]
     config: LossConfig = field(default_factory=LossConfig)
     sequences: Sequences | None = None
+    lookup: Callable[[Tensor], Tensor] | None = None
 
     def column(self, name: str) -> Tensor:
         """Returns a column. Raises ConfigError if the batch has none of this name."""
@@ -121,6 +122,15 @@ class TokenBatch:
     def clipped(self, ratio: Tensor) -> Tensor:
         """Bounds a ratio to `1 - ratio_clip_min` and `1 + ratio_clip_max`."""
         return ratio.clamp(1.0 - self.config.ratio_clip_min, 1.0 + self.config.ratio_clip_max)
+
+    def logprobs_of(self, ids: Tensor) -> Tensor:
+        """Returns the policy's log-probability, with gradient, of other tokens in place of each token: `ids` [b, t, k].
+
+        It takes k times the work of the output layer.
+        """
+        if self.lookup is None:
+            raise ConfigError("the loss reads log-probabilities of other tokens, which these workers do not compute")
+        return self.lookup(ids.long())
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Returns for each token the mean of `values` over its sequence, without gradient [b, t]."""

@@ -8,7 +8,7 @@ import torch
 from dagrl.config import ALGORITHMS, Config
 from dagrl.errors import ConfigError
 from dagrl.imports import running
-from dagrl.rl.algorithm import KEY, Algorithm, advantages_of, algorithm_of, column_phases, token_advantages_of
+from dagrl.rl.algorithm import KEY, Algorithm, advantages_of, algorithm_of, token_advantages_of
 from dagrl.rl.gae import rewards_at_end
 from dagrl.rl.losses import Denominators, batch_loss, row_sums
 from dagrl.rl.preferences import PreferenceAlgorithm, pair_losses
@@ -20,7 +20,11 @@ ROWS, TOKENS = 2, 5
 def try_algorithm(config: Config) -> None:
     """Raises ConfigError if the algorithm's loss or advantages fail, or give values that nothing can be learned from."""
     algorithm = algorithm_of(config)
-    column_phases(algorithm)
+    if algorithm.learns_from == "demonstrations" and algorithm.columns:
+        raise ConfigError(
+            f"{KEY}: {config.algorithm} learns from demonstrations and has the columns {', '.join(algorithm.columns)}; "
+            "these are computed for samples. Set `columns = {}`"
+        )
     if algorithm.learns_from == "preferences":
         try_pair_loss(algorithm)
         return
@@ -42,7 +46,10 @@ def try_loss(algorithm: Algorithm) -> None:
         data["advantages"] = torch.tensor([[1.0], [-0.5]]).expand(ROWS, TOKENS)
     logprobs = _logprobs(generator).requires_grad_()
     with running(name, key):
-        output = batch_loss(algorithm, logprobs, data | row_sums(data), Denominators(ROWS * TOKENS, ROWS))
+        denominators = Denominators(ROWS * TOKENS, ROWS)
+        output = batch_loss(
+            algorithm, logprobs, data | row_sums(data), denominators, lookup=lambda ids: _others(logprobs, ids)
+        )
         (gradient,) = torch.autograd.grad(output.loss, logprobs)
     if not (output.loss.isfinite() and gradient.isfinite().all()):
         raise ConfigError(f"{key}: {name} gives costs or gradients that are not finite for ordinary log-probabilities")
@@ -61,6 +68,11 @@ def try_pair_loss(algorithm: Algorithm) -> None:
 
 def _logprobs(generator: torch.Generator) -> torch.Tensor:
     return -torch.rand(ROWS, TOKENS, generator=generator) - 0.1
+
+
+def _others(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Stands for the log-probabilities of other tokens [rows, tokens, k]."""
+    return logprobs[..., None].expand(*logprobs.shape, ids.shape[-1])
 
 
 def try_advantages(algorithm: Algorithm) -> None:

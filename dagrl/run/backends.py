@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from dagrl.config import Config, Json
-from dagrl.config.roles import CRITIC, TEACHER
+from dagrl.config.roles import CRITIC, model_section, section_key
 from dagrl.data.hugging_face import is_hub_id
 from dagrl.errors import ConfigError
 from dagrl.imports import load_attribute
@@ -31,32 +31,34 @@ WORKERS: Mapping[str, Mapping[str, str]] = {
 
 
 def choose_backends(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, str, str]]:
-    """Yields key, value and reason of `backend` and `worker` of the policy, and of a critic or teacher, where they are open.
+    """Yields key, value and reason of `backend` and `worker` of the policy and of models next to it, where they are open.
 
     Raises ConfigError if both are the user's.
     """
     kinds = {"policy": "value" if gives_scores(algorithm) else "policy"}
     kinds |= {CRITIC: "value"} if algorithm.critic else {}
-    kinds |= {TEACHER: "teacher"} if config.teacher is not None else {}
-    for section, kind in kinds.items():
-        worker, backend, chosen = f"{section}.worker", f"{section}.backend", getattr(config, section)
+    kinds |= dict.fromkeys(config.models, "teacher")
+    for role, kind in kinds.items():
+        chosen = model_section(config, role) or config.policy
+        section = role if chosen is config.policy else section_key(role)
+        worker, backend = f"{section}.worker", f"{section}.backend"
         if config.is_set(worker):
             if chosen.backend != "auto" and chosen.worker not in WORKERS[chosen.backend].values():
                 raise ConfigError(
                     f"{backend} and {worker} are both set; {backend} chooses one of dagrl's own workers. Leave one out"
                 )
             continue
-        name = chosen.backend
+        name: str = chosen.backend
         if name == "auto":
-            name, reason = _backend_for(config, section)
+            name, reason = _backend_for(config, section, chosen.model_name)
             yield backend, name, reason
         yield worker, WORKERS[name][kind], f"{backend} is {name}"
 
 
-def _backend_for(config: Config, section: str) -> tuple[str, str]:
+def _backend_for(config: Config, section: str, model: str | None) -> tuple[str, str]:
     """Returns the backend of a role's model, and why."""
     known = cast(tuple[str, ...], load_attribute("dagrl.workers.megatron.architecture:MODEL_TYPES", f"{section}.backend"))
-    kind = _model_type(config, getattr(config, section).model_name)
+    kind = _model_type(config, model)
     if kind is None:
         return "megatron", "the model's type is not known yet"
     if kind in known:

@@ -21,6 +21,7 @@ from typing import Any
 
 from dagrl.config import ClusterConfig
 from dagrl.errors import ConfigError, RunError
+from dagrl.files import require_writable
 from dagrl.machine import DEV_SHM, gpu_count
 from dagrl.run.local_cluster import ProcessGroup, cluster_processes, kill_with_children, lean_node
 from dagrl.run.stop import ignoring_signals, keep_handlers
@@ -52,6 +53,12 @@ SLOW_NODE = "timed out during startup"
 
 LOGS = "session_latest/logs of Ray's directory ($RAY_TMPDIR, else /tmp/ray)"
 
+SOCKET = "ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+"""The longest name of a socket below Ray's directory."""
+
+SOCKET_BYTES = 107
+"""Longest path of a Unix socket (`sun_path` in unix(7), without its last null byte)."""
+
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 """Names of this host, for which Ray takes its address in the network."""
 
@@ -79,6 +86,25 @@ def gpus_here(config: ClusterConfig) -> int:
     return gpu_count() if config.num_gpus is None else config.num_gpus
 
 
+def check_ray_directory() -> None:
+    """Raises ConfigError, naming the variable, if Ray cannot make its sockets and logs in its directory for temporary files,
+    or its token in the home directory. Ray itself says so only when it starts.
+    """
+    variable = next((name for name in ("RAY_TMPDIR", "TMPDIR") if os.environ.get(name)), "")
+    directory = os.environ.get(variable, "/tmp")  # noqa: S108  # as Ray's `get_user_temp_dir`
+    longest = len(os.fsencode(f"{directory}/{SOCKET}"))
+    if longest > SOCKET_BYTES:
+        raise ConfigError(
+            f"{variable} is {directory!r}, where Ray's sockets would have paths of {longest} bytes; the system takes "
+            f"{SOCKET_BYTES}. Set RAY_TMPDIR to a directory with a shorter name, such as /tmp"
+        )
+    require_writable(Path(directory), f"{variable or 'RAY_TMPDIR'} (Ray's directory)")
+    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    needs_token = os.environ.get(AUTH_MODE, "token").lower() == "token" and not given
+    if needs_token and not (Path.home() / ".ray" / "auth_token").exists():
+        require_writable(Path.home() / ".ray", f"HOME, where Ray writes ~/.ray/auth_token unless {AUTH_MODE}=disabled")
+
+
 @contextmanager
 def ray_cluster(
     config: ClusterConfig,
@@ -95,6 +121,12 @@ def ray_cluster(
     """
     if config.address:
         _require_listener(config.address)
+    elif (elsewhere := os.environ.get("RAY_ADDRESS")) and elsewhere != "local":
+        logger.warning(
+            "RAY_ADDRESS is %s, but cluster.address is null: Ray starts on this machine. Set cluster.address=%s to join it",
+            elsewhere,
+            elsewhere,
+        )
     os.environ.update(QUIET | ({} if config.address else LEAN) | (PRIORITY if gpus_per_worker(config) else {}))
     before = semaphores()
     try:

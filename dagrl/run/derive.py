@@ -263,7 +263,7 @@ def _may_share(derived: Derived) -> bool:
     """Returns whether train and generation workers may take turns on their GPUs, and no other roles need some."""
     config, algorithm = derived.config, derived.algorithm
     reference_stays = config.policy.reference_weights == "device" and "reference_logprobs" in algorithm.columns
-    others = algorithm.critic or config.teacher is not None
+    others = algorithm.critic or bool(config.models)
     return not (reference_stays or others or config.grpo.async_grpo.enabled or config.policy.megatron_cfg.cuda_graphs)
 
 
@@ -440,7 +440,7 @@ def _start_together(derived: Derived, hf_config: Mapping[str, Json], weight_byte
             f"{key} is true, but {ENGINE}.kv_cache_memory_bytes is null: vLLM would take what is free, which changes while "
             "training starts. Set the bytes of the cache, or start_together=false"
         )
-    ours = derived.open("policy.worker", f"{ROLLOUT}.worker") and not (derived.algorithm.critic or config.teacher)
+    ours = derived.open("policy.worker", f"{ROLLOUT}.worker") and not (derived.algorithm.critic or config.models)
     if cache is None or not (ours and weight_bytes and config.policy.precision == "bfloat16"):
         return
     parameters, width = _parameters(hf_config, weight_bytes), 4 if generation_dtype(config) == "float32" else 2

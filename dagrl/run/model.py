@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
@@ -344,14 +345,29 @@ def make_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, devi
 def write_random_model(init: RandomInit, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Writes a float32 checkpoint with seeded weights, its configuration and the tokenizer. The bytes are reproducible.
 
-    The directory appears complete or not at all. Raises ConfigError if transformers does not know the architecture.
+    The directory appears complete or not at all, and stays as it is if it has this model. Raises ConfigError if transformers
+    does not know the architecture, or if it cannot be written.
     """
+    from safetensors import SafetensorError
+
+    vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
+    made = json.dumps({**init.model_dump(mode="json"), "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()})
+    part, marker = directory.with_name(directory.name + ".part"), "random_init.json"
+    if (directory / marker).is_file() and (directory / marker).read_text(encoding="utf-8") == made:
+        return
     model = make_random_model(init, tokenizer)
-    part = directory.with_name(directory.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    replace_directory(part, directory)
+    try:
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        (part / marker).write_text(made, encoding="utf-8")
+        replace_directory(part, directory)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise ConfigError(
+            f"output_dir: cannot write the first model, {model.num_parameters() * 4 / 2**20:.0f} MiB, to {directory}: "
+            f"{_reason(error)}. Make room there, or name another directory"
+        ) from error
     logger.info("wrote a model of %d parameters from seed %d to %s", model.num_parameters(), init.seed, directory)
 
 

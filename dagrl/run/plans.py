@@ -8,21 +8,25 @@ for phase in run_plans(config, plan):
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dagrl.config import Config, Json
 from dagrl.config.plan import RunPlan
-from dagrl.config.roles import CRITIC, TEACHER, role_config
-from dagrl.config.settings import bucket_widths, generation_config, rows_per_sample, samples_per_step
-from dagrl.rl.algorithm import COLUMN_PHASES, column_phases, planned_algorithm
+from dagrl.config.roles import CRITIC, TRAIN, role_config
+from dagrl.config.settings import bucket_widths, generation_config, phase_path, rows_per_sample, samples_per_step
+from dagrl.errors import ConfigError
+from dagrl.imports import load_attribute
+from dagrl.rl.algorithm import columns_by_phase, planned_algorithm
 from dagrl.rl.generation import FIRST_QUANTUM, OPTION_BYTES, QUANTUM_SECONDS
 from dagrl.rl.preferences import sum_phases
 from dagrl.rl.rollout.rollouts import request_slots
 from dagrl.rl.routed_experts import ROUTED_EXPERTS, routed_layers
+from dagrl.runtime.phase import Phase
 from dagrl.runtime.shapes import Bucket, Field, InputSpec, Scalar
 
-REFERENCE_LOGPROBS = COLUMN_PHASES["reference_logprobs"]
+KEEP = "keep_columns"
+"""The phase that gives the train workers what phases of other roles computed."""
 
 STEP: Mapping[str, Scalar] = {"step": 0}
 """Scalars of the phases that compute or use log-probabilities."""
@@ -70,18 +74,15 @@ def preference_plans(config: Config, plan: RunPlan) -> list[PhasePlan]:
 
 def grpo_plans(config: Config, plan: RunPlan) -> list[PhasePlan]:
     """Returns the phases of the loop over generated samples, and of the demonstrations before it if there are any."""
-    rows = train_buckets(config, samples_per_step(config) * rows_per_sample(config))
     minibatch = train_buckets(config, config.policy.train_global_batch_size * rows_per_sample(config))
     plans = [
         PhasePlan("train_step", minibatch, scalars=STEP),
-        *(PhasePlan(name, rows, scalars=STEP) for name in logprob_phases(plan)),
+        *column_plans(config, plan),
         generate_plan(config),
         PhasePlan("refit", value=0),
     ]
     if config.policy.offload_optimizer_for_logprob:
         plans += [PhasePlan("logprob_inference_prep", value=0), PhasePlan("training_prep", value=0)]
-    if plan.reference == TEACHER:
-        plans += teacher_plans(config, rows)
     if plan.critic:
         plans += critic_plans(config)
     return [*sft_plans(config), *plans] if config.sft.max_num_steps else plans
@@ -103,20 +104,54 @@ def with_records(config: Config, plans: Sequence[PhasePlan], hf_config: Mapping[
     return recorded
 
 
-def logprob_phases(plan: RunPlan) -> tuple[str, ...]:
-    """Returns the phases on the train workers whose results the loss uses, so none of a teacher on its own workers."""
-    phases = column_phases(planned_algorithm(plan))
-    return tuple(name for name in phases if name != REFERENCE_LOGPROBS or plan.reference != TEACHER)
+@dataclass(frozen=True)
+class ColumnPhases:
+    """The phases that compute an algorithm's columns: those on the train workers, which keep them there, and those of other
+    roles with the columns that each returns to the driver, from which they go to the train workers (`KEEP`)."""
+
+    train: tuple[str, ...]
+    apart: Mapping[str, tuple[str, ...]]
 
 
-def teacher_plans(config: Config, rows: tuple[Bucket, ...]) -> list[PhasePlan]:
-    """Returns the phases of a teacher on workers of its own. `rows`: the buckets in which train workers get its results."""
-    teacher = role_config(config, TEACHER)
-    own = train_buckets(teacher, samples_per_step(teacher) * rows_per_sample(teacher))
-    return [
-        PhasePlan("teacher_logprobs", own, row_bytes(own, columns=2)),
-        PhasePlan("keep_reference_logprobs", rows, scalars=STEP),
-    ]
+def column_phases(config: Config, plan: RunPlan) -> ColumnPhases:
+    """Returns the phases of the algorithm's columns. Raises ConfigError for one whose role the run does not have."""
+    train, apart = list[str](), dict[str, tuple[str, ...]]()
+    for name, columns in columns_by_phase(planned_algorithm(plan)).items():
+        roles = load_phase(config, name).roles
+        if roles == (TRAIN,):
+            train.append(name)
+        elif len(roles) == 1 and roles[0] in config.models:
+            apart[name] = columns
+        else:
+            raise ConfigError(
+                f"algorithm: the column {columns[0]!r} of {config.algorithm} is computed by {phase_path(config, name)}, "
+                f"which runs on {' and '.join(map(repr, roles))}; expected: one role, train or one of `models`"
+                + "".join(f". Add models.{role}.model_name" for role in roles if role not in plan.layouts)
+            )
+    return ColumnPhases(tuple(train), apart)
+
+
+def column_plans(config: Config, plan: RunPlan) -> Iterator[PhasePlan]:
+    """Yields the phases of the algorithm's columns, each with the buckets of its role."""
+    phases, rows = column_phases(config, plan), samples_per_step(config) * rows_per_sample(config)
+    buckets = train_buckets(config, rows)
+    for name in phases.train:
+        yield PhasePlan(name, buckets, scalars=STEP)
+    for name, columns in phases.apart.items():
+        own = train_buckets(role_config(config, load_phase(config, name).roles[0]), rows)
+        yield PhasePlan(name, own, row_bytes(own, len(columns)), scalars=STEP)
+    fields = {column: Field("float32") for columns in phases.apart.values() for column in columns}
+    if fields:
+        yield PhasePlan(KEEP, buckets, scalars=STEP, fields=fields)
+
+
+def load_phase(config: Config, key: str) -> Phase:
+    """Returns the phase `key`: the shipped one, that at the import path `phases.<key>`, or at the path `key`."""
+    path = phase_path(config, key)
+    phase = load_attribute(path, f"phases.{key}")
+    if not isinstance(phase, Phase):
+        raise ConfigError(f"phases.{key}: {path!r} is a {type(phase).__name__}; expected: a function decorated with @phase")
+    return phase
 
 
 def critic_plans(config: Config) -> list[PhasePlan]:

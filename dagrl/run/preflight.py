@@ -19,7 +19,7 @@ from dagrl.config.checks import check_settings, warn_of_settings
 from dagrl.config.file import load_run_config
 from dagrl.config.kernel_checks import check_engine, check_float8
 from dagrl.config.plan import RunPlan
-from dagrl.config.roles import GENERATION, TRAIN, role_config
+from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
 from dagrl.data import Example, Splits, load_splits
 from dagrl.data.chat import chat_of
@@ -36,7 +36,7 @@ from dagrl.data.tokenization import (
 )
 from dagrl.errors import ConfigError, LayoutError, UserError
 from dagrl.files import require_writable
-from dagrl.imports import load_attribute, load_callable, load_class, require_package, running
+from dagrl.imports import load_callable, load_class, require_package, running
 from dagrl.machine import cpu_count, gpus
 from dagrl.rl.benchmarks import load_sets, rewards_of_sets
 from dagrl.rl.environments import check_environment
@@ -46,7 +46,7 @@ from dagrl.rl.reward_trial import try_rewards
 from dagrl.rl.rewards import check_keywords, check_weights, reward_functions
 from dagrl.rl.tools import load_tools, tool_schemas
 from dagrl.run.checkpoint_store import find_checkpoint
-from dagrl.run.cluster import gpus_here, gpus_per_worker
+from dagrl.run.cluster import check_ray_directory, gpus_here, gpus_per_worker
 from dagrl.run.derive import (
     Derived,
     derive_chat,
@@ -73,11 +73,11 @@ from dagrl.run.model import (
     token_count,
     with_local_models,
 )
-from dagrl.run.plans import run_plans
+from dagrl.run.plans import load_phase, run_plans
 from dagrl.run.resume import check_model_of, check_state_of
 from dagrl.run.worker_protocols import OPTIONAL, check_supported, required_protocols
 from dagrl.runtime.graph import PhaseGraph
-from dagrl.runtime.phase import Phase, Role, group_transports, methods_of
+from dagrl.runtime.phase import Role, group_transports, methods_of
 from dagrl.runtime.worker import check_worker_class
 from dagrl.telemetry.metrics import VALIDATION
 from dagrl.telemetry.record import RunPaths, check_run_directory, require_extras
@@ -228,7 +228,8 @@ def _worker_keys(config: Config, plan: RunPlan) -> dict[str, tuple[str, str]]:
     keys = {TRAIN: ("policy.worker", config.policy.worker)}
     if plan.generates:
         keys[GENERATION] = ("policy.generation.worker", generation_config(config).worker)
-    return keys | {role: (f"{role}.worker", role_config(config, role).policy.worker) for role in plan.model_roles}
+    own = {role: (f"{section_key(role)}.worker", role_config(config, role).policy.worker) for role in plan.model_roles}
+    return keys | own
 
 
 def _require_packages(loaded: object, key: str) -> None:
@@ -270,21 +271,18 @@ def trace_phases(config: Config, plan: RunPlan, workers: Mapping[str, type]) -> 
     """
     transports = group_transports(gpus_per_worker(config.cluster))
     roles = {role: Role(role, layout, methods_of(workers[role]), transports) for role, layout in plan.layouts.items()}
-    graphs = {}
+    graphs, used = dict[str, PhaseGraph](), set[str]()
     for key in (phase.name for phase in run_plans(config, plan)):
         phase = load_phase(config, key)
         with running(phase_path(config, key), f"phases.{key}"):
             graphs[key] = phase.trace(roles)
+        used.update(phase.roles)
+    if idle := [role for role in config.models if role not in used]:
+        raise ConfigError(
+            f"models.{idle[0]} is set, but no phase of the run has a Shard named {idle[0]!r}; leave it out, or name such a "
+            f"phase in the `columns` of {config.algorithm}"
+        )
     return graphs
-
-
-def load_phase(config: Config, key: str) -> Phase:
-    """Returns the phase `key`: the shipped one, or that at the import path `phases.<key>`."""
-    path = phase_path(config, key)
-    phase = load_attribute(path, f"phases.{key}")
-    if not isinstance(phase, Phase):
-        raise ConfigError(f"phases.{key}: {path!r} is a {type(phase).__name__}; expected: a function decorated with @phase")
-    return phase
 
 
 def _check_metric(inputs: Inputs, plan: RunPlan) -> None:
@@ -314,6 +312,7 @@ def check_machine(config: Config, plan: RunPlan) -> None:
     if config.policy.megatron_cfg.cuda_graphs and config.cluster.address is None and not gpus_here(config.cluster):
         raise ConfigError("policy.megatron_cfg.cuda_graphs is true, but this machine has no GPUs; set it to false")
     if config.cluster.address is None:
+        check_ray_directory()
         check_engine(config.policy, has_gpu=bool(gpus_here(config.cluster)))
     if config.policy.megatron_cfg.fp8_cfg.enabled and config.cluster.address is None and gpus_here(config.cluster):
         for gpu in gpus():

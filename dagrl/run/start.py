@@ -33,8 +33,8 @@ from dagrl.run.colocated import DROP_WEIGHTS, KEEP_WEIGHTS, SharedDevices
 from dagrl.run.engines import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.run.model import write_random_model
-from dagrl.run.plans import PhasePlan, run_plans, with_records
-from dagrl.run.preflight import Inputs, limit_steps, load_phase, preflight
+from dagrl.run.plans import PhasePlan, load_phase, run_plans, with_records
+from dagrl.run.preflight import Inputs, limit_steps, preflight
 from dagrl.run.recorder import Recorder, process_label
 from dagrl.run.replays import Replays
 from dagrl.run.resume import SAVED_ROLES

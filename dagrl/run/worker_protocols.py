@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dagrl.config import Config, Json, PolicyConfig
 from dagrl.config.plan import RunPlan
-from dagrl.config.roles import CRITIC, TEACHER, TRAIN
+from dagrl.config.roles import CRITIC, TRAIN
 from dagrl.errors import ConfigError
 from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
@@ -186,10 +186,10 @@ def required_protocols(config: Config, plan: RunPlan) -> dict[str, tuple[type, .
         StateOffloader: plan.colocated,
     }
     generation = (GenerationWorker, *((SleepingEngine,) if plan.colocated else ()))
-    turns = {role: (StateOffloader,) if plan.colocated and role in plan.sharing else () for role in (CRITIC, TEACHER)}
+    turns = {role: (StateOffloader,) if plan.colocated and role in plan.sharing else () for role in plan.model_roles}
+    saved = (TrainWorker, *((BackgroundSaver,) if chosen[BackgroundSaver] else ()))
     return {
         "train": tuple(protocol for protocol, needed in chosen.items() if needed),
         "generation": generation,
-        CRITIC: (TrainWorker, *((BackgroundSaver,) if chosen[BackgroundSaver] else ()), *turns[CRITIC]),
-        TEACHER: turns[TEACHER],
+        **{role: (*(saved if role == CRITIC else ()), *protocols) for role, protocols in turns.items()},
     }

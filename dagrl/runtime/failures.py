@@ -99,10 +99,8 @@ class PendingReplay:
     def name(self) -> str:
         return f"phase {self.phase!r}, replay {self.number}"
 
-    def failure(
-        self, role: str, rank: int, kind: str, message: str, node: str = "unknown", stack: str = ""
-    ) -> WorkerFailure:
-        known = self.groups[role].failure(rank, kind, node or "unknown", message, stack)
+    def failure(self, role: str, rank: int, kind: str, message: str, node: str = "", stack: str = "") -> WorkerFailure:
+        known = self.groups[role].failure(rank, kind, node, message, stack)
         return dataclasses.replace(known, phase=self.phase, replay=self.number)
 
     def add(self, failures: Sequence[WorkerFailure]) -> None:

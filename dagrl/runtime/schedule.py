@@ -57,6 +57,9 @@ from dagrl.runtime.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
+DESCRIPTION_BYTES = 1 << 15
+"""Room for what is not an array in an input: types, names, sizes and the message's own header."""
+
 SETTLING_S, SETTLING_REPLAYS = 0.1, 20
 """The most time and replays for which a warm-up repeats an input, until code is specialized and caches are full."""
 
@@ -229,8 +232,9 @@ class Scheduler:
 
         A phase with `inputs` takes batches: give its `buckets` (of one shard), and the content of warm-up batches: `scalars`
         and `tokens` below `token_ids` (all 1 without). Any other one is warmed up with `warmup_value`. A `codec` splits the
-        input of this phase and joins its results; such a phase without a `warmup_value` is not warmed up. `input_bytes` (of
-        one shard) and `result_bytes` size its channels; by default the largest warm-up input sizes the input.
+        input of this phase and joins its results; such a phase without a `warmup_value` is not warmed up. `input_bytes` (the
+        arrays and texts of one shard's input, to which room for their description is added) and `result_bytes` size its
+        channels; by default the largest warm-up input sizes the input.
         `room_key`: how the caller's own users set both sizes, for errors. Raises GraphError, also for a name that is taken.
         """
         if phase.name in self._entries:
@@ -244,7 +248,9 @@ class Scheduler:
             _check_batch_phase(phase, {role: self.groups[role].layout.dp for role in phase.roles})
         limits = self.options.limits(
             phase.name,
-            input_bytes or channel_bytes(phase, buckets, scalars, self._parts_of(phase, codec, warmup_value)),
+            input_bytes + DESCRIPTION_BYTES
+            if input_bytes
+            else channel_bytes(phase, buckets, scalars, self._parts_of(phase, codec, warmup_value)),
             result_bytes,
             room_key,
         )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dagrl.errors import DataError, RunError
+from dagrl.errors import DataError, RunError, error_text
 from dagrl.runtime.edges.packet import encoded
 from dagrl.runtime.edges.pickling import Encoded, Shares
 from dagrl.runtime.shapes import Array, Batch, Bucket, pad_rows
@@ -126,8 +126,14 @@ class Codec:
     join: Join = tuple
 
     def parts(self, phase: str, value: object, shards: int) -> list[Any]:
-        """Returns the parts of an input. Raises DataError if `split` returns another number of them."""
-        parts = list(self.split(value, shards))
+        """Returns the parts of an input. Raises DataError if `split` raises, or returns another number of them."""
+        try:
+            parts = list(self.split(value, shards))
+        except Exception as error:  # a user's function may raise anything
+            raise DataError(
+                f"phase {phase!r}: its codec cannot split a {type(value).__name__} over {shards} shards: "
+                f"{error_text(error)}. Give the phase what its codec takes, or correct `split`"
+            ) from error
         if len(parts) != shards:
             raise DataError(
                 f"phase {phase!r} runs on {shards} shards, but its codec split a {type(value).__name__} into {len(parts)} "

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 LOGGERS = ("dagrl", "graphs", "workers")
 SHOWN = {REWARD_MEAN: "reward", ACCURACY: "accuracy", "loss": "loss", KL: "kl"}
 LIVE_STYLES = ("dim", "cyan", "", "dim")
+LEAST_REST = 0.05  # of a step: less outside of its phases is not shown
 SUMMARY_WIDTH = 100  # of the closing tables in a log file
 
 
@@ -168,13 +169,15 @@ class Progress:
             return Text("")
         if isinstance(current, Setup):
             return Spinner("dots", Text(f"{current.name}  {_seconds(now - current.started)}"), style="cyan")
-        bar = Table.grid(Column(), Column(), Column(), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 1))
-        details = (_end(current.seconds_left(now)), self._status, _headline(current), _phases(current.metrics))
+        count = f"{current.step}/{current.total}"
+        details = Column(no_wrap=True, overflow="ellipsis")
+        bar = Table.grid(Column(), Column(), Column(min_width=len(count)), details, padding=(0, 1))
+        parts = (_end(current.seconds_left(now)), self._status, _headline(current), _phases(current.metrics))
         bar.add_row(
             Text(_title(current), style="bold"),
             ProgressBar(current.total, current.step, width=20),
-            f"{current.step}/{current.total}",
-            Text("  ").join(Text(part, style) for part, style in zip(details, LIVE_STYLES, strict=True) if part),
+            count,
+            Text("  ").join(Text(part, style) for part, style in zip(parts, LIVE_STYLES, strict=True) if part),
         )
         return bar
 
@@ -212,8 +215,13 @@ def _headline(training: Training) -> str:
 
 
 def _phases(metrics: Mapping[str, float]) -> str:
-    """Formats the time per phase of a step, the costliest first."""
+    """Formats the time per phase of a step, the costliest first, and the rest of the step if no phases overlap."""
     phases = [item for item in metrics.items() if item[0].startswith(TIMING) and item[0] not in SPANS]
+    rest, total = (
+        metrics.get(TIMING + "total", 0.0) - sum(seconds for _, seconds in phases),
+        metrics.get(TIMING + "total", 0.0),
+    )
+    phases += [("other", rest)] if rest > LEAST_REST * total else []
     ordered = sorted(phases, key=lambda item: -item[1])
     return "  ".join(f"{name.removeprefix(TIMING)} {value:.2f} s" for name, value in ordered)
 

@@ -36,14 +36,15 @@ def schema() -> pyarrow.Schema:
     (`no_reward`) or of an answer of its environment (`failed`). `logprobs` are the engine's, `train_logprobs` and
     `reference_logprobs` those of the train workers and of the reference policy (null where no phase computes them),
     `versions` the policy version that made each token. `sampled` is false on tokens of an environment. `advantage` is 0 for
-    samples that are not trained on (`valid` is false). `conversations` are those of an agent after the first, with the same
-    columns; `trained` says whether they are trained on too.
+    samples that are not trained on (`valid` is false). `failure` says what the reward or the environment raised, "" if
+    nothing. `reward` of a turn is the environment's, null if it gives none by turn. `conversations` are those of an agent
+    after the first, with the same columns; `trained` says whether they are trained on too.
     """
     import pyarrow as pa
 
     text, number, real, truth = pa.string(), pa.int32(), pa.float32(), pa.bool_()
     numbers, reals = pa.list_(number), pa.list_(real)
-    turn = {"role": text, "text": text, "start": number, "end": number}
+    turn = {"role": text, "text": text, "start": number, "end": number, "reward": real}
     sequence = {
         "prompt": text,
         "turns": pa.list_(pa.struct(turn)),
@@ -66,6 +67,7 @@ def schema() -> pyarrow.Schema:
         "reward_parts": pa.map_(text, real),
         "advantage": real,
         "valid": truth,
+        "failure": text,
     }
     return pa.schema({**sample, **sequence, "conversations": pa.list_(pa.struct({"trained": truth, **sequence}))})
 

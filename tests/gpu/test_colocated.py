@@ -58,7 +58,7 @@ def test_what_fits_stays_where_it_is(tmp_path: Path) -> None:
 
 
 PPO = ("algorithm=ppo", "critic.colocated=true", "critic.optimizer.lr=1e-3")
-DISTILL = ("loss_fn={name: distill, reference_policy_kl_penalty: 0}", "teacher.colocated=true")
+DISTILL = ("loss_fn={name: distill, reference_policy_kl_penalty: 0}", "models.teacher.colocated=true")
 
 
 @pytest.mark.parametrize("exchange", ["always", "auto"])
@@ -71,7 +71,7 @@ def test_a_third_role_takes_turns_on_the_same_gpu(third: tuple[str, ...], exchan
         assert policy.random_init is not None
         other = policy.random_init.model_copy(update={"seed": 7})
         write_random_model(other, load_tokenizer(policy), tmp_path / "teacher")
-        more += (f"teacher.model_name={tmp_path / 'teacher'}",)
+        more += (f"models.teacher.model_name={tmp_path / 'teacher'}",)
     config = load_config(example, [*OVERRIDES, *more])
     with open_session(config) as session:
         train_samples(session)

@@ -172,7 +172,7 @@ class eager:
 
 
 def add_phase(scheduler: Scheduler, config: Config, plan: PhasePlan) -> None:
-    from dagrl.run.preflight import load_phase
+    from dagrl.run.plans import load_phase
 
     scheduler.add(
         load_phase(config, plan.name),

@@ -169,8 +169,10 @@ def test_mistakes_of_codecs_and_values_are_named_before_anything_is_sent(actors:
             DataError, match="'scaled' runs on 2 shards, but its codec split a dict into 1 parts; return one"
         ):
             scheduler.replay(scaled, {})
-        with pytest.raises(RunError, match=r"input of phase 'logprobs' needs \d+ bytes per shard.* has room for 4096"):
-            scheduler.replay(logprobs, table(4, 4000))
+        with pytest.raises(RunError, match=r"input of phase 'logprobs' needs \d+ bytes per shard.* has room for 36864"):
+            scheduler.replay(logprobs, table(4, 40000))
+        with pytest.raises(DataError, match="phase 'logprobs': its codec cannot split a dict over 2 shards: AttributeError"):
+            scheduler.replay(logprobs, {})
         with pytest.raises(RunError, match=r"an ObjectRef cannot be sent .* send the value itself"):
             scheduler.replay(whole, Arguments((ray.put(1),)))
         with pytest.raises(RunError, match=r"cannot be pickled .*generator"):

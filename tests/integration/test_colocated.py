@@ -36,9 +36,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, cluster: None) -> Callable[[st
     output = tmp_path_factory.mktemp("colocated")
     write_teacher(output / "teacher")
     teacher = {**TEACHER, "model_name": str(output / "teacher"), "megatron_cfg": {"data_parallel_size": 1}}
-    sections: dict[str, Any] = {"critic": CRITIC, "teacher": teacher}
+    sections: dict[str, Any] = {"critic": CRITIC, "models": {"teacher": teacher}}
     sections["loss_fn"] = {"reference_policy_kl_penalty": 0.1}
-    shared = {role: {**sections[role], "colocated": True} for role in ("critic", "teacher")}
+    shared = {"critic": {**CRITIC, "colocated": True}, "models": {"teacher": {**teacher, "colocated": True}}}
     configs = {
         "apart": ppo(output, "apart", **sections),
         "together": ppo(output, "together", **sections | shared, policy=COLOCATED),

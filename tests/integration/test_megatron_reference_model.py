@@ -86,8 +86,8 @@ def test_a_teacher_in_a_layout_of_its_own_teaches_the_same(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())
-    layout = "teacher.megatron_cfg.tensor_model_parallel_size=2"
-    apart = distillation(tmp_path, "apart", 3, f"teacher.model_name={tmp_path / 'teacher'}", layout)
+    layout = "models.teacher.megatron_cfg.tensor_model_parallel_size=2"
+    apart = distillation(tmp_path, "apart", 3, f"models.teacher.model_name={tmp_path / 'teacher'}", layout)
     here = distillation(tmp_path, "here", 3, f"policy.reference_model_name={tmp_path / 'teacher'}")
     for name in ("policy/reverse_kl", "loss", "grad_norm"):
         np.testing.assert_allclose([step[name] for step in apart], [step[name] for step in here], rtol=1e-3, err_msg=name)

@@ -88,7 +88,7 @@ class UnigramState(UnigramWorker):
 class UnigramTrainer(UnigramState):
     """One optimizer step is one step of plain gradient descent on `dagrl.rl.losses`."""
 
-    parts: list[tuple[Any, StepMetrics]] = []  # noqa: RUF012  # replaced, never changed
+    parts: list[tuple[Any, StepMetrics]] = []  # replaced, never changed
 
     def setup(self, address: str) -> None:
         super().setup(address)
@@ -253,12 +253,12 @@ class UnigramTeacher(UnigramState):
         super().setup(address)
         self.logits[TAUGHT] = 3.0
 
-    def logprobs(self, batch: Batch) -> Batch:
+    def logprobs(self, batch: Batch, column: str) -> Batch:
         import torch
 
         self.need("weights")
         values = torch.log_softmax(self.logits, 0).numpy()[np.array(batch["tokens"]) % SIZE]
-        return Batch({"lengths": batch["lengths"], "logprobs": values, "entropy": np.zeros_like(values)}, batch.scalars)
+        return Batch({"lengths": batch["lengths"], column: values}, batch.scalars)
 
     def merge_rows(self, parts: list[Batch]) -> Batch:
         return parts[0]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Dpo(PreferenceAlgorithm):
     """Minus the log-sigmoid of the margin of the answers' rewards, `beta` times the log-ratio to the reference policy."""
 
-    columns = ("reference_logprobs",)
+    columns = {"reference_logprobs": "reference_answer_sums"}
 
     def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Returns the loss of each pair.

@@ -6,9 +6,11 @@ and `dagrl.rl.losses` have the formulas of the parts and their sources.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from dagrl.config.roles import TEACHER
 from dagrl.rl.algorithm import Algorithm
 
 if TYPE_CHECKING:
@@ -27,13 +29,15 @@ class Grpo(Algorithm):
     """
 
     @property
-    def columns(self) -> tuple[str, ...]:
+    def columns(self) -> Mapping[str, str]:
         """The policy's log-probabilities, unless they are those of training itself, and the reference policy's."""
         loss, policy = self.config.loss_fn, self.config.policy
-        own = () if loss.force_on_policy_ratio else ("prev_logprobs",)
-        named = policy.reference_model_name is not None or self.config.teacher is not None
-        reference = named or loss.reference_policy_kl_penalty > 0
-        return (*own, "reference_logprobs") if reference else own
+        columns = {} if loss.force_on_policy_ratio else {"prev_logprobs": "logprobs"}
+        if TEACHER in self.config.models:
+            return {**columns, "reference_logprobs": "teacher_logprobs"}
+        if policy.reference_model_name is not None or loss.reference_policy_kl_penalty > 0:
+            return {**columns, "reference_logprobs": "reference_logprobs"}
+        return columns
 
     @property
     def penalty(self) -> float:

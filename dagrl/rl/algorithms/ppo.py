@@ -47,7 +47,7 @@ class Ppo(Grpo):
 class Values(Algorithm):
     """The loss of a critic, whose outputs are values of tokens in place of log-probabilities."""
 
-    columns = ()
+    columns = {}
 
     def loss(self, batch: TokenBatch) -> TokenResult:
         """Returns half of `max((v - R)^2, (clip(v) - R)^2)`; `clip` keeps v within `critic.value_clip` of the old value.

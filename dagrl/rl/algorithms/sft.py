@@ -14,7 +14,7 @@ class Sft(Algorithm):
     """The mean negative log-likelihood of the tokens that are learned."""
 
     learns_from = "demonstrations"
-    columns = ()
+    columns = {}
 
     def loss(self, batch: TokenBatch) -> TokenResult:
         """Returns minus the log-probability."""

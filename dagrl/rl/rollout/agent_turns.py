@@ -25,6 +25,10 @@ SEEDED = 1 << 32
 """Streams of the seeds that clients ask for. Other requests count from 0."""
 
 
+SHOWN = 80
+"""Characters of a conversation's start that a warning shows, in addition to the prompt's."""
+
+
 @dataclass
 class TurnEpisode(Episode):
     """A request of an agent as a sequence: its prompt is the whole conversation so far."""
@@ -52,7 +56,7 @@ class AgentTurns:
         self._runner = runner
         self._running: dict[int, _Running] = {}  # by id() of the agent's episode
         self._begun = 0
-        self._warned = False
+        self._warned = self._warned_of_prompt = False
 
     @property
     def pending(self) -> list[Future[Any]]:
@@ -123,6 +127,14 @@ class AgentTurns:
         rows = running.agent.rows(self._runner.max_conversations)
         if not rows.rows and not failure:
             failure = "the agent returned without an answer of the policy"
+        prompt = running.episode.prompt
+        if prompt.messages and not self._warned_of_prompt and _renders_again(prompt.text, rows):
+            self._warned_of_prompt = True
+            logger.warning(
+                "an agent sends example['prompt'] as a message, so the chat template renders it twice: %r. Send "
+                "example['messages'] (warned once)",
+                rows.rows[0].text[: len(prompt.text) + SHOWN],
+            )
         set_conversations(running.episode, rows, rewards)
         for episode, row in zip([running.episode, *running.episode.more], rows.rows, strict=False):
             if not all(row.sampled):
@@ -138,6 +150,11 @@ class AgentTurns:
                 rows.untrained,
                 self._runner.max_conversations,
             )
+
+
+def _renders_again(prompt: str, rows: EpisodeRows) -> bool:
+    """Whether a message of an agent contains the example's prompt as the chat template renders it."""
+    return any(prompt.strip() in str(message.get("content")) for row in rows.rows for message in row.messages)
 
 
 def set_conversations(episode: Episode, conversations: EpisodeRows, rewards: dict[str, float]) -> None:

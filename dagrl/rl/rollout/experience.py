@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -76,7 +77,15 @@ VALIDATION_STREAM, EVALUATION_STREAM = 1 << 32, 1 << 33
 DECODED_GROUPS = 8
 """Groups decoded at once, in parallel."""
 
+REWARD_WAIT, ENVIRONMENT_WAIT = "reward_wait", "environment_wait"
+"""Phases of a step in which the driver waits for functions of the user, and nothing is generated."""
+
 WAIT_S = 1.0  # between two checks of the stop signal while there is nothing to generate
+
+
+def unmeasured(phase: str) -> AbstractContextManager[None]:
+    """Counts no time."""
+    return nullcontext()
 
 
 @dataclass
@@ -87,7 +96,10 @@ class _Scoring:
 
 
 class Experience:
-    """See the module's docstring. Not thread-safe. Use it as a context manager."""
+    """See the module's docstring. Not thread-safe. Use it as a context manager.
+
+    `measure` counts the time in which nothing is generated, as a phase of the step.
+    """
 
     def __init__(
         self,
@@ -100,10 +112,12 @@ class Experience:
         *,
         version: int,
         marks: RewardRunner | None = None,
+        measure: Callable[[str], AbstractContextManager[None]] = unmeasured,
     ) -> None:
         """`marks` has the rewards of `prompts.evaluation`, if there are any."""
         grpo, self._config, self._prompts, self._engines = config.grpo, config, prompts, engines
         self._reward, self._turns, self._stop, self._marks = reward, turns, stop, marks or reward
+        self._measure = measure
         self._last = config.sft.max_num_steps + grpo.max_num_steps
         self.sampler = open_sampler(prompts.train, config.data)
         self.buffer = TrajectoryBuffer[ScoredGroup](
@@ -162,10 +176,11 @@ class Experience:
             except WorkerError as error:
                 self.replace(error)
         if not self.rollouts.generating:
-            awaited: list[Future[Any]] = [*self._turns.awaited, *([] if other is None else [other])]
-            awaited += [item.answers for item in self._scoring]
+            turns, scores = list(self._turns.awaited), [item.answers for item in self._scoring]
+            awaited: list[Future[Any]] = [*turns, *scores, *([] if other is None else [other])]
             assert awaited, f"no batch can become complete: {self.buffer.outstanding} groups, but nothing to wait for"
-            wait(awaited, WAIT_S, FIRST_COMPLETED)
+            with nullcontext() if other else self._measure(ENVIRONMENT_WAIT if turns else REWARD_WAIT):
+                wait(awaited, WAIT_S, FIRST_COMPLETED)
         self._score(self.rollouts.advance())
         self._take_scores()
 

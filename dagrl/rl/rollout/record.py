@@ -76,6 +76,7 @@ def _row(group: ScoredGroup, place: int, step: int, split: str, dropped: str, te
         "task": sample.prompt.task,
         "reference": sample.prompt.reference,
         "completion": sample.text,
+        "failure": sample.completion.failure or _reward_failure(group, place),
         **_conversation(sample.completion, texts),
     }
 
@@ -85,6 +86,12 @@ def _why_not(group: ScoredGroup, place: int, *, trained: bool) -> str:
     if not group.valid[place]:
         return NO_REWARD if answered(group.samples[place]) else FAILED
     return OVERLONG if not trained and group.samples[place].completion.sampled.any() else ""
+
+
+def _reward_failure(group: ScoredGroup, place: int) -> str:
+    """Returns what the reward raised first in the group, if it failed for this sample; unknown where it excludes samples."""
+    rewards = group.rewards
+    return "" if rewards.answered[place] or rewards.excluded else rewards.message
 
 
 def _reward_parts(group: ScoredGroup, place: int) -> dict[str, float]:
@@ -130,15 +137,20 @@ def _conversation(episode: Episode, texts: TokenTexts) -> dict[str, Any]:
 
 
 def _turns(episode: Episode, pieces: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the turns of the policy and of the environment, each with its text and the range of its tokens."""
+    """Returns the turns of the policy and of the environment, each with its text, the range of its tokens, and its reward
+    if the environment rewarded every turn."""
+    spans = episode.spans()
+    made = [start for start, _ in spans if episode.sampled[start]]
+    rewards = dict(zip(made, episode.turn_rewards, strict=True)) if len(made) == len(episode.turn_rewards) else {}
     return [
         {
             "role": "policy" if episode.sampled[start] else "environment",
             "text": "".join(pieces[start:end]),
             "start": start,
             "end": end,
+            "reward": rewards.get(start),
         }
-        for start, end in episode.spans()
+        for start, end in spans
     ]
 
 

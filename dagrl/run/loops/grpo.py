@@ -132,6 +132,7 @@ def open_experience(session: Session, reward: RewardRunner) -> Iterator[Experien
             session.stop,
             version=session.step,
             marks=marks,
+            measure=replays.clock.measure,
         ) as experience,
     ):
         session.checkpoints.parts.append(experience.save)

@@ -22,21 +22,22 @@ import numpy as np
 
 from dagrl.config import Config
 from dagrl.config.plan import RunPlan
-from dagrl.config.roles import CRITIC, TEACHER, TRAIN
+from dagrl.config.roles import CRITIC, TRAIN
 from dagrl.config.settings import rows_per_sample, rows_together
+from dagrl.errors import ConfigError
 from dagrl.rl.algorithm import planned_algorithm
 from dagrl.rl.rollout.batches import scored_batch
 from dagrl.rl.rollout.scoring import ScoredGroup
-from dagrl.rl.routed_experts import ROUTED_EXPERTS
 from dagrl.run.loops.critic import CriticStep
 from dagrl.run.loops.optimizer_step import ShardRows, collect_batch, submit_batch
-from dagrl.run.plans import logprob_phases
+from dagrl.run.plans import KEEP, column_phases
 from dagrl.run.replays import Replays
 from dagrl.run.rollout_log import KeptSamples, RolloutLog
 from dagrl.run.session import Session
 from dagrl.run.stop import StopSignal
+from dagrl.runtime.phase import Phase
 from dagrl.runtime.replay import Replay
-from dagrl.runtime.shapes import Batch
+from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.split import split_rows
 from dagrl.runtime.worker_group import WorkerGroup
 from dagrl.telemetry.metrics import MASKED_MINIBATCHES, join_optimizer_steps
@@ -95,7 +96,7 @@ class PolicyTrainer:
         critic = None
         if self.plan.critic and not self.replays.takes_turns(CRITIC):
             critic = self._critic_step(batch)  # computes values during the next lines
-        self.compute_logprobs(batch, splits, step)
+        self.compute_columns(batch, splits, step)
         if self.plan.critic and critic is None:
             critic = self._critic_step(batch)  # its steps follow its values, without a turn in between
         if critic is not None:
@@ -107,28 +108,31 @@ class PolicyTrainer:
         steps = None if warms_up else self.submit_steps(batch, step, splits)
         return PolicyUpdate(self, batch, step, steps, critic, self.log.keep(groups, batch, step) if self.log else None)
 
-    def compute_logprobs(self, batch: Batch, splits: Sequence[ShardRows], step: int) -> None:
-        """Computes the log-probabilities that step `step` needs of the rows of `batch`. `splits`: see `split_minibatches`.
+    def compute_columns(self, batch: Batch, splits: Sequence[ShardRows], step: int) -> None:
+        """Computes the algorithm's columns for the rows of `batch`, which step `step` trains on. `splits`: see
+        `split_minibatches`.
 
-        With `policy.offload_optimizer_for_logprob` the optimizer's state is on the host during it.
+        Models on workers of their own work at the same time as the train workers. With
+        `policy.offload_optimizer_for_logprob` the optimizer's state is on the host during it.
         """
-        replays, rows, phases, teacher = self.replays, logprob_batch(batch, step), logprob_phases(self.plan), None
+        replays, phases, batch = self.replays, column_phases(self.config, self.plan), batch.with_scalars(step=step)
         size = self.config.policy.train_global_batch_size * rows_per_sample(self.config)
         shards = [  # the rows of the whole batch that each has
             np.concatenate([number * size + rows for number, rows in enumerate(shard)])
             for shard in zip(*splits, strict=True)
         ]
-        offloads = self.config.policy.offload_optimizer_for_logprob and phases
+        offloads = self.config.policy.offload_optimizer_for_logprob and phases.train
         if offloads:
             replays.replay("logprob_inference_prep", step)
-        if self.plan.reference == TEACHER:
-            teacher = replays.submit("teacher_logprobs", Batch({name: rows[name] for name in ("tokens", "lengths")}))
-        for name in phases:
-            replays.replay(name, rows, rows=shards)
-        if teacher is not None:
-            results = replays.collect("teacher_logprobs", teacher)[0]  # through the driver to the train workers
-            fields = {"lengths": rows["lengths"], "row_ids": rows["row_ids"], "reference_logprobs": results["logprobs"]}
-            replays.replay("keep_reference_logprobs", Batch(fields, rows.scalars), rows=shards)
+        apart = {name: replays.submit(name, input_of(replays.phases[name], batch)) for name in phases.apart}
+        for name in phases.train:
+            replays.replay(name, input_of(replays.phases[name], batch), rows=shards)
+        if apart:
+            columns = dict[str, Array]()
+            for name, replay in apart.items():  # through the driver to the train workers
+                columns |= returned_columns(name, phases.apart[name], replays.collect(name, replay)[0])
+            kept = {"lengths": batch["lengths"], "row_ids": batch["row_ids"], **columns}
+            replays.replay(KEEP, Batch(kept, {"step": step}), rows=shards)
         if offloads:
             replays.replay("training_prep", step)
 
@@ -183,10 +187,29 @@ def split_minibatches(config: Config, batch: Batch) -> list[ShardRows]:
     return [split_rows(lengths[start : start + size], shards, together) for start in range(0, batch.rows, size)]
 
 
-def logprob_batch(batch: Batch, step: int) -> Batch:
-    """Returns the fields of `batch` that the log-probability phases read."""
-    fields = {name: batch[name] for name in ("tokens", "lengths", "row_ids", ROUTED_EXPERTS) if name in batch.fields}
-    return Batch(fields, {"step": step})
+def input_of(phase: Phase, batch: Batch) -> Batch:
+    """Returns the fields of `batch` that the phase takes, with its step. Raises ConfigError for one that it lacks."""
+    wanted = {"lengths", *(phase.inputs or ())}
+    unknown = sorted(wanted - batch.fields.keys())
+    if unknown:
+        raise ConfigError(
+            f"phase {phase.name!r} takes the field {unknown[0]!r}, which batches do not have; choose among "
+            f"{', '.join(batch.fields)}"
+        )
+    return Batch({name: array for name, array in batch.fields.items() if name in wanted}, {"step": batch.scalars["step"]})
+
+
+def returned_columns(phase: str, columns: Sequence[str], result: object) -> dict[str, Array]:
+    """Returns the columns that a phase returned. Raises ConfigError if it gave no batch that has them."""
+    fields = result.fields if isinstance(result, Batch) else {}
+    missing = [name for name in columns if name not in fields]
+    if missing:
+        given = f"a batch of {', '.join(fields)}" if fields else f"a {type(result).__name__}"
+        raise ConfigError(
+            f"phase {phase} returned {given}, but the algorithm's column {missing[0]!r} comes from it; return a Batch with "
+            "a float32 field [rows, tokens] of that name"
+        )
+    return {name: np.asarray(fields[name], np.float32) for name in columns}
 
 
 def collect_steps(replays: Replays, steps: Sequence[Replay | None], step: int) -> dict[str, float]:

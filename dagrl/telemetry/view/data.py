@@ -27,7 +27,10 @@ WORST = 20
 SECTIONS: Mapping[str, tuple[str, ...]] = {"sft": ("sft",), "dpo": ("preference",), "reward_model": ("preference",)}
 """The sections with the numbers of steps, by algorithm; the others have an optional stage `sft` before `grpo`."""
 
-SHOWN = ("split", "dropped", "group", "place", "source", "task", "reward", "advantage", "valid", "finish_reason")
+SHOWN = (
+    *("split", "dropped", "group", "place", "source", "task"),
+    *("reward", "reward_parts", "advantage", "valid", "failure", "finish_reason"),
+)
 TEXTS = ("prompt", "completion", "reference")
 TOKENS = ("sampled", "logprobs", "train_logprobs", "versions")
 

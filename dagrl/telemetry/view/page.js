@@ -10,6 +10,7 @@ const CHARTS = [
   ["Age of samples in policy versions", ["staleness/policy_age_mean", "staleness/policy_age_max"]], ["Gradient norm", ["grad_norm"]],
   ["Learning rate", ["lr"]], ["Tokens per second", ["perf/tokens_per_sec"]], ["Seconds per step", ["timing_s/total", "timing_s/exposed_generation"]],
 ];
+const GROUPS = [["Reward by task", "reward/tasks/"], ["Parts of the reward", "reward/parts/"]];
 const SPANS = ["timing_s/total", "timing_s/exposed_generation", "timing_s/update", "timing_s/update_pause"];
 
 let ABOUT = [], RUNS = [], LINES = [], NEXT = [];
@@ -79,6 +80,7 @@ function curvesPage(state) {
   const cards = CHARTS.map(([title, metrics]) => lineChart(title, series(metrics, state), state.x));
   const times = RUNS.map((run) => timesChart(run, state));
   cards.splice(1, 0, ...times);
+  for (const run of RUNS) for (const [title, prefix] of GROUPS) cards.splice(1, 0, groupChart(title, prefix, run, names, state));
   cards.push(...more.map((name) => lineChart(name, series([name], state), state.x)));
   const bar = h("div", { class: "bar" },
     choice("by", "x", state.x, [["step", "step"], ["minute", "minutes"]]),
@@ -90,12 +92,22 @@ function curvesPage(state) {
   return [bar, found.length ? h("div", { class: "cards" }, found) : h("p", { class: "empty" }, "No step has been recorded yet.")];
 }
 
+// One line for each metric with the prefix, such as the parts of the reward.
+function groupChart(title, prefix, run, names, state) {
+  const members = names.filter((name) => name.startsWith(prefix));
+  if (members.length < 2) return null;
+  const lines = members.map((name, number) => ({ label: name.slice(prefix.length), color: STACK[number % STACK.length], points: points(run, name, state) }));
+  return lineChart(RUNS.length > 1 ? `${title}, ${ABOUT[run].name}` : title, lines, state.x);
+}
+
 function timesChart(run, state) {
   const lines = linesOf(run, state).filter((line) => line["timing_s/total"]);
   const names = [...new Set(lines.flatMap(Object.keys))].filter((name) => name.startsWith("timing_s/") && !SPANS.includes(name));
   const sum = (name) => lines.reduce((total, line) => total + (line[name] || 0), 0);
   const layers = names.sort((a, b) => sum(b) - sum(a)).map((name) => ({ label: name.slice("timing_s/".length),
     points: lines.map((line) => [place(run, line, state.x), line[name] || 0]) }));
+  const rest = (line) => Math.max(0, line["timing_s/total"] - names.reduce((total, name) => total + (line[name] || 0), 0));
+  layers.push({ label: "other", points: lines.map((line) => [place(run, line, state.x), rest(line)]) });
   return stackChart(RUNS.length > 1 ? `Time per phase, ${ABOUT[run].name}` : "Time per phase", layers, state.x);
 }
 

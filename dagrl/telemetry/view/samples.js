@@ -85,28 +85,35 @@ function samePrompt(lines, run, state) {
 function linesTable(run, lines, chosen, step) {
   const rewards = lines.filter(hasReward).map((line) => line.reward);
   const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
-  const heads = [step === null ? "step" : null, "reward", "advantage", "KL", "tokens"].filter(Boolean);
+  const tasks = lines.some((line) => line.task);
+  const heads = [step === null ? "step" : null, tasks ? "task" : null, "reward", "advantage", "KL", "tokens"].filter(Boolean);
   const title = step === null ? "KL outliers" : `Step ${step}`;
   return h("section", { class: "card samples" },
     h("h2", {}, RUNS.length > 1 ? `${ABOUT[run].name}: ${title}` : title, h("span", {}, `${lines.length} samples, mean reward ${shown(mean)}`)),
     h("div", { class: "scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, heads.map((head) => h("th", {}, head)), h("th", { class: "text" }, "prompt and completion"))),
-      h("tbody", {}, lines.map((line) => tableLine(run, line, line === chosen, step))))));
+      h("tbody", {}, lines.map((line) => tableLine(run, line, line === chosen, step, tasks))))));
 }
 
-function tableLine(run, line, chosen, step) {
+function tableLine(run, line, chosen, step, tasks) {
   const sign = line.advantage > 0 ? "up" : line.advantage < 0 ? "down" : null;
   const select = () => go({ [`row${run}`]: lineKey(line), source: run === 0 ? line.source : undefined });
   return h("tr", { class: chosen ? "line chosen" : "line", tabindex: 0, "data-row": line.row, onclick: select,
     onkeydown: (event) => { if (event.key === "Enter") select(); } },
     step === null ? h("td", {}, String(line.step)) : null,
-    h("td", {}, hasReward(line) ? shown(line.reward, 3) : "failed"), h("td", { class: sign }, shown(line.advantage, 3)),
+    tasks ? h("td", {}, line.task) : null,
+    h("td", { title: rewardText(line) }, hasReward(line) ? shown(line.reward, 3) : line.failure ? "failed" : "none"),
+    h("td", { class: sign }, shown(line.advantage, 3)),
     h("td", {}, shown(line.kl, 2)), h("td", {}, String(line.tokens)),
     h("td", { class: "text", title: line.completion }, mark(line), h("span", { class: "dim" }, `${oneLine(line.prompt, 36)} `), oneLine(line.completion, 120)));
 }
 
 function hasReward(line) {
   return line.valid || (line.dropped && !WITHOUT_REWARD.includes(line.dropped));
+}
+
+function rewardText(line) {
+  return line.failure || Object.entries(line.reward_parts || {}).map(([name, value]) => `${name} ${shown(value)}`).join("\n");
 }
 
 function mark(line) {

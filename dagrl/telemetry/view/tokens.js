@@ -74,6 +74,7 @@ function conversation(sample, mode) {
   const title = (one, at) => `Conversation ${at + 2} of ${more.length + 1}${one.trained ? "" : ", not trained on"}`;
   return h("section", { class: "card conversation" },
     h("h2", {}, sample.source || "Sample", h("span", {}, `group ${sample.group}, sample ${sample.place}`)),
+    sample.failure ? h("p", { class: "failure" }, sample.failure) : null,
     h("div", { class: "facts" }, facts.map(([name, value]) => h("span", {}, `${name} `, h("b", {}, String(value))))),
     scaleOf(mode, [sample, ...more].flatMap(tokensOf)),
     turns(sample, mode),
@@ -82,7 +83,7 @@ function conversation(sample, mode) {
 
 function turns(sequence, mode) {
   const tokens = tokensOf(sequence);
-  return [turn("prompt", "prompt", [sequence.prompt]), ...sequence.turns.map((one) => turn(one.role, `${one.role}, ${one.end - one.start} tokens`,
+  return [turn("prompt", "prompt", [sequence.prompt]), ...sequence.turns.map((one) => turn(one.role, `${one.role}, ${one.end - one.start} tokens${one.reward === null ? "" : `, reward ${shown(one.reward)}`}`,
     tokens.slice(one.start, one.end).map((token) => tokenSpan(token, mode))))];
 }
 

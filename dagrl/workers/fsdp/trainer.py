@@ -27,7 +27,7 @@ from dagrl.workers.fsdp.lora import is_adapter
 from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, local
 from dagrl.workers.fsdp.routers import Routers
 from dagrl.workers.train.backend import Score
-from dagrl.workers.train.logprobs import OutputLayer, TokenHead, VocabularyShard, token_logprobs
+from dagrl.workers.train.logprobs import OutputLayer, TokenHead, VocabularyShard
 from dagrl.workers.train.microbatches import Microbatch, Microbatches
 from dagrl.workers.train.offload import StatePart
 from dagrl.workers.train.optimizer import CLIP_EPSILON, OptimizerSteps
@@ -84,13 +84,13 @@ class ShardedModel:
         return numbers
 
     def head(self, temperature: float) -> TokenHead | None:
-        """Returns what makes log-probabilities of the last hidden states; None for a scalar head."""
+        """Returns the output layer; None for a scalar head."""
         transform = self.root.logits
         if transform is None:
             return None
         chunk, shaped = self._config.policy.logprob_chunk_size, transform.after if transform.shapes else None
 
-        def logprobs(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        def prepare(hidden: Tensor) -> tuple[Tensor, OutputLayer]:
             shape, inputs = hidden.shape, transform.before(hidden.flatten(0, -2))
             module: Any = self.net.get_output_embeddings()
             weight, bias = module.weight, getattr(module, "bias", None)
@@ -104,9 +104,9 @@ class ShardedModel:
                 inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
                 weight = torch.cat([weight, local(bias)[:, None]], dim=1)
             layer = OutputLayer(weight, shard, temperature / transform.scale, chunk, transform=shaped)
-            return token_logprobs(inputs.view(*shape[:-1], -1), labels, layer)
+            return inputs.view(*shape[:-1], -1), layer
 
-        return logprobs
+        return TokenHead(prepare)
 
     def train_tflop(self, lengths: Iterable[int]) -> float:
         """Returns the TFLOPs of training on sequences of these lengths: three times the forward pass's matrix products.

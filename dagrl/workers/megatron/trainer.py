@@ -30,7 +30,7 @@ from dagrl.workers.megatron.lora import sum_adapter_gradients
 from dagrl.workers.megatron.model import ModelChunks
 from dagrl.workers.megatron.router import ExpertLoad
 from dagrl.workers.train.backend import Score
-from dagrl.workers.train.logprobs import TokenHead, token_logprobs
+from dagrl.workers.train.logprobs import TokenHead
 from dagrl.workers.train.microbatches import Microbatch, Microbatches
 from dagrl.workers.train.offload import StatePart, unique_storages
 from dagrl.workers.train.optimizer import OptimizerSteps
@@ -65,7 +65,7 @@ class Trainer:
     def head(self, temperature: float) -> TokenHead | None:
         """Returns the output layer as a function of the last hidden states, on the last pipeline stage."""
         layer = self.model.output_layer(temperature, self.settings.policy.logprob_chunk_size)
-        return None if layer is None else partial(token_logprobs, layer=layer)
+        return None if layer is None else TokenHead(lambda hidden: (hidden, layer))
 
     def run(self, microbatches: Microbatches, score: Score, *, backward: bool) -> list[Any]:
         """Runs Megatron's schedule over all microbatches. Returns the reports of `score` on the last stage."""

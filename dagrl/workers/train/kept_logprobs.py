@@ -11,7 +11,7 @@ columns when a batch of another step arrives, because they were computed with ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class KeptLogprobs:
                 if length:
                     rows[row_id] = np.array(values[row, :length], np.float32)
 
-    def join(self, batch: Batch, columns: Sequence[str], *, required: bool = True) -> Batch:
+    def join(self, batch: Batch, columns: Collection[str], *, required: bool = True) -> Batch:
         """Returns `batch` with these `columns` of its rows in place of `row_ids`, and their entropy if it is known.
 
         They are 0 outside of `loss_mask`. Raises RunError if a row lacks one of them, unless they are not `required`: then

@@ -34,11 +34,6 @@ KEPT_SHARE = 0.25  # most of the free memory that kept exponentials take
 PRODUCT_ELEMENTS = (1 << 31) - 1  # most of a product's operand: kernels may count elements in 32 bits
 
 
-TokenHead = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Takes outputs [..., hidden size] and labels [...]. Returns the log-probability of each label, with gradients, and the
-entropy of its distribution, without: float32 [...], of logits divided by the temperature."""
-
-
 @dataclass(frozen=True)
 class VocabularyShard:
     """The token ids of this worker's logits: `size` ids from `first` on. Further rows are padding.
@@ -108,13 +103,64 @@ class OutputLayer:
         return torch.where(inside, column, 0), inside
 
 
+@dataclass(frozen=True)
+class TokenHead:
+    """A model's output layer. `prepare` takes outputs [..., hidden size] and returns the layer and its inputs."""
+
+    prepare: Callable[[Tensor], tuple[Tensor, OutputLayer]]
+
+    def __call__(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the log-probability of each label, with gradients, and the entropy of its distribution, without.
+
+        `labels` [...] or several for each output, [..., k], which take k times the work. Results are float32 like `labels`,
+        of logits divided by the temperature.
+        """
+        inputs, layer = self.prepare(hidden)
+        return token_logprobs(inputs, labels, layer)
+
+    def top(self, hidden: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Returns the `count` likeliest ids with their log-probabilities: pairs of [...], likeliest first, no gradients."""
+        inputs, layer = self.prepare(hidden)
+        ids, logprobs = top_tokens(inputs.reshape(-1, inputs.shape[-1]), count, layer)
+        return [
+            (ids[:, place].view(hidden.shape[:-1]), logprobs[:, place].view(hidden.shape[:-1])) for place in range(count)
+        ]
+
+
+@torch.no_grad()
+def top_tokens(hidden: Tensor, count: int, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+    """Returns the `count` likeliest ids of `hidden` [n, hidden size] and their log-probabilities [n, count]."""
+    best = hidden.new_full((len(hidden), count), -torch.inf, dtype=torch.float32)
+    ids, total = (
+        best.new_zeros(best.shape),
+        best.new_full((len(hidden), 1), -torch.inf),
+    )  # ids in float32, to gather them together
+    own = min(count, layer.shard.size)
+    for rows in layer.chunks(len(hidden)):
+        logits = layer.logits(hidden[rows], layer.weight)
+        best[rows, :own], places = logits.topk(own)
+        ids[rows, :own] = (places + layer.shard.first).float()
+        total[rows] = logits.logsumexp(-1, keepdim=True)
+    if layer.shard.group is not None:
+        size = dist.get_world_size(layer.shard.group)
+        mine = torch.cat([best, ids, total], dim=1)
+        parts = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(parts, mine, group=layer.shard.group)
+        every = torch.stack(parts, dim=1)  # [n, ranks, 2 count + 1]
+        best, places = every[..., :count].flatten(1).topk(count)
+        ids, total = every[..., count:-1].flatten(1).gather(1, places), every[..., -1].logsumexp(-1, keepdim=True)
+    return ids.long(), best - total
+
+
 def token_logprobs(hidden: Tensor, labels: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
     """Returns the log-probability of each label and the entropy (without gradient) of its distribution.
 
-    `hidden` [..., hidden size], `labels` [...] -> two float32 tensors [...]. Gradients reach `hidden` (this worker's share
-    of the sum over the vocabulary) and `layer.weight`.
+    `hidden` [..., hidden size], `labels` [...], or [..., k] for k of each -> two float32 tensors like `labels`. Gradients
+    reach `hidden` (this worker's share of the sum over the vocabulary) and `layer.weight`.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
+    if labels.dim() == hidden.dim():
+        flat = flat.repeat_interleave(labels.shape[-1], dim=0)
     inputs = flat, layer.weight, labels.reshape(-1), layer, layer.keeps_for(flat)
     logprobs, entropy = _TokenLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]
     return logprobs.view(labels.shape), entropy.view(labels.shape)
@@ -135,11 +181,12 @@ def scored_tokens(masks: Sequence[Tensor], rows: Sequence[Collection[int]], batc
 
 
 def scored_logprobs(hidden: Tensor, labels: Tensor, scored: Tensor | None, head: TokenHead) -> tuple[Tensor, Tensor]:
-    """Returns `head` of `hidden` [b, s, hidden size] and `labels` [b, s], computed at `scored` and 0 elsewhere."""
+    """Returns `head` of `hidden` [b, s, hidden size] and `labels` [b, s] or [b, s, k], at `scored` and 0 elsewhere."""
     if scored is None:
         return head(hidden, labels)
-    values = head(hidden.flatten(0, 1).index_select(0, scored), labels.flatten().index_select(0, scored))
-    logprobs, entropy = (value.new_zeros(labels.numel()).index_copy(0, scored, value).view(labels.shape) for value in values)
+    flat = labels.flatten(0, 1)
+    values = head(hidden.flatten(0, 1).index_select(0, scored), flat.index_select(0, scored))
+    logprobs, entropy = (value.new_zeros(flat.shape).index_copy(0, scored, value).view(labels.shape) for value in values)
     return logprobs, entropy
 
 

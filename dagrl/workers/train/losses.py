@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +44,19 @@ class MicrobatchLoss:
             logprobs, entropy = scored_logprobs(output, microbatch.labels, microbatch.scored, self.head)
             data = masked_columns(data, microbatch.scored)
         sequences = Sequences(data["sequence_ids"], microbatch.sequences, self.group)
-        share = batch_loss(self.algorithm, logprobs, data, self.denominators, sequences)
+        lookup = None if self.head is None else partial(self._lookup, microbatch, output, self.head)
+        share = batch_loss(self.algorithm, logprobs, data, self.denominators, sequences, lookup)
         sums = dict(share.sums)
         if self.algorithm.learns_from == "samples":
             before = data.get("entropy") if "prev_logprobs" in self.algorithm.columns else entropy
             if before is not None:  # under the weights at the start of the batch
                 sums[ENTROPY] = (before * data["loss_mask"]).sum() / self.denominators.tokens
         return share.loss, {"sums": sums, "maxima": share.maxima}
+
+    @staticmethod
+    def _lookup(microbatch: Microbatch, output: Tensor, head: TokenHead, ids: Tensor) -> Tensor:
+        """See `TokenBatch.logprobs_of`."""
+        return scored_logprobs(output, ids, microbatch.scored, head)[0]
 
 
 def read_reports(reports: Sequence[Report], batch: Microbatches) -> StepMetrics:

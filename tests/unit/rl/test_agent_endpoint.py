@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dagrl.data.tokenization import Prompt
 from dagrl.errors import ConfigError
-from dagrl.rl.agents.conversations import Row
+from dagrl.rl.agents.conversations import EpisodeRows, Row
 from dagrl.rl.agents.episode import AgentEpisode, Limits, Turn
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.agents.server import EndpointServer, Inbox
 from dagrl.rl.generation import FinishedRequest
+from dagrl.rl.rollout.agent_turns import AgentTurns
+from dagrl.rl.rollout.episodes import Episode, RolloutGroup
 from dagrl.runtime.deadline import Deadline
 from tests.unit.rl.test_tools import CHARACTERS, TEMPLATE
 
@@ -298,3 +303,26 @@ def test_an_address_that_is_taken_is_an_error(served: Served) -> None:
     other = EndpointServer("127.0.0.1", served.server.port, served.server.renderer, LIMITS, Inbox())
     with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1 port .*Set environment\.endpoint\.host"):
         other.start()
+
+
+@pytest.mark.parametrize(("sent", "warned"), [("user: 1+2\nassistant: ", True), ("1+2", False)])
+def test_a_prompt_that_the_template_renders_twice_is_warned_of(
+    sent: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = Prompt("user: 1+2\nassistant:", np.array([1, 2]), "3", "row 0", messages=[{"role": "user", "content": "1+2"}])
+    given: list[dict[str, Any]] = []
+    answer: Future[float] = Future()
+    answer.set_result(1.0)
+    row = Row(f"user: {sent}\nassistant:", [1, 2], [{"role": "user", "content": sent}], [3], [-1.0], [0], [True], "stop")
+    agent = SimpleNamespace(answer=answer, answers=1, rows=lambda most: EpisodeRows([row]))
+    runner: Any = SimpleNamespace(
+        begin=lambda key, example, greedy: given.append(example) or agent,
+        end=lambda agent: None,
+        inbox=SimpleNamespace(take=list),
+        max_conversations=1,
+    )
+    turns = AgentTurns(runner)
+    turns.start([RolloutGroup(0, 0, [Episode(prompt, 0, 4), Episode(prompt, 1, 4)])])
+    assert [example["messages"] for example in given] == [[{"role": "user", "content": "1+2"}]] * 2
+    assert turns.take() == [] and ("the chat template renders it twice" in caplog.text) == warned
+    assert len(caplog.records) == warned, "once"

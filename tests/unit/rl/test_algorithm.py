@@ -18,10 +18,11 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.settings import algorithm_name
 from dagrl.errors import ConfigError
 from dagrl.examples.own_algorithm import WEIGHT, KlInReward
+from dagrl.examples.two_teachers import TwoTeachers
 from dagrl.rl.algorithm import algorithm_for, algorithm_of
 from dagrl.rl.losses import Denominators, batch_loss
 from dagrl.rl.trial import try_algorithm
-from dagrl.run.plans import logprob_phases
+from dagrl.run.plans import ColumnPhases, column_phases
 from tests.unit.rl.test_token_losses import random_data
 
 REPOSITORY = Path(dagrl.__file__).parents[1]
@@ -37,7 +38,7 @@ class Weighted(Algorithm):
     """Demonstrations, each sequence with the same weight."""
 
     learns_from = "demonstrations"
-    columns = ()
+    columns = {}
     average = "sequences"
 
     def loss(self, batch: TokenBatch) -> Tensor:
@@ -45,7 +46,7 @@ class Weighted(Algorithm):
 
 
 class WithoutItsColumn(Algorithm):
-    columns = ()
+    columns = {}
 
     def loss(self, batch: TokenBatch) -> Tensor:
         return -batch.advantages * torch.exp(batch.log_ratio)
@@ -57,10 +58,14 @@ class WithoutAReference(Algorithm):
 
 
 class WithAnUnknownColumn(Algorithm):
-    columns = ("prev_logprobs", "entropies")
+    columns = {"prev_logprobs": "logprobs", "entropies": "entropies"}
 
     def loss(self, batch: TokenBatch) -> Tensor:
         return -batch.logprobs
+
+
+class WithColumnsAlone(Algorithm):
+    columns = ("prev_logprobs",)  # type: ignore[assignment]
 
 
 class OfAnotherShape(Algorithm):
@@ -104,7 +109,7 @@ class Unbuildable(Algorithm):
             WithoutAReference,
             "reads the column 'reference_logprobs', but the batch has only prev_logprobs, generation_logprobs",
         ),
-        (WithAnUnknownColumn, "has the column 'entropies', which no phase computes; expected: prev_logprobs, "),
+        (WithColumnsAlone, r"the `columns` of .*WithColumnsAlone are \('prev_logprobs',\); expected: a dictionary"),
         (
             OfAnotherShape,
             r"OfAnotherShape returned \[2\] for 'loss'; expected: a tensor of the shape of the tokens, \[2, 5\]",
@@ -122,14 +127,31 @@ def test_algorithms_that_cannot_train_are_rejected(algorithm: type, says: str) -
         try_algorithm(config_of(algorithm))
 
 
+def phases_of(algorithm: str | type, **sections: Any) -> ColumnPhases:
+    config = config_of(algorithm, **sections)
+    try_algorithm(config)
+    return column_phases(config, RunPlan.of(config))
+
+
 def test_columns_decide_which_phases_run() -> None:
     config = config_of(KlInReward, loss_fn={"reference_policy_kl_penalty": 0.0})
     try_algorithm(config)
     plan = RunPlan.of(config)
-    assert logprob_phases(plan) == ("logprobs", "reference_logprobs") and plan.reference == "train"
-    assert logprob_phases(RunPlan.of(config_of("grpo", loss_fn={"reference_policy_kl_penalty": 0.0}))) == ("logprobs",)
+    assert column_phases(config, plan).train == ("logprobs", "reference_logprobs") and plan.reference == "train"
+    assert phases_of("grpo", loss_fn={"reference_policy_kl_penalty": 0.0}).train == ("logprobs",)
     forced = {"reference_policy_kl_penalty": 0.0, "force_on_policy_ratio": True}
-    assert logprob_phases(RunPlan.of(config_of("grpo", loss_fn=forced))) == ()
+    taught, models = {"teacher": {"model_name": "m"}}, {"first": {"model_name": "a"}, "second": {"model_name": "b"}}
+    assert phases_of("grpo", models=taught) == ColumnPhases(("logprobs",), {"teacher_logprobs": ("reference_logprobs",)})
+    own = "dagrl.examples.two_teachers:"
+    apart = {f"{own}first_logprobs": ("first",), f"{own}second_logprobs": ("second",)}
+    assert phases_of(TwoTeachers, models=models) == ColumnPhases(("logprobs",), apart)
+    with pytest.raises(ConfigError, match=r"'entropies' is no phase; expected: .*logprobs, .*, or the import path"):
+        phases_of(WithAnUnknownColumn)
+    with pytest.raises(
+        ConfigError, match=r"column 'second' .* runs on 'second'; expected: one role.*Add models.second.model_n"
+    ):
+        phases_of(TwoTeachers, models={"first": {"model_name": "a"}})
+    assert phases_of("grpo", loss_fn=forced).train == ()
 
 
 def test_learns_from_decides_which_workers_run() -> None:

@@ -18,6 +18,7 @@ from dagrl.data import load_splits, open_sampler
 from dagrl.data.examples import preference_of, with_chat
 from dagrl.data.tokenization import Preference, collate_pairs, encode_preferences
 from dagrl.errors import ConfigError, DataError
+from dagrl.examples.kto import Kto
 from dagrl.rl.algorithm import algorithm_of
 from dagrl.rl.preferences import Pairs, PreferenceAlgorithm, pair_losses
 from dagrl.rl.trial import try_algorithm
@@ -36,7 +37,7 @@ def config_of(algorithm: str | type = "dpo", **preference: Any) -> Config:
 class Ipo(PreferenceAlgorithm):
     """A user's: Azar et al. 2023, equation 17, with lengths as in TRL."""
 
-    columns = ("reference_logprobs",)
+    columns = {"reference_logprobs": "reference_answer_sums"}
 
     def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Mapping[str, Tensor]]:
         gap = pairs.chosen_ratio / pairs.chosen_tokens - pairs.rejected_ratio / pairs.rejected_tokens
@@ -44,7 +45,7 @@ class Ipo(PreferenceAlgorithm):
 
 
 class WithoutAReference(Ipo):
-    columns = ()
+    columns = {}
 
 
 class OneNumber(PreferenceAlgorithm):
@@ -237,3 +238,17 @@ def test_pairs_of_several_sources_have_their_task(tmp_path: Path) -> None:
 def test_rows_that_are_not_pairs_are_rejected(row: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=says):
         pairs_of(tmp_path / "pairs.jsonl", [FORMS["text"], row])
+
+
+def test_the_kto_example_is_the_formula_of_trl() -> None:
+    """`kto_pair` of TRL's DPOTrainer (v0.8): each half estimates the KL for the other one."""
+    draw = torch.Generator().manual_seed(0)
+    chosen, rejected, before, worse = (-3 * torch.rand(PAIRS, generator=draw, dtype=torch.float64) for _ in range(4))
+    kept = config_of(Kto, beta=BETA).with_keys({"loss_fn.args": {"undesirable_weight": 1.5}})
+    ones = torch.ones(PAIRS, dtype=torch.float64)
+    loss, _ = Kto(kept).pair_loss(Pairs(chosen, rejected, ones, ones, before, worse))
+    good, bad = chosen - before, rejected - worse
+    chosen_kl, rejected_kl = good.mean().clamp(min=0), bad.mean().clamp(min=0)
+    expected = 1 - torch.sigmoid(BETA * (good - rejected_kl)) + 1.5 * (1 - torch.sigmoid(BETA * (chosen_kl - bad)))
+    torch.testing.assert_close(loss, expected)
+    try_algorithm(kept)

@@ -34,7 +34,7 @@ def scored(*reasons: str, answered: tuple[bool, ...]) -> ScoredGroup:
     completions = [Episode(prompt, 0, 8, [2], [-0.5], [0], [True], reason, turns=1) for reason in reasons]
     samples = [Sample(prompt, episode, "x") for episode in completions]
     values = np.arange(1, len(completions) + 1).astype(np.float32)
-    rewards = Rewards(values, np.array(answered))
+    rewards = Rewards(values, np.array(answered), "ValueError: no")
     return ScoredGroup(RolloutGroup(0, 0, completions), samples, rewards, values, valid_samples(rewards, samples))
 
 
@@ -45,6 +45,7 @@ def test_samples_that_are_not_trained_on_are_marked() -> None:
     rows = rollout_rows([group], Batch(columns), {}, 5, TokenTexts(TOKENIZER))
     assert [row["dropped"] for row in rows] == ["", "overlong", "no_reward", "failed"]
     assert [row["valid"] for row in rows] == [True, False, False, False]
+    assert [row["failure"] for row in rows] == ["", "", "ValueError: no", ""]
     assert [row["advantage"] for row in rows] == [3, 0, 0, 0] and {row["split"] for row in rows} == {"train"}
     assert {len(row["conversations"]) for row in rows} == {0}
     others = [Untrained(group), Untrained(group, TRAIN, "zero_variance")]
@@ -71,3 +72,13 @@ def test_all_conversations_of_an_agent_are_kept() -> None:
     assert rows[0]["conversations"][1]["train_logprobs"] is None and rows[0]["conversations"][1]["logprobs"] == [-1.0]
     (first, _) = untrained_rows([Untrained(group)], 5, texts)
     assert [one["trained"] for one in first["conversations"]] == [False, False]
+
+
+@pytest.mark.parametrize(("rewards", "expected"), [([0.5, 1.0], [0.5, None, 1.0]), ([1.0], [None] * 3)])
+def test_turns_have_the_rewards_of_an_environment_that_rewards_each(rewards: list[float], expected: list[float]) -> None:
+    group = scored("stop", answered=(True,))
+    (episode,) = group.group.episodes
+    episode.tokens, episode.sampled = np.array([2, 3, 4]), np.array([True, False, True])
+    episode.logprobs, episode.versions, episode.turn_rewards = np.zeros(3, np.float32), np.zeros(3, np.int64), rewards
+    (row,) = untrained_rows([Untrained(group)], 5, TokenTexts(TOKENIZER))
+    assert [turn["reward"] for turn in row["turns"]] == expected

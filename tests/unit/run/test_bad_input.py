@@ -236,9 +236,11 @@ algorithm=ppo; critic.megatron_cfg.tensor_model_parallel_size=3 ->
 algorithm=ppo; policy.worker=dagrl.workers.megatron:MegatronValueWorker; policy.peft.enabled=true ->
     train workers:  ... peft.enabled is true, but adapters alone would leave
 algorithm=ppo; critic.model_name=no/such/critic -> critic.model_name ... 'no/such/critic' is not a directory
-teacher.model_name=a; policy.reference_model_name=b -> teacher and policy.reference_model_name are both set
-algorithm=sft; teacher.model_name=a -> teacher is set, but algorithm sft does not read 'reference_logprobs'
-teacher.model_name=no/such/teacher -> teacher.model_name ... 'no/such/teacher' is not a directory
+models.teacher.model_name=a; policy.reference_model_name=b -> models.teacher and policy.reference_model_name are both set
+algorithm=sft; models.teacher.model_name=a -> models.teacher is set, but algorithm sft learns from demonstrations
+models.tutor.model_name=a -> models.tutor is set, but no phase of the run has a Shard named 'tutor'
+models.train.model_name=a -> models (command line) ... names of roles, which 'train' cannot be
+models.teacher.model_name=no/such/teacher -> models.teacher.model_name ... 'no/such/teacher' is not a directory
 policy.reference_model_name=no/such/teacher -> policy.reference_model_name ... 'no/such/teacher' is not a directory
 loss_fn.force_on_policy_ratio=true; policy.train_global_batch_size=4 ->
     loss_fn.force_on_policy_ratio is true ... several optimizer steps ... Set policy.train_global_batch_size=
@@ -504,7 +506,8 @@ def test_a_teacher_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
     ):
         init = RandomInit(hf_config=cast("dict[str, Json]", MODEL), tokenizer_characters=characters)
         write_random_model(init, character_tokenizer(characters), teacher)
-        for overrides in (("policy.reference_model_name",), ("teacher.model_name",), ("critic.model_name", "algorithm=ppo")):
+        keys = ("policy.reference_model_name",), ("models.teacher.model_name",), ("critic.model_name", "algorithm=ppo")
+        for overrides in keys:
             code, errors = run(f"{overrides[0]}={teacher}", *overrides[1:])
             assert code == 2 and overrides[0] in errors and found in errors, errors
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from pathlib import Path
 from typing import NoReturn
 from unittest.mock import MagicMock
 
@@ -12,7 +13,7 @@ import ray
 
 from dagrl.config import ClusterConfig
 from dagrl.errors import ConfigError, RunError
-from dagrl.run.cluster import AUTH_MODE, ray_cluster
+from dagrl.run.cluster import AUTH_MODE, check_ray_directory, ray_cluster
 
 
 def refuse(**_: object) -> NoReturn:
@@ -87,3 +88,37 @@ def test_an_address_at_which_nothing_listens(host: str, beyond: int, message: st
         address = f"{host}:{beyond + bound.getsockname()[1]}"
         with pytest.raises(ConfigError, match=message), ray_cluster(ClusterConfig(address=address)):
             pass
+
+
+def test_a_cluster_named_by_a_variable_alone_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr("dagrl.run.cluster.ProcessGroup", MagicMock())
+    with pytest.raises(RunError, match="could not start on this machine"), ray_cluster(ClusterConfig()):
+        pass
+    says = "RAY_ADDRESS is head:6379, but cluster.address is null: Ray starts on this machine. Set cluster.address=head:6379"
+    assert says in caplog.text
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_a_directory_that_ray_cannot_use_is_an_error_that_names_the_variable(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(AUTH_MODE, raising=False)
+    check_ray_directory()
+    monkeypatch.setenv(variable, f"/tmp/{'long' * 20}")  # noqa: S108
+    with pytest.raises(ConfigError, match=rf"{variable} is '/tmp/longlong.* paths of \d+ bytes; the system takes 107"):
+        check_ray_directory()
+    monkeypatch.delenv(variable)
+    monkeypatch.setenv("HOME", "/proc")
+    with pytest.raises(ConfigError, match=r"HOME, where Ray writes ~/.ray/auth_token unless RAY_AUTH_MODE=disabled: cannot"):
+        check_ray_directory()
+    monkeypatch.setenv(AUTH_MODE, "disabled")
+    check_ray_directory()
+    monkeypatch.setenv(variable, "/proc")
+    with pytest.raises(ConfigError, match=rf"{variable} \(Ray's directory\): cannot write in /proc"):
+        check_ray_directory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -48,6 +49,8 @@ def test_same_seed_same_bytes(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     first = written(tmp_path / "a")
     assert written(tmp_path / "a") == written(tmp_path / "b") == first != written(tmp_path / "c", seed=1)
+    before = (tmp_path / "a" / "model.safetensors").stat()
+    assert written(tmp_path / "a") == first and (tmp_path / "a" / "model.safetensors").stat() == before, "it stays as it is"
     assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are its own
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
 
@@ -166,3 +169,13 @@ def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: P
             save_tokenizer(policy, tokenizer, tmp_path / "final_model")
     files = [tmp_path / directory / "tokenizer.json" for directory in ("model", "final_model")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_full_disk_is_one_error_that_names_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dagrl.run.model.replace_directory", full)
+    with pytest.raises(ConfigError, match=r"output_dir: cannot write the first model, 0 MiB, .*No space left on device"):
+        written(tmp_path / "a")
+    assert not list(tmp_path.iterdir())

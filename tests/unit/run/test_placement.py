@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from hypothesis import given, strategies as st
 from dagrl.config import Config
 from dagrl.config.plan import RunPlan
 from dagrl.run.loops.policy_update import PolicyTrainer, split_minibatches
+from dagrl.run.plans import column_phases, load_phase
+from dagrl.runtime.phase import Phase
 from dagrl.runtime.shapes import Batch
 
 WIDTH = 64
@@ -38,7 +40,8 @@ class Recorded:
 
     shared = None
 
-    def __init__(self) -> None:
+    def __init__(self, phases: Mapping[str, Phase]) -> None:
+        self.phases = phases
         self.batches: list[tuple[str, Batch]] = []
         self.ids: list[tuple[str, list[set[int]]]] = []
 
@@ -51,11 +54,12 @@ class Recorded:
 
 
 def step(config: Config, batch: Batch) -> Recorded:
-    recorded: Any = Recorded()
+    plan = RunPlan.of(config)
+    recorded: Any = Recorded({name: load_phase(config, name) for name in column_phases(config, plan).train})
     splits = split_minibatches(config, batch)
     parts: Any = dict.fromkeys(("train", "stop", "log", "thread"))
-    trainer = PolicyTrainer(config, RunPlan.of(config), replays=recorded, **parts)
-    trainer.compute_logprobs(batch, splits, 1)
+    trainer = PolicyTrainer(config, plan, replays=recorded, **parts)
+    trainer.compute_columns(batch, splits, 1)
     trainer.submit_steps(batch, 1, splits)
     return recorded  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ from dagrl.rl.rollout.batches import scored_batch, with_experts
 from dagrl.rl.rollout.episodes import Episode, RolloutGroup, Sample, token_rows
 from dagrl.rl.rollout.scoring import ScoredGroup
 from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, field_bytes
-from dagrl.run.loops.policy_update import logprob_batch
+from dagrl.run.loops.policy_update import input_of
 from dagrl.run.plans import grpo_plans, with_records
 from dagrl.run.start import load_phases
 from dagrl.runtime.shapes import check_batch, field_types
@@ -64,7 +64,7 @@ def test_records_reach_the_phases_that_use_them() -> None:
     batch = scored_batch(algorithm_of(CONFIG), [group], 1)
     assert phases["train_step"].inputs is not None and phases["logprobs"].inputs is not None
     check_batch("train_step", batch, field_types(phases["train_step"].inputs))
-    check_batch("logprobs", logprob_batch(batch, 1), field_types(phases["logprobs"].inputs))
+    check_batch("logprobs", input_of(phases["logprobs"], batch.with_scalars(step=1)), field_types(phases["logprobs"].inputs))
     early = with_experts(CONFIG, token_rows(episodes), episodes)
     found = field_bytes(batch[ROUTED_EXPERTS])
     np.testing.assert_array_equal(field_bytes(early[ROUTED_EXPERTS]), found)

@@ -45,7 +45,7 @@ THIRDS = dict.fromkeys(("train", "critic", "teacher"), pytest.approx(1 / 3))
     ("sections", "engine", "devices", "shares"),
     [
         ({"critic": CRITIC}, False, 3 + 2 + 2, {}),
-        ({"critic": SHARES, "teacher": {"model_name": "m", "colocated": True}}, False, 3 + 2, THIRDS),
+        ({"critic": SHARES, "models": {"teacher": {"model_name": "m", "colocated": True}}}, False, 3 + 2, THIRDS),
         ({"critic": CRITIC}, True, 3 + 2, {"train": 0.5, "generation": 0.5}),
         ({"critic": SHARES}, True, 3, {"train": 0.25, "critic": 0.25, "generation": 0.5}),
     ],

@@ -57,7 +57,10 @@ def sample_row(step: int, place: int, drift: float) -> dict[str, Any]:
         "prompt": f"How many clips did Natalia sell? {MARKUP}",
         "reference": "72",
         "completion": "".join(ANSWER[:-1]) + f" ({place})",
-        "turns": [{"role": role, "text": "".join(ANSWER[i:j]), "start": i, "end": j} for role, i, j in turns],
+        "turns": [
+            {"role": role, "text": "".join(ANSWER[i:j]), "start": i, "end": j, "reward": 0.5 if role == "policy" else None}
+            for role, i, j in turns
+        ],
         "reward": place / 4,
         "reward_parts": {"right": place / 4, "format": 0.0},
         "advantage": place - 1.5,

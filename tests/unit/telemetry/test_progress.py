@@ -67,10 +67,11 @@ def test_plain_lines_without_a_terminal() -> None:
     assert timeless == ["Starting train workers ...", "done: Starting train workers  0.0 s"]
     numbers = "reward 0.4125  loss 0.00312  kl 0.0012  12,346 tokens/s  held-out reward 0.35"
     step = (
-        re.escape(f"grpo step 1/2  {numbers}  generate 0.80 s  refit 0.05 s") + r"  \d\.\d s left, until (\w{3} )?\d\d:\d\d"
+        re.escape(f"grpo step 1/2  {numbers}  generate 0.80 s  other 0.15 s  refit 0.05 s")
+        + r"  \d\.\d s left, until (\w{3} )?\d\d:\d\d"
     )
     assert any(re.fullmatch(step, line) for line in screen.lines)
-    assert f"grpo step 2/2  {numbers}  generate 0.80 s  refit 0.05 s" in screen.lines
+    assert f"grpo step 2/2  {numbers}  generate 0.80 s  other 0.15 s  refit 0.05 s" in screen.lines
     assert "a record of another module" in screen.lines
     assert any(line.startswith("done: GRPO") and "2/2 steps" in line for line in screen.lines)
     assert "\x1b" not in screen.text
@@ -135,7 +136,7 @@ def test_a_terminal_has_one_line_that_is_redrawn_below_what_is_finished() -> Non
             time.sleep(0.1)
             progress.step(1, 400, METRICS, stage="sft")
             numbers = r"reward 0\.4125  loss 0\.00312  kl 0\.0012  12,346 tokens/s"
-            left, times = r"\d+\.\d s left, until (\w{3} )?\d\d:\d\d", r"generate 0\.80 s  refit 0\.05 s"
+            left, times = r"\d+\.\d s left, until (\w{3} )?\d\d:\d\d", r"generate 0\.80 s  other 0\.15 s  refit 0\.05 s"
             above = ("a first record", "another", "✓" + started[2:])
             terminal.wait_for(*above, rf"SFT \S+ 1/400 {left}  {numbers}  {times}")
             progress.status("validating")

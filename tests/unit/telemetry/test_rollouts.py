@@ -23,7 +23,7 @@ ROW = {
     "tokens": [4, 5],
     "logprobs": [-0.5, -1.5],
     "sampled": [True, False],
-    "turns": [{"role": "policy", "text": "2", "start": 0, "end": 1}],
+    "turns": [{"role": "policy", "text": "2", "start": 0, "end": 1, "reward": None}],
 }
 
 

@@ -40,7 +40,7 @@ class Layer(torch.nn.Module):
     """Answers Megatron's query when it writes checkpoints: the layer holds nothing in FP8."""
 
     fp8 = fp8_calibration = False
-    fp8_meta = {"fp8_checkpoint": False}  # noqa: RUF012
+    fp8_meta = {"fp8_checkpoint": False}
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dagrl.errors import RunError
+from dagrl.examples.top_k_distill import NAMES, K
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.store import reserve_port
@@ -19,7 +20,7 @@ from dagrl.workers.families.hf_config import SCORE
 from dagrl.workers.fsdp import FsdpValueWorker, FsdpWorker
 from tests.integration import megatron_reference as reference
 
-pytest.importorskip("transformers")
+AutoModelForCausalLM = pytest.importorskip("transformers").AutoModelForCausalLM
 
 WAYS = {
     "rows": {},
@@ -103,6 +104,58 @@ def test_a_step_reads_the_columns_that_the_worker_kept(make: Make, model: Path) 
     }
     with pytest.raises(RunError, match="rows whose prev_logprobs this worker does not hold"):
         worker.train_step(step.with_scalars(step=2.0), "policy")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_reads_the_likeliest_tokens_of_a_teacher(way: str, make: Make, model: Path) -> None:
+    """Columns with several values a token, and the policy's log-probabilities of these tokens with their gradients."""
+    batch, worker = reference.make_batch(grpo=True), make(**WAYS[way], generation={"temperature": 1.0})
+    worker.config = worker.config.with_keys({"algorithm": "dagrl.examples.top_k_distill:TopK"})
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    logits = torch.nn.functional.pad(reference.hf_logits(hf, batch)[:, :-1], (0, 0, 1, 0))  # at the token that they predict
+    found = worker.top_logprobs(Batch({name: batch[name] for name in ("tokens", "lengths")}), count=K)
+    assert found is not None
+    scored = batch["loss_mask"] > 0
+    best, ids = (values.detach().numpy() for values in logits.log_softmax(-1).topk(K))
+    for place, (name, column) in enumerate(NAMES):
+        np.testing.assert_array_equal(found[name][scored], ids[..., place][scored])
+        np.testing.assert_allclose(found[column][scored], best[..., place][scored], atol=1e-5)
+    generator = np.random.default_rng(1)  # another teacher
+    ids = generator.permuted(np.tile(np.arange(reference.VOCABULARY), (*batch["tokens"].shape, 1)), axis=-1)[..., :K]
+    logprobs = np.log(generator.dirichlet(np.ones(K), batch["tokens"].shape)).astype(np.float32)
+    columns = {name: ids[..., place].astype(np.float32) for place, (name, _) in enumerate(NAMES)}
+    columns |= {name: logprobs[..., place] for place, (_, name) in enumerate(NAMES)}
+    rows = {"lengths": batch["lengths"], "row_ids": np.arange(batch.rows)}
+    worker.keep_columns(Batch({**rows, **columns}, {"step": 1.0}))
+    names = ("tokens", "loss_mask", "generation_logprobs", "advantages")
+    metrics = worker.train_step(
+        Batch({**rows, **{name: batch[name] for name in names}}, {**batch.scalars, "step": 1.0}), "policy"
+    ).flat()
+    teacher = torch.from_numpy(logprobs).log_softmax(-1)
+    policy = logits.log_softmax(-1).gather(-1, torch.from_numpy(ids)).log_softmax(-1)
+    loss = ((teacher.exp() * (teacher - policy)).sum(-1) * torch.from_numpy(batch["loss_mask"])).sum() / scored.sum()
+    loss.backward()
+    assert metrics["loss"] == metrics["own/forward_kl"] == pytest.approx(float(loss), abs=1e-5)
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in hf.parameters() if weight.grad is not None])
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_the_reference_policy_is_renewed_every_few_steps(make: Make) -> None:
+    """Steps 1, 3 and 5 keep the log-probabilities of the weights before them, the others those of the step before."""
+    batch, worker = reference.make_batch(), make()
+    rows = {"tokens": batch["tokens"], "lengths": batch["lengths"], "row_ids": np.arange(batch.rows)}
+    with replay_context(ReplayContext("older_logprobs", 0, True)):
+        worker.snapshot_reference()
+        worker.keep_logprobs(Batch(rows, {"step": 0}), "reference", renew_every=2)
+    expected: list[Any] = []
+    for step in range(1, 6):
+        before = worker.logprobs(Batch(rows))
+        assert before is not None
+        expected.append(before["logprobs"] if step % 2 else expected[-1])
+        worker.keep_logprobs(Batch(rows, {"step": step}), "reference", renew_every=2)
+        for row, kept in worker.kept_logprobs()["reference_logprobs"].items():
+            np.testing.assert_array_equal(kept, expected[-1][row, : len(kept)])
+        worker.train_step(batch, "likelihood")
 
 
 def test_the_reference_policy_keeps_its_weights(make: Make, model: Path) -> None:
