@@ -55,6 +55,9 @@ if TYPE_CHECKING:
 
 ModelName = Literal["policy", "reference"]
 
+RECORDED = ("prev_logprobs", "reference_logprobs", "entropy")
+"""Kept columns that the driver reads for `rollouts/` and for a KL in the reward."""
+
 
 class TrainWorker:
     """Steps, log-probabilities, refits and files of one rank's part of the policy, by `context.layout`."""
@@ -399,12 +402,13 @@ class TrainWorker:
             self._kept.keep(batch, **{name: field for name, field in batch.fields.items() if field.ndim == 2})
 
     def kept_logprobs(self) -> dict[str, dict[int, Array]]:
-        """Returns the log-probabilities that this worker keeps for the current step, by name and row id: float32 [tokens].
+        """Returns log-probabilities and entropy that this worker keeps for the current step, by name and row id: float32
+        [tokens]. Other columns stay here.
 
         One worker of the shard returns them (last stage, tp 0, cp 0); on the others the result is empty.
         """
-        place = self.context.coordinates
-        return {} if place.tp or place.cp else self._kept.columns()
+        place, kept = self.context.coordinates, self._kept.columns()
+        return {} if place.tp or place.cp else {name: kept[name] for name in RECORDED if name in kept}
 
     def merge_rows(self, parts: list[Batch | None]) -> Batch | None:
         """Returns the only part that is not None."""
