@@ -136,13 +136,17 @@ class _View:
         pieces = token_texts(self._tokenizer, tokens)
         ends = list(accumulate(map(len, pieces)))
         starts = [end - len(piece) for end, piece in zip(ends, pieces, strict=True)]
-        plain = (" " * len(piece) if token in self._special else piece for token, piece in zip(tokens, pieces, strict=True))
+        special = self._special - {self._tokenizer.unk_token_id}
+        plain = (" " * len(piece) if token in special else piece for token, piece in zip(tokens, pieces, strict=True))
         text, given, place, known = "".join(plain), [False] * len(tokens), 0, set(starts)
         for content in contents:
-            found = _find(text, content, place, known)
-            if found >= 0:
-                place = found + len(content)
-                given = [old or (start < place and end > found) for old, start, end in zip(given, starts, ends, strict=True)]
+            read = _decode(self._tokenizer, self._tokenizer(content, add_special_tokens=False)["input_ids"]).strip()
+            for candidate in dict.fromkeys((content, read)):  # a tokenizer may normalize text, or not know characters
+                if (found := _find(text, candidate, place, known)) >= 0:
+                    place = found + len(candidate)
+                    inside = (start < place and end > found for start, end in zip(starts, ends, strict=True))
+                    given = [old or new for old, new in zip(given, inside, strict=True)]
+                    break
         return given
 
 

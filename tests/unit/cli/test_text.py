@@ -17,7 +17,7 @@ from dagrl.cli.text import text_report, token_texts
 from dagrl.config.file import load_config
 
 ROOT = Path(__file__).parents[3]
-TURNS = [("system", "be brief"), ("user", "7 + 5?\nsay it"), ("assistant", "12"), ("user", "1?"), ("assistant", "no")]
+TURNS = [("system", "be brief"), ("user", "7 + 5?\nsay it"), ("assistant", "12"), ("user", "1?"), ("assistant", "n\u00e9")]
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}<{{ m.content }}>{{ eos_token }}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -38,7 +38,7 @@ template  [│u│s│e│r│]
 data      1│?
 template  [│a│s│s│i│s│t│a│n│t│]
 TRAIN+    <
-TRAIN     n│o
+TRAIN     n│<unk>
 TRAIN+    >
 STOP      <eos>
 
@@ -90,7 +90,7 @@ def test_prompts_are_shown_with_what_follows(config: list[str]) -> None:
     words = [*config[1:], "algorithm=grpo", "policy.generation.max_new_tokens=4", "sft.max_num_steps=0"]
     text = text_report(load_config(config[0], words), 2, Console(file=io.StringIO(), width=80))
     assert lines(text).endswith(PROMPTS.rstrip())
-    assert "reference no" in text and "SFT" not in text
+    assert "reference n\u00e9" in text and "SFT" not in text
 
 
 @pytest.mark.parametrize("text", ["a 日本 b", "\U0001f600", "né\n\n é", "   x"])
