@@ -7,7 +7,6 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 
@@ -33,10 +32,13 @@ def run_forked(target: Callable[..., None], arguments: tuple[Any, ...], seconds:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the error's class, message, and place in the code."""
+    """Returns the error's class, message, and place in the code: the last one that is not torch's."""
     message = " ".join(str(error).split())[:300]
-    *_, where = traceback.extract_tb(error.__traceback__)
-    return f"{type(error).__name__}: {message} ({Path(where.filename).name}:{where.lineno})"
+    places = traceback.extract_tb(error.__traceback__)
+    files = [place.filename.rpartition("site-packages/")[2] for place in places]
+    last = max((at for at, file in enumerate(files) if not file.startswith("torch/")), default=len(files) - 1)
+    parts = files[last].rpartition("/dagrl/")
+    return f"{type(error).__name__}: {message} ({''.join(parts[1:]).lstrip('/')}:{places[last].lineno})"
 
 
 def _told(target: Callable[..., None], arguments: tuple[Any, ...], writer: Any, leads: bool) -> None:

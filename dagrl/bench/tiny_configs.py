@@ -22,46 +22,50 @@ _KEYS = {
         "num_local_experts n_routed_experts moe_num_experts index_n_heads linear_num_value_heads linear_num_heads"
     ),
     8: "mamba_num_heads mamba_n_heads mamba_dt_rank time_step_rank laurel_rank",
-    16: (
-        "head_dim global_head_dim hidden_size_per_layer_input rotary_dim kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-        "v_head_dim linear_key_head_dim linear_value_head_dim mamba_head_dim mamba_d_head mamba_d_state ssm_state_size "
-        "state_size linear_head_dim patch_size"
-    ),
+    16: "hidden_size_per_layer_input rotary_dim mamba_d_state ssm_state_size state_size patch_size",
     32: (
         "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size "
-        "moe_shared_expert_intermediate_size q_lora_rank qk_head_dim index_head_dim image_size"
+        "moe_shared_expert_intermediate_size q_lora_rank index_head_dim image_size head_dim global_head_dim "
+        "qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim mamba_head_dim mamba_d_head linear_head_dim"
     ),
-    64: "hidden_size n_embd d_model dim word_embed_proj_dim dim_model_base out_hidden_size projection_dim embed_dim",
-    96: "intermediate_size ffn_dim ffn_hidden_size n_inner intermediate_size_mlp encoder_ffn_dim decoder_ffn_dim",
-    128: "max_position_embeddings n_positions n_ctx mamba_d_ssm",
-    256: "vocab_size vocab_size_per_layer_input",
+    64: "qk_rope_head_dim dim_model_base",
+    96: (
+        "intermediate_size ffn_dim ffn_hidden_size n_inner intermediate_size_mlp encoder_ffn_dim decoder_ffn_dim qk_head_dim"
+    ),
+    128: (
+        "max_position_embeddings n_positions n_ctx hidden_size n_embd d_model dim word_embed_proj_dim out_hidden_size "
+        "projection_dim embed_dim"
+    ),
+    256: "vocab_size vocab_size_per_layer_input mamba_d_ssm",
+    512: "kv_lora_rank",
 }
+"""Small sizes by key, of those that vLLM's attention has on CPUs: heads of 32, and for MLA of 512 + 64."""
 SIZES: Mapping[str, int] = {key: size for size, keys in _KEYS.items() for key in keys.split()}
 """Values by key, for keys that the configuration has and that are not None."""
 EXTRA: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
-    "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e8, "mrope_section": [4, 2, 2]}},
+    "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e8, "mrope_section": [8, 4, 4]}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}, "max_seq_len": 128},
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "deepseek_v32": {"topk_method": "noaux_tc"},
     "glm_moe_dsa": {"topk_method": "noaux_tc"},
-    "gemma4_text": {"global_head_dim": 32},
-    "falcon": {"ffn_hidden_size": 256},
-    "glm4_moe": {"head_dim": 16},
-    "glm4v_moe_text": {"head_dim": 16, "use_qk_norm": False},
+    "gemma4_text": {"global_head_dim": 64},
+    "falcon": {"ffn_hidden_size": 512},
+    "glm4_moe": {"head_dim": 32},
+    "glm4v_moe_text": {"head_dim": 32, "use_qk_norm": False},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True},
     "kimi_linear": {
         "linear_attn_config": {
             "full_attn_layers": [4],
             "kda_layers": [1, 2, 3],
-            "head_dim": 16,
+            "head_dim": 32,
             "num_heads": 4,
             "short_conv_kernel_size": 4,
         },
         "model_max_length": 128,
     },
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_dim": 64, "conv_dim": 64},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_dim": 128, "conv_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "longcat_flash": {
         "mla_scale_q_lora": True,
@@ -77,8 +81,8 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "sliding_window_size": 128,
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4,
-        "swa_head_dim": 16,
-        "swa_v_head_dim": 16,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 32,
         "add_swa_attention_sink_bias": True,
     },
     "minimax_m2": {"rotary_dim": 16, "use_routing_bias": True, "scoring_func": "sigmoid"},
@@ -89,7 +93,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
+        "indexer_head_dim": 32,
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
         "hc_lowrank": 32,

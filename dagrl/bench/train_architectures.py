@@ -1,12 +1,13 @@
 """Trains every text architecture that transformers and the installed vLLM build at tiny size, and compares with plain torch.
 
-    python -m dagrl.bench.train_architectures --json F                     all of them
-    python -m dagrl.bench.train_architectures --names Gemma3ForCausalLM    some of them
+    python -m dagrl.bench.train_architectures --json F                     those that F has no rows of
+    python -m dagrl.bench.train_architectures --json F --names Gemma3ForCausalLM    some of them, again
 
 For each architecture transformers builds a tiny model with random float32 weights. FSDP workers take three SFT steps and two
 GRPO steps with it, on two data-parallel ranks and on two tensor-parallel ones, with padded rows and with packed ones where
 the model can be packed. Losses and gradient norms must be those of transformers and AdamW in one process, row by row without
-padding: to 1e-5, and to one part in 1e4. Each architecture has processes of its own, with a deadline.
+padding: to 1e-5, and to one part in 1e4. Before and after each GRPO step a refit sends the weights to a vLLM engine, whose
+samples must have a `gen_kl_error` of at most 1e-6. Each architecture has processes of its own, with a deadline.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,11 @@ from torch import Tensor
 
 from dagrl.bench.forked import reason_of, run_forked
 from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
+from dagrl.channels import ChannelSpec
 from dagrl.config import Config
+from dagrl.refit import TIED_HEAD, plan_refit
+from dagrl.rl.losses import kl_estimate
+from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.split import split_rows
 from dagrl.runtime.store import reserve_port
@@ -37,22 +43,37 @@ from dagrl.runtime.worker import WorkerContext
 from dagrl.telemetry.metrics import merge_step_metrics
 from dagrl.workers.fsdp import FsdpWorker
 from dagrl.workers.train.hf_load import read_hf_config
+from dagrl.workers.vllm import VllmWorker
+from dagrl.workers.vllm.environment import vllm_environment
+from dagrl.workers.vllm.launch import import_vllm
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = {"dp2": {"data_parallel_size": 2}, "tp2": {"tensor_parallel_size": 2}}
 STEPS = ("likelihood",) * 3 + ("policy",) * 2
-WIDTH, TEMPERATURE = 22, 0.7
+REFITS = range(3, 6)
+"""The numbers of steps after which weights are refitted."""
+WIDTH, NEW_TOKENS, TEMPERATURE = 22, 8, 0.7
+LARGEST_KL = 1e-6
 PACKED = {"enabled": True, "train_mb_tokens": 44, "logprob_mb_tokens": 44}
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class TrainRow:
-    """One architecture in one layout: whether it trains as plain torch, otherwise the reason."""
+    """One architecture in one layout: whether it trains as plain torch and generates as it trains, otherwise the reason.
+
+    `loss_difference` and `gen_kl`: the largest ones.
+    """
 
     architecture: str
     layout: str
     passed: bool
     reason: str = ""
     loss_difference: float | None = None
+    gen_kl: float | None = None
+
+
+class MemberError(Exception):
+    """A worker raised this: class, message, and place in the code."""
 
 
 def main() -> None:
@@ -65,22 +86,24 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Writes a row for each architecture and layout as soon as it is done."""
+    os.environ.update(vllm_environment(make_config(Path(), {}, {})), HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    torch.set_num_threads(1)
+    import_vllm({})
     from vllm.model_executor.models import registry
 
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    torch.set_num_threads(1)
-    rows: list[TrainRow] = []
-    for name in options.names or registry._TEXT_GENERATION_MODELS:
-        for row in try_architecture(name, options.seconds):
-            rows.append(row)
-            difference = "" if row.loss_difference is None else f"{row.loss_difference:.1e}"
-            what = "passed" if row.passed else "FAILED"
-            sys.stdout.write(f"{what} {row.architecture} {row.layout} {difference} {row.reason}\n")
-            sys.stdout.flush()
+    known = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    names = list(registry._TEXT_GENERATION_MODELS)
+    rows = {name: [TrainRow(**row) for row in known if row["architecture"] == name] for name in names}
+    for name in options.names or [name for name in names if not rows[name]]:
+        rows[name] = try_architecture(name, options.seconds)
+        for row in rows[name]:
+            sys.stdout.write(f"{'passed' if row.passed else 'FAILED'} {row.architecture} {row.layout} {row.reason}\n")
+        sys.stdout.flush()
         if options.json:
-            text = ",\n".join(json.dumps(asdict(row)) for row in rows)
+            text = ",\n".join(json.dumps(asdict(row)) for some in rows.values() for row in some)
             options.json.write_text(f"[\n{text}\n]\n")
-    sys.stdout.write(f"{sum(row.passed for row in rows)} of {len(rows)} passed\n")
+    done = [row for some in rows.values() for row in some]
+    sys.stdout.write(f"{sum(row.passed for row in done)} of {len(done)} passed\n")
 
 
 def try_architecture(name: str, seconds: float) -> list[TrainRow]:
@@ -102,7 +125,7 @@ def _train_all(name: str, root: Path) -> None:
     except NoTinyConfigError as error:
         truth = str(error)
     except Exception as error:
-        truth = f"transformers: {reason_of(error)}"
+        truth = reason_of(error)
     rows: list[TrainRow] = []
     for layout in LAYOUTS:
         rows.append(TrainRow(name, layout, False, truth) if isinstance(truth, str) else _row(name, layout, model, truth))
@@ -110,7 +133,8 @@ def _train_all(name: str, root: Path) -> None:
 
 
 def _row(name: str, layout: str, model: Path, truth: Sequence[tuple[float, float]]) -> TrainRow:
-    found: list[float] = []
+    differences: list[float] = []
+    divergences: list[float] = []
     reason = ""
     for packing in ({}, PACKED):
         config = make_config(model, LAYOUTS[layout], packing)
@@ -120,12 +144,12 @@ def _row(name: str, layout: str, model: Path, truth: Sequence[tuple[float, float
                 break
             return TrainRow(name, layout, False, refusal)
         try:
-            steps = sharded_steps(config)
-        except Exception as error:
+            steps, kl = sharded_steps(config, generates=not packing)
+        except MemberError as error:
             if packing and "see each other" in str(error):  # so do workers when they start
                 reason = "padded rows alone: transformers' masks of this class do not tell packed sequences apart"
                 break
-            return TrainRow(name, layout, False, reason_of(error))
+            return TrainRow(name, layout, False, str(error))
         wrong = [
             f"step {number} has loss {loss:.6f} and norm {norm:.5f}, expected {true_loss:.6f} and {true_norm:.5f}"
             for number, ((loss, norm), (true_loss, true_norm)) in enumerate(zip(steps, truth, strict=True), 1)
@@ -133,19 +157,26 @@ def _row(name: str, layout: str, model: Path, truth: Sequence[tuple[float, float
         ]
         if wrong:
             return TrainRow(name, layout, False, f"{'packed' if packing else 'padded'}: {wrong[0]}")
-        found.append(max(abs(loss - true_loss) for (loss, _), (true_loss, _) in zip(steps, truth, strict=True)))
-    return TrainRow(name, layout, True, reason, max(found))
+        differences.append(max(abs(loss - true_loss) for (loss, _), (true_loss, _) in zip(steps, truth, strict=True)))
+        if isinstance(kl, str):
+            return TrainRow(name, layout, False, f"trains; does not generate: {kl}", max(differences))
+        divergences += kl
+    if max(divergences) > LARGEST_KL:
+        reason = f"gen_kl_error after each refit is {', '.join(f'{one:.1e}' for one in divergences)}"
+    return TrainRow(name, layout, max(divergences) <= LARGEST_KL, reason, max(differences), max(divergences))
 
 
 def make_config(model: Path, layout: Mapping[str, int], packing: Mapping[str, Any]) -> Config:
     """Returns the configuration of a run."""
+    engine = {"max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
     policy = {
         "model_name": str(model),
         "backend": "fsdp",
         "fsdp_cfg": dict(layout),
         "train_micro_batch_size": 2,
+        "max_total_sequence_length": 32,
         "optimizer": {"lr": 1e-3, "adam_eps": 1e-6},
-        "generation": {"temperature": TEMPERATURE},
+        "generation": {"temperature": TEMPERATURE, "vllm_cfg": engine},
         "sequence_packing": dict(packing),
     }
     loss = {"reference_policy_kl_penalty": 0.0}
@@ -207,26 +238,148 @@ def _plain_loss(model: Any, batch: Batch, kind: str) -> Tensor:
     return total / batch.number("global_valid_tokens")
 
 
-def sharded_steps(config: Config) -> list[tuple[float, float]]:
-    """Returns the same numbers of the steps of FSDP workers, each in a process of its own."""
-    size, address = config.policy.train_layout.world_size, f"127.0.0.1:{reserve_port()}"
-    with ProcessPoolExecutor(size, mp_context=multiprocessing.get_context("fork")) as pool:
-        calls = [pool.submit(_rank_steps, config, address, rank) for rank in range(size)]
-        errors = [error for call in calls if (error := call.exception()) is not None]
-        if errors:  # peers of a rank that failed have lost a connection
-            raise min(errors, key=lambda error: "gloo" in str(error))
-        ranks = [call.result() for call in calls]
-    merged = [merge_step_metrics(list(parts)).flat() for parts in zip(*ranks, strict=True)]
-    return [(step["loss"], step["grad_norm"]) for step in merged]
+class Member:
+    """A worker in a forked process."""
+
+    def __init__(self, kind: Any, config: Config, layout: ParallelLayout, rank: int) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._pipe, theirs = fork.Pipe()
+        context = WorkerContext("worker", rank, layout, config.seed, TIMEOUT_S)
+        self.process = fork.Process(target=_serve, args=(theirs, kind, context, config), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        """Calls a method of the worker."""
+        self._pipe.send((method, arguments))
+
+    def result(self) -> Any:
+        """Waits for the call. Raises MemberError if it failed."""
+        try:
+            result = self._pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise MemberError(f"the process ended with {self.process.exitcode}") from None
+        if isinstance(result, MemberError):
+            raise result
+        return result
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method and waits."""
+        self.begin(method, *arguments)
+        return self.result()
 
 
-def _rank_steps(config: Config, address: str, rank: int) -> list[Any]:
+def _serve(pipe: Connection, kind: Any, context: WorkerContext, config: Config) -> None:
+    worker = kind(context, config)
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(getattr(worker, method)(*arguments))
+        except Exception as error:
+            pipe.send(MemberError(reason_of(error)))
+
+
+@contextmanager
+def members(kind: Any, config: Config, layout: ParallelLayout) -> Iterator[list[Member]]:
+    """Context of the workers of a group, set up."""
+    started = [Member(kind, config, layout, rank) for rank in range(layout.world_size)]
+    try:
+        together(started, "prepare", [()] * len(started))
+        together(started, "setup", [(f"127.0.0.1:{reserve_port()}",)] * len(started))
+        yield started
+    finally:
+        for member in started:
+            member.process.kill()
+            member.process.join()
+
+
+def together(called: Sequence[Member], method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Calls a method of several workers at the same time."""
+    for member, own in zip(called, arguments, strict=True):
+        member.begin(method, *own)
+    results, errors = [], []
+    for member in called:
+        try:
+            results.append(member.result())
+        except MemberError as error:
+            errors.append(error)
+    if errors:  # peers of a rank that failed have lost a connection
+        raise min(errors, key=lambda error: "gloo" in str(error).lower())
+    return results
+
+
+def sharded_steps(config: Config, *, generates: bool) -> tuple[list[tuple[float, float]], list[float] | str]:
+    """Returns the same numbers of the steps of FSDP workers, and `gen_kl_error` after each refit, or why there is none."""
     layout, batch = config.policy.train_layout, make_batch()
-    worker = FsdpWorker(WorkerContext("train", rank, layout, config.seed, 60.0), config)
-    worker.prepare()
-    worker.setup(address)
-    own = batch.select(split_rows(batch["lengths"], layout.dp)[layout.coordinates(rank).dp])
-    return [worker.train_step(own, kind) for kind in STEPS]
+    shards = [batch.select(rows) for rows in split_rows(batch["lengths"], layout.dp)]
+    steps: list[tuple[float, float]] = []
+    divergences: list[float] | str = []
+    with ExitStack() as stack:
+        ranks = stack.enter_context(members(FsdpWorker, config, layout))
+        engine: Member | None = None
+        for number, kind in enumerate(STEPS, 1):
+            own = [(shards[layout.coordinates(rank).dp], kind) for rank in range(layout.world_size)]
+            step = merge_step_metrics(together(ranks, "train_step", own)).flat()
+            steps.append((step["loss"], step["grad_norm"]))
+            if not generates or number not in REFITS or isinstance(divergences, str):
+                continue
+            try:
+                if engine is None:
+                    [engine] = stack.enter_context(members(VllmWorker, config, ParallelLayout()))
+                    _connect(ranks, engine, config)
+                _refit(ranks, engine, number)
+                divergences.append(_divergence(ranks, engine, layout))
+            except MemberError as error:
+                divergences = str(error)
+    return steps, divergences
+
+
+def _connect(ranks: Sequence[Member], engine: Member, config: Config) -> None:
+    """Plans the refit and opens its channel."""
+    hf_config = read_hf_config(Path(str(config.policy.model_name)))
+    sources, wanted = together(ranks, "weight_slices", [()] * len(ranks)), engine.call("weight_slices")
+    aliases = TIED_HEAD if hf_config.get("tie_word_embeddings") else None
+    plan, address = plan_refit(sources, [wanted], dtype="float32", aliases=aliases), f"127.0.0.1:{reserve_port()}"
+    everyone = range(plan.size)
+    specs = [(plan.for_rank(rank), ChannelSpec("gloo", address, rank, plan.size, TIMEOUT_S)) for rank in everyone]
+    together([*ranks, engine], "prepare_refit", specs)
+
+
+def _refit(ranks: Sequence[Member], engine: Member, version: int) -> None:
+    engine.begin("receive_weights", version)
+    together(ranks, "send_weights", [(version,)] * len(ranks))
+    engine.result()
+
+
+def _divergence(ranks: Sequence[Member], engine: Member, layout: ParallelLayout) -> float:
+    """Returns `gen_kl_error` of samples of the engine: KL(generation || train) per token, estimated by k3."""
+    prompts = make_batch()
+    lengths = np.minimum(prompts["lengths"], WIDTH - NEW_TOKENS)
+    ids = np.arange(len(lengths))
+    fields = {"tokens": prompts["tokens"], "lengths": lengths, "request_ids": ids, "seeds": ids + 5}
+    limits = {"max_new_tokens": np.full(len(ids), NEW_TOKENS), "greedy": np.zeros(len(ids), np.int64)}
+    made = engine.call("generate", Batch({**fields, **limits}, {"engine_steps": 4 * NEW_TOKENS}))
+    tokens, logprobs = prompts["tokens"].copy(), np.zeros((len(ids), WIDTH), np.float32)
+    ends = lengths.copy()
+    for row, request in enumerate(made.request_ids.tolist()):
+        new = slice(lengths[request], lengths[request] + made.lengths[row])
+        tokens[request, new], ends[request] = made.tokens[row, : made.lengths[row]], new.stop
+        logprobs[request, new] = made.logprobs[row, : made.lengths[row]]
+    places = np.arange(WIDTH)
+    mask = ((places >= lengths[:, None]) & (places < ends[:, None])).astype(np.float32)
+    samples = Batch({"tokens": tokens * (places < ends[:, None]), "lengths": ends, "loss_mask": mask}, prompts.scalars)
+    rows = split_rows(ends, layout.dp)
+    shards = [(samples.select(rows[layout.coordinates(rank).dp]),) for rank in range(layout.world_size)]
+    trained = np.zeros_like(logprobs)
+    for rank, part in enumerate(together(ranks, "logprobs", shards)):
+        if part is not None:
+            trained[rows[layout.coordinates(rank).dp]] = part["logprobs"]
+    difference = torch.tensor((logprobs - trained)[mask > 0])
+    return float(kl_estimate(difference, torch.zeros_like(difference), "k3").mean())
 
 
 if __name__ == "__main__":

@@ -27,6 +27,20 @@ class TestedWorker(FsdpWorker):
         with backend.sending():
             return {name: tensor.float().numpy() for name, tensor in backend.sent_tensors().items()}
 
+    def resident_bytes(self) -> dict[str, int]:
+        """Returns the bytes of each part of the train state on the worker's device."""
+        from dagrl.workers.train.offload import STATE_PARTS, unique_storages
+
+        model = self.backend().model
+        return {part: sum(one.nbytes() for one in unique_storages(model.state(part))) for part in STATE_PARTS}
+
+    def allocated_bytes(self) -> int:
+        """Returns the bytes of all tensors on the GPU."""
+        import torch
+
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
     def _boxes(self, tensor_of: Any) -> list[tuple[str, Box, Any]]:
         from dagrl.refit.sources import held_boxes
         from dagrl.workers.fsdp.backend import FsdpBackend

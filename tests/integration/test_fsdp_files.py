@@ -13,6 +13,7 @@ import torch
 
 from dagrl.files import verify_files
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.train.offload import STATE_PARTS
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool, WorkerError
 from tests.integration.test_fsdp_layouts import DP, EP, REPLICAS, TP, Case
@@ -81,6 +82,34 @@ def test_a_background_checkpoint_has_the_state_at_its_start(
         group.call("load_checkpoint", str(tmp_path / "checkpoint"))
         for name, value in reference.assemble(group.call("weights")).items():
             np.testing.assert_array_equal(value, weights[name], err_msg=name)
+
+
+@pytest.mark.parametrize("case", [Case("gemma3", {DP: 2}, packed=True), Case("qwen3_moe", {DP: 2, TP: 2, EP: 2})], ids=str)
+def test_training_continues_unchanged_after_offloading(
+    case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
+) -> None:
+    batch, config = reference.make_batch(), case.config(tiny_model(case.model), precision="bfloat16")
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        train(group, batch)
+        undisturbed = [logprobs(group, batch)["logprobs"], train(group, batch), train(group, batch)]
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        train(group, batch)
+        resident, weights = group.call("resident_bytes"), reference.assemble(group.call("weights"))
+        group.call("offload", STATE_PARTS)
+        assert group.call("resident_bytes") == [dict.fromkeys(STATE_PARTS, 0)] * len(resident)
+        with pytest.raises(WorkerError, match="needs the weights, which are offloaded"):
+            logprobs(group, batch)
+        group.call("reload", STATE_PARTS)
+        assert group.call("resident_bytes") == resident and all(parts["optimizer"] > 0 for parts in resident)
+        for name, value in reference.assemble(group.call("weights")).items():
+            np.testing.assert_array_equal(value, weights[name], err_msg=name)
+        group.call("prepare_for_logprobs", 1)
+        assert [parts["optimizer"] for parts in group.call("resident_bytes")] == [0] * len(resident)
+        disturbed = [logprobs(group, batch)["logprobs"]]
+        group.call("prepare_for_training", 1)
+        disturbed += [train(group, batch), train(group, batch)]
+    np.testing.assert_array_equal(disturbed[0], undisturbed[0])
+    assert disturbed[1:] == undisturbed[1:]  # bit for bit
 
 
 def test_a_checkpoint_of_the_other_backend_is_refused(

@@ -141,7 +141,7 @@ def load_model(
             "the weights belong to different models"
         )
     for name, parameter in loaded.named_parameters():
-        parameter.requires_grad_(trains and is_adapter(name) == adapted)
+        parameter.requires_grad_(parameter.requires_grad and trains and is_adapter(name) == adapted)
     embedding: Any = loaded.get_input_embeddings()
     if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = constant_row(config.get_text_config().to_dict())

@@ -34,9 +34,12 @@ class SentWeights:
     @torch.no_grad()
     def update(self) -> None:
         """Copies the current weights where `tensors` has copies."""
-        for name, copy in self._copies.items():
-            source = self._adapters[name].merged() if name in self._adapters else self._shards[name]
-            copy.copy_(source, non_blocking=True)
+        for name, adapter in self._adapters.items():
+            self._copies[name].copy_(adapter.merged(), non_blocking=True)
+        plain = [name for name in self._copies if name not in self._adapters]
+        if plain:
+            copies, shards = ([tensors[name] for name in plain] for tensors in (self._copies, self._shards))
+            torch._foreach_copy_(copies, shards, non_blocking=True)
 
 
 class SentAdapters:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from dagrl.workers.train.backend import Model
+from dagrl.workers.train.offload import StateCopy
 
 ReferencePlacement = Literal["host", "device"]
 Parameters = Mapping[str, Tensor]
@@ -94,27 +95,24 @@ class _Buffer:
 
 
 class ReferenceModel:
-    """A frozen model of a backend, whose weights move between host and device."""
+    """A frozen model of a backend. With `host` its weights are on the device only while it runs."""
 
     def __init__(self, model: Model, where: ReferencePlacement, device: torch.device) -> None:
-        self._model, self._device = model, device
-        weights = model.weights() if where == "host" and device.type != "cpu" else {}
-        self._host = {name: _placed(weight.data, "host", device) for name, weight in weights.items()}
-        self._to_host()
+        self._model, self._weights = model, None
+        if where == "host" and device.type != "cpu":
+            on_device = [weight for weight in model.weights().values() if weight.device.type != "cpu"]
+            stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._weights = StateCopy(on_device, stream, constant=True)
+            self._weights.offload()
 
     @contextmanager
     def on_device(self) -> Iterator[Model]:
         """Moves the weights to the device for the block. Yields the model."""
-        weights = self._model.weights()
-        for name, tensor in self._host.items():
-            weights[name].data = tensor.to(self._device, non_blocking=True)
+        if self._weights is not None:
+            self._weights.reload()
+            self._weights.wait()
         try:
             yield self._model
         finally:
-            self._to_host()
-
-    def _to_host(self) -> None:
-        """Frees the device memory of the weights, which never change."""
-        weights = self._model.weights()
-        for name, tensor in self._host.items():
-            weights[name].data = tensor
+            if self._weights is not None:
+                self._weights.offload()

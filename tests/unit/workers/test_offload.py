@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from dagrl.workers.train import checkpoint
 from dagrl.workers.train.checkpoint import StagingBuffers
 from dagrl.workers.train.microbatches import upload
-from dagrl.workers.train.offload import bucket_spans
+from dagrl.workers.train.offload import StateCopy, bucket_spans
 
 SHAPES = [((300, 7), torch.float32), ((5,), torch.bfloat16), ((2, 3, 4), torch.float32), ((1,), torch.int64)] * 40
 
@@ -26,6 +26,18 @@ def test_spans_cover_every_storage_and_fill_buckets_in_order(sizes: list[int], b
         span.bucket * bucket_bytes + byte for span, end in zip(spans, ends, strict=True) for byte in range(span.offset, end)
     ]
     assert places == list(range(sum(sizes))) and max(ends, default=0) <= bucket_bytes
+
+
+@pytest.mark.parametrize(("constant", "second"), [(False, 2.0), (True, 1.0)])
+def test_a_constant_state_is_copied_to_the_host_once(constant: bool, second: float) -> None:
+    whole = torch.ones(8)
+    state, view = StateCopy([whole[:3], whole[3:]], None, constant=constant), whole[3:]
+    for value in (1.0, second):
+        state.offload()
+        assert whole.untyped_storage().nbytes() == 0
+        state.reload()
+        assert view.tolist() == [value] * 5
+        whole.fill_(2.0)
 
 
 def test_copies_share_buckets_but_are_saved_separately(monkeypatch: pytest.MonkeyPatch) -> None:
