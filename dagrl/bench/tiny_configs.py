@@ -25,7 +25,7 @@ _KEYS = {
     16: "hidden_size_per_layer_input rotary_dim mamba_d_state ssm_state_size state_size patch_size",
     32: (
         "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size "
-        "moe_shared_expert_intermediate_size q_lora_rank index_head_dim image_size head_dim global_head_dim "
+        "moe_shared_expert_intermediate_size q_lora_rank image_size head_dim global_head_dim "
         "qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim mamba_head_dim mamba_d_head linear_head_dim"
     ),
     64: "qk_rope_head_dim dim_model_base",
@@ -33,8 +33,8 @@ _KEYS = {
         "intermediate_size ffn_dim ffn_hidden_size n_inner intermediate_size_mlp encoder_ffn_dim decoder_ffn_dim qk_head_dim"
     ),
     128: (
-        "max_position_embeddings n_positions n_ctx hidden_size n_embd d_model dim word_embed_proj_dim out_hidden_size "
-        "projection_dim embed_dim"
+        "index_head_dim max_position_embeddings n_positions n_ctx hidden_size n_embd d_model dim word_embed_proj_dim "
+        "out_hidden_size projection_dim embed_dim"
     ),
     256: "vocab_size vocab_size_per_layer_input mamba_d_ssm",
     512: "kv_lora_rank",
@@ -46,6 +46,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e8, "mrope_section": [8, 4, 4]}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}, "max_seq_len": 128},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"topk_method": "noaux_tc"},
     "deepseek_v32": {"topk_method": "noaux_tc"},
     "glm_moe_dsa": {"topk_method": "noaux_tc"},

@@ -12,12 +12,13 @@ from dagrl.workers.families.hf_config import SCALAR_HEAD
 
 def find_config(policy: PolicyConfig, hf_config: Mapping[str, Json], *, scalar: bool) -> Any:
     """Returns transformers' configuration of a model with this `config.json`; if `scalar`, with one label."""
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
     kind = hf_config.get("model_type")
     if kind in list(CONFIG_MAPPING):
         labels = {"num_labels": 1} if scalar else {}
-        return CONFIG_MAPPING[kind].from_dict({**{key: hf_config[key] for key in hf_config if key != SCALAR_HEAD}, **labels})
+        content = PreTrainedConfig._decode_special_floats({**hf_config, **labels})  # infinity has a form of its own
+        return CONFIG_MAPPING[kind].from_dict({key: value for key, value in content.items() if key != SCALAR_HEAD})
     if "auto_map" in hf_config and policy.model_name is not None and policy.fsdp_cfg.trust_remote_code:
         return AutoConfig.from_pretrained(policy.model_name, trust_remote_code=True)
     if "auto_map" in hf_config:

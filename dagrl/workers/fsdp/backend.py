@@ -205,7 +205,11 @@ class FsdpBackend:
 
         return pieces_of(self.model, reference)
 
-    pieces_to_load = pieces_to_save
+    def pieces_to_load(self, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
+        """Yields the same."""
+        from dagrl.workers.fsdp.checkpoint import pieces_of
+
+        return pieces_of(self.model, reference, loads=True)
 
     def export_hf(self, directory: str, group: ProcessGroup | None) -> None:
         """Writes the model in `policy.precision` with merged weights, and any adapters in PEFT's format."""

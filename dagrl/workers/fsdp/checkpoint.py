@@ -12,19 +12,27 @@ from torch import Tensor
 
 from dagrl.refit.sources import held_boxes
 from dagrl.workers.fsdp.model import local
-from dagrl.workers.fsdp.trainer import ShardedModel
+from dagrl.workers.fsdp.trainer import ShardedModel, is_quantized
 from dagrl.workers.train.checkpoint import Piece
 
 
 @torch.no_grad()
-def pieces_of(model: ShardedModel, reference: Mapping[str, Tensor] | None) -> Iterator[Piece]:
-    """Yields the boxes that this rank holds. Of ranks with the same box DCP lets one write it."""
+def pieces_of(model: ShardedModel, reference: Mapping[str, Tensor] | None, *, loads: bool = False) -> Iterator[Piece]:
+    """Yields the boxes that this rank holds. Of ranks with the same box DCP lets one write it.
+
+    Quantized moments are in float32 in files, because their blocks depend on the layout. `loads`: the model gets
+    their values when its step count is set.
+    """
     states = model.optimizer_state()
     for name, parameter in model.parameters.items():
         if not parameter.requires_grad:  # the base model of adapters
             continue
         tensors = {"model": parameter, **{f"optimizer.{key}": value for key, value in states.get(name, {}).items()}}
         parts = {kind: local(tensor.detach()) for kind, tensor in tensors.items()}
+        for kind, part in parts.items():
+            if is_quantized(part):
+                parts[kind] = part.dequantize()
+                model.loaded += [(part, parts[kind])] * loads
         if reference is not None:
             parts["reference"] = reference[name]
         boxes = list(held_boxes(name, parameter))

@@ -23,8 +23,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import DistributedConfig
+from transformers import DistributedConfig, activations
 from transformers.distributed.tensor_parallel import (
+    TensorParallelLayer,
     apply_expert_parallelism,
     apply_tensor_parallelism,
     replace_layer_number_by_wildcard,
@@ -219,7 +220,12 @@ def split_layers(model: PreTrainedModel, settings: FsdpConfig, meshes: Meshes) -
             "tensor-parallel plan in transformers; set it to 1"
         )
     if tensor:
+        tensor |= {name: "replicated_with_grad_allreduce" for name in _activations(model)}
         apply_tensor_parallelism(model, meshes.dense[TENSOR], tensor)
+        for name, module in model.named_modules():
+            split = any(isinstance(one, DTensor) for one in module.parameters(recurse=False))
+            if split and replace_layer_number_by_wildcard(name) not in tensor:
+                _LocalParts().install_forward(module, meshes.dense[TENSOR])
     if meshes.experts is None:
         return []
     if DISPATCH in expert.values():
@@ -233,6 +239,19 @@ def split_layers(model: PreTrainedModel, settings: FsdpConfig, meshes: Meshes) -
         )
     apply_tensor_parallelism(model, meshes.dense[TENSOR], expert)
     return []
+
+
+class _LocalParts(TensorParallelLayer):  # type: ignore[misc]
+    """Runs a module with this rank's parts of its own parameters, such as attention sinks, which plans leave to it."""
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        return True
+
+
+def _activations(model: nn.Module) -> list[str]:
+    """Returns the names of activations with parameters (xIELU), which plans forget. They run on split hidden features."""
+    parts = ((name, part) for name, part in model.named_modules() if type(part).__module__ == activations.__name__)
+    return [replace_layer_number_by_wildcard(name) for name, part in parts if list(part.parameters())]
 
 
 def find_layers(model: nn.Module) -> list[nn.Module]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import get_total_norm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dagrl.config import Config
 from dagrl.imports import load_class
@@ -48,6 +49,7 @@ class ShardedModel:
         self._scalar = getattr(root.net, SCALAR_HEAD, None)
         self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor
         self.optimizers = self._make_optimizers() if trains else []
+        self.loaded: list[tuple[Tensor, Tensor]] = []  # quantized moments, and their values in a checkpoint
 
     # ---- passes
 
@@ -113,18 +115,23 @@ class ShardedModel:
 
         Each weight of a layer multiplies each token, except that a token visits `num_experts_per_tok` experts only.
         """
-        sizes: dict[str, Any] = self.net.config.get_text_config().to_dict()
-        experts, chosen = (sizes.get(name) or 1 for name in ("num_local_experts", "num_experts_per_tok"))
+        config = self.net.config.get_text_config()
+        content = config.to_dict()
+
+        def size(name: str) -> int:
+            found = content.get(config.attribute_map.get(name, name))
+            return found if isinstance(found, int) else 0
+
+        experts, chosen = size("num_local_experts") or 1, size("num_experts_per_tok") or 1
         weights = sum(
             weight.numel() * (chosen / experts if ".experts." in name else 1.0)
             for name, weight in self.parameters.items()
             if weight.ndim > 1
         )
-        if not sizes.get("tie_word_embeddings"):
+        if not size("tie_word_embeddings"):
             weights -= self.net.get_input_embeddings().weight.numel()
-        heads, head_dim = sizes.get("num_attention_heads"), sizes.get("head_dim")
-        width = heads * head_dim if isinstance(heads, int) and isinstance(head_dim, int) else sizes["hidden_size"]
-        attention = 2 * width * (sizes.get("num_hidden_layers") or 0)  # causal, half of the square
+        width = size("num_attention_heads") * size("head_dim") or size("hidden_size")
+        attention = 2 * width * size("num_hidden_layers")  # causal, half of the square
         return 3e-12 * float(sum(2 * weights * length + attention * length * length for length in map(int, lengths)))
 
     def settle(self) -> None:
@@ -135,7 +142,10 @@ class ShardedModel:
         return 0.0
 
     def set_step_count(self, count: float) -> None:
-        """Does nothing, for the same reason."""
+        """Quantizes moments that were loaded; the counts are among the pieces."""
+        for state, values in self.loaded:
+            state.copy_(values)
+        self.loaded = []
 
     def step_metrics(self) -> StepMetrics:
         """Returns those of the routers."""
@@ -171,7 +181,10 @@ class ShardedModel:
         """Updates the weights and drops the gradients."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                if isinstance(group["lr"], Tensor):  # of compiled steps
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
             optimizer.step()
         self.zero_gradients()
 
@@ -179,7 +192,7 @@ class ShardedModel:
         """Zeros the optimizer's state."""
         for state in self.optimizer_state().values():
             for value in state.values():
-                local(value).zero_()
+                local(value).copy_(torch.zeros(()).expand(local(value).shape))
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns the optimizer's tensors of each parameter, by its name and theirs."""
@@ -230,12 +243,26 @@ class ShardedModel:
             return [local(parameter.detach()) for parameter in self.parameters.values()]
         if part == "gradients":
             return []
-        return [local(value) for state in self.optimizer_state().values() for value in state.values() if value.ndim]
+        values = [local(value) for state in self.optimizer_state().values() for value in state.values() if value.ndim]
+        return [part for value in values for part in _parts(value)]
 
     def before_offload(self, what: Sequence[str]) -> None:
         """Drops gradients that a warm-up left."""
         if "gradients" in what:
             self.zero_gradients()
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """Whether a local tensor is made of several, as moments of 8 bits are."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Returns the tensors that hold the content of a local tensor."""
+    if not is_quantized(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [getattr(tensor, name) for name in names]
 
 
 def _vocabulary_shard(weight: DTensor) -> VocabularyShard:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 VOCABULARY_TENSORS = ("word_embeddings.weight", "output_layer.weight")
-_PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them
+_PLAIN_DTYPES = ("F64", "F32", "BF16", "F16", "I64")  # as safetensors names them; I64 are tables of experts
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Json]:

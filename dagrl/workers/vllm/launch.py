@@ -246,15 +246,25 @@ def engine_arguments(config: Config, context: WorkerContext) -> dict[str, Any]:
         "cpu_distributed_timeout_seconds": timeout,
     }
     assert arguments.keys() <= OWN_ARGUMENTS, f"not in OWN_ARGUMENTS: {sorted(arguments.keys() - OWN_ARGUMENTS)}"
-    # Between prompt chunks a seeded request draws an extra random number, which vLLM's CPU backend cannot take back.
+    # Between prompt chunks a seeded request draws an extra random number, which vLLM's CPU backend cannot take back. Without
+    # chunks vLLM caches no prefixes of models with a recurrent state.
     on_gpu = torch.cuda.is_available()
-    defaults: dict[str, Any] = {"enable_prefix_caching": True} | ({} if on_gpu else {"enable_chunked_prefill": False})
+    defaults: dict[str, Any] = {"enable_prefix_caching": on_gpu or not _has_state(hf_config)}
+    defaults |= {} if on_gpu else {"enable_chunked_prefill": False}
     if context.layout.tp > 1:
         defaults["async_scheduling"] = False  # untested with several ranks on GPUs
     if require_generation(config).drafter:
         defaults["async_scheduling"] = False  # drafts need the tokens of the step before
         features.mend_draft_temperatures()
     return {**defaults, **arguments, **require_generation(config).vllm_kwargs, **_compilation(config, on_gpu)}
+
+
+def _has_state(hf_config: Mapping[str, Any]) -> bool:
+    """Whether vLLM's class of the model has a recurrent state, such as Mamba's."""
+    import vllm
+
+    entries = (vllm.ModelRegistry.models.get(name) for name in hf_config.get("architectures") or ())
+    return any(getattr(entry.load_model_cls(), "has_inner_state", False) for entry in entries if entry is not None)
 
 
 def capture_sizes(most: int) -> list[int]:
