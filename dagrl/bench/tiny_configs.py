@@ -155,12 +155,15 @@ def tiny_model(architecture: str, seed: int) -> torch.nn.Module:
 def _transformers_class(architecture: str) -> Any:
     """Returns transformers' model for an architecture, or for another one that vLLM builds with the same class."""
     import transformers
-    from vllm.model_executor.models import registry
 
-    classes = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
-    same = (name for name, built in classes.items() if built == classes.get(architecture))
-    found = (getattr(transformers, name, None) for name in (architecture, *same))
-    return next((one for one in found if one is not None and not one.__module__.endswith("dummy_pt_objects")), None)
+    found = getattr(transformers, architecture, None)
+    if found is None:
+        from vllm.model_executor.models import registry
+
+        classes = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}
+        same = (name for name, built in classes.items() if built == classes.get(architecture))
+        found = next((one for name in same if (one := getattr(transformers, name, None)) is not None), None)
+    return None if found is None or found.__module__.endswith("dummy_pt_objects") else found
 
 
 def tiny_config(config_class: type[Any]) -> Any:
@@ -179,7 +182,7 @@ def _small(config: Any) -> dict[str, Any]:
             small[key] = {**_small(value), "model_type": value.model_type}
         elif key in DEPTHS and isinstance(value, int):
             small[key] = min(value, LAYERS)
-        elif key in SIZES and value is not None and not isinstance(value, dict | list):
+        elif key in SIZES and value is not None and (key.endswith("_token_id") or not isinstance(value, dict | list)):
             small[key] = SIZES[key]
         elif isinstance(value, list) and depth is not None and len(value) == depth and default is not None:
             small[key] = value[:LAYERS]

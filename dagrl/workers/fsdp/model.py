@@ -8,6 +8,7 @@ which the optimizer updates; layers compute with copies in `policy.precision`. I
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import DistributedConfig, activations
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Chunk, Concatenate, Interleave
 from transformers.distributed.tensor_parallel import (
     TensorParallelLayer,
     apply_expert_parallelism,
@@ -134,8 +137,21 @@ def load_model(
         distributed_config=DistributedConfig(),
         key_mapping=moved_names(kind, config, policy.peft) if adapted else None,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
+    reordered = reordered_patterns(root.net)
+    if reordered:
+        plain = kind.from_pretrained(directory, config=config, dtype=dtype)  # in host memory
+        for name, parameter in root.net.named_parameters():
+            if any(re.search(pattern, name) for pattern in reordered):
+                fill(name, parameter, plain.get_parameter(name.replace(".base_layer", "")).detach())
     made = {name for name in report["missing_keys"] if name == SCORE or is_adapter(name)}
+    wrong = [one for one in report["mismatched_keys"] if not any(re.search(pattern, one[0]) for pattern in reordered)]
+    if wrong:
+        name, found, expected = wrong[0]
+        raise CheckpointError(
+            f"{directory}: this rank's part of {name!r} has shape {list(found)}, expected {list(expected)}"
+        )
     if lacking := sorted(set(report["missing_keys"]) - made):
         raise CheckpointError(
             f"{directory} lacks {len(lacking)} parameters that config.json defines, such as {lacking[0]!r}; config.json and "
@@ -158,9 +174,27 @@ def init_scalar_head(root: HiddenStates, seed: int) -> None:
     """Draws a scalar head from a normal distribution, the same as in any other layout."""
     weight: DTensor = getattr(root.net, SCALAR_HEAD).weight
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.empty(weight.shape).normal_(0, root.net.config.initializer_range, generator=generator)
-    for box, at in held_boxes(SCALAR_HEAD, weight):
-        local(weight.detach())[tuple(slice(*run) for run in at)] = drawn[tuple(slice(*run) for run in box)]
+    fill(SCALAR_HEAD, weight, torch.empty(weight.shape).normal_(0, root.net.config.initializer_range, generator=generator))
+
+
+def reordered_patterns(model: PreTrainedModel) -> list[str]:
+    """Returns patterns of the parameters that transformers joins or cuts along dimension 0 while it reads a checkpoint.
+
+    It does so with the rows that each rank has read (`core_model_loading.py` of 5.19), which are then others than its own.
+    """
+    transforms, operations = get_model_conversion_mapping(model), (Chunk, Concatenate, Interleave)
+    return [
+        re.escape(pattern).replace(r"\*", r"\d+")
+        for transform in transforms
+        if any(isinstance(step, operations) and step.dim == 0 for step in getattr(transform, "operations", ()))
+        for pattern in transform.target_patterns
+    ]
+
+
+def fill(name: str, parameter: DTensor, whole: Tensor) -> None:
+    """Copies this rank's part of a `whole` parameter."""
+    for box, at in held_boxes(name, parameter):
+        local(parameter.detach())[tuple(slice(*run) for run in at)] = whole[tuple(slice(*run) for run in box)]
 
 
 @torch.no_grad()

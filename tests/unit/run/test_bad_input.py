@@ -105,6 +105,8 @@ WORDS = {
     "DDP": f"{MEGATRON}.distributed_data_parallel_config",
     "LORA": "policy.peft",
     "MIXTURE": MIXTURE,
+    "FSDP_CFG": "policy.fsdp_cfg",
+    "FSDP": "policy.backend=fsdp",
     "BIASED": MIXTURE.replace("Qwen3Moe", "Glm4Moe").replace("qwen3_moe", "glm4_moe").replace("num_exp", "n_routed_exp", 1),
     "USER": '{"role": "user", "content": "1"}',
 }
@@ -171,7 +173,19 @@ policy.worker=no_such.module:Worker -> policy.worker: there is no module 'no_suc
 policy.worker=dagrl.workers.megatron:MegatronWorkr ->
     policy.worker: module 'dagrl.workers.megatron' has no 'MegatronWorkr' ... did you mean 'MegatronWorker'
 policy.worker=dagrl.rl.rewards:exact_match -> policy.worker:  ... a class is expected
-policy.backend=fsdp; policy.optimizer.name=no_such:Adam -> policy.optimizer.name: there is no module 'no_such'
+FSDP; policy.optimizer.name=no_such:Adam -> policy.optimizer.name: there is no module 'no_such'
+FSDP; policy.random_init.hf_config.model_type=gpt9 -> model_type
+FSDP; FSDP_CFG.tensor_parallel_size=3; cluster.num_cpus=8 ->
+    num_attention_heads = 4, which policy.fsdp_cfg.tensor_parallel_size 3 does not divide
+FSDP; FSDP_CFG.attn_implementation=flash_attention_3 -> attn_implementation flash_attention_3 ... ImportError
+FSDP; FSDP_CFG.attn_implementation=fast -> attn_implementation fast ... ValueError
+FSDP; FSDP_CFG={data_parallel_size: 2, expert_parallel_size: 2} -> does not define an expert-parallel plan
+FSDP; FSDP_CFG={data_parallel_size: 2, data_parallel_replicas: 3} -> data_parallel_replicas is 3
+FSDP; FSDP_CFG.pipeline_parallel_size=2 -> policy.fsdp_cfg.pipeline_parallel_size ... unknown
+FSDP; MEGATRON.pipeline_model_parallel_size=2 ->
+    policy.megatron_cfg has keys of its own, which policy.backend fsdp does not read
+FSDP; LORA.enabled=true; FSDP_CFG.tensor_parallel_size=2; cluster.num_cpus=4 ->
+    split no adapters over tensor- or expert-parallel ranks
 reward.function=dagrl.rl.rewards:exact_match; reward.functions={a: {function: 'dagrl.rl.rewards:exact_match'}} ->
     reward.function and reward.functions are both set ... move the first into reward.functions
 reward.functions={a: {function: 'my_rewards:score'}} -> reward.functions.a.function: there is no module
