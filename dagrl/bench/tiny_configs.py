@@ -55,6 +55,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe": {"head_dim": 32},
     "glm4v_moe_text": {"head_dim": 32, "use_qk_norm": False},
     "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "granitemoehybrid": {"mamba_n_groups": 1},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 32, "route_norm": True, "qk_norm": True},
     "kimi_linear": {
         "linear_attn_config": {

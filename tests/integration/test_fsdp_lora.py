@@ -11,7 +11,7 @@ import torch
 
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
-from tests.integration.test_fsdp_layouts import DP, TP, Case
+from tests.integration.test_fsdp_layouts import DP, EP, TP, Case
 from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
 from tests.integration.test_megatron_lora import ALPHA, DIM, Peft, learn
 
@@ -19,6 +19,7 @@ CASES = [
     (Case("gemma3", {DP: 2}, packed=True), ()),
     (Case("phi", {DP: 2}, {"activation_checkpointing": "full"}), ("dense", "fc2")),
     (Case("qwen3_tied"), ("v_proj", "layers.1.mlp.up_proj")),
+    (Case("qwen3", {DP: 2, TP: 2}), ("q_proj", "o_proj", "layers.1.mlp.down_proj")),
 ]
 IN_CI = "gemma3-dp2-packed"  # test_fsdp_layouts.py has the other models and settings
 
@@ -69,11 +70,12 @@ def test_steps_and_files_match_peft(
         assert train(group, batch)["loss"] == pytest.approx(went_on, abs=1e-5)
 
 
+@pytest.mark.parametrize("layout", [{DP: 2}, pytest.param({TP: 2}, marks=pytest.mark.slow)], ids=str)
 def test_a_refit_of_adapters_sends_both_factors_whole(
-    megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
+    layout: dict[str, int], megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
 ) -> None:
     batch, peft = reference.make_batch(), {"enabled": True, "dim": DIM, "alpha": ALPHA, "refit": "adapters"}
-    config = Case("qwen3", {DP: 2}).config(tiny_model("qwen3"), peft=peft, generation={"temperature": 1.0})
+    config = Case("qwen3", layout).config(tiny_model("qwen3"), peft=peft, generation={"temperature": 1.0})
     with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
         train(group, batch)
         weights = reference.assemble(group.call("weights"))
@@ -91,7 +93,7 @@ def test_a_refit_of_adapters_sends_both_factors_whole(
     ("layout", "peft", "message"),
     [
         ({}, {"target_modules": ("qkv",)}, "target_modules has 'qkv', which no linear layer of the model is called"),
-        ({TP: 2}, {}, "split no adapters over tensor- or expert-parallel ranks"),
+        ({DP: 2, EP: 2}, {}, "have no adapters next to expert parallelism"),
     ],
 )
 def test_adapters_that_do_not_fit_are_an_error_before_workers_start(

@@ -53,10 +53,10 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
 
     if policy.peft.enabled and find_spec("peft") is None:
         raise MissingDependencyError("policy.peft.enabled is true, but PEFT is not installed; install dagrl[peft]")
-    if policy.peft.enabled and (layout.tp > 1 or layout.ep > 1):
+    if policy.peft.enabled and layout.ep > 1:
         raise ConfigError(
-            "policy.peft.enabled is true, but FSDP workers split no adapters over tensor- or expert-parallel ranks; set "
-            "policy.fsdp_cfg.tensor_parallel_size and expert_parallel_size to 1"
+            "policy.peft.enabled is true, but FSDP workers have no adapters next to expert parallelism; set "
+            "policy.fsdp_cfg.expert_parallel_size to 1"
         )
     with dry_model(policy, hf_config, layout, 0) as root:
         kinds = set(getattr(root.net.config.get_text_config(), "layer_types", None) or ()) - set(SEPARABLE)

@@ -1,6 +1,6 @@
 """LoRA adapters of a sharded model, by PEFT's layers.
 
-`add_adapters` wraps linear layers before the model is sharded, so FSDP2 shards A and B like other weights. Frozen weights
+`add_adapters` wraps linear layers before FSDP2 shards the model, A and B like other weights. Frozen weights
 are in `policy.precision`, adapters in float32. A refit sends merged weights, of which each rank computes its shards, or the
 adapters, whole. Imported only where torch is.
 """
@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Replicate
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from dagrl.config import Json, PeftConfig, PolicyConfig
+from dagrl.errors import ConfigError
 from dagrl.refit.slices import WeightSlice
 from dagrl.refit.sources import held_boxes
 from dagrl.workers.fsdp.architecture import find_class, find_config
@@ -50,10 +54,14 @@ class Adapter:
         return a, b
 
     def merged(self) -> Tensor:
-        """Returns this rank's rows of the weight with the adapter, in float32. A collective."""
+        """Returns this rank's part of the weight with the adapter, in float32. A collective.
+
+        B is sharded as the rows of the weight are, and A is split as its columns are over tensor-parallel ranks.
+        """
         a, b = self.factors
+        columns = [place if place.is_shard(1) else Replicate() for place in a.placements]
         frozen: Tensor = self.weight.to_local().float()
-        return frozen.addmm(b.to_local(), a.full_tensor(), alpha=self.scale)  # B is sharded as the rows of the weight are
+        return frozen.addmm(b.to_local(), a.redistribute(placements=columns).to_local(), alpha=self.scale)
 
 
 class Adapters:
@@ -142,6 +150,22 @@ def add_adapters(model: nn.Module, settings: PeftConfig) -> None:
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.data = parameter.data.float()
+
+
+def split_adapters(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Splits the adapters of layers that `plan` splits over tensor-parallel ranks: B as rows are, or A as columns are."""
+    for name, layer in model.named_modules():
+        style = plan.get(replace_layer_number_by_wildcard(name)) if _has_adapter(layer) else None
+        if style is None:
+            continue
+        split = {"colwise": layer.lora_B, "rowwise": layer.lora_A}.get(style)
+        if split is None:
+            raise ConfigError(
+                f"policy.peft.target_modules has {name}, which tensor parallelism splits as {style!r}, and adapters only as "
+                "colwise or rowwise; leave it out, or set policy.fsdp_cfg.tensor_parallel_size to 1"
+            )
+        ALL_PARALLEL_STYLES[style].shard_param(split[NAME], "weight", mesh)
+        ALL_PARALLEL_STYLES[style].install_forward(split[NAME], mesh)
 
 
 def moved_names(kind: type[Any], config: Any, settings: PeftConfig) -> dict[str, str]:

@@ -42,7 +42,7 @@ from dagrl.refit.sources import held_boxes
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCORE, constant_row
 from dagrl.workers.fsdp.architecture import find_class, find_config
-from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names
+from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
 from dagrl.workers.fsdp.output import LogitTransform
 from dagrl.workers.train.hf_load import read_hf_config
 
@@ -219,8 +219,11 @@ def shard_model(
 ) -> HiddenStates:
     """Shards a model whose weights may be on the meta device. Returns its root."""
     settings = policy.fsdp_cfg
+    apart = split_layers(model, settings, meshes)
     if trains and policy.peft.enabled:
         add_adapters(model, policy.peft)
+        if settings.tensor_parallel_size > 1:
+            split_adapters(model, model.tp_plan, meshes.dense[TENSOR])
     root = HiddenStates(model)
     options: dict[str, Any] = {}
     if trains and policy.precision != "float32":
@@ -228,7 +231,7 @@ def shard_model(
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     if settings.cpu_offload and device.type != "cpu":
         options["offload_policy"] = CPUOffloadPolicy()
-    for experts in split_layers(model, settings, meshes):
+    for experts in apart:
         assert meshes.experts is not None, "experts are apart"
         fully_shard(experts, mesh=meshes.experts[EXPERT_SHARD], **options)
     model.tie_weights()  # before, so that FSDP2 gathers a tied weight once
