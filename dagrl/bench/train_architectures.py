@@ -220,7 +220,7 @@ def plain_steps(directory: Path) -> list[tuple[float, float]]:
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), wanted.clip_grad)
         adam.step()
-        found.append((float(loss), float(norm)))
+        found.append((loss.item(), norm.item()))
     return found
 
 

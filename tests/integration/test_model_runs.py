@@ -57,6 +57,24 @@ def test_gemma3_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+def test_gemma3_trains_colocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train state leaves before an engine works, and returns: losses are those of separate workers."""
+    pytest.importorskip("vllm")
+    monkeypatch.setenv(COMPLETIONS, str(tmp_path / "completions"))
+    words = (*SMALL, *GEMMA3, PACKED, "policy.precision=bfloat16", f"output_dir={tmp_path}")
+    train(load_config(ROOT / GRPO, (*words, "name=apart")))
+    colocated = "policy.generation.colocated={enabled: true, exchange: always}"
+    train(load_config(ROOT / GRPO, (*words, colocated, "name=together")))
+    apart, together = (list(read_metrics(tmp_path / name / "metrics.jsonl")) for name in ("apart", "together"))
+    steps = {row["step"]: row for row in together if "gen_kl_error" in row}
+    assert len(steps) == 6 and all(row["timing_s/exchange"] > 0 for row in steps.values())
+    for row in apart:
+        if "gen_kl_error" in row:
+            for name in ("loss", "grad_norm", "reward/mean"):
+                assert steps[row["step"]][name] == pytest.approx(row[name], rel=1e-6), (name, row["step"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [("policy.megatron_cfg.data_parallel_size=1",), GEMMA3], ids=["megatron", "fsdp"])
 @pytest.mark.parametrize("refit", ["merged", "adapters"])
 def test_engines_generate_with_the_adapters_that_train(

@@ -29,9 +29,16 @@ class _Output(MoeModelOutputWithPast):  # type: ignore[misc]
 
 
 class _Base(nn.Module):
-    """Stands in for the base model: gives `hidden`."""
+    """Stands in for the base model: gives `hidden`. Other attributes are those of the model (Falcon-H1's multiplier)."""
 
     hidden: Tensor
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = [model]  # which is not a part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_model"][0], name)
 
     @property
     def decoder(self) -> _Base:
@@ -65,7 +72,7 @@ class LogitTransform:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._base, self._head = _Base(), _Head()
+        self._base, self._head = _Base(model.base_model), _Head()
         stands_in = {model.base_model: self._base, model.get_output_embeddings(): self._head}
         self._model = copy.copy(model)
         self._model._modules = {name: stands_in.get(child, child) for name, child in model._modules.items()}
