@@ -90,19 +90,24 @@ def test_a_refit_of_adapters_sends_both_factors_whole(
 
 
 @pytest.mark.parametrize(
-    ("layout", "peft", "message"),
+    ("model", "layout", "peft", "message"),
     [
-        ({}, {"target_modules": ("qkv",)}, "target_modules has 'qkv', which no linear layer of the model is called"),
-        ({DP: 2, EP: 2}, {}, "have no adapters next to expert parallelism"),
+        (
+            "qwen3",
+            {},
+            {"target_modules": ("qkv",)},
+            "target_modules has 'qkv', which no linear layer of the model is called",
+        ),
+        ("qwen3_moe", {DP: 2, EP: 2}, {}, "have no adapters next to expert parallelism"),
     ],
 )
 def test_adapters_that_do_not_fit_are_an_error_before_workers_start(
-    layout: dict[str, int], peft: dict[str, object], message: str, tiny_model: Callable[[str], Path]
+    model: str, layout: dict[str, int], peft: dict[str, object], message: str, tiny_model: Callable[[str], Path]
 ) -> None:
     from dagrl.errors import ConfigError
     from dagrl.workers.fsdp import FsdpWorker
     from dagrl.workers.train.hf_load import read_hf_config
 
-    config = Case("qwen3", layout).config(tiny_model("qwen3"), peft={"enabled": True, **peft})
+    config = Case(model, layout).config(tiny_model(model), peft={"enabled": True, **peft})
     with pytest.raises(ConfigError, match=message):
-        FsdpWorker.check(config, read_hf_config(tiny_model("qwen3")))
+        FsdpWorker.check(config, read_hf_config(tiny_model(model)))
