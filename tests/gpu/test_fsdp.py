@@ -102,6 +102,7 @@ def test_state_moves_and_returns(where: str, pool: MegatronPool, tiny_model: Cal
         weights = reference.assemble(group.call("weights"))
         reference_before, before = (logprobs(group, batch, name)["logprobs"] for name in ("reference", "policy"))
         group.call("offload", parts)
+        assert group.call("resident_bytes") == [dict.fromkeys(parts, 0)]
         group.call("reload", parts)
         for name, value in reference.assemble(group.call("weights")).items():
             np.testing.assert_array_equal(value, weights[name], err_msg=name)
