@@ -43,7 +43,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCORE, constant_row
 from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
-from dagrl.workers.fsdp.output import LogitTransform
+from dagrl.workers.fsdp.output import LogitTransform, base_of
 from dagrl.workers.train.hf_load import read_hf_config
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class HiddenStates(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
         """Returns the last hidden states [b, s, hidden size] for `tokens` and `positions` [b, s]."""
-        output = self.net.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **attention)
+        output = base_of(self.net)(input_ids=tokens, position_ids=positions, use_cache=False, **attention)
         hidden: Tensor = output.last_hidden_state
         return hidden
 

@@ -65,6 +65,14 @@ class _Head(nn.Module):
         return self.logits
 
 
+def base_of(model: PreTrainedModel) -> nn.Module:
+    """Returns the part below the head. Llama 4's text model does not have it under the name of its class."""
+    base: nn.Module = model.base_model
+    return (
+        base if base is not model else next(part for part in model.children() if part is not model.get_output_embeddings())
+    )
+
+
 class LogitTransform:
     """The `forward` of a causal language model around its base model and its head.
 
@@ -72,8 +80,9 @@ class LogitTransform:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._base, self._head = _Base(model.base_model), _Head()
-        stands_in = {model.base_model: self._base, model.get_output_embeddings(): self._head}
+        base = base_of(model)
+        self._base, self._head = _Base(base), _Head()
+        stands_in = {base: self._base, model.get_output_embeddings(): self._head}
         self._model = copy.copy(model)
         self._model._modules = {name: stands_in.get(child, child) for name, child in model._modules.items()}
         self._whole = {"logits_to_keep": 0} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
