@@ -57,6 +57,7 @@ def test_gemma3_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_gemma3_trains_colocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train state leaves before an engine works, and returns: losses are those of separate workers."""
     pytest.importorskip("vllm")

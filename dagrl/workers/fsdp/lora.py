@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Replicate
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
+from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
 
 from dagrl.config import Json, PeftConfig, PolicyConfig
 from dagrl.errors import ConfigError
@@ -154,18 +154,19 @@ def add_adapters(model: nn.Module, settings: PeftConfig) -> None:
 
 def split_adapters(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Splits the adapters of layers that `plan` splits over tensor-parallel ranks: B as rows are, or A as columns are."""
+    from peft.tuners.lora.model import add_lora_tp_hooks_dtensor
+
     for name, layer in model.named_modules():
         style = plan.get(replace_layer_number_by_wildcard(name)) if _has_adapter(layer) else None
         if style is None:
             continue
-        split = {"colwise": layer.lora_B, "rowwise": layer.lora_A}.get(style)
-        if split is None:
+        if style not in ("colwise", "rowwise"):
             raise ConfigError(
                 f"policy.peft.target_modules has {name}, which tensor parallelism splits as {style!r}, and adapters only as "
                 "colwise or rowwise; leave it out, or set policy.fsdp_cfg.tensor_parallel_size to 1"
             )
-        ALL_PARALLEL_STYLES[style].shard_param(split[NAME], "weight", mesh)
-        ALL_PARALLEL_STYLES[style].install_forward(split[NAME], mesh)
+        factor: Any = (layer.lora_B if style == "colwise" else layer.lora_A)[NAME]  # type: ignore[index]
+        add_lora_tp_hooks_dtensor(factor, style, mesh, base_layer=layer.get_base_layer(), module_name=name)  # type: ignore[operator]
 
 
 def moved_names(kind: type[Any], config: Any, settings: PeftConfig) -> dict[str, str]:
