@@ -51,10 +51,11 @@ docs: $(TOOLS)
 reference: $(TOOLS)
 	$(VENV)/bin/python docs/reference.py
 
-# Real trackers (offline), verifiers 0.4 (its programs need a network), and Triton kernels without a GPU.
+# Real trackers (offline), verifiers 0.4 (its programs need a network), 8-bit Adam, and Triton kernels without a GPU.
 test-extras: $(EXTRAS)
 	.venv-extras/bin/python -m pytest tests/integration/telemetry/test_trackers.py
 	.venv-extras/bin/python -m pytest tests/agents/test_verifiers.py
+	.venv-extras/bin/python -m pytest tests/integration/test_fsdp_optimizers.py
 	TRITON_INTERPRET=1 .venv-extras/bin/python -m pytest tests/gpu/test_*_kernels.py
 
 # A real OpenEnv server.

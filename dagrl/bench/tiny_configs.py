@@ -70,6 +70,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_dim": 128, "conv_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "longcat_flash": {
+        "head_dim": 64,
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
         "zero_expert_type": "identity",
