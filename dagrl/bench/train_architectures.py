@@ -7,7 +7,8 @@ For each architecture transformers builds a tiny model with random float32 weigh
 GRPO steps with it, on two data-parallel ranks and on two tensor-parallel ones, with padded rows and with packed ones where
 the model can be packed. Losses and gradient norms must be those of transformers and AdamW in one process, row by row without
 padding: to 1e-5, and to one part in 1e4. Before and after each GRPO step a refit sends the weights to a vLLM engine, whose
-samples must have a `gen_kl_error` of at most 1e-6. Each architecture has processes of its own, with a deadline.
+samples must have a `gen_kl_error` of at most 1e-6. Each architecture has processes of its own, with a deadline. On a machine
+with three GPUs each process has one, for engines whose kernels CPUs lack.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor
 from dagrl.bench.forked import reason_of, run_forked
 from dagrl.bench.tiny_configs import NoTinyConfigError, tiny_model
 from dagrl.channels import ChannelSpec
+from dagrl.channels.spec import ChannelKind
 from dagrl.config import Config
 from dagrl.refit import TIED_HEAD, plan_refit
 from dagrl.rl.losses import kl_estimate
@@ -242,11 +244,11 @@ def _plain_loss(model: Any, batch: Batch, kind: str) -> Tensor:
 class Member:
     """A worker in a forked process."""
 
-    def __init__(self, kind: Any, config: Config, layout: ParallelLayout, rank: int) -> None:
+    def __init__(self, kind: Any, config: Config, layout: ParallelLayout, rank: int, device: int) -> None:
         fork = multiprocessing.get_context("fork")
         self._pipe, theirs = fork.Pipe()
         context = WorkerContext("worker", rank, layout, config.seed, TIMEOUT_S)
-        self.process = fork.Process(target=_serve, args=(theirs, kind, context, config), daemon=True)
+        self.process = fork.Process(target=_serve, args=(theirs, kind, context, config, device), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -271,7 +273,8 @@ class Member:
         return self.result()
 
 
-def _serve(pipe: Connection, kind: Any, context: WorkerContext, config: Config) -> None:
+def _serve(pipe: Connection, kind: Any, context: WorkerContext, config: Config, device: int) -> None:
+    os.environ["LOCAL_RANK"] = str(device)
     worker = kind(context, config)
     while True:
         try:
@@ -285,9 +288,9 @@ def _serve(pipe: Connection, kind: Any, context: WorkerContext, config: Config) 
 
 
 @contextmanager
-def members(kind: Any, config: Config, layout: ParallelLayout) -> Iterator[list[Member]]:
-    """Context of the workers of a group, set up."""
-    started = [Member(kind, config, layout, rank) for rank in range(layout.world_size)]
+def members(kind: Any, config: Config, layout: ParallelLayout, first: int = 0) -> Iterator[list[Member]]:
+    """Context of the workers of a group, set up. `first`: the first one's GPU, if there are some."""
+    started = [Member(kind, config, layout, rank, first + rank) for rank in range(layout.world_size)]
     try:
         together(started, "prepare", [()] * len(started))
         together(started, "setup", [(f"127.0.0.1:{reserve_port()}",)] * len(started))
@@ -331,7 +334,7 @@ def sharded_steps(config: Config, *, generates: bool) -> tuple[list[tuple[float,
                 continue
             try:
                 if engine is None:
-                    [engine] = stack.enter_context(members(VllmWorker, config, ParallelLayout()))
+                    [engine] = stack.enter_context(members(VllmWorker, config, ParallelLayout(), layout.world_size))
                     _connect(ranks, engine, config)
                 else:
                     _refit(ranks, engine, number)
@@ -347,8 +350,8 @@ def _connect(ranks: Sequence[Member], engine: Member, config: Config) -> None:
     sources, wanted = together(ranks, "weight_slices", [()] * len(ranks)), engine.call("weight_slices")
     aliases = TIED_HEAD if hf_config.get("tie_word_embeddings") else None
     plan, address = plan_refit(sources, [wanted], dtype="float32", aliases=aliases), f"127.0.0.1:{reserve_port()}"
-    everyone = range(plan.size)
-    specs = [(plan.for_rank(rank), ChannelSpec("gloo", address, rank, plan.size, TIMEOUT_S)) for rank in everyone]
+    kind: ChannelKind = "nccl" if torch.cuda.is_available() else "gloo"
+    specs = [(plan.for_rank(rank), ChannelSpec(kind, address, rank, plan.size, TIMEOUT_S)) for rank in range(plan.size)]
     together([*ranks, engine], "prepare_refit", specs)
 
 

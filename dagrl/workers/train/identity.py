@@ -43,7 +43,8 @@ def read_worker_file(directory: Path, file_format: str, identity: Mapping[str, J
     if not isinstance(content, dict) or content.get("format") != file_format:
         actual = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(
-            f"{path} has format {actual!r}, expected {file_format!r}; it is of another version or train worker"
+            f"{path} has format {actual!r}, expected {file_format!r}; it is of another version or train worker; to "
+            "change that, start from an export to Hugging Face (checkpointing.export_hf)"
         )
     _check_same(directory, content["identity"], identity, computed)
     return content
