@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 VOCABULARY_TENSORS = ("word_embeddings.weight", "output_layer.weight")
-_PLAIN_DTYPES = ("F64", "F32", "BF16", "F16", "I64")  # as safetensors names them; I64 are tables of experts
+_PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Json]:
@@ -183,7 +183,7 @@ def _check_stored(path: Path, name: str, part: Any, expected: Sequence[int]) -> 
             f"{path}: parameter {name!r} has shape {shape}, expected {list(expected)}; "
             "config.json and the weights belong to different models"
         )
-    if dtype not in _PLAIN_DTYPES:
+    if dtype not in _PLAIN_DTYPES and dtype != "I64":  # tables, such as DeepSeek V4's of experts by token
         raise CheckpointError(
             f"{path}: parameter {name!r} is stored as {dtype}; training starts from {', '.join(_PLAIN_DTYPES)}: "
             "dequantize the checkpoint first (generation can be in FP8 all the same: vllm_cfg.precision)"
