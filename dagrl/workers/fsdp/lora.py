@@ -165,8 +165,8 @@ def split_adapters(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) 
                 f"policy.peft.target_modules has {name}, which tensor parallelism splits as {style!r}, and adapters only as "
                 "colwise or rowwise; leave it out, or set policy.fsdp_cfg.tensor_parallel_size to 1"
             )
-        factor: Any = (layer.lora_B if style == "colwise" else layer.lora_A)[NAME]  # type: ignore[index]
-        add_lora_tp_hooks_dtensor(factor, style, mesh, base_layer=layer.get_base_layer(), module_name=name)  # type: ignore[operator]
+        factor: Any = (layer.lora_B if style == "colwise" else layer.lora_A)[NAME]
+        add_lora_tp_hooks_dtensor(factor, style, mesh, base_layer=layer.get_base_layer(), module_name=name)
 
 
 def moved_names(kind: type[Any], config: Any, settings: PeftConfig) -> dict[str, str]:

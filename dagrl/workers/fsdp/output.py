@@ -67,10 +67,9 @@ class _Head(nn.Module):
 
 def base_of(model: PreTrainedModel) -> nn.Module:
     """Returns the part below the head. Llama 4's text model does not have it under the name of its class."""
-    base: nn.Module = model.base_model
-    return (
-        base if base is not model else next(part for part in model.children() if part is not model.get_output_embeddings())
-    )
+    base, head = model.base_model, model.get_output_embeddings()
+    parts: list[nn.Module] = [part for part in model.children() if part is not head]
+    return parts[0] if base is model else base
 
 
 class LogitTransform:
