@@ -107,15 +107,18 @@ class Chat:
         ours, theirs = self.encoder.encode([last, following])
         start = ours.index(len(ANSWER))
         both = shared(ours.ids[start:], theirs.ids[theirs.index(len(ANSWER)) :])
-        written = _written(last, ours, start, start + both) or _written(last, ours, start, len(ours.ids))
+        written, added = _written(last, ours, start, start + both), self.encoder.added
+        if not written or (ours.ids[written[-1]] not in added and last[ours.start(written[-1] + 1) :].strip()):
+            # Nothing ends all turns alike. The last one may have an end of its own (gpt-oss).
+            written = [number for number in _written(last, ours, start, len(ours.ids)) if ours.ids[number] in added]
         if not written:
-            return TurnEnd("", "", self._openings())
+            return TurnEnd("", last[len(ANSWER) :] if last[len(ANSWER) :].strip() else "", self._openings())
         place = ours.start(written[-1] + 1)
         token, text, after = ours.ids[written[-1]], last[len(ANSWER) : place], last[place:]
         alone = len(written) == 1 and ours.index(ours.start(written[0])) == written[0]
-        tokens = [token] if alone or token in self.encoder.added else []
+        tokens = [token] if alone or token in added else []
         calls = self._tail([], called=True).removesuffix(after)
-        tokens += [end for end in self.encoder.ids(calls)[-1:] if end in self.encoder.added]
+        tokens += [end for end in self.encoder.ids(calls)[-1:] if end in added]
         return TurnEnd(text, after, tuple(dict.fromkeys(tokens)))
 
     @cached_property

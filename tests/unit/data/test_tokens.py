@@ -15,10 +15,12 @@ from unicodedata import normalize
 import pytest
 from hypothesis import given, settings, strategies as st
 from tokenizers.normalizers import Replace
+from transformers import PreTrainedTokenizerFast
 
 from dagrl.config import DataConfig, PolicyConfig, TokenizerConfig
 from dagrl.data import Example
 from dagrl.data.chat import chat_of
+from dagrl.data.encoder import TextEncoder
 from dagrl.data.examples import demonstration_of
 from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_prompts
 from dagrl.rl.agents.conversations import Conversations
@@ -245,3 +247,42 @@ def test_a_long_reply_fits_if_the_tokenizer_drops_most_characters() -> None:
     tokenizer = character_tokenizer("0123456789")
     tokenizer.backend_tokenizer.normalizer = Replace(" ", "")
     assert chat_of(tokenizer).text_reply([4], " " * 10_000 + "12", 6) == [5, 6]
+
+
+class WithoutOffsets:
+    """A tokenizer in Python, such as Kimi's: it has no backend."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer, self.added_tokens_decoder = tokenizer, tokenizer.added_tokens_decoder
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        return self._tokenizer(text, **options)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.opens_alike], ids=lambda kind: kind.name)
+def test_a_tokenizer_without_offsets_has_the_same_edges(kind: Kind) -> None:
+    messages, chat = messages_of(TEXTS["several"]), chat_of(tokenizer_of(kind))
+    text = chat.render(messages, opened=False)
+    places = [len(chat.render(messages[:end], opened=True)) for end in (1, 3)]
+    (ours,), (theirs,) = (encoder.encode([text]) for encoder in (chat.encoder, TextEncoder(WithoutOffsets(chat.tokenizer))))  # type: ignore[arg-type]
+    assert ours.ids == theirs.ids and [*map(ours.index, places)] == [*map(theirs.index, places)]
+
+
+@pytest.mark.parametrize(
+    ("end", "rest", "loss"),
+    [
+        ("|", "\n", "5|"),  # a plain token
+        ("", "\n<a>", "5"),  # a template that opens the next turn always
+        ("", "", "5"),
+        ("[|]", "\n", "5[|]"),  # several tokens
+    ],
+)
+def test_ends_of_plain_text(end: str, rest: str, loss: str) -> None:
+    tokenizer = character_tokenizer(
+        "0123456789<>[]|ua\n",
+        f"{{% for m in messages %}}<{{{{ m.role[0] }}}}>{{{{ m.content }}}}{end}{rest[:1]}{{% endfor %}}{rest[1:]}",
+    )
+    (row,) = encode_demonstrations([example_of(messages_of(["1", "5"]))], tokenizer)
+    assert tokenizer.decode(row.tokens[row.loss_mask > 0]).endswith(loss)
+    assert tokenizer.convert_ids_to_tokens(list(chat_of(tokenizer).end.tokens)) == ([end] if len(end) == 1 else [])
+    assert chat_of(tokenizer).end.text == end
