@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from dagrl.cli.main import main
 from dagrl.cli.text import text_report, token_texts
 from dagrl.config.file import load_config
+from tests.unit.data.published import KINDS, Kind, tokenizer_of
 
 ROOT = Path(__file__).parents[3]
 TURNS = [("system", "be brief"), ("user", "7 + 5?\nsay it"), ("assistant", "12"), ("user", "1?"), ("assistant", "n\u00e9")]
@@ -93,17 +92,12 @@ def test_prompts_are_shown_with_what_follows(config: list[str]) -> None:
     assert "reference n\u00e9" in text and "SFT" not in text
 
 
-@pytest.mark.parametrize("text", ["a 日本 b", "\U0001f600", "né\n\n é", "   x"])
-def test_texts_of_tokens_join_to_the_whole(text: str) -> None:
-    """With byte-level tokens, of which several make a character, and with SentencePiece's spaces."""
-    for vocabulary, pre_tokenizer, decoder in (
-        (pre_tokenizers.ByteLevel.alphabet(), pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
-        (sorted({*text.replace(" ", "▁"), "▁"}), pre_tokenizers.Metaspace(), decoders.Metaspace()),
-    ):
-        model = models.BPE({token: number for number, token in enumerate(sorted(vocabulary))}, [])
-        tokenizer = Tokenizer(model)
-        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-        ids = fast(text).input_ids
-        texts = token_texts(fast, ids)
-        assert len(texts) == len(ids) and "".join(texts) == fast.decode(ids) and "\ufffd" not in "".join(texts)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_texts_of_tokens_join_to_the_whole(kind: Kind) -> None:
+    """With byte-level tokens, of which several make a character, SentencePiece's spaces, and added tokens."""
+    tokenizer = tokenizer_of(kind)
+    for text in ("a \u65e5\u672c b", "\U0001f600", "n\u00e9\n\n \u00e9", "   x", "hello and it"):
+        turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+        ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False).input_ids
+        texts = token_texts(tokenizer, ids)
+        assert len(texts) == len(ids) and "".join(texts) == tokenizer.decode(ids) and "\ufffd" not in "".join(texts)
