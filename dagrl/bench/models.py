@@ -60,6 +60,7 @@ SHAPES = {
     shape.name: shape
     for shape in (
         ModelShape("qwen3-0.6b", {**_QWEN3, **_sizes(layers=28, hidden=1024, intermediate=3072, heads=16)}),
+        ModelShape("qwen3-1.7b", {**_QWEN3, **_sizes(layers=28, hidden=2048, intermediate=6144, heads=16)}),
         ModelShape("qwen3-4b", {**_QWEN3, **_sizes(layers=36, hidden=2560, intermediate=9728, heads=32)}),
         ModelShape(
             "qwen3-8b",

@@ -15,9 +15,9 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Array, Batch
 from dagrl.runtime.store import reserve_port
 from dagrl.runtime.worker import WorkerContext
-from dagrl.workers.megatron import MegatronWorker
+from dagrl.workers.train.worker import TrainWorker
 
-Worker = TypeVar("Worker", bound=MegatronWorker)
+Worker = TypeVar("Worker", bound=TrainWorker)
 
 
 def train_batch(rows: int, length: int, vocabulary: int) -> Batch:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from dagrl.bench.harness import answer
 from dagrl.bench.train_inputs import single_worker, train_batch
 from dagrl.config.file import load_config
+from dagrl.imports import load_class
 
 OUTPUT_LAYER = "_TokenLogprobs"
 """Part of the names of the output layer's functions, forward and backward."""
@@ -74,12 +75,11 @@ def work(config: str) -> dict[str, float]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from dagrl.workers.megatron import MegatronWorker
-
     settings = load_config(config)
     policy = settings.policy
+    assert policy.worker is not None, "`dagrl config` has derived it"
     batch = train_batch(policy.train_global_batch_size, policy.max_total_sequence_length, vocabulary=512)
-    with single_worker(settings, MegatronWorker) as worker:
+    with single_worker(settings, load_class(policy.worker, "policy.worker")) as worker:
         for _ in range(3):
             worker.train_step(batch, "likelihood")
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

@@ -16,8 +16,8 @@ from dagrl.data import Example, Splits
 from dagrl.errors import ConfigError
 from dagrl.machine import gpus
 
-MODELS = {"0.6b": "qwen3-0.6b", "4b": "qwen3-4b"}
-MICROBATCH = {"0.6b": 16, "4b": 4}
+MODELS = {"0.6b": "qwen3-0.6b", "1.7b": "qwen3-1.7b", "4b": "qwen3-4b"}
+MICROBATCH = {"0.6b": 16, "1.7b": 8, "4b": 4}
 """Sequences of a microbatch in GRPO, with which each side fits on a GPU of 141 GB."""
 
 SLOTS = 512

@@ -25,7 +25,7 @@ class TestedWorker(FsdpWorker):
         """Returns the tensors that a refit sends."""
         backend = self.backend()
         with backend.sending():
-            return {name: tensor.float().numpy() for name, tensor in backend.sent_tensors().items()}
+            return {name: tensor.float().cpu().numpy() for name, tensor in backend.sent_tensors().items()}
 
     def resident_bytes(self) -> dict[str, int]:
         """Returns the bytes of each part of the train state on the worker's device."""
@@ -53,7 +53,7 @@ class TestedWorker(FsdpWorker):
             if part is not None:
                 for box, at in held_boxes(name, parameter):
                     values = part.detach().to_local()[tuple(slice(*run) for run in at)]
-                    found.append((name, box, values.float().clone().numpy()))
+                    found.append((name, box, values.float().cpu().clone().numpy()))
         return found
 
 

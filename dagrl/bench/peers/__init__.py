@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -54,6 +54,12 @@ PEERS: Mapping[str, Peer] = {
     "trl-packed": Peer("trl", {"sft": "dagrl.bench.peers.trl"}, packed=True),
     "torchtitan": Peer("torchtitan", {"sft": "dagrl.bench.peers.titan"}),
 }
+BACKENDS: Mapping[str, tuple[str, ...]] = {
+    "megatron": (),
+    "fsdp": ("policy.backend=fsdp", "policy.fsdp_cfg.torch_compile=true"),
+    "fsdp-eager": ("policy.backend=fsdp",),
+}
+"""What each of dagrl's sides overrides."""
 COLUMNS = (Column("tokens/s", "tokens_per_s", "{:,.0f}"), Column("KL", "gen_kl_error", "{:.1e}"))
 
 
@@ -62,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cases = ["grpo 0.6b 128", "grpo 0.6b 512", "sft 0.6b 16"]
     parser.add_argument("--cases", nargs="+", default=cases, metavar="CASE", help="'KIND MODEL SEQUENCES' each")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="default: all that are installed")
+    parser.add_argument(
+        "--backends", nargs="+", choices=BACKENDS, default=["megatron"], help="dagrl's train workers, each a side"
+    )
     parser.add_argument("--steps", type=count, default=4, help="counted steps of a turn")
     parser.add_argument("--completion", type=count, default=256, help="tokens of a completion")
     parser.add_argument("--length", type=count, default=2048, help="tokens of an SFT sequence")
@@ -111,7 +120,7 @@ def grpo_sides(
         for name, peer in peers.items()
         if "grpo" in peer.modules
     }
-    yield {"dagrl": partial(dagrl_turn, case.name, config, "grpo", options.steps), **theirs}
+    yield {**dagrl_sides(case.name, config, "grpo", options, {}), **theirs}
 
 
 @contextmanager
@@ -127,8 +136,9 @@ def sft_sides(
         min(SFT_MICROBATCH, rows),
     )
     values = sft_config(model, rows, options.length, micro, precision)
-    values["policy"]["megatron_cfg"]["cuda_graphs"] = size in RECORDED and not options.tiny
+    del values["policy"]["megatron_cfg"]
     config.write_text(yaml.safe_dump(values))
+    recorded = {"megatron": ("policy.megatron_cfg.cuda_graphs=true",)} if size in RECORDED and not options.tiny else {}
     order = {"model": str(model), "shape": dict(shape.config), "rows": rows, "length": options.length, "micro": micro}
     order["steps"] = options.steps + SETTLING
     theirs = {
@@ -136,12 +146,27 @@ def sft_sides(
         for other, peer in peers.items()
         if "sft" in peer.modules
     }
-    yield {"dagrl": partial(dagrl_turn, name, config, "sft", options.steps), **theirs}
+    yield {**dagrl_sides(name, config, "sft", options, recorded), **theirs}
 
 
-def dagrl_turn(name: str, config: Path, stage: str, steps: int) -> dict[str, Turn]:
+def dagrl_sides(
+    name: str,
+    config: Path,
+    stage: str,
+    options: argparse.Namespace,
+    more: Mapping[str, tuple[str, ...]],
+) -> dict[str, Take]:
+    """Returns the turns of dagrl with each backend, the first called `dagrl`. `more` are further overrides of each."""
+    turns = {}
+    for number, backend in enumerate(options.backends):
+        words = (*BACKENDS[backend], *more.get(backend, ()))
+        turns[f"dagrl {backend}" if number else "dagrl"] = partial(dagrl_turn, name, config, stage, options.steps, words)
+    return turns
+
+
+def dagrl_turn(name: str, config: Path, stage: str, steps: int, words: Sequence[str]) -> dict[str, Turn]:
     """Runs `dagrl train`. The last step, which validates, does not count."""
-    lines = train_run(config, [f"{stage}.max_num_steps={SETTLING + steps + 1}"])[SETTLING:-1]
+    lines = train_run(config, [*words, f"{stage}.max_num_steps={SETTLING + steps + 1}"])[SETTLING:-1]
     return {name: Turn([line["timing_s/total"] for line in lines], medians(lines, ("gen_kl_error",)))}
 
 

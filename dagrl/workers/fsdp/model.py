@@ -42,9 +42,11 @@ from dagrl.refit.sources import held_boxes
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCORE, constant_row
 from dagrl.workers.fsdp.architecture import find_class, find_config
+from dagrl.workers.fsdp.attention import attention_arguments, default_attention
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
 from dagrl.workers.fsdp.output import LogitTransform, base_of
 from dagrl.workers.train.hf_load import read_hf_config
+from dagrl.workers.train.microbatches import Segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,8 +74,12 @@ class HiddenStates(nn.Module):
         self.net = net
         self.logits = None if hasattr(net, SCALAR_HEAD) else LogitTransform(net)
 
-    def forward(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """Returns the last hidden states [b, s, hidden size] for `tokens` and `positions` [b, s]."""
+    def forward(self, tokens: Tensor, positions: Tensor, segments: Segments | None = None) -> Tensor:
+        """Returns the last hidden states [b, s, hidden size] for `tokens` and `positions` [b, s].
+
+        `segments` are the sequences of a packed row, which positions tell apart where attention does not take them.
+        """
+        attention = attention_arguments(self.net.config, segments)
         output = base_of(self.net)(input_ids=tokens, position_ids=positions, use_cache=False, **attention)
         hidden: Tensor = output.last_hidden_state
         return hidden
@@ -129,11 +135,12 @@ def load_model(
 
     config = find_config(policy, read_hf_config(directory), scalar=scalar)
     home, kind = torch.device("cpu") if policy.fsdp_cfg.cpu_offload else device, find_class(policy, config, scalar=scalar)
+    attention = policy.fsdp_cfg.attn_implementation or default_attention(kind, config, device, policy.precision)
     loaded, report = _sharded_class(kind, home, shard).from_pretrained(
         directory,
         config=config,
         dtype=dtype,
-        attn_implementation=policy.fsdp_cfg.attn_implementation,
+        attn_implementation=attention,
         distributed_config=DistributedConfig(),
         key_mapping=moved_names(kind, config, policy.peft) if adapted else None,
         output_loading_info=True,
@@ -162,6 +169,8 @@ def load_model(
     embedding: Any = loaded.get_input_embeddings()
     if getattr(embedding, "padding_idx", None) is not None:
         embedding.padding_idx = constant_row(config.get_text_config().to_dict())
+    if policy.fsdp_cfg.cpu_offload:
+        root.cpu()  # DTensors are read onto the device of their mesh
     for buffer in loaded.buffers():
         buffer.data = buffer.to(device)
     for module in sharded_modules(root):  # settles the memory of the shards, which FSDP2 pads
@@ -204,8 +213,10 @@ def check_separation(root: HiddenStates, device: torch.device) -> None:
     positions = torch.cat([torch.arange(first), torch.arange(second)])[None].to(device)
     tokens = torch.arange(first + second, device=device)[None] % root.net.config.get_text_config().vocab_size
     others = torch.where(torch.arange(first + second, device=device) < first, tokens.flip(1), tokens)
-    one, other = (root(row, positions)[0, first:].float() for row in (tokens, others))
-    root.reshard()  # type: ignore[operator]
+    starts = torch.tensor([0, first, first + second], dtype=torch.int32, device=device)
+    segments = Segments((first, second), (first, second), starts, starts, None)
+    one, other = (root(row, positions, segments)[0, first:].float() for row in (tokens, others))
+    reshard(root)
     if (one - other).norm() > 0.02 * one.norm():  # experts see another batch, and round differently
         attention = root.net.config._attn_implementation
         raise ConfigError(
@@ -236,6 +247,7 @@ def shard_model(
         fully_shard(experts, mesh=meshes.experts[EXPERT_SHARD], **options)
     model.tie_weights()  # before, so that FSDP2 gathers a tied weight once
     options["mesh"] = meshes.sharding
+    options["reshard_after_forward"] = meshes.dense[SHARD].size() > 1  # else there is nothing to free
     for layer in find_layers(model):
         prepare_layer(layer, settings)
         fully_shard(layer, **options)
@@ -342,6 +354,12 @@ _COSTLY = {
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     """Returns the modules that FSDP2 gathers and reduces on their own."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(root: nn.Module) -> None:
+    """Frees gathered weights. Gathered ones would keep their values when the shards change."""
+    for module in sharded_modules(root):
+        module.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:

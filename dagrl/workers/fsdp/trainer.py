@@ -25,7 +25,7 @@ from dagrl.imports import load_class
 from dagrl.rl.routed_experts import RoutedLayers
 from dagrl.telemetry.metrics import StepMetrics
 from dagrl.workers.fsdp.lora import is_adapter
-from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, local
+from dagrl.workers.fsdp.model import SCALAR_HEAD, HiddenStates, find_layers, local, reshard
 from dagrl.workers.fsdp.routers import Routers
 from dagrl.workers.train.backend import Score
 from dagrl.workers.train.logprobs import OutputLayer, TokenHead, VocabularyShard
@@ -44,7 +44,8 @@ class ShardedModel:
         balance = config.policy.fsdp_cfg.moe_aux_loss_coeff
         self._routers = None if routed is None else Routers(root.net, routed, balance, device)
         self._metrics = StepMetrics()
-        self._replicated = config.policy.fsdp_cfg.data_parallel_replicas > 1
+        replicas, ranks = config.policy.fsdp_cfg.data_parallel_replicas, config.policy.fsdp_cfg.data_parallel_size
+        self._replicated, self._whole = replicas > 1, replicas == ranks
         self.steps, self._config = OptimizerSteps(config), config
         self._scalar = getattr(root.net, SCALAR_HEAD, None)
         self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor
@@ -55,7 +56,7 @@ class ShardedModel:
 
     def run(self, microbatches: Microbatches, score: Score, *, backward: bool) -> list[Any]:
         """Runs the microbatches one by one. Returns the reports of `score`."""
-        reports, routers, root = [], self._routers, cast(FSDPModule, self.root)
+        reports, routers = [], self._routers
         if routers is not None:
             routers.begin(microbatches, counting=backward)
         for number, item in enumerate(microbatches.items, start=1):
@@ -63,15 +64,26 @@ class ShardedModel:
                 output = self._outputs(item)
             loss, report = score(item, output)
             if backward:
-                if self._replicated:  # replicas add up the sum of all microbatches
-                    root.set_requires_all_reduce(number == len(microbatches.items))
+                self._set_last(number == len(microbatches.items))
                 (loss if routers is None else loss + routers.loss()).backward()  # type: ignore[no-untyped-call]
-            else:
-                root.reshard()  # no backward pass does
             reports.append(report)
+        if not backward:  # a backward pass does
+            reshard(self.root)
         if routers is not None:
             self._metrics = routers.metrics()
         return reports
+
+    def _set_last(self, last: bool) -> None:
+        """Says whether a microbatch is a step's last one. Replicas add up the sum of all microbatches.
+
+        A rank that holds all weights keeps them gathered until then, and adds up gradients without FSDP2's copies.
+        """
+        root = cast(FSDPModule, self.root)
+        if self._replicated:
+            root.set_requires_all_reduce(last)
+        if self._whole:
+            root.set_requires_gradient_sync(last)
+            root.set_reshard_after_backward(last)
 
     def _outputs(self, item: Microbatch) -> Tensor:
         """Returns the last hidden states [b, s, hidden size], or the numbers [b, s] of a scalar head.
@@ -79,7 +91,7 @@ class ShardedModel:
         Padding follows the tokens of a row, so the causal mask alone keeps it out of sight. Sequences of a packed row are
         told apart by positions that start at 0.
         """
-        hidden: Tensor = self.root(item.tokens, item.positions)
+        hidden: Tensor = self.root(item.tokens, item.positions, item.segments)
         if self._scalar is None:
             return hidden
         numbers: Tensor = (hidden.float() @ self._scalar.weight.float().T).squeeze(-1)

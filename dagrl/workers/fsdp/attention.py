@@ -1,0 +1,85 @@
+"""`torch_varlen`: torch's own FlashAttention 2 for variable lengths, as an attention implementation of transformers.
+
+It takes packed rows as they are, sliding windows included, where transformers' `sdpa` needs a mask over all pairs of tokens.
+Transformers makes no mask for an implementation that has registered no function for it. Imported only where torch is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from dagrl.workers.train.microbatches import Segments
+
+TORCH_VARLEN = "torch_varlen"
+LARGEST_HEAD = 256
+
+
+def default_attention(kind: type[Any], config: Any, device: torch.device, precision: str) -> str | None:
+    """Returns `torch_varlen` for a model that it can compute, else None: transformers' choice."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else LARGEST_HEAD + 1)
+    plain = getattr(kind, "_supports_flash_attn", False) and not getattr(kind, "_compatible_flash_implementations", None)
+    kinds = getattr(text, "layer_types", None) or ()
+    special = getattr(text, "attn_logit_softcapping", None) or "chunked_attention" in kinds
+    fits = device.type == "cuda" and precision != "float32" and size <= LARGEST_HEAD
+    return TORCH_VARLEN if plain and not special and fits and torch.backends.cuda.is_flash_attention_available() else None
+
+
+def attention_arguments(config: Any, segments: Segments | None) -> dict[str, Any]:
+    """Returns what models hand through to `torch_varlen`, under transformers' names; nothing if each row is one sequence."""
+    if segments is None or config._attn_implementation != TORCH_VARLEN:
+        return {}
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    sizes = segments.query_starts, segments.key_starts, segments.rounded_query, segments.rounded_key
+    return dict(zip(names, sizes, strict=True))
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`query` [b, heads, s, d], `key` and `value` [b, kv_heads, s, d] -> [b, s, heads, d], causal."""
+    assert softcap is None and s_aux is None and attention_mask is None, "`default_attention` has chosen the model"
+    rows, heads, tokens, size = query.shape
+    if cu_seq_lens_q is None and sliding_window is None:  # each row is a sequence
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = cu_seq_lens_k = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
+        max_length_q = max_length_k = tokens
+    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    width = v.shape[-1]
+    if width != size:  # MLA
+        v = pad(v, (0, size - width))
+    window = None if sliding_window is None else sliding_window - 1
+    out = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k),
+        dropout_p=0.0,
+        is_causal=True,
+        return_debug_mask=False,
+        scale=scaling,
+        window_size_left=window,
+        window_size_right=None if window is None else 0,
+    )[0]
+    return out.view(rows, tokens, heads, size)[..., :width], None
+
+
+AttentionInterface.register(TORCH_VARLEN, attend)
