@@ -75,11 +75,14 @@ def work(config: str) -> dict[str, float]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    from dagrl.workers.train.worker import TrainWorker
+
     settings = load_config(config)
     policy = settings.policy
     assert policy.worker is not None, "`dagrl config` has derived it"
     batch = train_batch(policy.train_global_batch_size, policy.max_total_sequence_length, vocabulary=512)
-    with single_worker(settings, load_class(policy.worker, "policy.worker")) as worker:
+    kind: type[TrainWorker] = load_class(policy.worker, "policy.worker")
+    with single_worker(settings, kind) as worker:
         for _ in range(3):
             worker.train_step(batch, "likelihood")
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

@@ -157,7 +157,7 @@ def dagrl_sides(
     more: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Take]:
     """Returns the turns of dagrl with each backend, the first called `dagrl`. `more` are further overrides of each."""
-    turns = {}
+    turns: dict[str, Take] = {}
     for number, backend in enumerate(options.backends):
         words = (*BACKENDS[backend], *more.get(backend, ()))
         turns[f"dagrl {backend}" if number else "dagrl"] = partial(dagrl_turn, name, config, stage, options.steps, words)
