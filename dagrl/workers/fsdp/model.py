@@ -247,7 +247,8 @@ def shard_model(
         fully_shard(experts, mesh=meshes.experts[EXPERT_SHARD], **options)
     model.tie_weights()  # before, so that FSDP2 gathers a tied weight once
     options["mesh"] = meshes.sharding
-    options["reshard_after_forward"] = meshes.dense[SHARD].size() > 1  # else there is nothing to free
+    if meshes.dense[SHARD].size() == 1:
+        options["reshard_after_forward"] = False  # there would be little to free
     for layer in find_layers(model):
         prepare_layer(layer, settings)
         fully_shard(layer, **options)

@@ -44,8 +44,9 @@ class ShardedModel:
         balance = config.policy.fsdp_cfg.moe_aux_loss_coeff
         self._routers = None if routed is None else Routers(root.net, routed, balance, device)
         self._metrics = StepMetrics()
-        replicas, ranks = config.policy.fsdp_cfg.data_parallel_replicas, config.policy.fsdp_cfg.data_parallel_size
-        self._replicated, self._whole = replicas > 1, replicas == ranks
+        settings = config.policy.fsdp_cfg
+        self._replicated = settings.data_parallel_replicas > 1
+        self._whole = settings.data_parallel_replicas == settings.layout.dp and settings.layout.tp == 1
         self.steps, self._config = OptimizerSteps(config), config
         self._scalar = getattr(root.net, SCALAR_HEAD, None)
         self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor
