@@ -63,9 +63,10 @@ class FsdpConfig(FsdpLayoutConfig):
 
     attn_implementation: str | None = None
     """What computes attention, as transformers names it: `sdpa`, `eager`, `flex_attention`, `flash_attention_2`,
-    `flash_attention_3`. null: transformers' choice for the model."""
+    `flash_attention_3`; or `torch_varlen`, torch's own kernel for packed rows on GPUs. null: `torch_varlen` on GPUs in half
+    precision for models whose attention it computes, else transformers' choice for the model."""
 
-    torch_compile: bool = False
+    torch_compile: bool = derived(False, "true on GPUs")
     """Compile each layer with `torch.compile`."""
 
     moe_aux_loss_coeff: NonNegativeFloat = 0.0

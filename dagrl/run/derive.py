@@ -211,6 +211,8 @@ def _use_gpus(derived: Derived) -> None:
     derived.set("policy.precision", "bfloat16", "GPUs")
     if derived.open("policy.worker"):
         derived.set("policy.sequence_packing.enabled", True, "GPUs: no padding")
+    if derived.config.policy.backend == "fsdp":
+        derived.set(f"{FSDP}.torch_compile", True, "GPUs: fewer and larger kernels")
     for name, seconds in GPU_SECONDS.items():
         derived.set(f"timeouts.{name}", seconds, "GPUs: models and batches are large")
     _use_all_gpus(derived)
