@@ -278,7 +278,8 @@ class Experience:
         A stop request ends it as it ends `validate`.
         """
         prompts = self._prompts.evaluation
-        scored = self._held_out(prompts, [0] * len(prompts), EVALUATION_STREAM, may_stop=may_stop)
+        seeds = request_seeds(self._config.seed, EVALUATION_STREAM, len(prompts))
+        scored = self._held_out(prompts, seeds, EVALUATION_STREAM, may_stop=may_stop)
         right: dict[str, list[bool]] = {}
         for group in scored:
             right.setdefault(group.samples[0].prompt.task, []).append(bool(group.valid[0] and group.rewards.values[0] >= 1))

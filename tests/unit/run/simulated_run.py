@@ -413,7 +413,9 @@ class Run:
             finish_step=self._take_state,
             due=lambda state: False,
         )
-        self.inputs = SimpleNamespace(prompts=prompts, validation_prompts=prompts[:2], tokenizer=tokenizer)
+        self.inputs = SimpleNamespace(
+            prompts=prompts, validation_prompts=prompts[:2], evaluation_prompts=[], tokenizer=tokenizer
+        )
         self.simulated = SimulatedReplays(self)
         self.session = Session(
             config=config,
@@ -440,7 +442,8 @@ class Run:
         """Runs all steps. Returns the state of the checkpoint if the run was stopped."""
         inputs, stage = self.inputs, Stage.of("grpo", self.config.grpo, after=self.config.sft.max_num_steps)
         self.reward = reward = Reward(self.world, self.config.reward.max_failed_share)
-        prompts = PromptData(inputs.prompts, inputs.validation_prompts, inputs.tokenizer)
+        self.marks = Reward(self.world, 1.0)
+        prompts = PromptData(inputs.prompts, inputs.validation_prompts, inputs.tokenizer, inputs.evaluation_prompts)
         engines = engines_of(self, replacement=self.engines)
         try:
             with (
@@ -454,6 +457,7 @@ class Run:
                     EnvironmentTurns(self.config, inputs.tokenizer, cast(Any, environment)),
                     cast(Any, Stop(self)),
                     version=self.session.step,
+                    marks=cast(Any, self.marks),
                 ) as self.experience,
             ):
                 self.checkpoints.parts.append(self.experience.save)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dagrl.config import Config, RewardConfig, RewardShapingConfig
+from dagrl.config import Config, EvaluationConfig, RewardConfig, RewardShapingConfig
 from dagrl.data.tokenization import Prompt
 from dagrl.errors import CheckpointError, RunError
 from dagrl.rl.environments import FAILED as ENVIRONMENT_FAILED
@@ -218,6 +218,24 @@ def test_validation_prompts_are_scored_in_parallel(loop: Mapping[str, Any]) -> N
         counted = [len(text) for text in texts[2 * step : 2 * step + 2] if not text.endswith("9")]
         assert metrics["validation/reward"] == pytest.approx(np.mean(counted) if counted else 0.0)
         assert metrics["validation/reward_failures"] == 2 - len(counted)
+
+
+@pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
+def test_standard_sets_are_marked_by_their_own_function(loop: Mapping[str, Any]) -> None:
+    """Every third step and after the last one. An answer that cannot be marked is wrong."""
+    config = configuration(loop)
+    run = Run(config.model_copy(update={"evaluation": EvaluationConfig(sets=("gsm8k", "aime24"), period=3)}), seed=3)
+    prompts = [*run.inputs.prompts[:5], Prompt(UNANSWERED, np.array([4, 5]), "", "row 0")]
+    run.inputs.evaluation_prompts = [replace(prompt, task=task) for task in ("gsm8k", "aime24") for prompt in prompts]
+    assert run.train() is None
+    found = {step: metrics for step, metrics in enumerate(run.metrics, start=1) if "evaluation/gsm8k" in metrics}
+    assert list(found) == [3, STEPS] and [len(texts) for texts in run.marks.asked] == [1] * 24
+    for number, metrics in enumerate(found.values()):
+        answers = [answer for (answer,) in run.marks.answers[12 * number : 12 * number + 12]]
+        right = sum(not isinstance(answer, Failed) and answer >= 1 for answer in answers)
+        assert 0 < right < 12
+        assert metrics["evaluation/gsm8k"] + metrics["evaluation/aime24"] == pytest.approx(right / 6)
+        assert metrics["evaluation/gsm8k_low"] < metrics["evaluation/gsm8k"] < metrics["evaluation/gsm8k_high"]
 
 
 @pytest.mark.parametrize("loop", [{}, asynchronous(2, True)], ids=["sync", "async"])
