@@ -63,6 +63,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
         *("name=grpo", f"policy.model_name={directory / 'sft' / 'final_model'}", "policy.generation.max_new_tokens=24"),
         *("grpo.num_prompts_per_step=2", "grpo.num_generations_per_prompt=2", "grpo.max_num_steps=2"),
         *("grpo.max_val_samples=2", f"evaluation.sets=[gsm8k={questions}]"),
+        *("reward.function=dagrl.bench.workloads:alternating", "reward.weights={}"),  # the task's would all be 0 so soon
     )
     train(load_config(RECIPES / "stories.yaml", (*words, *grpo)))
     return Chain(directory / "sft", directory / "grpo", questions)
@@ -140,6 +141,6 @@ def test_a_checkpoint_exports_the_final_model(chain: Chain, tmp_path: Path) -> N
             load(path)(tokens).logits for path in (chain.grpo / "final_model", tmp_path / "model", chain.sft / "final_model")
         )
     assert torch.equal(final, again)
-    assert not torch.equal(final, before) or metrics(chain.grpo)[2]["grad_norm"] == 0
+    assert not torch.equal(final, before)
     for name in ("tokenizer.json", "config.json", "generation_config.json"):
         assert (tmp_path / "model" / name).exists()
