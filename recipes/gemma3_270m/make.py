@@ -83,7 +83,7 @@ def write_model(gguf: Path, output: Path) -> None:
 
     quantized: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = quantized.config
-    del config.quantization_config  # the weights are no longer
+    vars(config).pop("quantization_config", None)  # the weights are no longer quantized
     model = Gemma3ForCausalLM(config)
     model.load_state_dict(quantized.state_dict())
     model.to(torch.bfloat16).save_pretrained(output)
