@@ -227,6 +227,8 @@ class Chat:
         turns = []
         for message in messages:
             turn = {name: value for name, value in message.items() if value is not None}
+            turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
+            turn |= {"content": joined_text(turn["content"])} if "content" in turn else {}
             if calls := turn.get("tool_calls"):
                 style = self._call_style
                 content = {} if turn.get("content") else style.content
@@ -251,6 +253,15 @@ class Chat:
                 if ANSWER in text and "None" not in text and "{'" not in text:
                     return style
         return _STYLES[0]
+
+
+def joined_text(content: Any) -> Any:
+    """Returns OpenAI's text parts as one text, and anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    texts: list[Any] = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+    return "".join(texts) if whole else content
 
 
 def with_parsed_arguments(call: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import numpy as np
 
+from dagrl.data.chat import joined_text
 from dagrl.data.hugging_face import CSV, has_splits, plain_files, read_rows
 from dagrl.errors import ConfigError, DataError, UserError
 from dagrl.imports import check_arguments, load_callable, running
@@ -408,7 +409,7 @@ def _message(turn: Json, source: str) -> Message:
         raise DataError(f"{source} is {turn!r:.60}; expected: an object with 'role' and 'content'")
     role, weight = turn.get("role"), turn.get("weight")
     more = {key: value for key, value in turn.items() if key not in ("role", "content", "weight") and value is not None}
-    content = _joined(turn.get("content"))
+    content = joined_text(turn.get("content"))
     silent = content is None and bool(more.get("tool_calls"))
     if not isinstance(role, str) or not role or not (silent or isinstance(content, str)):
         raise DataError(
@@ -421,15 +422,6 @@ def _message(turn: Json, source: str) -> Message:
     content = None if content is None else _require_text(content, f"{source}: 'content'")
     _require_all_text(more, source)
     return Message("system" if role == "developer" else role, content, more, weight != 0)
-
-
-def _joined(content: Json) -> Json:
-    """Returns OpenAI's text parts as one text, as the endpoint of agents does; anything else as it is."""
-    if not isinstance(content, list):
-        return content
-    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-    return "".join(cast("list[str]", texts)) if whole else content
 
 
 def _tools(tools: Json, source: str) -> tuple[Json, ...]:

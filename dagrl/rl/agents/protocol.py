@@ -8,12 +8,12 @@ own: with any `tool_choice` but `none`, the policy decides whether it calls. Ext
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator, model_validator
 
+from dagrl.data.chat import with_parsed_arguments
 from dagrl.errors import DagrlError
 
 MODEL = "policy"
@@ -158,12 +158,8 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:
-    try:
-        function = call["function"]
-        arguments = function["arguments"]
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return {**call, "function": {**function, "name": function["name"], "arguments": parsed}}
-    except (KeyError, TypeError) as error:
-        raise EndpointError(f"{place}: a call has no function with a name and arguments", param="messages") from error
-    except ValueError:  # the policy's own call, whose arguments are not JSON
-        return dict(call)
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
+        raise EndpointError(f"{place}: a call has no function with a name and arguments", param="messages")
+    parsed: dict[str, Any] = with_parsed_arguments(call)
+    return parsed

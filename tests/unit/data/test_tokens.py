@@ -286,3 +286,16 @@ def test_ends_of_plain_text(end: str, rest: str, loss: str) -> None:
     assert tokenizer.decode(row.tokens[row.loss_mask > 0]).endswith(loss)
     assert tokenizer.convert_ids_to_tokens(list(chat_of(tokenizer).end.tokens)) == ([end] if len(end) == 1 else [])
     assert chat_of(tokenizer).end.text == end
+
+
+def test_messages_of_openais_format_have_one_rendering() -> None:
+    """As data reads them, also where an environment replies with them."""
+    chat = chat_of(tokenizer_of(KINDS[0]))
+    parts = [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]
+    openai = [{"role": "developer", "content": parts, "name": None}, {"role": "user", "content": "hello"}]
+    plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    (prompt,) = encode_prompts([example_of([*openai, {"role": "assistant", "content": "it"}])], chat.tokenizer)
+    body = ChatBody(model="policy", messages=openai)
+    assert prompt.tokens.tolist() == truth(KINDS[0], plain, opened=True)
+    assert Renderer(chat.tokenizer, "hermes").context(body, Conversations()).whole() == prompt.tokens.tolist()
+    assert chat.reply_text(openai) == chat.reply_text(plain)
