@@ -141,19 +141,28 @@ def section_lines(name: str, section: Schema, sections: dict[str, Schema]) -> It
     rows = []
     for key, field in section["properties"].items():
         path = f"{name}.{key}" if name else key
-        child = section_of(field, sections)
-        if child is None:
+        values = field.get("additionalProperties")
+        child, each = section_of(field, sections), section_of(values, sections) if isinstance(values, dict) else None
+        if each is not None:
+            below[f"{path}.*"] = each
+            rows.append(f"| [`{key}`](#{anchor(path)}) | mapping to sections | | {meaning(field)} |")
+        elif child is None:
             default = default_of(field, key in section.get("required", ()))
             rows.append(f"| `{key}` | {type_of(field)} | {default} | {meaning(field)} |")
         else:
             below[path] = child
             if "properties" in child:
                 kind = "section, or null" if "anyOf" in field else "section"
-                link = f"[`{key}`](#{path.replace('.', '')})"
+                link = f"[`{key}`](#{anchor(path)})"
                 rows.append(f"| {link} | {kind} | | {meaning(field) or meaning(child)} |")
     yield from ("", "| key | type | default | meaning |", "|---|---|---|---|", *rows)
     for path, child in below.items():
         yield from section_lines(path, child, sections)
+
+
+def anchor(path: str) -> str:
+    """The anchor of a section's heading, as mkdocs makes it."""
+    return path.replace(".", "").replace("*", "")
 
 
 def section_of(field: Schema, sections: dict[str, Schema]) -> Schema | None:
