@@ -128,4 +128,4 @@ class Session:
             self.replays.hold("train", keep_generation_weights=True)
             self.train.call("export_hf", str(directory), deadline=config.timeouts.checkpoint)
             require_shared(directory / "config.json")
-            save_tokenizer(config.policy, self.inputs.tokenizer, directory)
+            save_tokenizer(self.inputs.config.policy, self.inputs.tokenizer, directory)

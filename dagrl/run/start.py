@@ -24,7 +24,7 @@ from dagrl.config import Config
 from dagrl.config.file import value_text
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN
-from dagrl.config.settings import generation_config, generation_dtype, keeps_weights, model_names
+from dagrl.config.settings import TOKENIZER_KEY, generation_config, generation_dtype, keeps_weights, model_names
 from dagrl.errors import ClusterError, StopRequestedError
 from dagrl.refit import Refit
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
@@ -301,11 +301,16 @@ def add_phases(
 def prepared_config(config: Config, inputs: Inputs, init_model: Path) -> Config:
     """Returns the configuration that workers get: step limits and absolute paths are filled in.
 
-    A model from a seed is written to `init_model`.
+    A model from a seed is written to `init_model`. Engines that look for stop strings get a tokenizer next to it that reads
+    texts as this one does: vLLM would make one of the class that the model's files name.
     """
-    config, init = limit_steps(config, inputs), config.policy.random_init
+    config, init, generation = limit_steps(config, inputs), config.policy.random_init, config.policy.generation
     if init is not None:
         write_random_model(init, inputs.tokenizer, init_model)
+    elif generation is not None and (generation.stop_strings or config.environment.agent is not None):
+        directory = init_model.with_name("tokenizer")
+        inputs.tokenizer.save_pretrained(directory)
+        config = config.with_keys({TOKENIZER_KEY: str(directory)})
     model = init_model if init is not None else Path(str(config.policy.model_name))
     return with_absolute_paths(config, model)
 

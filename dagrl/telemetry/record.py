@@ -9,6 +9,7 @@
       checkpoints/     to resume from (see `dagrl.run.checkpoint_store`)
       final_model/     the last policy as Hugging Face safetensors
       init_model/      the model made by `policy.random_init`
+      tokenizer/       the tokenizer of engines that look for stop strings
 
 Use:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from dagrl.config import PolicyConfig, RandomInit, TokenizerConfig
+from dagrl.config import Config, DataConfig, GenerationConfig, PolicyConfig, RandomInit, TokenizerConfig
 from dagrl.errors import ConfigError
 from dagrl.run.model import (
     character_tokenizer,
@@ -21,6 +22,8 @@ from dagrl.run.model import (
     token_count,
     write_random_model,
 )
+from dagrl.run.preflight import Inputs
+from dagrl.run.start import prepared_config
 
 INIT = RandomInit(
     tokenizer_characters="0123456789+= \n",
@@ -167,6 +170,11 @@ def test_texts_are_read_as_tokenizer_json_says(kind: str, name: str, tmp_path: P
         assert (tokenizer.decode(tokenizer(text)["input_ids"]), tokenizer.eos_token) == (text, "</s>")
         if directory == "model":
             save_tokenizer(policy, tokenizer, tmp_path / "final_model")
+    generation = GenerationConfig(stop_strings=("and 34",))
+    config_of = partial(Config, name="t", algorithm="grpo", data=DataConfig(path="d"))
+    run = config_of(policy=PolicyConfig(model_name=str(tmp_path / "model"), generation=generation))
+    engines = prepared_config(run, Inputs(run, {}, tokenizer, {}), tmp_path / "init_model").policy.tokenizer.name
+    assert AutoTokenizer.from_pretrained(engines)(text)["input_ids"] == tokenizer(text)["input_ids"]
     files = [tmp_path / directory / "tokenizer.json" for directory in ("model", "final_model")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
