@@ -136,7 +136,7 @@ def test_only_the_shard_of_a_replaced_worker_is_compiled_again(
     group.shutdown(2.0)
 
 
-@pytest.mark.parametrize("engine", ["dagrl", "ray"])
+@pytest.mark.parametrize("engine", ["dagrl", pytest.param("ray", marks=pytest.mark.slow)])
 def test_compiling_with_a_worker_that_does_not_answer_ends(
     cluster: None, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:

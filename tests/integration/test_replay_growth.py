@@ -62,10 +62,9 @@ def remembered(worker: BenchWorker) -> tuple[int, int | None]:
     return len(runs), runs.maxlen
 
 
-@pytest.mark.parametrize("executor", ["compiled", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("which", "value"), [(every_worker, b"x"), pytest.param(rows, BATCH, marks=pytest.mark.slow)], ids=["bytes", "batches"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["compiled", "eager"])
+@pytest.mark.parametrize(("which", "value"), [(every_worker, b"x"), (rows, BATCH)], ids=["bytes", "batches"])
 def test_nothing_grows_with_the_number_of_replays(executor: str, which: Phase, value: object, group: WorkerGroup) -> None:
     options = SchedulerOptions(executor=executor, fallback="error")  # type: ignore[arg-type]
     with Scheduler([group], options) as scheduler:
