@@ -192,8 +192,12 @@ class Chat:
     def _joint(self, messages: Messages, tools: Sequence[Json], variables: Mapping[str, Any]) -> tuple[str, int, int]:
         """Returns a conversation with `messages` after a turn, and where the end of that turn starts and ends."""
         results = [(str(turn.get("name") or "f"), turn.get("tool_call_id")) for turn in messages if turn["role"] == "tool"]
-        before = _exchange(results)
-        alone = self.render(before, tools, opened=False, **variables)
+        try:
+            before = _exchange(results)
+            alone = self.render(before, tools, opened=False, **variables)
+        except Exception:  # of a template that takes one call of a turn, or none; a policy makes what it likes
+            before = _exchange([])
+            alone = self.render(before, tools, opened=False, **variables)
         whole = self.render([*before, *messages], tools, opened=True, **variables)
         answers = alone.count(ANSWER)
         ended = alone.rpartition(ANSWER)[2].removesuffix(self.end.after)

@@ -153,7 +153,7 @@ LLAMA2 = (
 
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
-    '{% if m.tool_calls %}{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
+    '{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception(1) }}{% elif m.tool_calls %}{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
     "{% else %}{% if loop.first and tools %}"
     + _TOOLS
     + "\n\n{% endif %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"

@@ -288,6 +288,14 @@ def test_ends_of_plain_text(end: str, rest: str, loss: str) -> None:
     assert chat_of(tokenizer).end.text == end
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.tools], ids=lambda kind: kind.name)
+def test_results_of_several_calls_follow_a_turn(kind: Kind) -> None:
+    """Also with templates that take one call of a turn: the policy made them."""
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": f"it is {call['id']}"} for call in CALLS]
+    text = chat_of(tokenizer_of(kind)).reply_text(results)
+    assert [text.count(result["content"]) for result in results] == [1, 1]
+
+
 def test_messages_of_openais_format_have_one_rendering() -> None:
     """As data reads them, also where an environment replies with them."""
     chat = chat_of(tokenizer_of(KINDS[0]))
