@@ -69,6 +69,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_dim": 128, "conv_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "llama4_text": {"num_experts_per_tok": 1},
     "longcat_flash": {
         "head_dim": 64,
         "mla_scale_q_lora": True,
@@ -76,7 +77,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
         "zero_expert_type": "identity",
         "zero_expert_num": 0,
     },
-    "mamba2": {"num_heads": 8},
+    "mamba2": {"num_heads": 8, "n_groups": 1},
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1, 1, 1],
         "moe_layer_freq": [0, 1, 1, 1],
