@@ -72,6 +72,7 @@ EXTRA: Mapping[str, Mapping[str, Any]] = {
     "llama4_text": {"num_experts_per_tok": 1},
     "longcat_flash": {
         "head_dim": 64,
+        "moe_topk": 2,
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
         "zero_expert_type": "identity",
