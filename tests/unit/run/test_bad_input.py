@@ -185,7 +185,7 @@ FSDP; FSDP_CFG.pipeline_parallel_size=2 -> policy.fsdp_cfg.pipeline_parallel_siz
 FSDP; MEGATRON.pipeline_model_parallel_size=2 ->
     policy.megatron_cfg has keys of its own, which policy.backend fsdp does not read
 FSDP; LORA.enabled=true; MIXTURE; FSDP_CFG={data_parallel_size: 2, expert_parallel_size: 2}; cluster.num_cpus=4 ->
-    policy.peft.enabled is true, but FSDP workers have no adapters next to expert parallelism
+    policy.peft.enabled is true ... workers have no adapters next to expert parallelism
 reward.function=dagrl.rl.rewards:exact_match; reward.functions={a: {function: 'dagrl.rl.rewards:exact_match'}} ->
     reward.function and reward.functions are both set ... move the first into reward.functions
 reward.functions={a: {function: 'my_rewards:score'}} -> reward.functions.a.function: there is no module
