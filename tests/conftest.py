@@ -71,15 +71,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _own_settings() -> Iterator[None]:
-    """Commands and runs set the level and the garbage collector of their process, which here goes on with other tests."""
+def _own_logging() -> Iterator[None]:
+    """Commands set the level of their process, which here goes on with other tests."""
     ours = logging.getLogger("dagrl")
     level, propagate, handlers = ours.level, ours.propagate, list(ours.handlers)
     yield
     ours.setLevel(level)
     ours.propagate, ours.handlers[:] = propagate, handlers
-    if not gc.get_freeze_count():  # the end of a run unfreezes
-        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -158,7 +158,7 @@ def test_errors_name_the_worker_and_the_group_goes_on(groups: tuple[Any, Acceler
         ray.get(accelerated.run_all_workers_single_data("refuse", data=7))
     with pytest.raises(ray.exceptions.GetTimeoutError):
         ray.get(accelerated.run_all_workers_single_data("note", text="slow", seconds=1.0), timeout=0.1)
-    with pytest.raises(RunError, match=r"needs \d+ bytes per worker, .* room for 1048576; raise max_bytes of accel"):
+    with pytest.raises(RunError, match=r"needs \d+ bytes per worker, .* room for 1056768; raise max_bytes of accel"):
         accelerated.run_all_workers_single_data("note", text="x" * (2 << 20))
     assert ray.get(accelerated.run_all_workers_single_data("note", text="on")) == ["on"] * 4
 

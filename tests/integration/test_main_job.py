@@ -76,7 +76,8 @@ def test_the_terminal_shows_progress(learned: Run) -> None:
 
 def test_the_configuration_is_saved_as_it_was_resolved(learned: Run) -> None:
     overrides = [f"output_dir={learned.directory.parent}", "name=learned", *LEARNING]
-    resolved = load_config(ROOT / GRPO, [*overrides, "policy.backend=megatron"])
+    derived = ["policy.backend=megatron", "policy.generation.stop_token_ids=[2]"]
+    resolved = load_config(ROOT / GRPO, [*overrides, *derived])
     assert load_config(learned.directory / "config.yaml", []) == resolved
 
 
@@ -144,7 +145,8 @@ def test_every_trained_sample_is_kept_with_its_tokens_and_logprobs(learned: Run)
             assert row["reward"] == float(row["completion"] == row["reference"])
             assert tokenizer.decode(row["prompt_tokens"]) == row["prompt"]
             (turn,) = row["turns"]
-            assert turn == {"role": "policy", "text": tokenizer.decode(row["tokens"]), "start": 0, "end": len(row["tokens"])}
+            text, end = tokenizer.decode(row["tokens"]), len(row["tokens"])
+            assert turn == {"role": "policy", "text": text, "start": 0, "end": end, "reward": None}
     first, last = (read_rollouts(path) for path in (files[SFT_STEPS + 1], files[STEPS]))
     differences = [
         max(np.abs(np.subtract(row["train_logprobs"], row["reference_logprobs"])).max() for row in rows)
@@ -201,7 +203,7 @@ def test_evaluation_is_greedy_and_counts_right_answers(
     options = ["--checkpoint", str(final), "--samples", "4", "--limit", "32", "--json", str(file)]
     assert main(["evaluate", str(ROOT / GRPO), *options]) == 0
     shown = capsys.readouterr().out
-    found = json.loads(file.read_text())
+    (found,) = json.loads(file.read_text())
     metrics, prompts = found["metrics"]["all"], found["prompts"]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32), AutoTokenizer.from_pretrained(final)
     tokens = tokenizer([one["prompt"] for one in prompts], return_tensors="pt", padding=True, padding_side="left")

@@ -102,7 +102,7 @@ def test_rollouts_fit_the_configuration_of_a_run(tmp_path: Path) -> None:
     [
         (peers, "ppo 0.6b 128", "with a kind of grpo or sft; found 'ppo'"),
         (peers, "grpo 0.6b 12", "in whole groups of 8"),
-        (peers, "sft 7b 16", "expected a model of 0.6b, 4b"),
+        (peers, "sft 7b 16", "expected a model of 0.6b, 1.7b, 4b"),
         (generate, "0.6b", "and a number of sequences"),
     ],
 )
