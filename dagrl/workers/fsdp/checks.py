@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
+
+from packaging.version import Version
 
 from dagrl.config import Config, Json, MegatronConfig
 from dagrl.errors import ConfigError, MissingDependencyError
@@ -12,12 +15,20 @@ from dagrl.rl.routed_experts import RoutedLayers, routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.train.hf_load import check_shared
 
+TRANSFORMERS = "5.19"
+"""The first version whose parallel plans FSDP workers apply."""
+
 SEPARABLE = ("full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers in which sequences of a packed row do not see each other."""
 
 
 def check_settings(config: Config) -> None:
-    """Raises ConfigError for settings that the FSDP worker does not have."""
+    """Raises ConfigError for settings that the FSDP worker does not have, or MissingDependencyError for an old package."""
+    if Version(found := version("transformers")) < Version(TRANSFORMERS):
+        raise MissingDependencyError(
+            f"FSDP workers need transformers {TRANSFORMERS} or newer; found {found}; upgrade it, or set "
+            "policy.backend=megatron for a model type that Megatron trains"
+        )
     if config.policy.megatron_cfg != MegatronConfig():
         raise ConfigError(
             "policy.megatron_cfg has keys of its own, which policy.backend fsdp does not read; remove it, or set "

@@ -126,6 +126,12 @@ def test_bad_input_is_one_error_before_workers_start(case: str) -> None:
         FsdpWorker.check(config_of(policy), hf_config)
 
 
+def test_an_old_transformers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dagrl.workers.fsdp.checks.version", lambda name: "5.17.0")
+    with pytest.raises(UserError, match=r"need transformers 5.19 or newer; found 5.17.0; upgrade it"):
+        FsdpWorker.check(config_of({}), {"model_type": "gemma3_text"})
+
+
 def test_files_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:
     config = config_of({"model_name": str(tmp_path)})
     (tmp_path / "pytorch_model.bin").touch()
