@@ -101,6 +101,7 @@ def test_hung_workers_and_those_that_cannot_be_reset_are_replaced_by_new_process
         group.shutdown(2.0)
 
 
+@pytest.mark.slow
 def test_one_shard_is_replaced_while_another_role_computes(cluster: None, tmp_path: Path) -> None:
     """The dead worker's graph alone is compiled again. Meanwhile the other shard and `train` go on."""
     train = WorkerGroup.create("train", Resettable, ParallelLayout(), None)

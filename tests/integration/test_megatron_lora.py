@@ -98,7 +98,7 @@ CASES = [
         "llama", ParallelLayout(pp=2, vpp=2), DENSE, RECOMPUTED, {}, id="pp2vpp2-recomputed", marks=pytest.mark.slow
     ),
     # A worker has rows of queries, another those of keys and values.
-    pytest.param("qwen3", ParallelLayout(tp=4), DENSE, {"sequence_parallel": True}, {}, id="tp4-sp"),
+    pytest.param("qwen3", ParallelLayout(tp=4), DENSE, {"sequence_parallel": True}, {}, id="tp4-sp", marks=pytest.mark.slow),
     pytest.param("qwen2", ParallelLayout(cp=2, dp=2), DENSE, {}, PACKED, id="dp2cp2-packed"),
 ]
 

@@ -174,6 +174,7 @@ def test_losses_gradients_and_metrics_match_the_papers(
 RATE = 0.01
 
 
+@pytest.mark.slow
 def test_expert_biases_move_towards_a_balanced_load(
     megatron_pool: MegatronPool, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -149,6 +149,7 @@ def write_teacher(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": SIZE}))
 
 
+@pytest.mark.slow
 def test_two_teachers_give_columns_by_phases_of_their_own(tmp_path: Path) -> None:
     """In the asynchronous loop. Both are the same, so the target is that of one of them."""
     write_teacher(tmp_path / "teacher")
