@@ -125,10 +125,16 @@ class TextEncoder:
                 return encoded.ids[encoded.index(len(context)) :]
         return self.ids(text)
 
+    @cached_property
+    def _swallowing(self) -> frozenset[int]:
+        """Ids of the added tokens that may take white space beside them; not runs of white space, which are text."""
+        tokens = self._tokenizer.added_tokens_decoder.items()
+        return frozenset(number for number, token in tokens if token.content.strip() and (token.lstrip or token.rstrip))
+
     def is_cut(self, encoded: Encoded, place: int) -> bool:
         """Returns whether the tokens are cut at a character: at the edge of one, or of white space that one swallows."""
         number, edge = encoded.cut(place)
-        return edge or encoded.ids[number - 1] in self.added
+        return edge or encoded.ids[number - 1] in self._swallowing
 
 
 def shared(*sequences: Sequence[object]) -> int:

@@ -307,3 +307,14 @@ def test_messages_of_openais_format_have_one_rendering() -> None:
     assert prompt.tokens.tolist() == truth(KINDS[0], plain, opened=True)
     assert Renderer(chat.tokenizer, "hermes").context(body, Conversations()).whole() == prompt.tokens.tolist()
     assert chat.reply_text(openai) == chat.reply_text(plain)
+
+
+@pytest.mark.parametrize(("prompt", "response"), [("it\n", "\nand"), ("it  ", "  and"), ("it\n", "\n")])
+def test_runs_of_white_space_that_are_added_tokens_are_text(prompt: str, response: str) -> None:
+    """As Gemma 3's, OLMo's and GPT-NeoX's are."""
+    tokenizer = character_tokenizer("adint \n", chat_template=None)
+    tokenizer.add_tokens(["\n\n", "    "])
+    (row,) = encode_demonstrations([Example(prompt, response, source="row 1")], tokenizer)
+    learned = [token for token, mask in zip(row.tokens, row.loss_mask, strict=True) if mask]
+    assert tokenizer.decode(row.tokens, skip_special_tokens=True) == prompt + response
+    assert tokenizer.decode(learned, skip_special_tokens=True) == response
