@@ -127,7 +127,7 @@ class TextEncoder:
 
     @cached_property
     def _swallowing(self) -> frozenset[int]:
-        """Ids of the added tokens that may take white space beside them; not runs of white space, which are text."""
+        """Ids of the added tokens that can absorb adjacent white space. Tokens that are white space themselves are text."""
         tokens = self._tokenizer.added_tokens_decoder.items()
         return frozenset(number for number, token in tokens if token.content.strip() and (token.lstrip or token.rstrip))
 

@@ -45,7 +45,9 @@ for test in tests:
         pass
 sys.stdout.write(f"\\n{{secret}} {{passed}}")
 """
-"""Runs a program and its tests. A program that exits by itself has passed none: it does not write the secret."""
+"""Runs a program and its tests. A program that exits by itself has passed none, as the secret is written after the tests.
+
+Program and tests share an interpreter: a program that looks for the secret there can cheat."""
 
 _BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 

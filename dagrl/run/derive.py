@@ -168,7 +168,7 @@ def derive_stops(derived: Derived, chat: Chat, ends: Mapping[str, Iterable[int]]
         written = chat.end.text.strip()
         if written and not chat.end.tokens and not any(stop in written for stop in config.stop_strings):
             raise ConfigError(
-                f"the chat template ends assistant turns with {written!r}, which is no token of the tokenizer, so "
+                f"the chat template ends assistant turns with {written!r}, which is not a token of the tokenizer, so "
                 "generation would not stop there; use the tokenizer that belongs to the template, or set "
                 f"{ROLLOUT}.stop_strings"
             )

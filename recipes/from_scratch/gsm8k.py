@@ -83,9 +83,9 @@ def prepare(data: Path, output: Path) -> None:
     imitated, rest = train[:IMITATED], train[IMITATED:]
     output.mkdir(parents=True, exist_ok=True)
     for name, problems in (("", imitated), ("test_", test)):
-        _write(output / f"{name}solutions.jsonl", map(solution, problems))
-        _write(output / f"{name}calculations.jsonl", (row for problem in problems for row in calculations(problem)))
-        _write(output / f"{name}calls.jsonl", (solution(with_calls(problem)) for problem in problems))
+        write_rows(output / f"{name}solutions.jsonl", map(solution, problems))
+        write_rows(output / f"{name}calculations.jsonl", (row for problem in problems for row in calculations(problem)))
+        write_rows(output / f"{name}calls.jsonl", (solution(with_calls(problem)) for problem in problems))
     for name, problems in (
         ("", rest),
         ("test_", test),
@@ -93,8 +93,8 @@ def prepare(data: Path, output: Path) -> None:
         ("test_calls_", [*map(with_calls, test)]),
     ):
         for left, word in ((1, "one_left"), (2, "two_left")):
-            _write(output / f"{name}{word}.jsonl", (row for problem in problems for row in unfinished(problem, left)))
-    _write(output / "test_whole.jsonl", (row for problem in test for row in unfinished(problem, None)))
+            write_rows(output / f"{name}{word}.jsonl", (row for problem in problems for row in unfinished(problem, left)))
+    write_rows(output / "test_whole.jsonl", (row for problem in test for row in unfinished(problem, None)))
     write_tokenizer((f"{row['prompt']}{row['response']}" for row in map(solution, imitated)), output / "tokenizer")
 
 
@@ -124,7 +124,8 @@ def _read(path: Path) -> Sequence[Problem]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _write(path: Path, rows: Iterable[Row]) -> None:
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Writes a JSON object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 

@@ -19,12 +19,12 @@ import argparse
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dagrl.data import Example, Splits
-from recipes.from_scratch.gsm8k import Row, final_answer as final_answer, unfinished
+from recipes.from_scratch.gsm8k import Row, final_answer as final_answer, unfinished, write_rows
 
 PROMPT = "Question: {}\nAnswer:"
 WOMEN = "Ana Beth Clara Dina Emma Grace Hana Iris Julia Mary Nora Rosa Sofia Wendy".split()
@@ -156,11 +156,7 @@ def prepare(data: Path, output: Path) -> None:
     for source, prefix in (("train", ""), ("test", "test_")):
         problems = [json.loads(line) for line in (data / f"{source}.jsonl").read_text(encoding="utf-8").splitlines()]
         for left, name in ((None, source), (1, f"{prefix}one_left"), (2, f"{prefix}two_left")):
-            _write(output / f"{name}.jsonl", (row for problem in problems for row in unfinished(problem, left)))
-
-
-def _write(path: Path, rows: Iterable[Row]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            write_rows(output / f"{name}.jsonl", (row for problem in problems for row in unfinished(problem, left)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from dagrl.errors import ConfigError
 from dagrl.workers.train.microbatches import Segments
 
 TORCH_VARLEN = "torch_varlen"
@@ -57,7 +58,11 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """`query` [b, heads, s, d], `key` and `value` [b, kv_heads, s, d] -> [b, s, heads, d], causal."""
-    assert softcap is None and s_aux is None and attention_mask is None, "`default_attention` has chosen the model"
+    if softcap is not None or s_aux is not None or attention_mask is not None:
+        raise ConfigError(
+            f"policy.fsdp_cfg.attn_implementation is {TORCH_VARLEN}, which has no capped logits, attention sinks or "
+            f"masks as {type(module).__name__} needs them; leave it out, so that one is chosen for the model"
+        )
     rows, heads, tokens, size = query.shape
     if cu_seq_lens_q is None and sliding_window is None:  # each row is a sequence
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)

@@ -308,7 +308,7 @@ def test_stops_are_what_turns_end_with_and_each_says_why(caplog: pytest.LogCaptu
 
 def test_an_end_of_turns_that_is_no_token_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     several = chat_of(ended_by("<|e|>\n"))
-    with pytest.raises(ConfigError, match=r"ends assistant turns with '<\|e\|>', which is no token .*stop_strings"):
+    with pytest.raises(ConfigError, match=r"ends assistant turns with '<\|e\|>', which is not a token .*stop_strings"):
         derive_stops(Derived(minimal(policy={"generation": {}})), several, {}, shown=True)
     told = Derived(minimal(policy={"generation": {"stop_strings": ["<|e|>"]}}))
     derive_stops(told, several, {}, shown=True)
