@@ -63,9 +63,10 @@ def find_destinations(model: torch.nn.Module, loaded: LoadedModel, vllm_config: 
     recorded = Recorded(recording, {name: weight.tensor for name, weight in loaded.tensors.items()})
     slices = [weight for weight in recording.slices if not (tied and weight.name.endswith(HEAD))]
     names = dict.fromkeys(part.tensor for weight in slices for part in (weight, weight.scales) if part is not None)
+    written = [recording.arranged[name].tensor if name in recording.arranged else name for name in names]
+    written += [computation.parameter for computation in recording.computations]
     originals = defaultdict[torch.nn.Module, dict[str, torch.Tensor]](dict)
-    for name in names:
-        parameter = recording.arranged[name].tensor if name in recording.arranged else name
+    for parameter in dict.fromkeys(written):
         if parameter not in loaded.tensors:  # the input of a computation
             continue
         original = loaded.tensors[parameter]
