@@ -24,6 +24,10 @@ class FsdpLayoutConfig(Section):
     tensor_parallel_size: PositiveInt = 1
     """Ranks over which each layer's weights are split, by the tensor-parallel plan of the model's class in transformers."""
 
+    context_parallel_size: PositiveInt = 1
+    """Ranks over which the tokens of each row are split. Attention runs on whole rows, with a part of its heads on each rank
+    (Ulysses), so `tensor_parallel_size` times this size divides the number of heads."""
+
     expert_parallel_size: PositiveInt = 1
     """Ranks over which the experts of a mixture are distributed, by the model's expert-parallel plan: a multiple of
     `tensor_parallel_size`, up to all ranks. Ranks with the same experts shard them."""
@@ -36,13 +40,13 @@ class FsdpLayoutConfig(Section):
                 f"data_parallel_replicas is {self.data_parallel_replicas}, which does not divide data_parallel_size "
                 f"{self.data_parallel_size}; each replica is sharded over equally many ranks"
             )
-        tp, ep = self.tensor_parallel_size, self.expert_parallel_size
+        tp, cp, ep = self.tensor_parallel_size, self.context_parallel_size, self.expert_parallel_size
         if ep > 1 and ep % tp:
             raise LayoutError(
                 f"expert_parallel_size is {ep}, but the ranks of a tensor-parallel group have different experts; choose a "
                 f"multiple of tensor_parallel_size, which is {tp}"
             )
-        return ParallelLayout(dp=self.data_parallel_size, tp=tp, ep=ep, etp=1 if ep > 1 else None)
+        return ParallelLayout(dp=self.data_parallel_size, tp=tp, cp=cp, ep=ep, etp=1 if ep > 1 else None)
 
 
 class FsdpConfig(FsdpLayoutConfig):

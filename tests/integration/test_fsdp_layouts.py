@@ -20,7 +20,8 @@ from tests.integration.megatron_pool import MegatronPool, WorkerError
 from tests.integration.test_megatron_layouts import PACKED, UNCLIPPED, grpo_reference, logprobs, train
 
 DP, REPLICAS, TP, EP = "data_parallel_size", "data_parallel_replicas", "tensor_parallel_size", "expert_parallel_size"
-LETTERS = {DP: "dp", REPLICAS: "replicas", TP: "tp", EP: "ep"}
+CP = "context_parallel_size"
+LETTERS = {DP: "dp", REPLICAS: "replicas", TP: "tp", CP: "cp", EP: "ep"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,14 @@ CASES = [
     Case("qwen3_moe", {DP: 2, TP: 2, EP: 2}),
     Case("mixtral", {DP: 2}),
     Case("gpt_oss", {DP: 2}),
+    Case("qwen3", {CP: 2}),
+    Case("qwen3", {CP: 4}, packed=True),  # two key/value heads, repeated
+    Case("qwen3", {DP: 2, CP: 2}, {"activation_checkpointing": "full"}, packed=True),
+    Case("qwen3_tied", {TP: 2, CP: 2}, packed=True),
+    Case("gemma3", {CP: 2}, {"attn_implementation": "eager"}, packed=True),
+    Case("gemma3", {DP: 2, CP: 2, REPLICAS: 2}, packed=True),
+    Case("gpt_oss", {CP: 2}),  # attention sinks
+    Case("qwen3_moe", {DP: 2, CP: 2, EP: 4}, packed=True),
 ]
 
 SLOW = {

@@ -14,6 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from dagrl.errors import ConfigError
+from dagrl.workers.fsdp.context import ROW_POSITIONS
 from dagrl.workers.train.microbatches import Segments
 
 TORCH_VARLEN = "torch_varlen"
@@ -32,9 +33,13 @@ def default_attention(kind: type[Any], config: Any, device: torch.device, precis
     return TORCH_VARLEN if plain and not special and fits and torch.backends.cuda.is_flash_attention_available() else None
 
 
-def attention_arguments(config: Any, segments: Segments | None) -> dict[str, Any]:
-    """Returns what models hand through to `torch_varlen`, under transformers' names; nothing if each row is one sequence."""
-    if segments is None or config._attn_implementation != TORCH_VARLEN:
+def attention_arguments(config: Any, segments: Segments | None, row_positions: Tensor | None = None) -> dict[str, Any]:
+    """Returns what models hand through to attention: to `torch_varlen`, under transformers' names, the sequences of packed
+    rows; with context parallelism, to other kernels that read positions, those of whole rows."""
+    implementation = config._attn_implementation
+    if row_positions is not None and "flash" in implementation:
+        return {ROW_POSITIONS: row_positions}
+    if segments is None or implementation != TORCH_VARLEN:
         return {}
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     sizes = segments.query_starts, segments.key_starts, segments.rounded_query, segments.rounded_key

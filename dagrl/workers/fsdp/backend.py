@@ -89,7 +89,7 @@ class FsdpBackend:
         import torch
 
         from dagrl.workers.fsdp.lora import Adapters
-        from dagrl.workers.fsdp.model import Meshes, check_separation, init_scalar_head, load_model
+        from dagrl.workers.fsdp.model import Meshes, check_context, check_separation, init_scalar_head, load_model
         from dagrl.workers.fsdp.trainer import ShardedModel
 
         spec = self._spec
@@ -104,8 +104,10 @@ class FsdpBackend:
         if spec.trains and self._policy.peft.enabled:
             self._adapters = Adapters(root.net, self._policy.peft)
             self._adapters.fill(spec.config.seed)
-        if self._policy.sequence_packing.enabled:
+        packed = self._policy.sequence_packing.enabled
+        if packed:
             check_separation(root, spec.device)
+        check_context(root, spec.device, packed=packed)
         routed = routed_experts(spec.config, spec.hf_config)
         self._model = ShardedModel(root, spec.config, spec.device, routed, trains=spec.trains)
 
@@ -136,7 +138,8 @@ class FsdpBackend:
 
         context = self._spec.context
         assert self._meshes is not None, "`setup` makes it"
-        return ParallelRank(context.layout, context.coordinates, None, self._meshes.data, self._spec.device)
+        groups = self._meshes.context, self._meshes.data
+        return ParallelRank(context.layout, context.coordinates, *groups, self._spec.device)
 
     @property
     def routed(self) -> RoutedModel | None:

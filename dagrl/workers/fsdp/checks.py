@@ -72,10 +72,16 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     with dry_model(policy, hf_config, layout, 0) as root:
         kinds = set(getattr(root.net.config.get_text_config(), "layer_types", None) or ()) - set(SEPARABLE)
         stateful = getattr(root.net, "_is_stateful", False)
+        if root.context is not None:
+            root.context.check(layout.tp)
         if routed_experts(config, hf_config) is not None:
             find_routers(root.net)
+    what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "layers with a recurrent state"
+    if layout.cp > 1 and (kinds or stateful):
+        raise ConfigError(
+            f"policy.fsdp_cfg.context_parallel_size is {layout.cp}, but the model has {what}, which need whole rows; set it to 1"
+        )
     if policy.sequence_packing.enabled and (kinds or stateful):
-        what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "layers with a recurrent state"
         raise ConfigError(
             f"policy.sequence_packing.enabled is true, but sequences of one row would see each other in the "
             f"model, which has {what}; set it to false"

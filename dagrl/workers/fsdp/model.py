@@ -11,8 +11,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCORE, constant_row
 from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.attention import attention_arguments, default_attention
+from dagrl.workers.fsdp.context import Context
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
 from dagrl.workers.fsdp.output import LogitTransform, base_of
 from dagrl.workers.train.hf_load import read_hf_config
@@ -51,7 +54,7 @@ from dagrl.workers.train.microbatches import Segments
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-REPLICATE, SHARD, TENSOR = "replicate", "shard", "tp"
+REPLICATE, SHARD, TENSOR, CONTEXT = "replicate", "shard", "tp", "cp"
 EXPERT_SHARD, EXPERT = "expert_shard", "ep"
 """Dimensions of the meshes."""
 
@@ -72,15 +75,21 @@ class HiddenStates(nn.Module):
     def __init__(self, net: PreTrainedModel) -> None:
         super().__init__()
         self.net = net
+        self.context: Context | None = None
         self.logits = None if hasattr(net, SCALAR_HEAD) else LogitTransform(net)
 
-    def forward(self, tokens: Tensor, positions: Tensor, segments: Segments | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, segments: Segments | None = None, row_positions: Tensor | None = None
+    ) -> Tensor:
         """Returns the last hidden states [b, s, hidden size] for `tokens` and `positions` [b, s].
 
         `segments` are the sequences of a packed row, which positions tell apart where attention does not take them.
+        `row_positions` are those of whole rows, of which context-parallel ranks have a run of `s` tokens each.
         """
-        attention = attention_arguments(self.net.config, segments)
-        output = base_of(self.net)(input_ids=tokens, position_ids=positions, use_cache=False, **attention)
+        arguments = attention_arguments(self.net.config, segments, row_positions)
+        split = self.context is not None and row_positions is not None
+        with self.context.whole_masks(row_positions) if split else nullcontext():  # type: ignore[union-attr, arg-type]
+            output = base_of(self.net)(input_ids=tokens, position_ids=positions, use_cache=False, **arguments)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
@@ -89,24 +98,31 @@ class HiddenStates(nn.Module):
 class Meshes:
     """All ranks in the order of `ParallelLayout`: as dense weights are on them, and as experts are, if these are apart.
 
-    `data`: the group of the data-parallel ranks, over replicas and shards.
+    Context-parallel ranks hold weights as data-parallel ones do. `data`: the group of both, over replicas and shards.
+    `context`: the group of the ranks with runs of the same rows, if there are several.
     """
 
     dense: DeviceMesh
     experts: DeviceMesh | None
     data: ProcessGroup
+    context: ProcessGroup | None
 
     @staticmethod
     def of(layout: ParallelLayout, replicas: int, device: torch.device) -> Meshes:
         """Makes the meshes. A collective."""
-        sizes = replicas, layout.dp // replicas, layout.tp
+        sizes = replicas, layout.dp // replicas * layout.cp, layout.tp
         dense = init_device_mesh(device.type, sizes, mesh_dim_names=(REPLICATE, SHARD, TENSOR))
         experts = None
         if layout.ep > 1:
             shape = layout.world_size // layout.ep, layout.ep
             experts = init_device_mesh(device.type, shape, mesh_dim_names=(EXPERT_SHARD, EXPERT))
         data = dense[SHARD] if replicas == 1 else dense[REPLICATE, SHARD]._flatten("data")
-        return Meshes(dense, experts, data.get_group())
+        context = None
+        if layout.cp > 1:
+            names = ("dp", CONTEXT, TENSOR)
+            rows = init_device_mesh(device.type, (layout.dp, layout.cp, layout.tp), mesh_dim_names=names)
+            context = rows[CONTEXT].get_group()
+        return Meshes(dense, experts, data.get_group(), context)
 
     @property
     def sharding(self) -> DeviceMesh:
@@ -215,13 +231,44 @@ def check_separation(root: HiddenStates, device: torch.device) -> None:
     others = torch.where(torch.arange(first + second, device=device) < first, tokens.flip(1), tokens)
     starts = torch.tensor([0, first, first + second], dtype=torch.int32, device=device)
     segments = Segments((first, second), (first, second), starts, starts, None)
-    one, other = (root(row, positions, segments)[0, first:].float() for row in (tokens, others))
+    with nullcontext() if root.context is None else root.context.disabled():
+        one, other = (root(row, positions, segments)[0, first:].float() for row in (tokens, others))
     reshard(root)
     if (one - other).norm() > 0.02 * one.norm():  # experts see another batch, and round differently
         attention = root.net.config._attn_implementation
         raise ConfigError(
             f"sequences of a packed row see each other in {type(root.net).__name__} with attn_implementation {attention}; "
             "set policy.sequence_packing.enabled=false, or another policy.fsdp_cfg.attn_implementation"
+        )
+
+
+@torch.no_grad()
+def check_context(root: HiddenStates, device: torch.device, *, packed: bool) -> None:
+    """Raises ConfigError if context-parallel ranks do not compute what a rank does that has the whole row. A collective."""
+    context = root.context
+    if context is None:
+        return
+    width = 8 * context.size
+    lengths = (width - 5, 5) if packed else (width,)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    tokens = (7 * torch.arange(width, device=device)[None] + 3) % root.net.config.get_text_config().vocab_size
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    segments = Segments(lengths, lengths, starts, starts, None) if packed else None
+    own = slice(8 * context.rank, 8 * (context.rank + 1))
+    reason = ""
+    try:
+        with context.disabled():
+            whole = root(tokens, positions, segments)[:, own].float()
+        part = root(tokens[:, own], positions[:, own], segments, positions).float()
+        if not (part - whole).norm() <= 0.02 * whole.norm():  # experts see another batch, and round differently
+            reason = "other layers than attention mix tokens, or attention depends on more than queries, keys and values"
+    except (RuntimeError, ValueError, TypeError) as error:  # of shapes that do not fit
+        reason = f"{type(error).__name__}: {error}"
+    reshard(root)
+    if reason:
+        raise ConfigError(
+            f"{type(root.net).__name__} cannot run with rows split over policy.fsdp_cfg.context_parallel_size {context.size}: "
+            f"{reason}; set it to 1"
         )
 
 
@@ -253,6 +300,8 @@ def shard_model(
         prepare_layer(layer, settings)
         fully_shard(layer, **options)
     fully_shard(root, **options)
+    if meshes.context is not None:
+        root.context = Context(model, meshes.context)
     for module in sharded_modules(root):
         module.set_gradient_divide_factor(1.0)  # losses are divided by the counts of the global batch
         module.set_force_sum_reduction_for_comms(device.type == "cpu")  # Gloo has no premultiplied sum

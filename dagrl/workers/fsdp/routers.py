@@ -35,7 +35,8 @@ class Routers:
 
     def __init__(self, net: nn.Module, sizes: RoutedLayers, coefficient: float, device: torch.device) -> None:
         self._sizes, self._coefficient = sizes, coefficient
-        self._group: dist.ProcessGroup | None = None  # of the data-parallel ranks, while tokens are counted
+        self._group: dist.ProcessGroup | None = None  # of all ranks with other tokens, while these are counted
+        self._context: dist.ProcessGroup | None = None  # of the ranks with the rest of a microbatch
         self._total = torch.zeros((), device=device)  # tokens of the global batch
         self._tokens: RoutedTokens | None = None
         self._seen: list[tuple[Tensor, _Choice]] | None = None  # logits and choices by layer, while they are collected
@@ -47,6 +48,7 @@ class Routers:
     def begin(self, batch: Microbatches, *, counting: bool) -> None:
         """Begins a pass over a batch, in a training step with its losses and counts. A collective then."""
         self._counts, self._group = [], batch.rank.data_group if counting else None
+        self._context = batch.rank.context_group
         if counting:
             self._total.fill_(batch.filled)
             dist.all_reduce(self._total, group=self._group)
@@ -97,6 +99,8 @@ class Routers:
         experts = self._sizes.experts
         weights = valid.float()[:, None].expand_as(choice.own)
         load = weights.new_zeros(experts).index_add_(0, choice.own.flatten(), weights.flatten())
+        if self._context is not None:
+            dist.all_reduce(load, group=self._context)
         shares, probabilities = load / load.sum().clamp(min=1), logits.view(-1, experts).softmax(-1, dtype=torch.float32)
         imbalance = experts * ((probabilities * shares).sum(-1) * valid).sum()
         with torch.no_grad():

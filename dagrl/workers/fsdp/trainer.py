@@ -46,7 +46,8 @@ class ShardedModel:
         self._metrics = StepMetrics()
         settings = config.policy.fsdp_cfg
         self._replicated = settings.data_parallel_replicas > 1
-        self._whole = settings.data_parallel_replicas == settings.layout.dp and settings.layout.tp == 1
+        layout = settings.layout
+        self._whole = settings.data_parallel_replicas == layout.dp and layout.tp == layout.cp == 1
         self.steps, self._config = OptimizerSteps(config), config
         self._scalar = getattr(root.net, SCALAR_HEAD, None)
         self.parameters: dict[str, Any] = dict(self.net.named_parameters())  # each a DTensor
@@ -92,7 +93,7 @@ class ShardedModel:
         Padding follows the tokens of a row, so the causal mask alone keeps it out of sight. Sequences of a packed row are
         told apart by positions that start at 0.
         """
-        hidden: Tensor = self.root(item.tokens, item.positions, item.segments)
+        hidden: Tensor = self.root(item.tokens, item.positions, item.segments, item.row_positions)
         if self._scalar is None:
             return hidden
         numbers: Tensor = (hidden.float() @ self._scalar.weight.float().T).squeeze(-1)

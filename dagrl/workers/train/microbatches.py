@@ -10,8 +10,9 @@ Layers need attention segments in addition to hidden states, if rows are packed 
 microbatch of `b` rows is flattened to `b * s` tokens. A segment is a run of queries and the keys they see. It is causal from
 its end: the last query sees every key, the previous one all but the last, and so on. A packed sequence is one segment. Under
 context parallelism a worker holds two chunks of every sequence (`zigzag`), which are two segments: each has the chunk's
-queries and all keys up to the chunk's end, selected from the gathered keys. Segments may share a prefix (`row_plans.py`):
-another segment, whose keys all their queries see too. Imported only where torch is.
+queries and all keys up to the chunk's end, selected from the gathered keys. A worker that holds a run of each row instead
+(`SplitRule.by_row`) has the segments of whole rows, for layers that gather queries too. Segments may share a prefix
+(`row_plans.py`): another segment, whose keys all their queries see too. Imported only where torch is.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class Microbatch:
     `data` has `sequence_ids`, below `sequences`, if it has a loss mask. `targets` is the index of each token's label in the
     flattened batch; past the end: no label. `segments` is None if every row is one sequence, `routed` without experts.
     `scored` are the indices of the tokens whose labels are in the loss mask, None for all (`logprobs.py`).
+    `row_positions` [b, width] are those of whole rows, if this worker holds a run of each; `segments` are of whole rows then.
     """
 
     tokens: Tensor
@@ -118,6 +120,7 @@ class Microbatch:
     sequences: int
     routed: RoutedTokens | None = None
     scored: Tensor | None = None
+    row_positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,8 @@ def split_batch(
     `masked`, all tokens are scored.
     """
     lengths = batch["lengths"].astype(np.int64)
-    plans = [_MicrobatchPlan.of(rows, rank) for rows in plan_rows(batch, rule, rank)]
+    by_row = rule.by_row and rank.layout.cp > 1
+    plans = [_MicrobatchPlan.of(rows, rank, by_row) for rows in plan_rows(batch, rule, rank)]
     pieces = np.array([piece for plan in plans for piece in plan.pieces], np.int64).T
     prefixes = _prefixes(plans, batch.rows)
     saved = prefixes[1][prefixes[0] != np.arange(batch.rows)]
@@ -192,10 +196,13 @@ def split_batch(
     del arrays["lengths"]
     whole, own, sources, *columns = upload([pieces, lengths, prefixes, *arrays.values()], rank.device)
     size = sum(rows * width for rows, width in (plan.shape for plan in plans))
-    table = _table(whole, own, size, batch, rank)
+    table, positions = _table(whole, own, size, batch, rank, plans[0].shape[1] if by_row else None)
     fields = dict(zip(arrays, columns, strict=True))
     recorded = fields.pop(ROUTED_EXPERTS, None)
     items = _microbatches(plans, table, fields, own, model)
+    if positions is not None:
+        rows_positions = positions.view(len(items), -1, positions.shape[1])
+        items = tuple(replace(item, row_positions=one) for item, one in zip(items, rows_positions, strict=True))
     if model is not None:
         items = _with_routed_tokens(items, table, recorded, model, rank)
     if masked and "loss_mask" in batch.fields and rank.layout.cp == 1:
@@ -257,17 +264,17 @@ class _MicrobatchPlan:
     segments: Segments | None
 
     @staticmethod
-    def of(rows: list[PlannedRow], rank: ParallelRank) -> _MicrobatchPlan:
+    def of(rows: list[PlannedRow], rank: ParallelRank, by_row: bool) -> _MicrobatchPlan:
         """Plans the microbatch of these rows of equal width on this worker."""
-        size = rank.layout.cp
+        size, part = (1, 0) if by_row else (rank.layout.cp, rank.at.cp)
         plain = size == 1 and all(len(row) == 1 for row in rows)
         pieces, heads, last = [piece for row in rows for piece in row], list[int](), -1
         for index, piece in enumerate(pieces):
             last = last if piece.start else index
             heads.append(last if piece.start else -1)
         lengths = [[piece.tokens for piece in row] for row in rows]
-        segments = None if plain else make_segments(lengths, size, rank.at.cp, rank.device, heads)
-        return _MicrobatchPlan(pieces, heads, (len(rows), sum(lengths[0]) // size), segments)
+        segments = None if plain else make_segments(lengths, size, part, rank.device, heads)
+        return _MicrobatchPlan(pieces, heads, (len(rows), sum(lengths[0]) // rank.layout.cp), segments)
 
 
 def _prefixes(plans: Sequence[_MicrobatchPlan], rows: int) -> Indices:
@@ -296,22 +303,33 @@ class _Table:
     nowhere: int
 
 
-def _table(pieces: Tensor, lengths: Tensor, size: int, batch: Batch, rank: ParallelRank) -> _Table:
-    """Builds the table. `pieces` [3, m] has each `Piece`; `size` tokens are here."""
+def _table(
+    pieces: Tensor, lengths: Tensor, size: int, batch: Batch, rank: ParallelRank, run: int | None
+) -> tuple[_Table, Tensor | None]:
+    """Builds the table. `pieces` [3, m] has each `Piece`; `size` tokens are here.
+
+    With `run`, they are a run of so many tokens of each row. Then it also returns the positions of whole rows [rows, width].
+    """
     numbers, starts, rooms = pieces
-    held = rooms // rank.layout.cp  # tokens of each sequence on this worker
+    parts, part = (rank.layout.cp, rank.at.cp) if run is None else (1, 0)
+    held, size = rooms // parts, size * rank.layout.cp // parts  # tokens of each sequence, and of all
     owners = torch.repeat_interleave(held, output_size=size)
     positions = torch.arange(size, device=held.device) - (held.cumsum(0) - held)[owners]
-    positions = zigzag(positions, held[owners], rank.layout.cp, rank.at.cp) + starts[owners]
+    positions, of_rows = zigzag(positions, held[owners], parts, part) + starts[owners], None
+    if run is not None:
+        positions, owners = positions.view(-1, rank.layout.cp, run), owners.view(-1, rank.layout.cp, run)
+        of_rows = positions.flatten(1)
+        positions, owners = (one[:, rank.at.cp].flatten() for one in (positions, owners))
     ends = torch.where(numbers < 0, 0, lengths[numbers])[owners]
     nowhere, sources = batch.rows * batch.tokens, positions + (numbers * batch.tokens)[owners]
-    return _Table(
+    table = _Table(
         sources=torch.where(positions < ends, sources, nowhere),
         following=torch.where(positions < ends - 1, sources + 1, nowhere),
         rows=torch.where(numbers < 0, batch.rows, numbers)[owners],
         positions=positions,
         nowhere=nowhere,
     )
+    return table, of_rows
 
 
 def _microbatches(

@@ -38,20 +38,22 @@ Bins = list[list[int]]
 class SplitRule:
     """How a batch is split into microbatches: of up to `rows` rows, or up to `tokens` tokens.
 
-    Packed rows share prefixes if that saves at least the part `least_shared` of the batch's tokens; None: never.
+    Packed rows share prefixes if that saves at least the part `least_shared` of the batch's tokens; None: never. Context
+    parallelism splits each sequence in two chunks per worker (`zigzag`), or, with `by_row`, each row in one.
     """
 
     packed: bool
     rows: int
     tokens: int
     least_shared: float | None = None
+    by_row: bool = False
 
     @staticmethod
     def of(policy: PolicyConfig, purpose: Literal["train", "logprob"]) -> SplitRule:
         """Reads the rule for training or for log-probabilities."""
         rows = policy.train_micro_batch_size if purpose == "train" else policy.logprob_batch_size
         tokens, shared = policy.microbatch_tokens(purpose), least_shared(policy)
-        return SplitRule(policy.sequence_packing.enabled, rows, tokens, shared)
+        return SplitRule(policy.sequence_packing.enabled, rows, tokens, shared, by_row=policy.backend == "fsdp")
 
     def shares(self, layout: ParallelLayout) -> bool:
         """Whether rows may share prefixes. Context parallelism splits every sequence."""
@@ -92,14 +94,14 @@ def plan_rows(batch: Batch, rule: SplitRule, rank: ParallelRank) -> list[list[Pl
     size = -(-batch.rows // whole)  # at most `rule.rows`, with minimal padding
     present = 1 + int(np.flatnonzero(lengths).max(initial=0))  # padding rows come last
     count = _round_up(_max_over_dp(-(-present // size), rank), _rounds(rank.layout))
-    width = _round_up(batch.tokens, _width_multiple(rank.layout))
+    width = _round_up(batch.tokens, _width_multiple(rule, rank.layout))
     rows = [*range(present), *[-1] * (count * size - present)]
     return [[[Piece(row, 0, width)] for row in rows[start : start + size]] for start in range(0, len(rows), size)]
 
 
 def _packed(batch: Batch, lengths: Indices, rule: SplitRule, rank: ParallelRank) -> list[list[PlannedRow]]:
     """Packs sequences into one row per microbatch, all of one width on every data-parallel worker."""
-    each, budget = _sequence_multiple(rank.layout), _budget(rule, rank.layout)
+    each, budget = _sequence_multiple(rule, rank.layout), _budget(rule, rank.layout)
     least = rule.least_shared if rule.shares(rank.layout) else None
     groups = prefix_groups(batch, least)
     units = list(divided(groups, lengths, budget))
@@ -147,12 +149,12 @@ def _max_over_dp(number: int, rank: ParallelRank) -> int:
 
 def row_widths(rule: SplitRule, layout: ParallelLayout) -> tuple[int, ...]:
     """Returns the widths that packed rows are padded to, ascending: eighths of the budget, rounded up."""
-    budget, multiple = _budget(rule, layout), _width_multiple(layout)
+    budget, multiple = _budget(rule, layout), _width_multiple(rule, layout)
     return tuple(sorted({_round_up(-(-budget * part // WIDTHS), multiple) for part in range(1, WIDTHS + 1)}))
 
 
 def _budget(rule: SplitRule, layout: ParallelLayout) -> int:
-    return _round_up(rule.tokens, _width_multiple(layout))
+    return _round_up(rule.tokens, _width_multiple(rule, layout))
 
 
 def _rounds(layout: ParallelLayout) -> int:
@@ -170,14 +172,14 @@ def warmup_count(layout: ParallelLayout) -> int:
     return _round_up(layout.pp + 2, _rounds(layout))
 
 
-def _sequence_multiple(layout: ParallelLayout) -> int:
-    """Returns the multiple for sequence lengths: context parallelism splits each into 2 x cp chunks."""
-    return 2 * layout.cp if layout.cp > 1 else 1
+def _sequence_multiple(rule: SplitRule, layout: ParallelLayout) -> int:
+    """Returns the multiple for sequence lengths: context parallelism splits each into 2 x cp chunks, unless it splits rows."""
+    return 2 * layout.cp if layout.cp > 1 and not rule.by_row else 1
 
 
-def _width_multiple(layout: ParallelLayout) -> int:
-    """Returns the multiple for row widths: sequences split over cp, then over tp under sequence parallelism."""
-    return _sequence_multiple(layout) * layout.tp
+def _width_multiple(rule: SplitRule, layout: ParallelLayout) -> int:
+    """Returns the multiple for row widths: rows or sequences split over cp, then over tp under sequence parallelism."""
+    return (layout.cp if rule.by_row else _sequence_multiple(rule, layout)) * layout.tp
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -20,6 +20,8 @@ WIDTH = 24
 RULES = {
     "rows": SplitRule(False, 2, 48),
     "packed": SplitRule(True, 2, 48),
+    "runs of rows": SplitRule(False, 2, 48, by_row=True),
+    "runs of packed rows": SplitRule(True, 2, 48, by_row=True),
 }
 
 
@@ -86,6 +88,10 @@ def test_every_token_is_trained_once(lengths: list[int], kind: str, sizes: tuple
             np.testing.assert_array_equal(values.numpy(), batch["tokens"] * (np.arange(WIDTH) > 0))
         for item in cut.items:
             assert item.tokens.shape[1] % tp == 0
+            if RULES[kind].by_row and cp > 1:
+                assert item.row_positions is not None
+                assert torch.equal(item.row_positions.chunk(cp, 1)[rank], item.positions)
+                assert item.segments is None or sum(item.segments.query_lengths) == item.row_positions.numel()
             targets = item.targets.flatten()
             real = targets < batch.rows * WIDTH
             found += targets[real].tolist()
