@@ -1,11 +1,11 @@
 """Trains every text architecture that transformers and the installed vLLM build at tiny size, and compares with plain torch.
 
-    python -m dagrl.bench.train_architectures --json F                     those that F has no rows of
+    python -m dagrl.bench.train_architectures --json F                     the rows that F lacks
     python -m dagrl.bench.train_architectures --json F --names Gemma3ForCausalLM    some of them, again
 
 For each architecture transformers builds a tiny model with random float32 weights. FSDP workers take three SFT steps and two
-GRPO steps with it, on two data-parallel ranks and on two tensor-parallel ones, with padded rows and with packed ones where
-the model can be packed. Losses and gradient norms must be those of transformers and AdamW in one process, row by row without
+GRPO steps with it, on two data-parallel, tensor-parallel or context-parallel ranks (`--layouts`), with padded rows and with
+packed ones where the model can be packed. Losses and gradient norms must be those of transformers and AdamW in one process, row by row without
 padding: to 1e-5, and to one part in 1e4. Before and after each GRPO step a refit sends the weights to a vLLM engine, whose
 samples must have a `gen_kl_error` of at most 1e-6. Each architecture has processes of its own, with a deadline. On a machine
 with three GPUs each process has one, for engines whose kernels CPUs lack.
@@ -49,7 +49,11 @@ from dagrl.workers.vllm import VllmWorker
 from dagrl.workers.vllm.environment import vllm_environment
 from dagrl.workers.vllm.launch import import_vllm
 
-LAYOUTS: Mapping[str, Mapping[str, int]] = {"dp2": {"data_parallel_size": 2}, "tp2": {"tensor_parallel_size": 2}}
+LAYOUTS: Mapping[str, Mapping[str, int]] = {
+    "dp2": {"data_parallel_size": 2},
+    "tp2": {"tensor_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+}
 STEPS = ("likelihood",) * 3 + ("policy",) * 2
 COMPARED = (0, 3, 4, 5)
 """The numbers of steps after which samples are compared: with the weights that vLLM has loaded itself, then after refits."""
@@ -81,6 +85,7 @@ class MemberError(Exception):
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--names", nargs="+")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=300.0)
     run(parser.parse_args())
@@ -96,9 +101,14 @@ def run(options: argparse.Namespace) -> None:
     known = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     names = list(registry._TEXT_GENERATION_MODELS)
     rows = {name: [TrainRow(**row) for row in known if row["architecture"] == name] for name in names}
-    for name in options.names or [name for name in names if not rows[name]]:
-        rows[name] = try_architecture(name, options.seconds)
-        for row in rows[name]:
+    for name in options.names or names:
+        wanted = [layout for layout in options.layouts if options.names or layout not in {row.layout for row in rows[name]}]
+        if not wanted:
+            continue
+        tried = try_architecture(name, wanted, options.seconds)
+        kept = [row for row in rows[name] if row.layout not in wanted]
+        rows[name] = sorted((*kept, *tried), key=lambda row: [*LAYOUTS].index(row.layout))
+        for row in tried:
             sys.stdout.write(f"{'passed' if row.passed else 'FAILED'} {row.architecture} {row.layout} {row.reason}\n")
         sys.stdout.flush()
         if options.json:
@@ -108,17 +118,17 @@ def run(options: argparse.Namespace) -> None:
     sys.stdout.write(f"{sum(row.passed for row in done)} of {len(done)} passed\n")
 
 
-def try_architecture(name: str, seconds: float) -> list[TrainRow]:
+def try_architecture(name: str, layouts: Sequence[str], seconds: float) -> list[TrainRow]:
     """Returns a row for each layout. A crash or a hang is a reason like any other."""
     with tempfile.TemporaryDirectory() as root:
-        reason = run_forked(_train_all, (name, Path(root)), seconds)
+        reason = run_forked(_train_all, (name, layouts, Path(root)), seconds)
         report = Path(root, "rows.json")
         rows = [TrainRow(**row) for row in json.loads(report.read_text())] if report.exists() else []
     done = {row.layout for row in rows}
-    return rows + [TrainRow(name, layout, False, reason) for layout in LAYOUTS if layout not in done]
+    return rows + [TrainRow(name, layout, False, reason) for layout in layouts if layout not in done]
 
 
-def _train_all(name: str, root: Path) -> None:
+def _train_all(name: str, layouts: Sequence[str], root: Path) -> None:
     """Writes `rows.json` in `root`, with a row for each layout as soon as it is done."""
     model = root / "model"
     try:
@@ -129,7 +139,7 @@ def _train_all(name: str, root: Path) -> None:
     except Exception as error:
         truth = reason_of(error)
     rows: list[TrainRow] = []
-    for layout in LAYOUTS:
+    for layout in layouts:
         rows.append(TrainRow(name, layout, False, truth) if isinstance(truth, str) else _row(name, layout, model, truth))
         (root / "rows.json").write_text(json.dumps([asdict(row) for row in rows]))
 

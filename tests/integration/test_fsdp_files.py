@@ -16,13 +16,16 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.train.offload import STATE_PARTS
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool, WorkerError
-from tests.integration.test_fsdp_layouts import DP, EP, REPLICAS, TP, Case
+from tests.integration.test_fsdp_layouts import CP, DP, EP, REPLICAS, TP, Case
 from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
 from tests.integration.test_megatron_values import own_values, plain_torch, value_batch
 
 SCHEDULE = {"lr_decay_style": "cosine", "lr_decay_iters": 8, "lr_warmup_iters": 2}
 RESUMED = [
-    (Case("gemma3", {DP: 2}), [Case("gemma3", {TP: 2}), Case("gemma3", {DP: 4, REPLICAS: 2}, packed=True)]),
+    (
+        Case("gemma3", {DP: 2}),
+        [Case("gemma3", {TP: 2}), Case("gemma3", {CP: 2}), Case("gemma3", {DP: 4, REPLICAS: 2}, packed=True)],
+    ),
     (Case("qwen3_moe", {DP: 2, EP: 2}), [Case("qwen3_moe")]),
 ]
 
@@ -127,7 +130,7 @@ def test_a_checkpoint_of_the_other_backend_is_refused(
 
 
 @pytest.mark.parametrize(
-    "case", [Case("gemma3", {DP: 2}), Case("qwen3_moe", {DP: 2, TP: 2, EP: 2}), Case("phi", {TP: 2})], ids=str
+    "case", [Case("gemma3", {DP: 2, CP: 2}), Case("qwen3_moe", {DP: 2, TP: 2, EP: 2}), Case("phi", {TP: 2})], ids=str
 )
 def test_transformers_loads_an_export_with_equal_logits(
     case: Case,
@@ -185,7 +188,7 @@ def test_both_backends_take_the_same_steps(
             assert train(group, batch, "policy")["loss"] == pytest.approx(steps[name][10]["loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("case", [Case("qwen3", {DP: 2}, packed=True), Case("gemma3", {TP: 2})], ids=str)
+@pytest.mark.parametrize("case", [Case("qwen3", {DP: 2, CP: 2}, packed=True), Case("gemma3", {TP: 2})], ids=str)
 def test_a_critic_is_plain_torchs(
     case: Case,
     megatron_pool: MegatronPool,

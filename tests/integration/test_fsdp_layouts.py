@@ -94,6 +94,11 @@ SLOW = {
     "qwen3_moe-tp2ep2",
     "qwen3_moe-dp2ep2-packed",
     "mixtral-dp2",
+    "qwen3-cp2",
+    "qwen3-dp2cp2-full-packed",
+    "gemma3-cp2-eager-packed",
+    "gpt_oss-cp2",
+    "qwen3_moe-dp2cp2ep4-packed",
 }
 """Cases whose parts others in CI have too."""
 
@@ -141,7 +146,13 @@ def test_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_m
 
 
 @pytest.mark.parametrize(
-    "case", [Case("gemma3", {DP: 2}, packed=True), pytest.param(Case("qwen3", {TP: 2}), marks=pytest.mark.slow)], ids=str
+    "case",
+    [
+        Case("gemma3", {DP: 2}, packed=True),
+        pytest.param(Case("qwen3", {TP: 2}), marks=pytest.mark.slow),
+        pytest.param(Case("gemma3", {CP: 2}, packed=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_grpo_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
     batch, config = reference.make_batch(grpo=True), case.config(tiny_model(case.model), generation={"temperature": 0.7})

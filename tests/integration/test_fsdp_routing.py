@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
-from tests.integration.test_fsdp_layouts import DP, EP, TP, Case
+from tests.integration.test_fsdp_layouts import CP, DP, EP, TP, Case
 from tests.integration.test_megatron_layouts import UNCLIPPED, logprobs, train
 from tests.integration.test_megatron_routing import BALANCE, Routers, load_model, losses_of, recorded_batch
 
@@ -21,6 +21,7 @@ FULL = {"activation_checkpointing": "full"}
 REPLAYS = [
     Case("qwen3_moe_mixed", {DP: 2}, FULL, packed=True),
     pytest.param(Case("qwen3_moe_mixed", {TP: 2, EP: 2}), marks=pytest.mark.slow),
+    pytest.param(Case("qwen3_moe_mixed", {CP: 2}, packed=True), marks=pytest.mark.slow),
 ]
 
 
@@ -55,7 +56,7 @@ def test_replayed_experts_match_the_record(
     assert np.abs(after["logprobs"] - found["logprobs"]).max() > 1e-4
 
 
-@pytest.mark.parametrize("fsdp", [{}, pytest.param(FULL, marks=pytest.mark.slow)], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("fsdp", [{CP: 2}, pytest.param(FULL, marks=pytest.mark.slow)], ids=["split rows", "recomputed"])
 def test_the_load_balancing_loss_is_that_of_switch(
     fsdp: dict[str, Any], megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
 ) -> None:

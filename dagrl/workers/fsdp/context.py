@@ -38,7 +38,8 @@ class Context:
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.enabled = True
         classes = {kind for part in net.modules() for kind in type(part).__mro__}
-        self._homes = [sys.modules[name] for name in sorted({kind.__module__ for kind in classes})]
+        names = {kind.__module__ for kind in classes} - {AttentionInterface.__module__}
+        self._homes = [sys.modules[name] for name in sorted(names)]
         self._makers = [
             (home, name, maker)
             for home in self._homes

@@ -90,6 +90,17 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Json], str]] = {
     ),
     "no language model": ({}, {"model_type": "vit"}, "no class of 'vit' with a causal language model's head"),
     "heads": ({"fsdp_cfg": {"tensor_parallel_size": 3}}, QWEN3, "num_attention_heads = 4, which .* 3 does not divide"),
+    "heads of rows": (
+        {"fsdp_cfg": {"context_parallel_size": 3}},
+        QWEN3,
+        "context_parallel_size is 3, over which 4 attention heads with 2 key/value heads .* cannot be distributed",
+    ),
+    "rows of a state": ({"fsdp_cfg": {"context_parallel_size": 2}}, LFM2, "layers of type conv, which need whole rows; set"),
+    "own attention": (
+        {"fsdp_cfg": {"context_parallel_size": 2}},
+        {"model_type": "bloom", "n_layer": 1, "n_head": 2, "hidden_size": 64, "vocab_size": 200},
+        "BloomForCausalLM computes attention by itself",
+    ),
     "no plan": (
         {"fsdp_cfg": {"tensor_parallel_size": 2}},
         {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 200},
