@@ -5,10 +5,10 @@
 
 For each architecture transformers builds a tiny model with random float32 weights. FSDP workers take three SFT steps and two
 GRPO steps with it, on two data-parallel, tensor-parallel or context-parallel ranks (`--layouts`), with padded rows and with
-packed ones where the model can be packed. Losses and gradient norms must be those of transformers and AdamW in one process, row by row without
-padding: to 1e-5, and to one part in 1e4. Before and after each GRPO step a refit sends the weights to a vLLM engine, whose
-samples must have a `gen_kl_error` of at most 1e-6. Each architecture has processes of its own, with a deadline. On a machine
-with three GPUs each process has one, for engines whose kernels CPUs lack.
+packed ones where the model can be packed. Losses and gradient norms must be those of transformers and AdamW in one process,
+row by row without padding: to 1e-5, and to one part in 1e4. Before and after each GRPO step a refit sends the weights to a
+vLLM engine, whose samples must have a `gen_kl_error` of at most 1e-6. Each architecture has processes of its own, with a
+deadline. On a machine with three GPUs each process has one, for engines whose kernels CPUs lack.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import chain
@@ -18,6 +18,7 @@ from dagrl.config import Config, FsdpLayoutConfig, GenerationConfig, Json, Megat
 from dagrl.config.settings import bucket_widths, generation_config, generation_dtype, samples_per_step, width_key
 from dagrl.data.chat import Chat
 from dagrl.errors import ConfigError
+from dagrl.imports import load_attribute
 from dagrl.machine import gpus, host_memory
 from dagrl.rl.algorithm import Algorithm, algorithm_of
 from dagrl.rl.preferences import gives_scores
@@ -124,6 +125,7 @@ def derive_from_data(
     """
     _fit_lengths(derived, rows, prompts, hf_config)
     if gpus_per_worker(derived.config.cluster):
+        _unpack_states(derived, hf_config)
         _fit_microbatches(derived, hf_config, weight_bytes)
         if derived.colocated:
             _fit_shared_cache(derived, hf_config, weight_bytes)
@@ -348,6 +350,15 @@ def _fit_lengths(derived: Derived, rows: Iterable[Sized], prompts: Iterable[Size
             min(width, shortest),
             what if width <= shortest else f"{what}, but the model has room for {shortest}",
         )
+
+
+def _unpack_states(derived: Derived, hf_config: Mapping[str, Json]) -> None:
+    """Packs no rows of a model through whose layers sequences would see each other."""
+    packing, policy = "policy.sequence_packing.enabled", derived.config.policy
+    if policy.backend == "fsdp" and policy.sequence_packing.enabled and derived.open(packing, "policy.worker"):
+        named = load_attribute("dagrl.workers.fsdp.checks:layers_with_a_state", FSDP)
+        if layers := cast(Callable[..., str], named)(policy, hf_config):
+            derived.set(packing, False, f"sequences of a row would see each other through {layers}")
 
 
 def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_bytes: int) -> None:

@@ -8,11 +8,12 @@ from importlib.util import find_spec
 
 from packaging.version import Version
 
-from dagrl.config import Config, Json, MegatronConfig
+from dagrl.config import Config, Json, MegatronConfig, PolicyConfig
 from dagrl.errors import ConfigError, MissingDependencyError
 from dagrl.imports import load_class
 from dagrl.rl.routed_experts import RoutedLayers, routed_layers
 from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.families.hf_config import SCALAR_HEAD
 from dagrl.workers.train.hf_load import check_shared
 
 TRANSFORMERS = "5.19"
@@ -40,6 +41,21 @@ def routed_experts(config: Config, hf_config: Mapping[str, Json]) -> RoutedLayer
     """Returns the sizes of the experts if the run replays or balances them. Raises ConfigError for a model without any."""
     policy = config.policy
     return routed_layers(hf_config) if policy.router_replay or policy.fsdp_cfg.moe_aux_loss_coeff else None
+
+
+def layers_with_a_state(policy: PolicyConfig, hf_config: Mapping[str, Json]) -> str:
+    """Names layers of a model through which tokens see each other besides attention; empty if it has none.
+
+    Sequences of a packed row would see each other through them, and they need whole rows.
+    """
+    from dagrl.workers.fsdp.architecture import find_class, find_config
+
+    scalar = bool(hf_config.get(SCALAR_HEAD))
+    model = find_config(policy, hf_config, scalar=scalar)
+    kinds = set(getattr(model.get_text_config(), "layer_types", None) or ()) - set(SEPARABLE)
+    if kinds:
+        return f"layers of type {', '.join(sorted(kinds))}"
+    return "layers with a recurrent state" if find_class(policy, model, scalar=scalar)._is_stateful else ""
 
 
 def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
@@ -70,18 +86,17 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
             "policy.fsdp_cfg.expert_parallel_size to 1"
         )
     with dry_model(policy, hf_config, layout, 0) as root:
-        kinds = set(getattr(root.net.config.get_text_config(), "layer_types", None) or ()) - set(SEPARABLE)
-        stateful = getattr(root.net, "_is_stateful", False)
         if root.context is not None:
             root.context.check(layout.tp)
         if routed_experts(config, hf_config) is not None:
             find_routers(root.net)
-    what = f"layers of type {', '.join(sorted(kinds))}" if kinds else "layers with a recurrent state"
-    if layout.cp > 1 and (kinds or stateful):
+    what = layers_with_a_state(policy, hf_config)
+    if layout.cp > 1 and what:
         raise ConfigError(
-            f"policy.fsdp_cfg.context_parallel_size is {layout.cp}, but the model has {what}, which need whole rows; set it to 1"
+            f"policy.fsdp_cfg.context_parallel_size is {layout.cp}, but the model has {what}, which need whole rows; set it "
+            "to 1"
         )
-    if policy.sequence_packing.enabled and (kinds or stateful):
+    if policy.sequence_packing.enabled and what:
         raise ConfigError(
             f"policy.sequence_packing.enabled is true, but sequences of one row would see each other in the "
             f"model, which has {what}; set it to false"

@@ -54,13 +54,13 @@ class Context:
         """Raises ConfigError for a model that cannot be split, as far as can be known without running it."""
         if not any(isinstance(one, AttentionInterface) for home in self._homes for one in vars(home).values()):
             raise ConfigError(
-                f"policy.fsdp_cfg.context_parallel_size is {self.size}, but {type(self._net).__name__} computes attention by "
+                f"policy.fsdp_cfg.context_parallel_size is {self.size}, but {type(self._net).__name__} computes attention "
                 "itself, not by an implementation of transformers; set it to 1"
             )
         text = self._net.config.get_text_config()
         heads = getattr(text, "num_attention_heads", None)
         pairs = getattr(text, "num_key_value_heads", None) or heads
-        if isinstance(heads, int):
+        if isinstance(heads, int) and isinstance(pairs, int):
             self.repeats(heads // tensor_parallel, pairs // tensor_parallel)
 
     def repeats(self, heads: int, pairs: int) -> int:
@@ -69,8 +69,8 @@ class Context:
         if heads % (pairs * repeats):
             raise ConfigError(
                 f"policy.fsdp_cfg.context_parallel_size is {self.size}, over which {heads} attention heads with {pairs} "
-                "key/value heads (of a tensor-parallel rank) cannot be distributed: choose a size that divides the heads, and "
-                "so that those of a rank have whole key/value heads or are part of the heads with one"
+                "key/value heads (of a tensor-parallel rank) cannot be split; choose a size that divides the heads and "
+                "divides the key/value heads or is a multiple of them"
             )
         return repeats
 
@@ -108,11 +108,18 @@ class Context:
                 setattr(home, name, maker)
 
     def attend(
-        self, function: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Runs `function` on whole rows. `query` [b, heads, run, d], `key`, `value` [b, kv_heads, run, d] -> [b, run, heads, d].
+        """`query` [b, heads, run, d], `key` and `value` [b, kv_heads, run, d] -> [b, run, heads, d].
 
-        Heads of keys and values that are fewer than the ranks are repeated.
+        `function` gets whole rows. Key/value heads that are fewer than the ranks are repeated.
         """
         heads, pairs = query.shape[1], key.shape[1]
         repeats = self.repeats(heads, pairs)

@@ -267,8 +267,8 @@ def check_context(root: HiddenStates, device: torch.device, *, packed: bool) -> 
     reshard(root)
     if reason:
         raise ConfigError(
-            f"{type(root.net).__name__} cannot run with rows split over policy.fsdp_cfg.context_parallel_size {context.size}: "
-            f"{reason}; set it to 1"
+            f"{type(root.net).__name__} does not run with rows split over policy.fsdp_cfg.context_parallel_size "
+            f"{context.size}: {reason}; set it to 1"
         )
 
 

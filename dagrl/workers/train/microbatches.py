@@ -108,7 +108,7 @@ class Microbatch:
     `data` has `sequence_ids`, below `sequences`, if it has a loss mask. `targets` is the index of each token's label in the
     flattened batch; past the end: no label. `segments` is None if every row is one sequence, `routed` without experts.
     `scored` are the indices of the tokens whose labels are in the loss mask, None for all (`logprobs.py`).
-    `row_positions` [b, width] are those of whole rows, if this worker holds a run of each; `segments` are of whole rows then.
+    `row_positions` [b, width], like `segments`, are of whole rows, if this worker holds a run of each; else None.
     """
 
     tokens: Tensor

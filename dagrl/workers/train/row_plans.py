@@ -173,7 +173,7 @@ def warmup_count(layout: ParallelLayout) -> int:
 
 
 def _sequence_multiple(rule: SplitRule, layout: ParallelLayout) -> int:
-    """Returns the multiple for sequence lengths: context parallelism splits each into 2 x cp chunks, unless it splits rows."""
+    """Returns the multiple for sequence lengths: context parallelism splits each into 2 x cp chunks, or rows."""
     return 2 * layout.cp if layout.cp > 1 and not rule.by_row else 1
 
 

@@ -33,6 +33,7 @@ from dagrl.run.model import character_tokenizer
 
 ROOT = Path(__file__).parents[3]
 QWEN3_06B = {
+    "model_type": "qwen3",
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "num_hidden_layers": 28,
@@ -174,6 +175,24 @@ def test_microbatches_fit_the_memory(machine: Any, gib: int, checkpointing: bool
     tokens = policy.sequence_packing.train_mb_tokens
     assert policy.megatron_cfg.activation_checkpointing == checkpointing
     assert tokens is not None and policy.max_total_sequence_length <= tokens <= 16384
+
+
+LFM2 = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "packs"),
+    [(LFM2, False), ({"model_type": "mamba"}, False), ({"model_type": "gemma3_text"}, True)],
+    ids=["lfm2", "mamba", "gemma3"],
+)
+def test_rows_of_a_model_with_a_state_are_not_packed(model: dict[str, Any], packs: bool, machine: Any) -> None:
+    machine(1)
+    for chosen in ({}, {"sequence_packing": {"enabled": True}}):
+        derived = derive_from_machine(minimal("sft", policy={"backend": "fsdp", **chosen}))
+        derive_from_data(derived, [range(9)] * 9, [], model, WEIGHTS)
+        packing = derived.config.policy.sequence_packing
+        assert packing.enabled is (packs or bool(chosen))  # the user's choice then is an error of the worker's check
+        assert "would see each other" in derived.reasons.get("policy.sequence_packing.enabled", "") or packing.enabled
 
 
 def test_gpus_without_a_layout_each_get_a_replica(machine: Any) -> None:

@@ -93,13 +93,13 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Json], str]] = {
     "heads of rows": (
         {"fsdp_cfg": {"context_parallel_size": 3}},
         QWEN3,
-        "context_parallel_size is 3, over which 4 attention heads with 2 key/value heads .* cannot be distributed",
+        "context_parallel_size is 3, over which 4 attention heads with 2 key/value heads .* cannot be split",
     ),
     "rows of a state": ({"fsdp_cfg": {"context_parallel_size": 2}}, LFM2, "layers of type conv, which need whole rows; set"),
     "own attention": (
         {"fsdp_cfg": {"context_parallel_size": 2}},
         {"model_type": "bloom", "n_layer": 1, "n_head": 2, "hidden_size": 64, "vocab_size": 200},
-        "BloomForCausalLM computes attention by itself",
+        "BloomForCausalLM computes attention itself",
     ),
     "no plan": (
         {"fsdp_cfg": {"tensor_parallel_size": 2}},
