@@ -1,8 +1,7 @@
-"""Four long-lived processes for train workers of any layout, so that imports run once per test run."""
+"""Four long-lived processes for train workers of any layout, forked from one that has imported Megatron and transformers."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from dagrl.config import Config
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.store import reserve_port
 from dagrl.runtime.worker import ReplayContext, WorkerContext, replay_context
+from tests.integration.forked import fork_servers
 
 SIZE = 4
 
@@ -69,19 +69,16 @@ class Group:
 
 
 class MegatronPool:
-    """Spawned processes; `group` creates workers in them."""
+    """Processes in which `group` creates workers."""
 
     def __init__(self, size: int = SIZE) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
-        context = multiprocessing.get_context("spawn")
-        self.connections: list[Connection] = []
-        self.processes = []
-        for _ in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self.connections.append(ours)
-            self.processes.append(process)
+        self.connections, self.close = fork_servers(size, _prepare, _serve)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, which must be idle."""
+        return Group(self.connections, ParallelLayout(dp=len(self.connections))).call("pid")
 
     @contextmanager
     def group(
@@ -97,20 +94,18 @@ class MegatronPool:
         finally:
             group.call("shutdown")
 
-    def close(self) -> None:
-        for connection, process in zip(self.connections, self.processes, strict=True):
-            if process.is_alive():
-                connection.send(None)
-        for process in self.processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
 
-
-def _serve(connection: Connection) -> None:
+def _prepare() -> None:
     import torch
 
     torch.set_num_threads(1)
+    from tests.integration import fsdp_worker, megatron_worker
+
+    for worker in (megatron_worker.TestedWorker, fsdp_worker.TestedWorker):
+        worker.backend_class.prepare()
+
+
+def _serve(connection: Connection) -> None:
     from tests.integration import fsdp_worker, megatron_worker
 
     kinds: dict[str, Any] = {**megatron_worker.KINDS, **fsdp_worker.KINDS}
@@ -125,6 +120,8 @@ def _serve(connection: Connection) -> None:
                     place, config, address, kind = args
                     worker, value = kinds[kind](place, config), None
                     worker.setup(address)
+                elif method == "pid":
+                    value = os.getpid()
                 else:
                     value = getattr(worker, method)(*args, **kwargs)
             connection.send((None, value))

@@ -1,11 +1,11 @@
 """Processes that each hold a `VllmWorker`, driven from the test process over pipes; no Ray.
 
-One pair of processes runs the engines of all tests, because importing vLLM takes longer than starting an engine.
+One pair of processes runs the engines of all tests, forked from one that has imported vLLM, because that takes longer than
+starting an engine.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +21,7 @@ from dagrl.runtime.layout import ParallelLayout
 from dagrl.runtime.shapes import Batch
 from dagrl.runtime.store import reserve_port
 from dagrl.runtime.worker import WorkerContext
+from tests.integration.forked import fork_servers
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """Directory of vLLM's socket files."""
@@ -30,20 +31,8 @@ class Ranks:
     """Two processes; `start` starts an engine of tensor parallel size 1 or 2."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(2)]
         self._busy = False
-        self._pipes = [ours for ours, _ in pipes]
-        self._processes = [spawn.Process(target=_serve, args=(theirs, environment), daemon=True) for _, theirs in pipes]
-        for process in self._processes:
-            process.start()
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.send(None)
-        for process in self._processes:
-            process.join(10)
-            process.kill()
+        self._pipes, self.close = fork_servers(2, _prepare, _serve, environment)
 
     @contextmanager
     def engine(self, config: Config, tp: int) -> Iterator[Engine]:
@@ -156,15 +145,17 @@ def _shutdown(worker: Any) -> None:
         worker.shutdown()
 
 
-def _serve(pipe: Connection, environment: dict[str, str]) -> None:
+def _prepare(environment: dict[str, str]) -> None:
     os.environ.update(environment)
     from dagrl.workers.vllm.launch import import_vllm
 
-    import_vllm({})  # now, in both processes at once
+    import_vllm({})
+
+
+def _serve(pipe: Connection) -> None:
     while (message := pipe.recv()) is not None:
         function, args = message
         try:
             pipe.send((None, "", function(_worker, *args)))
         except Exception as error:
             pipe.send((error, traceback.format_exc(), None))
-    os._exit(0)  # collecting vLLM's objects takes seconds

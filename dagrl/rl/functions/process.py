@@ -210,7 +210,7 @@ class FunctionProcess:
                 pass_fds=descriptors,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,  # in the driver's session, with which Linux shares processors
             )
         return await asyncio.open_unix_connection(sock=ours, limit=_READ_BYTES)
 
