@@ -43,6 +43,7 @@ _KEYS = {
 SIZES: Mapping[str, int] = {key: size for size, keys in _KEYS.items() for key in keys.split()}
 """Values by key, for keys that the configuration has and that are not None."""
 EXTRA: Mapping[str, Mapping[str, Any]] = {
+    "axk1": {"first_k_dense_replace": 0},  # vLLM wants a norm in dense layers that transformers does not have
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "cosmos3_edge_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e8, "mrope_section": [8, 4, 4]}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}, "max_seq_len": 128},

@@ -25,6 +25,7 @@ CASES = [
     ("Exaone4ForCausalLM", "dp2", PACKED),
     ("FalconH1ForCausalLM", "dp2", PADDED),  # Mamba next to attention, an infinite number in config.json
     ("Gemma2ForCausalLM", "dp2", PACKED),  # capped logits
+    ("Gemma4ForCausalLM", "cp2", PACKED),  # heads of two sizes
     ("GPT2LMHeadModel", "dp2", PACKED),
     ("GraniteSWAForCausalLM", "tp2", PACKED),  # attention sinks
     ("HrmTextForCausalLM", "dp2", PACKED),  # layers that run many times, parameters that files have joined

@@ -28,6 +28,12 @@ def find_config(policy: PolicyConfig, hf_config: Mapping[str, Json], *, scalar: 
     raise ConfigError(f"transformers does not know model_type {kind!r}; a newer version may, or use another model")
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Returns the configuration of each layer of a model's text part that has its own; else that of the text part alone."""
+    text = config.get_text_config()
+    return [*text.per_layer_config] if text.is_heterogeneous else [text]
+
+
 def find_class(policy: PolicyConfig, config: Any, *, scalar: bool) -> type[Any]:
     """Returns the class with a language model's head, or, if `scalar`, with one number per token."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -14,6 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from dagrl.errors import ConfigError
+from dagrl.workers.fsdp.architecture import layer_configs
 from dagrl.workers.fsdp.context import ROW_POSITIONS
 from dagrl.workers.train.microbatches import Segments
 
@@ -23,14 +24,17 @@ LARGEST_HEAD = 256
 
 def default_attention(kind: type[Any], config: Any, device: torch.device, precision: str) -> str | None:
     """Returns `torch_varlen` for a model that it can compute, else None: transformers' choice."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    size = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else LARGEST_HEAD + 1)
+    text, size = config.get_text_config(), max(map(_head_size, layer_configs(config)))
     plain = getattr(kind, "_supports_flash_attn", False) and not getattr(kind, "_compatible_flash_implementations", None)
     kinds = getattr(text, "layer_types", None) or ()
     special = getattr(text, "attn_logit_softcapping", None) or "chunked_attention" in kinds
     fits = device.type == "cuda" and precision != "float32" and size <= LARGEST_HEAD
     return TORCH_VARLEN if plain and not special and fits and torch.backends.cuda.is_flash_attention_available() else None
+
+
+def _head_size(layer: Any) -> int:
+    heads = getattr(layer, "num_attention_heads", None)
+    return getattr(layer, "head_dim", None) or (layer.hidden_size // heads if heads else LARGEST_HEAD + 1)
 
 
 def attention_arguments(config: Any, segments: Segments | None, row_positions: Tensor | None = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -15,6 +16,8 @@ from dagrl.rl.routed_experts import RoutedLayers, routed_layers
 from dagrl.runtime.layout import ParallelLayout
 from dagrl.workers.families.hf_config import SCALAR_HEAD
 from dagrl.workers.train.hf_load import check_shared
+
+logger = logging.getLogger(__name__)
 
 TRANSFORMERS = "5.19"
 """The first version whose parallel plans FSDP workers apply."""
@@ -71,6 +74,7 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
                 "choose a size that does"
             )
     from dagrl.workers.fsdp.dry import dry_model
+    from dagrl.workers.fsdp.lora import stacked_experts
     from dagrl.workers.fsdp.routers import find_routers
     from dagrl.workers.fsdp.sent import whole_shapes
 
@@ -88,6 +92,8 @@ def check_model(config: Config, hf_config: Mapping[str, Json]) -> None:
     with dry_model(policy, hf_config, layout, 0) as root:
         if root.context is not None:
             root.context.check(layout.tp)
+        if policy.peft.enabled and (stacked := stacked_experts(root.net)):
+            logger.info("experts have no adapters: the model stacks their weights in %s", ", ".join(sorted(stacked)))
         if routed_experts(config, hf_config) is not None:
             find_routers(root.net)
     what = layers_with_a_state(policy, hf_config)

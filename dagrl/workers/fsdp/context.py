@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, masking_utils
 
 from dagrl.errors import ConfigError
+from dagrl.workers.fsdp.architecture import layer_configs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,11 +58,11 @@ class Context:
                 f"policy.fsdp_cfg.context_parallel_size is {self.size}, but {type(self._net).__name__} computes attention "
                 "itself, not by an implementation of transformers; set it to 1"
             )
-        text = self._net.config.get_text_config()
-        heads = getattr(text, "num_attention_heads", None)
-        pairs = getattr(text, "num_key_value_heads", None) or heads
-        if isinstance(heads, int) and isinstance(pairs, int):
-            self.repeats(heads // tensor_parallel, pairs // tensor_parallel)
+        for layer in layer_configs(self._net.config):
+            heads = getattr(layer, "num_attention_heads", None)
+            pairs = getattr(layer, "num_key_value_heads", None) or heads
+            if isinstance(heads, int) and isinstance(pairs, int):
+                self.repeats(heads // tensor_parallel, pairs // tensor_parallel)
 
     def repeats(self, heads: int, pairs: int) -> int:
         """Returns how often each of the key/value heads is repeated. Raises ConfigError if ranks cannot share the heads."""

@@ -137,6 +137,11 @@ def shapes_of_model(hf_config: Mapping[str, Json]) -> dict[str, tuple[int, ...]]
         return linear_shapes(find_class(PolicyConfig(), config, scalar=False)(config))
 
 
+def stacked_experts(model: nn.Module) -> set[str]:
+    """Returns the names of the parameters that have the weights of all experts of a layer."""
+    return {name.rpartition(".")[2] for name, weight in model.named_parameters() if weight.ndim == 3 and ".experts." in name}
+
+
 def add_adapters(model: nn.Module, settings: PeftConfig) -> None:
     """Wraps the linear layers that `settings` choose. A and B are float32, the frozen weights as they were.
 
@@ -144,7 +149,14 @@ def add_adapters(model: nn.Module, settings: PeftConfig) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    check_adapters(settings, linear_shapes(model))
+    linear, stacked = linear_shapes(model), stacked_experts(model)
+    for target in settings.target_modules:
+        if target.rpartition(".")[2] in stacked and not any(name.endswith(f"{target}.weight") for name in linear):
+            raise ConfigError(
+                f"policy.peft.target_modules has {target!r}, which has the weights of all experts of a layer; FSDP workers "
+                "have adapters of linear layers only. Leave it out, or set policy.backend=megatron for a model it has"
+            )
+    check_adapters(settings, linear)
     lora: dict[str, Any] = {"r": settings.dim, "lora_alpha": settings.alpha, "use_rslora": settings.use_rslora}
     inject_adapter_in_model(LoraConfig(target_modules=_chosen_layers(model, settings), **lora), model, NAME)
     for name, parameter in model.named_parameters():

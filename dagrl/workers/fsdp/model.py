@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import DistributedConfig, activations
+from transformers import DistributedConfig, PreTrainedModel, activations
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, Interleave
 from transformers.distributed.tensor_parallel import (
@@ -50,9 +50,6 @@ from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split
 from dagrl.workers.fsdp.output import LogitTransform, base_of
 from dagrl.workers.train.hf_load import read_hf_config
 from dagrl.workers.train.microbatches import Segments
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 REPLICATE, SHARD, TENSOR, CONTEXT = "replicate", "shard", "tp", "cp"
 EXPERT_SHARD, EXPERT = "expert_shard", "ep"
@@ -424,6 +421,13 @@ class _Mesh:
         """Returns none: parameters know their own mesh."""
 
 
+def _init_missing(init_weights: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """Leaves modules alone that are loaded: some cannot be initialized sharded (HYV4)."""
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    if not own or not all(getattr(one, "_is_hf_initialized", False) for one in own):
+        init_weights(module)
+
+
 def _sharded_class(kind: type[Any], device: torch.device, shard: Callable[[Any], None]) -> Any:
     """Returns a class of the same name that calls `shard` with a model before its files are read."""
 
@@ -436,6 +440,9 @@ def _sharded_class(kind: type[Any], device: torch.device, shard: Callable[[Any],
         def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
             model._is_distributed_loading_by_transformers = True
             shard(model)
+            for part in model.modules():
+                if isinstance(part, PreTrainedModel):
+                    part._init_weights = partial(_init_missing, part._init_weights)
             return model
 
     for name in ("__name__", "__qualname__", "__module__"):  # by which transformers finds a model's conversions
