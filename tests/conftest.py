@@ -36,7 +36,7 @@ gc.disable()
 # Machines that run tests are shared: the time to draw or run one example says nothing about the code.
 # pytest-timeout bounds a whole test. Each run draws other examples, so a test needs few of them.
 hypothesis.settings.register_profile(
-    "dagrl", deadline=None, max_examples=40, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "dagrl", deadline=None, max_examples=20, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("dagrl")
 

@@ -22,6 +22,11 @@ from dagrl.config import Config, Json
 from dagrl.errors import ConfigError
 from dagrl.imports import did_you_mean
 
+try:  # ten times as fast, but deep nesting would end the process: for texts written here
+    from yaml import CSafeDumper as Dumper, CSafeLoader as Loader
+except ImportError:  # PyYAML without libyaml
+    from yaml import SafeDumper as Dumper, SafeLoader as Loader  # type: ignore[assignment]
+
 KeyPath = tuple[str | int, ...]
 Locations = dict[KeyPath, str]
 """The file and line, or the command line, of each key."""
@@ -61,10 +66,10 @@ def dump_config(config: Config, derived: Mapping[str, str] | None = None) -> str
 
     Comments above the keys in `derived` say why they have their value.
     """
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text = yaml.dump(config.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
     if not derived:
         return text
-    starts, lines = dict(_marks(yaml.compose(text, yaml.SafeLoader))), text.splitlines()
+    starts, lines = dict(_marks(yaml.compose(text, Loader))), text.splitlines()
     for key, reason in derived.items():
         start = starts[tuple(key.split("."))]
         lines[start.line] = f"{' ' * start.column}# derived: {reason}\n{lines[start.line]}"
@@ -87,8 +92,9 @@ def _read_yaml(path: Path) -> tuple[dict[str, Json], Locations]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error}") from error
     try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        content = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        content = None if node is None else loader.construct_document(node)
         locations: Locations = {}
         for key, mark in _marks(node):
             location = f"{path}, line {mark.line + 1}"

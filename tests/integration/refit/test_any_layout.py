@@ -27,7 +27,7 @@ DIRECT = [1, 300, 1500, DIRECT_BYTES]
 """Thresholds of direct messages at which all, many, few or no parts of these small models are direct."""
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_megatron_layout_into_any_vllm_layout(data: st.DataObject) -> None:
     config = data.draw(model_configs())
@@ -50,7 +50,7 @@ def test_any_megatron_layout_into_any_vllm_layout(data: st.DataObject) -> None:
     assert pickle.loads(pickle.dumps(plan.for_rank(0))) == plan.for_rank(0)  # noqa: S301
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_any_megatron_layout_into_any_other(data: st.DataObject) -> None:
     config = data.draw(model_configs())

@@ -47,7 +47,7 @@ def finish_time(graph: PhaseGraph, seconds: dict[str, int]) -> int:
 SIZES = {"stages": st.integers(1, 7), "microbatches": st.integers(1, 12), "tp": st.integers(1, 2)}
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(**SIZES)
 def test_every_stage_runs_every_microbatch_once_and_holds_few_activations(stages: int, microbatches: int, tp: int) -> None:
     graph = trace(stages, microbatches, tp)
@@ -59,7 +59,7 @@ def test_every_stage_runs_every_microbatch_once_and_holds_few_activations(stages
         assert held.min() >= 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(**SIZES, forward=st.integers(1, 3), backward=st.integers(1, 5))
 def test_the_bubble_is_that_of_the_closed_form(stages: int, microbatches: int, tp: int, forward: int, backward: int) -> None:
     graph = trace(stages, microbatches, tp)
@@ -80,7 +80,7 @@ def test_the_order_of_the_paper_at_four_stages_and_eight_microbatches() -> None:
 
 
 @given(**SIZES)
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_only_values_between_stages_use_the_transport(stages: int, microbatches: int, tp: int) -> None:
     graph = trace(stages, microbatches, tp, "nccl")
     crossing = {
@@ -97,7 +97,7 @@ def test_only_values_between_stages_use_the_transport(stages: int, microbatches:
 
 
 @given(**SIZES)
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_no_stage_steps_before_every_backward_has_ended(stages: int, microbatches: int, tp: int) -> None:
     graph = trace(stages, microbatches, tp)
     for step in (node for node in graph.nodes if node.method == "optimizer_step"):

@@ -44,7 +44,7 @@ def random(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_parts_of_tensors_have_the_sums_of_their_bytes(data: st.DataObject) -> None:
     """Any box of a tensor of up to three dimensions, at any address; several moves, with gaps between their views."""

@@ -131,5 +131,5 @@ class Commits(RuleBasedStateMachine):
         return [version for version in getattr(self, "open", []) if version is not None]
 
 
-Commits.TestCase.settings = settings(deadline=None, max_examples=15, stateful_step_count=10)
+Commits.TestCase.settings = settings(deadline=None, max_examples=10, stateful_step_count=10)
 TestCommits = Commits.TestCase

@@ -97,7 +97,7 @@ def test_only_the_end_with_a_gap_in_its_tensor_stages() -> None:
     assert torch.equal(tensors[1]["gate_up"], fc1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_both_ends_split_alike_and_stage_what_was_planned(data: st.DataObject) -> None:
     config = data.draw(model_configs())
@@ -170,7 +170,6 @@ def test_moves_join_if_adjacent_in_both_tensors_and_the_message(first: Move, sec
     assert adjoin(first, second) == together
 
 
-@settings(max_examples=40)
 @given(st.data())
 def test_a_contiguous_run_has_the_bytes_of_its_moves(data: st.DataObject) -> None:
     """Mostly adjacent boxes of a 3-d tensor: if a run is contiguous, its bytes are those of its moves."""

@@ -119,7 +119,7 @@ def check_rounds(plan: RefitPlan) -> None:
     assert rounds == sorted(rounds)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_random_grids_of_sources_that_overlap(data: st.DataObject) -> None:
     """Sources of several grids over one 3-d parameter, whose boxes differ and overlap."""

@@ -34,7 +34,7 @@ def views(draw: st.DrawFn, shape: Shape) -> tuple[Tensor, Tensor]:
     return held, whole[tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_rows_copy_what_torch_copies(data: st.DataObject) -> None:
     """For any two views of one shape; nothing else is written."""

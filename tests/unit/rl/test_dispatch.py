@@ -55,7 +55,7 @@ def test_longest_first_ends_sooner_and_more_evenly_than_fifo() -> None:
     assert np.mean(above) < 1.1, "against the least that any order needs"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     expected=st.lists(st.floats(1, 1000), max_size=40),
     shards=st.integers(1, 4),

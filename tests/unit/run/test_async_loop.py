@@ -108,7 +108,7 @@ def check_tokens(trained: Trained, max_age: int, in_flight: bool = True) -> None
             assert episode.logprobs.tolist() == expected
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(seed=seeds, age=st.integers(0, 3), in_flight=st.booleans(), turns=st.booleans(), dynamic=st.booleans())
 def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, turns: bool, dynamic: bool) -> None:
     run = Run(configuration(asynchronous(age, in_flight), turns=turns, dynamic=dynamic), seed)
@@ -127,7 +127,7 @@ def test_any_timing_keeps_ages_and_groups(seed: int, age: int, in_flight: bool, 
     check_metrics(run)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(seed=seeds, loop=st.sampled_from([{}, asynchronous(0, True), asynchronous(2, True)]), turns=st.booleans())
 def test_engines_that_die_at_any_moment_cost_no_step_and_no_token(seed: int, loop: dict[str, Any], turns: bool) -> None:
     """Nothing is lost, trained twice, or made without weights, whether an engine dies in a quantum or a refit.
@@ -309,7 +309,7 @@ def check_metrics(run: Run) -> None:
     assert run.metrics[-1].get("dropped/zero_variance", 0) <= run.experience.buffer.dropped.get("zero_variance", 0)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(timings=st.tuples(seeds, seeds), in_flight=st.booleans(), turns=st.booleans(), dynamic=st.booleans())
 def test_age_zero_is_the_synchronous_run_at_any_timing(
     timings: tuple[int, int], in_flight: bool, turns: bool, dynamic: bool
@@ -336,7 +336,7 @@ def described(groups: Sequence[ScoredGroup]) -> list[Any]:
     ]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(
     timings=st.tuples(seeds, seeds),
     age=st.integers(0, 3),

@@ -21,7 +21,7 @@ from dagrl.telemetry.record import prepare_run_directory
 from tests.unit.run.saving import saving
 
 VALID = {"name": "fuzz", "algorithm": "sft", "policy": {}, "data": {}}
-FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20)
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=12)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 CONTENT: st.SearchStrategy[Any] = st.recursive(
     SCALARS,

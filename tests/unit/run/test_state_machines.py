@@ -15,7 +15,7 @@ from dagrl.rl.rollout.trajectories import TrajectoryBuffer
 from dagrl.run.checkpoint_store import MANIFEST, CheckpointStore, TrainState
 from tests.unit.run.saving import saving
 
-HISTORIES = settings(deadline=None, max_examples=25, stateful_step_count=30)
+HISTORIES = settings(deadline=None, max_examples=15, stateful_step_count=30)
 
 
 class Trajectories(RuleBasedStateMachine):
@@ -206,7 +206,7 @@ class Checkpoints(RuleBasedStateMachine):
             shutil.rmtree(self.root)
 
 
-Trajectories.TestCase.settings = settings(HISTORIES, max_examples=50, stateful_step_count=50)
+Trajectories.TestCase.settings = settings(HISTORIES, max_examples=25, stateful_step_count=50)
 Checkpoints.TestCase.settings = settings(HISTORIES, max_examples=8, stateful_step_count=12)
 TestTrajectories = Trajectories.TestCase
 TestCheckpoints = Checkpoints.TestCase

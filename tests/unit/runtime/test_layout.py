@@ -5,17 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
 from dagrl.errors import LayoutError
 from dagrl.runtime.layout import Coordinates, ParallelLayout
-
-pytest.importorskip("megatron.core")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from megatron.core.parallel_state import RankGenerator
 
 ORDER = "tp-cp-ep-dp-pp"  # the default of megatron.core.parallel_state.initialize_model_parallel
 
@@ -33,16 +29,23 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
     return ParallelLayout(dp=dp, pp=pp, tp=tp, cp=cp, ep=ep, etp=etp, vpp=vpp)
 
 
-def dense_generator(layout: ParallelLayout) -> RankGenerator:
+def rank_generator(**sizes: int) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = pytest.importorskip("megatron.core.parallel_state")
+    return state.RankGenerator(**sizes, order=ORDER)
+
+
+def dense_generator(layout: ParallelLayout) -> Any:
     """As `initialize_model_parallel` makes it for dense weights."""
-    return RankGenerator(tp=layout.tp, ep=1, dp=layout.dp, pp=layout.pp, cp=layout.cp, order=ORDER)
+    return rank_generator(tp=layout.tp, ep=1, dp=layout.dp, pp=layout.pp, cp=layout.cp)
 
 
-def expert_generator(layout: ParallelLayout) -> RankGenerator:
+def expert_generator(layout: ParallelLayout) -> Any:
     """As `initialize_model_parallel` makes it for experts: no context parallelism, data parallel with what is left."""
     etp = layout.tp if layout.etp is None else layout.etp
     edp = layout.world_size // (etp * layout.ep * layout.pp)
-    return RankGenerator(tp=etp, ep=layout.ep, dp=edp, pp=layout.pp, cp=1, order=ORDER)
+    return rank_generator(tp=etp, ep=layout.ep, dp=edp, pp=layout.pp, cp=1)
 
 
 def groups_by(layout: ParallelLayout, key: Callable[[Coordinates], Hashable]) -> list[list[int]]:

@@ -299,7 +299,7 @@ def read_from_a_writer(raw: bytes) -> object:
 NO_MESSAGE = r"changed on the way|came over an edge|gone|reset"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(prefix=st.integers(0, 2**64 - 1) | st.integers(0, 600), body=st.binary(max_size=600), whole=st.booleans())
 def test_garbage_ends_the_link_without_allocating_its_claimed_size(prefix: int, body: bytes, whole: bool) -> None:
     """Sizes beyond the edge, parts beyond the message, and an end in the middle."""
@@ -312,7 +312,7 @@ PACKET = Packet(Header("phase", 7, True, {"train": (1, 2)}, 10.0), {"loss": 0.5,
 MESSAGE = b"".join(_blocks(dump(PACKET.wire())))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(at=st.integers(0, len(MESSAGE) - 1), bit=st.integers(0, 7), cut=st.booleans())
 def test_a_packet_cut_or_changed_at_any_bit_is_not_unpickled(at: int, bit: int, cut: bool) -> None:
     """One with a changed size in its pickle would take gigabytes. Only bits between its parts may differ."""

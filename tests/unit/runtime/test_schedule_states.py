@@ -156,5 +156,5 @@ class Replays(RuleBasedStateMachine):
             self.scheduler.close()
 
 
-Replays.TestCase.settings = settings(deadline=None, max_examples=40, stateful_step_count=25)
+Replays.TestCase.settings = settings(deadline=None, max_examples=20, stateful_step_count=25)
 TestReplays = Replays.TestCase

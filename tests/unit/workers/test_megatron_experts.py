@@ -113,7 +113,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float(difference / norm) if norm else float(difference)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     counts=st.sampled_from(COUNTS) | st.lists(st.integers(0, 20), min_size=1, max_size=9),

@@ -29,7 +29,7 @@ OPTIONAL = "num_key_value_heads", "head_dim", "q_lora_rank", "n_shared_experts",
 """Keys whose defaults differ between families."""
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_slices_rebuild_what_megatron_holds(data: st.DataObject) -> None:
     config = data.draw(model_configs())

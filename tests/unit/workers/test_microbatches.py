@@ -69,7 +69,7 @@ def attended(microbatch: Microbatch) -> list[list[int]]:
     return seen
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.integers(0, WIDTH), min_size=1, max_size=9),
     st.sampled_from(sorted(RULES)),
@@ -139,7 +139,7 @@ GROUPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(GROUPS, st.booleans(), st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 2)]))
 def test_shared_prefixes_change_neither_labels_nor_attention(
     groups: list[tuple[int, list[int]]], masked: bool, sizes: tuple[int, int, int]

@@ -13,7 +13,7 @@ from dagrl.workers.train.row_plans import SplitRule, largest, pack, row_widths, 
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(LENGTHS, st.integers(120, 400), st.integers(0, 5))
 def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], budget: int, more: int) -> None:
     bins = pack(lengths, budget)

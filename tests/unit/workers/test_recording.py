@@ -137,7 +137,7 @@ def viewed(draw: st.DrawFn, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor
     return chain
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=3))
 def test_any_chain_of_views_is_described(data: st.DataObject, sizes: list[int]) -> None:
     """The target is a permuted range of a larger parameter. Chains that mix elements of a box are refused, never wrong."""
