@@ -7,6 +7,7 @@ Runs of tokens of one kind are a line with its name, in its colour:
     TRAIN     12                             from the data, in the loss
     TRAIN+    <think>│↵│</think>│↵           written by the template, in the loss
     STOP      <|im_end|>                     in the loss, and ends a completion
+    after     ↵                              added by the chat template after the end of a turn; not in the loss
 """
 
 from __future__ import annotations
@@ -24,15 +25,23 @@ from dagrl.run.preflight import Inputs, read_data
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from transformers import PreTrainedTokenizerFast
 
-STYLES = {"template": "dim", "data": "", "TRAIN": "green", "TRAIN+": "yellow", "STOP": "bold red", "SAMPLE": "green"}
+STYLES = {
+    "template": "dim",
+    "data": "",
+    "TRAIN": "green",
+    "TRAIN+": "yellow",
+    "STOP": "bold red",
+    "after": "dim",
+    "SAMPLE": "green",
+}
 MEANINGS = {
     "template": "written by the chat template or the tokenizer, not in the loss",
     "data": "from the data, not in the loss",
     "TRAIN": "from the data, in the loss",
     "TRAIN+": "written by the chat template, in the loss",
     "STOP": "in the loss, and ends a completion",
+    "after": "added by the chat template after the end of a turn, not in the loss",
     "SAMPLE": "what the policy writes, in the loss",
 }
 MOST = 200
@@ -82,18 +91,21 @@ class _View:
 
     def __init__(self, inputs: Inputs, stops: set[int]) -> None:
         self.stops, self.day = stops, inputs.config.policy.tokenizer.date
-        self._tokenizer = inputs.tokenizer
+        self._tokenizer, self._chat = inputs.tokenizer, chat_of(inputs.tokenizer)
+        self._pieces, self._decode = self._chat.encoder.pieces, self._chat.encoder.decode
         self._special = set(inputs.tokenizer.all_special_ids) | {*inputs.tokenizer.get_added_vocab().values()}
 
     def text(self, token: int) -> str:
         """Returns the text of a token alone."""
-        return _shown(_decode(self._tokenizer, [token]))
+        return _shown(self._decode([token]))
 
     def sequence(self, name: str, row: Demonstration, example: Example | None) -> list[RenderableType]:
         """Shows a whole sequence."""
         tokens, learned = row.tokens.tolist(), row.loss_mask > 0
         given = self._given(tokens, _contents(example))
         kinds = [self._kind(*item) for item in zip(tokens, learned.tolist(), given, strict=True)]
+        if example is not None and example.messages:
+            kinds = self._with_after(tokens, learned.tolist(), kinds)
         return self._table(f"{name}: {row.source}, {len(tokens)} tokens, {int(learned.sum())} in the loss", tokens, kinds)
 
     def prompt(self, prompt: Prompt, example: Example | None) -> list[RenderableType]:
@@ -109,13 +121,24 @@ class _View:
             return "STOP" if token in self.stops else "TRAIN" if given else "TRAIN+"
         return "data" if given else "template"
 
+    def _with_after(self, tokens: Sequence[int], learned: Sequence[bool], kinds: Sequence[str]) -> list[str]:
+        """Finds the tokens after a turn that have the text which the template adds there."""
+        kinds, left = list(kinds), ""
+        for number, piece in enumerate(self._pieces(tokens)):
+            left = self._chat.end.after if learned[number] else left
+            if kinds[number] == "template" and piece and left.startswith(piece):
+                kinds[number], left = "after", left.removeprefix(piece)
+            elif not learned[number]:
+                left = ""
+        return kinds
+
     def _table(
         self, title: str, tokens: Sequence[int], kinds: Sequence[str], *after: tuple[str, str]
     ) -> list[RenderableType]:
         from rich.table import Table
         from rich.text import Text
 
-        table, pieces = Table.grid(padding=(0, 2)), token_texts(self._tokenizer, tokens)
+        table, pieces = Table.grid(padding=(0, 2)), self._pieces(tokens)
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         start = 0
@@ -133,14 +156,14 @@ class _View:
 
     def _given(self, tokens: Sequence[int], contents: Sequence[str]) -> list[bool]:
         """Returns which tokens have text of the data: `contents`, found in their order."""
-        pieces = token_texts(self._tokenizer, tokens)
+        pieces = self._pieces(tokens)
         ends = list(accumulate(map(len, pieces)))
         starts = [end - len(piece) for end, piece in zip(ends, pieces, strict=True)]
         special = self._special - {self._tokenizer.unk_token_id}
         plain = (" " * len(piece) if token in special else piece for token, piece in zip(tokens, pieces, strict=True))
         text, given, place, known = "".join(plain), [False] * len(tokens), 0, set(starts)
         for content in contents:
-            read = _decode(self._tokenizer, self._tokenizer(content, add_special_tokens=False)["input_ids"]).strip()
+            read = self._decode(self._chat.encoder.ids(content)).strip()
             for candidate in dict.fromkeys((content, read)):  # a tokenizer may normalize text, or not know characters
                 if (found := _find(text, candidate, place, known)) >= 0:
                     place = found + len(candidate)
@@ -148,24 +171,6 @@ class _View:
                     given = [old or new for old, new in zip(given, inside, strict=True)]
                     break
         return given
-
-
-def token_texts(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> list[str]:
-    """Returns the text that each token adds. That of a character in several tokens is the last one's."""
-    texts, first, before = list[str](), 0, ""
-    for end in range(1, len(tokens) + 1):
-        whole = _decode(tokenizer, tokens[first:end])
-        if whole.endswith("\ufffd") and end < len(tokens):
-            texts.append("")
-        else:
-            texts.append(whole[len(before) :])
-            first = max(0, end - 4)  # alone, tokens of SentencePiece have no space before them
-            before = _decode(tokenizer, tokens[first:end])
-    return texts
-
-
-def _decode(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _contents(example: Example | None) -> list[str]:

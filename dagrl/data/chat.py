@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -117,7 +116,7 @@ class Chat:
         token, text, after = ours.ids[written[-1]], last[len(ANSWER) : place], last[place:]
         alone = len(written) == 1 and ours.index(ours.start(written[0])) == written[0]
         tokens = [token] if alone or token in added else []
-        calls = self._tail([], called=True).removesuffix(after)
+        calls = (self._tail([], calls=2) or self._tail([], calls=1)).removesuffix(after)
         tokens += [end for end in self.encoder.ids(calls)[-1:] if end in added]
         return TurnEnd(text, after, tuple(dict.fromkeys(tokens)))
 
@@ -133,10 +132,32 @@ class Chat:
         """The tokens that end a turn: the template's and the tokenizer's."""
         return frozenset({*self.end.tokens, self.tokenizer.eos_token_id} - {None})
 
+    def is_end(self, text: str) -> bool:
+        """Returns whether the template ends turns with a text."""
+        return text == self.end.text or self.ends.issuperset(self.encoder.ids(text))
+
+    def missing_end(self, text: str, last: int, *, called: bool) -> list[int]:
+        """Returns the token that ends generation after a turn at the end of a text, if the template has written none.
+
+        That is the token that opens what follows a turn, or a `called` tool (GLM), or the tokenizer's own. `last` is the
+        last token of the text.
+        """
+        if last in self.ends or (self.end.text and (text.endswith(self.end.text) or not self.end.tokens)):
+            return []
+        ends = self.end.tokens or (int(self.tokenizer.eos_token_id),)
+        return [ends[-1 if called and not self.end.text else 0]]
+
     def turn_text(self, turn: Sequence[int]) -> str:
         """Returns the text of a sampled turn, without special tokens and without its end, which may be none of them."""
         ended = bool(turn) and turn[-1] in self.ends
-        return str(self.tokenizer.decode(list(turn[:-1] if ended else turn), skip_special_tokens=True))
+        return self.without_end(str(self.tokenizer.decode(list(turn[:-1] if ended else turn), skip_special_tokens=True)))
+
+    def without_end(self, text: str) -> str:
+        """Returns the text of a sampled turn without the template's end, if that is a text and no token."""
+        if self.tokenizer.chat_template is None or self.end.tokens or not (end := self.end.text.strip()):
+            return text
+        content, found, rest = text.rpartition(end)
+        return content if found and not rest.strip() else text
 
     def content_start(self, before: Messages, rendered: str, tools: Sequence[Json] = ()) -> int:
         """Returns where the text of the turn after `before` starts in `rendered`, if it is opened otherwise than a prompt.
@@ -168,18 +189,29 @@ class Chat:
         """
         text, end, after = self._joint(messages, tools, variables)
         closed = bool(turn) and turn[-1] in stops | self.ends
-        place = after if closed else end
-        text = text[: place + (most + 1) * self.encoder.longest]
+        text = text[: after + len(self.end.after) + (most + 1) * self.encoder.longest]
         (encoded,) = self.encoder.encode([text])
+        place = after if closed else self._written(turn, encoded, text, end, after)
         if self.encoder.is_cut(encoded, place):
             tokens = encoded.ids[encoded.index(place) :]
         else:
             tokens = self.encoder.continuation(text[:place], text[place:])
-        if closed:  # by what may be the next turn's opening
-            written = int(not self.end.text)
-        else:  # by a string, maybe in the end
-            written = encoded.index(after) - encoded.index(end)
-        return tokens[max(count for count in range(written + 1) if tokens[:count] == list(turn[len(turn) - count :])) :]
+        if closed and not self.end.text and tokens[:1] == list(turn[-1:]):  # the next turn's opening ended it
+            return tokens[1:]
+        return tokens
+
+    def _written(self, turn: Sequence[int], encoded: Encoded, text: str, end: int, after: int) -> int:
+        """Returns where in `text` the template goes on after a turn that a string ended, maybe in the template's own end.
+
+        Texts are compared: the tokenizer may spell the end otherwise than the policy did. Added tokens are sampled whole.
+        """
+        written = text[end : after + len(self.end.after)]
+        sampled = self.encoder.decode(turn[-4 * len(written) - 4 :])
+        for count in range(len(written), 0, -1):
+            number, edge = encoded.cut(end + count)
+            if sampled.endswith(written[:count]) and (edge or encoded.ids[number - 1] not in self.encoder.added):
+                return end + count
+        return end
 
     def text_reply(self, turn: Sequence[int], text: str, most: int) -> list[int]:
         """Returns the tokens of a plain text after a sampled turn. If they are more than `most`, some may be left out."""
@@ -211,61 +243,98 @@ class Chat:
     def _openings(self) -> tuple[int, ...]:
         """Returns the tokens that open what may follow a turn: a question, or the results of calls."""
         found = []
-        for role, called in (("user", False), ("tool", True)):
-            last = self._tail([], called=called)
-            following = self._tail([{"role": role, "content": QUESTION, "tool_call_id": CALL_ID}], called=called)
+        for role, calls in (("user", 0), ("tool", 1)):
+            last = self._tail([], calls=calls)
+            following = self._tail([{"role": role, "content": QUESTION, "tool_call_id": CALL_ID}], calls=calls)
             if following.startswith(last):
                 found += self.encoder.continuation(ANSWER + last, following.removeprefix(last))[:1]
         return tuple(dict.fromkeys(token for token in found if token in self.encoder.added))
 
-    def _tail(self, messages: Messages, *, called: bool = False) -> str:
-        """Returns what follows the text of a turn, or that of its call: `messages`, or the end of the conversation."""
+    def _tail(self, messages: Messages, *, calls: int = 0) -> str:
+        """Returns what follows the text of a turn, or that of its last call: `messages`, or the end of the conversation."""
         try:
-            text = self.render([*_exchange([("f", None)] if called else []), *messages], opened=bool(messages))
+            text = self.render([*_exchange([("f", None)] * calls), *messages], opened=bool(messages))
         except Exception:  # a template without tools, or for one turn
             return ""
         return text.rpartition(ANSWER)[2] if ANSWER in text else ""
 
     def _turns(self, messages: Messages) -> list[dict[str, Any]]:
-        """Converts OpenAI's messages for the template."""
-        turns = []
-        for message in messages:
-            turn = {name: value for name, value in message.items() if value is not None}
-            turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
-            turn |= {"content": joined_text(turn["content"])} if "content" in turn else {}
-            if calls := turn.get("tool_calls"):
-                style = self._call_style
-                content = {} if turn.get("content") else style.content
-                turn = {name: value for name, value in turn.items() if name != "content" or value}
-                turn |= {**content, "tool_calls": [_styled(call, as_text=style.as_text) for call in calls]}
-            turns.append(turn)
+        """Converts OpenAI's messages for the template. Raises ValueError for those that it would leave out."""
+        turns = [self._turn(message) for message in messages]
+        for turn in turns:
+            lost = f"messages of the role {turn['role']!r}" if turn["role"] in self._left_out else ""
+            lost = "tool calls" if turn.get("tool_calls") and self._call_style is None else lost
+            if lost:
+                raise ValueError(f"it leaves out {lost}; use one that writes them (policy.tokenizer.chat_template)")
         return turns
 
-    def _render(self, turns: Messages, tools: Sequence[Json], *, opened: bool, **variables: Any) -> str:
+    def _turn(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        turn = {name: value for name, value in message.items() if value is not None and name != "refusal"}
+        turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
+        turn |= {} if (content := content_of(message)) is None else {"content": content}
+        if calls := turn.get("tool_calls"):
+            style = self._call_style or _STYLES[0]
+            content = {} if turn.get("content") else style.content
+            turn = {name: value for name, value in turn.items() if name != "content" or value}
+            turn |= {**content, "tool_calls": [_styled(call, as_text=style.as_text) for call in calls]}
+        if self._takes_parts and isinstance(turn.get("content"), str):
+            turn["content"] = [{"type": "text", "text": turn["content"]}]
+        return turn
+
+    def _render(self, turns: Messages, tools: Sequence[Json] = (), *, opened: bool = False, **variables: Any) -> str:
         template = self.tokenizer.apply_chat_template
         return str(template(list(turns), list(tools) or None, tokenize=False, add_generation_prompt=opened, **variables))
 
+    def _shown(self, turns: Messages, tools: Sequence[Json] = ()) -> str:
+        """Returns the text of a conversation; empty if the template rejects it."""
+        try:
+            return self._render(turns, tools)
+        except Exception:  # Jinja's errors, and those that templates raise
+            return ""
+
     @cached_property
-    def _call_style(self) -> _CallStyle:
-        """The first style in which the template writes a call, and not as Python shows it."""
+    def _takes_parts(self) -> bool:
+        """Whether the template writes contents that are lists of parts, as OpenAI's may be, and leaves out plain texts."""
+        texts = (QUESTION, [{"type": "text", "text": QUESTION}])
+        plain, parts = (QUESTION in self._shown([{"role": "user", "content": content}]) for content in texts)
+        return parts and not plain
+
+    @cached_property
+    def _left_out(self) -> frozenset[str]:
+        """The roles of messages that the template leaves out. It may reject others, and says so itself."""
+        content = f"{QUESTION} {ANSWER}"
+        result = {"role": "tool", "name": "f", "tool_call_id": CALL_ID, "content": content}
+        conversations = {
+            "system": [[{"role": "system", "content": content}, *_exchange([])]],
+            "tool": [[*_exchange(calls), result] for calls in ([("f", None)], [])],
+        }
+        texts = {
+            role: [self._shown([*map(self._turn, messages)]) for messages in tried] for role, tried in conversations.items()
+        }
+        return frozenset(role for role in texts if any(texts[role]) and not any(content in text for text in texts[role]))
+
+    @cached_property
+    def _call_style(self) -> _CallStyle | None:
+        """The style in which the template writes a call, and not as Python shows it; None if it writes none."""
         question, turn = _exchange([("f", None)])
+        texts = []
         for style in _STYLES:
             calls = [_styled(call, as_text=style.as_text) for call in turn["tool_calls"]]
-            answer = {"role": "assistant", **style.content, "tool_calls": calls}
-            with suppress(Exception):  # of a template that wants another style
-                text = self._render([question, answer], (), opened=False)
-                if ANSWER in text and "None" not in text and "{'" not in text:
-                    return style
-        return _STYLES[0]
+            texts.append(self._shown([self._turn(question), {"role": "assistant", **style.content, "tool_calls": calls}]))
+        found = [(text.count("None") + text.count("{'"), place) for place, text in enumerate(texts) if ANSWER in text]
+        return _STYLES[min(found)[1]] if found else None
 
 
-def joined_text(content: Any) -> Any:
-    """Returns OpenAI's text parts as one text, and anything else as it is."""
-    if not isinstance(content, list):
-        return content
-    texts: list[Any] = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    whole = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-    return "".join(texts) if whole else content
+def content_of(message: Mapping[str, Any]) -> Any:
+    """Returns the content of OpenAI's message: text parts as one text, and a refusal in place of none."""
+    content = message.get("content")
+    if isinstance(content, list):
+        texts: list[Any] = [
+            part.get(part["type"]) if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
+            for part in content
+        ]
+        return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    return content or message.get("refusal") or content
 
 
 def with_parsed_arguments(call: Any) -> Any:
@@ -278,7 +347,7 @@ def _styled(call: Any, *, as_text: bool) -> Any:
         return call
     if "function" in call:
         return {**call, "function": _styled(call["function"], as_text=as_text)}
-    arguments = call.get("arguments")
+    arguments = call.get("arguments") or {}  # of a function without any, OpenAI's may be an empty text
     if isinstance(arguments, str) and not as_text:
         try:
             arguments = json.loads(arguments)
@@ -286,7 +355,7 @@ def _styled(call: Any, *, as_text: bool) -> Any:
             return call
     elif isinstance(arguments, dict) and as_text:
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return call if arguments is None else {**call, "arguments": arguments}
+    return {**call, "arguments": arguments}
 
 
 def _exchange(calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:

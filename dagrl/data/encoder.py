@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
@@ -25,15 +25,26 @@ AT_ONCE = 512
 
 
 class Encoded:
-    """The tokens of a text, and where they begin if the tokenizer says so."""
+    """The tokens of a text, and where they begin."""
 
     def __init__(
-        self, text: str, ids: list[int], offsets: Sequence[tuple[int, int]], encode: Callable[[str], list[int]]
+        self, text: str, ids: list[int], encoder: TextEncoder, offsets: Sequence[tuple[int, int]] | None = None
     ) -> None:
-        """`encode` tokenizes a text, for tokenizers without offsets, or with coarse ones."""
+        """Without `offsets`, those of the tokens' own texts are used, if these join to the text."""
         self.ids = ids
-        self._text, self._offsets, self._encode = text, offsets, encode
-        self._starts = [*accumulate((start for start, _ in offsets), max)]
+        self._text, self._encoder, self._given = text, encoder, offsets
+
+    @cached_property
+    def _offsets(self) -> Sequence[tuple[int, int]]:
+        if self._given is not None:
+            return self._given
+        pieces = self._encoder.pieces(self.ids)
+        ends = [*accumulate(map(len, pieces))]
+        return [*zip([0, *ends], ends, strict=False)] if "".join(pieces) == self._text else []
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [*accumulate((start for start, _ in self._offsets), max)]
 
     def index(self, place: int) -> int:
         """Returns the number of tokens that begin before the character `place`."""
@@ -42,13 +53,13 @@ class Encoded:
     def cut(self, place: int) -> tuple[int, bool]:
         """Returns the number of tokens that begin before the character `place`, and whether they all end there.
 
-        Unigram tokenizers give one offset to all bytes of unknown characters in a row. Then the text up to the place is
-        tokenized alone.
+        Unigram tokenizers give one offset to all bytes of unknown characters in a row, and some tokenizers give none. Then
+        the text up to the place is tokenized alone.
         """
         number = bisect_left(self._starts, place) if self._offsets else 0
         if self._offsets and (number == 0 or self._offsets[number - 1][1] <= place):
             return number, True
-        before = self._encode(self._text[:place])
+        before = self._encoder.ids(self._text[:place])
         same = shared(self.ids, before)
         if same == len(before):
             return same, True
@@ -58,7 +69,7 @@ class Encoded:
         """Returns the character at which a token begins, or the length of the text."""
         if self._offsets:
             return self._starts[number] if number < len(self._starts) else len(self._text)
-        return next((place for place in range(len(self._text)) if self.index(place) >= number), len(self._text))
+        return bisect_left(range(len(self._text)), number, key=self.index)
 
 
 class TextEncoder:
@@ -106,16 +117,33 @@ class TextEncoder:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return ids
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of tokens, special ones included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Returns the text that each token adds. That of a character in several tokens is the last one's."""
+        texts, first, before = list[str](), 0, ""
+        for end in range(1, len(ids) + 1):
+            whole = self.decode(ids[first:end])
+            if whole.endswith("\ufffd") and end < len(ids):
+                texts.append("")
+            else:
+                texts.append(whole[len(before) :])
+                first = max(0, end - 4)  # alone, tokens of SentencePiece have no space before them
+                before = self.decode(ids[first:end])
+        return texts
+
     def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
         """Yields the tokens of each text. Tokenizes in parallel, but few at once, as offsets take much memory."""
         if self._backend is None:
             for text in texts:
-                yield Encoded(text, self.ids(text), (), self.ids)
+                yield Encoded(text, self.ids(text), self)
             return
         for first in range(0, len(texts), AT_ONCE):
             part = list(texts[first : first + AT_ONCE])
             for text, encoding in zip(part, self._backend.encode_batch(part, add_special_tokens=False), strict=True):
-                yield Encoded(text, encoding.ids, encoding.offsets, self.ids)
+                yield Encoded(text, encoding.ids, self, encoding.offsets)
 
     def continuation(self, before: str, text: str) -> list[int]:
         """Returns the tokens of `text` after `before`, whose tokens stay: none has characters of both."""
@@ -134,7 +162,7 @@ class TextEncoder:
     def is_cut(self, encoded: Encoded, place: int) -> bool:
         """Returns whether the tokens are cut at a character: at the edge of one, or of white space that one swallows."""
         number, edge = encoded.cut(place)
-        return edge or encoded.ids[number - 1] in self._swallowing
+        return edge or (number > 0 and encoded.ids[number - 1] in self._swallowing)
 
 
 def shared(*sequences: Sequence[object]) -> int:

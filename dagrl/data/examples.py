@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import numpy as np
 
-from dagrl.data.chat import joined_text
+from dagrl.data.chat import content_of
 from dagrl.data.hugging_face import CSV, has_splits, plain_files, read_rows
 from dagrl.errors import ConfigError, DataError, UserError
 from dagrl.imports import check_arguments, load_callable, running
@@ -408,8 +408,13 @@ def _message(turn: Json, source: str) -> Message:
     if not isinstance(turn, dict):
         raise DataError(f"{source} is {turn!r:.60}; expected: an object with 'role' and 'content'")
     role, weight = turn.get("role"), turn.get("weight")
-    more = {key: value for key, value in turn.items() if key not in ("role", "content", "weight") and value is not None}
-    content = joined_text(turn.get("content"))
+    known = ("role", "content", "refusal", "weight")
+    more = {key: value for key, value in turn.items() if key not in known and value is not None}
+    if "function_call" in more or role == "function":
+        raise DataError(
+            f"{source} has OpenAI's former calls of functions; write 'tool_calls', and results with the role 'tool'"
+        )
+    content = content_of(turn)
     silent = content is None and bool(more.get("tool_calls"))
     if not isinstance(role, str) or not role or not (silent or isinstance(content, str)):
         raise DataError(

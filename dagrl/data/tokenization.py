@@ -142,16 +142,22 @@ def encode_demonstrations(
         for example in examples
         for whole in (_conversations(example, chat, assistant_turns) if example.messages else [_plain(example)])
     ]
-    cut = [whole.example.source for whole in wholes if whole.cut]
-    if cut:
-        logger.warning(
-            "%s and %d other conversations: the chat template opens prompts with a text that it leaves out of the turns it "
-            "renders, such as a thought; there the loss begins with the turn's own text",
-            cut[0],
-            len(cut) - 1,
-        )
     encoded = chat.encoder.encode([whole.text for whole in wholes])
-    return [_demonstration(whole, tokens, chat) for whole, tokens in zip(wholes, encoded, strict=True)]
+    rows, split = [], list[str]()
+    for whole, tokens in zip(wholes, encoded, strict=True):
+        rows.append(_demonstration(whole, tokens, chat))
+        if whole.example.messages and not all(chat.encoder.is_cut(tokens, start) for start, _ in whole.learned):
+            split.append(whole.example.source)
+    differences = {
+        "the chat template opens prompts with a text that it leaves out of the turns it renders, such as a thought; there "
+        "the loss begins with the turn's own text": [whole.example.source for whole in wholes if whole.cut],
+        "the tokenizer joins the end of a prompt and the start of a turn in one token, such as two newlines, which "
+        "generation does not; there the loss begins after it": split,
+    }
+    for what, sources in differences.items():
+        if sources:
+            logger.warning("%s and %d other conversations: %s", sources[0], len(sources) - 1, what)
+    return rows
 
 
 def encode_preferences(
@@ -229,11 +235,15 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
 
 @dataclass(frozen=True)
 class _Whole:
-    """The text of a row and the parts of it that carry the loss. `cut`: some turn is opened otherwise than its prompt."""
+    """The text of a row and the parts of it that carry the loss.
+
+    `calls`: its last turn calls tools. `cut`: some turn is opened otherwise than its prompt.
+    """
 
     example: Example
     text: str
     learned: Sequence[tuple[int, int]]
+    calls: bool = False
     cut: bool = False
 
 
@@ -263,6 +273,10 @@ def _assistant_turns(example: Example) -> list[tuple[int, Message]]:
     return [(count, message) for count, message in enumerate(example.messages, start=1) if message.role == "assistant"]
 
 
+def _calls(message: Message) -> bool:
+    return bool(message.more.get("tool_calls"))
+
+
 def _nothing_to_learn(example: Example) -> DataError:
     return DataError(
         f"{example.source}: every assistant turn that answers something has weight 0, so there is nothing to learn; set a "
@@ -271,58 +285,90 @@ def _nothing_to_learn(example: Example) -> DataError:
 
 
 def _marked(example: Example, chat: Chat) -> _Whole:
-    """Puts the loss on what the chat template marks as generated, from what it opens prompts with to the end of the turn."""
+    """Puts the loss on what the chat template marks as generated, as far as generation samples it."""
+    if not any(message.learned for _, message in _assistant_turns(example)):
+        raise _nothing_to_learn(example)
     messages = _turns(example.messages)
     _render(chat, messages, example, opened=False)  # reports errors of the template
-    text, parts = chat.marked(messages, example.tools)
-    if not any(end > 1 for _, end in parts):
+    whole, parts = chat.marked(messages, example.tools)
+    place, learned, cut = 0, list[tuple[int, int]](), False
+    for count, message in _assistant_turns(example):
+        turn = _turn(chat, example, count)
+        if whole.startswith(turn.text[: turn.end]):
+            sampled = [(max(start, turn.start), min(end, turn.end)) for start, end in parts]
+            sampled = [(start, end) for start, end in sampled if start < end]
+            if sampled and chat.is_end(whole[sampled[-1][1] : turn.end]):  # outside of the marks
+                sampled[-1] = (sampled[-1][0], turn.end)
+        else:
+            following = next((part for part in parts if part[0] >= place), None)
+            own = chat.marked(messages[:count], example.tools)[1]
+            sampled = [] if following is None else [_rewritten(turn, own, whole, *following, chat.end.text)]
+        place = sampled[-1][1] if sampled else place
+        if message.learned:
+            learned += sampled
+            cut |= turn.cut
+    if not any(end > 1 for _, end in learned):
         raise DataError(
-            f"{example.source}: the chat template marks nothing of the conversation as generated; set "
+            f"{example.source}: the chat template marks nothing of the turns to learn as generated; set "
             "data.assistant_turns=each, or fix its {% generation %} blocks (policy.tokenizer.chat_template)"
         )
-    learned = [message.learned for _, message in _assistant_turns(example)]
-    if not any(learned):
-        raise _nothing_to_learn(example)
-    if not all(learned) and len(parts) != len(learned):
-        raise DataError(
-            f"{example.source}: cannot tell which turns have weight 0: the chat template marks {len(parts)} parts as "
-            f"generated, but the conversation has {len(learned)} assistant turns; set data.assistant_turns=each"
-        )
-    keep = learned if not all(learned) else [True] * len(parts)
-    opening, ending = chat.opening, chat.end
-    sampled = []
-    for (start, end), wanted in zip(parts, keep, strict=True):
-        if wanted:
-            part = text[start:end]
-            start += len(opening) if part.startswith(opening) else 0
-            if part.endswith(ending.text + ending.after):
-                end -= len(ending.after)
-            elif not part.endswith(ending.text) and text.startswith(ending.text, end):
-                end += len(ending.text)
-            sampled.append((start, end))
-    return _Whole(example, text, sampled)
+    return _Whole(example, whole, learned, _calls(example.messages[-1]), cut)
+
+
+def _rewritten(
+    turn: _Turn, own: Sequence[tuple[int, int]], whole: str, start: int, end: int, ending: str
+) -> tuple[int, int]:
+    """Returns what generation samples of a marked part of `whole` that is a turn as the template writes it before others.
+
+    `own` are the marks in the turn's own text.
+    """
+    inside = [part for part in own if part[0] < turn.end and part[1] > turn.start] or [(turn.start, turn.end)]
+    before, after = turn.text[inside[0][0] : turn.start], turn.text[turn.end : inside[-1][1]]
+    content = turn.text[max(turn.start, inside[0][0]) : turn.end].removesuffix(ending)
+    start += len(before) if whole.startswith(before, start) else 0
+    if whole.startswith(content, start):
+        end = start + len(content)
+    elif whole.endswith(after, start, end):
+        end -= len(after)
+    return start, end + len(ending) if whole.startswith(ending, end) else end
 
 
 def _unmarked(example: Example, chat: Chat, ends: Sequence[int]) -> _Whole:
     """Puts the loss on the turns that end with messages `ends`: each from the end of its prompt to the end of the turn."""
-    whole = _render(chat, _turns(example.messages[: ends[-1]]), example, opened=False)
-    learned, cut = [], False
-    for end in ends:
-        before = _turns(example.messages[: end - 1])
-        prompt = _render(chat, before, example, opened=True)
-        text = whole if end == ends[-1] else _render(chat, _turns(example.messages[:end]), example, opened=False)
-        text = text.removesuffix(chat.end.after)
-        if not whole.startswith(text):
+    turns = [_turn(chat, example, end) for end in ends]
+    whole = turns[-1].text
+    for end, turn in zip(ends, turns, strict=True):
+        if not whole.startswith(turn.text[: turn.end]):
             raise DataError(
-                f"{example.source}: the chat template renders earlier turns differently once later ones follow, so one "
-                "row cannot teach all; set data.assistant_turns=each or last, or use a template that only appends or "
-                "has {% generation %} blocks (policy.tokenizer.chat_template)"
+                f"{example.source}: the chat template renders message {end} differently once later ones follow, so one row "
+                "cannot teach all turns; set data.assistant_turns=each or last, or use a template that only appends or has "
+                "{% generation %} blocks (policy.tokenizer.chat_template)"
             )
-        start = len(prompt)
-        if not text.startswith(prompt):
-            start, cut = chat.content_start(before, text, example.tools), True
-        learned.append((start, len(text)))
-    return _Whole(example, whole, learned, cut)
+    learned, cut = [(turn.start, turn.end) for turn in turns], any(turn.cut for turn in turns)
+    return _Whole(example, whole, learned, _calls(example.messages[ends[-1] - 1]), cut)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The text of a conversation, and the part of it that generation samples for its last turn.
+
+    `cut`: the turn is opened otherwise than its prompt.
+    """
+
+    text: str
+    start: int
+    end: int
+    cut: bool
+
+
+def _turn(chat: Chat, example: Example, count: int) -> _Turn:
+    """Finds the assistant turn that ends with message `count`."""
+    before = _turns(example.messages[: count - 1])
+    text = _render(chat, _turns(example.messages[:count]), example, opened=False)
+    end = len(text.removesuffix(chat.end.after))
+    if before and text.startswith(prompt := _render(chat, before, example, opened=True)):
+        return _Turn(text, len(prompt), end, cut=False)
+    return _Turn(text, chat.content_start(before, text[:end], example.tools), end, cut=bool(before))
 
 
 def _render(chat: Chat, turns: Sequence[Mapping[str, Json]], example: Example | Prompt, *, opened: bool) -> str:
@@ -368,6 +414,9 @@ def _demonstration(whole: _Whole, encoded: Encoded, chat: Chat) -> Demonstration
             last += 1
         mask[encoded.index(start) : last] = 1.0
     mask[0] = 0.0  # the first token cannot be predicted
+    if whole.learned[-1][1] == len(whole.text):
+        ending = chat.missing_end(whole.text, ids[-1], called=whole.calls)
+        ids, mask = [*ids, *ending], np.append(mask, np.ones(len(ending), np.float32))
     return Demonstration(np.array(ids, np.int64), mask, example.source, example.task)
 
 

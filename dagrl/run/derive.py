@@ -176,8 +176,7 @@ def derive_stops(derived: Derived, chat: Chat, ends: Mapping[str, Iterable[int]]
             )
         if not written and not chat.end.tokens:
             logger.warning(
-                "the chat template writes nothing after an assistant turn, so SFT teaches no end of it; generation ends "
-                "only with %s",
+                "the chat template writes no end after an assistant turn, so generation ends only with %s",
                 " or ".join(map(repr, chat.tokenizer.convert_ids_to_tokens([*chain(*ends.values())]))),
             )
     for source, tokens in sources.items():

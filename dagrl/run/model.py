@@ -163,10 +163,7 @@ def check_template(policy: PolicyConfig, tokenizer: PreTrainedTokenizerFast) -> 
     where = "policy.tokenizer.chat_template" if own else f"the chat template in {policy.tokenizer.name or policy.model_name}"
     contents = ("1 + 1", "2 + 2")
     try:
-        one, other = (
-            tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
-            for content in contents
-        )
+        one, other = (chat_of(tokenizer).render([{"role": "user", "content": content}], opened=True) for content in contents)
     except TemplateSyntaxError as error:
         raise ConfigError(f"{where} is not valid: {error.message} (line {error.lineno}); correct it") from error
     except (TemplateError, TypeError, LookupError, AttributeError):

@@ -22,7 +22,7 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
 from dagrl.data import Example, Splits, load_splits
-from dagrl.data.chat import chat_of
+from dagrl.data.chat import CALL_ID, Chat, chat_of
 from dagrl.data.examples import keep_valid, preference_of, with_chat, with_tools
 from dagrl.data.tokenization import (
     Demonstration,
@@ -404,6 +404,7 @@ def _encoded(
         parts = [train, held[: config.grpo.max_val_samples], [with_chat(example, config.data) for example in questions]]
         if schemas:
             parts = [[with_tools(example, schemas) for example in part] for part in parts]
+            _check_tools(chat_of(tokenizer), schemas)
         prompts = [_valid(config, partial(encode_prompts, tokenizer=tokenizer), part) for part in parts]
     if plan.generates:
         _check_ends(demonstrations[0], generation_config(derived.config).stop_token_ids, tokenizer)
@@ -429,6 +430,17 @@ def _encoded(
         preferences=pairs[0],
         validation_preferences=pairs[1],
     )
+
+
+def _check_tools(chat: Chat, schemas: Sequence[Json]) -> None:
+    """Raises ConfigError if the chat template cannot show what tools answer; warns if it shows no tools."""
+    try:
+        chat.reply_text([{"role": "tool", "name": "f", "tool_call_id": CALL_ID, "content": "1"}], schemas)
+    except Exception as error:  # Jinja's errors, and those that templates raise
+        raise ConfigError(f"environment.tools: the chat template rejects the result of a tool: {error}") from error
+    asked = [{"role": "user", "content": "1"}]
+    if chat.render(asked, schemas, opened=True) == chat.render(asked, opened=True):
+        logger.warning("environment.tools: the chat template does not show them, so prompts must describe them")
 
 
 def _valid(config: Config, encode: Callable[[Sequence[Example]], list[Row]], examples: Sequence[Example]) -> list[Row]:

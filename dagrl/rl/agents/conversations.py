@@ -162,7 +162,7 @@ def message_key(message: Message) -> str:
     """
     key: dict[str, Any] = {"role": message["role"], "content": (message.get("content") or "").strip()}
     if calls := message.get("tool_calls"):
-        key["tool_calls"] = [(call["function"]["name"], _parsed(call["function"]["arguments"])) for call in calls]
+        key["tool_calls"] = [(call["function"]["name"], _parsed(call["function"]["arguments"] or {})) for call in calls]
     for name in ("name", "tool_call_id"):
         if message["role"] != "assistant" and message.get(name):
             key[name] = message[name]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from dagrl.data.chat import with_parsed_arguments
+from dagrl.data.chat import content_of, with_parsed_arguments
 from dagrl.errors import DagrlError
 
 MODEL = "policy"
@@ -140,8 +140,13 @@ def _plain(message: dict[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise EndpointError(f"{place}.role is missing", param="messages")
     role = "system" if message["role"] == "developer" else message["role"]
-    message = {name: value for name, value in message.items() if value is not None} | {"role": role}
-    message["content"] = _text(message.get("content") or "", place)
+    if message.get("function_call") is not None or role == "function":
+        raise EndpointError(
+            f"{place}: use tool_calls and the role tool in place of function_call and function", param="messages"
+        )
+    content = _text(content_of(message) or "", place)
+    message = {name: value for name, value in message.items() if value is not None and name != "refusal"}
+    message |= {"role": role, "content": content}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_call(call, f"{place}.tool_calls") for call in calls]
     return message
@@ -151,10 +156,8 @@ def _text(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    kinds = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts} - {"text"}
-    if kinds:
-        raise EndpointError(f"{place}.content has {', '.join(map(str, kinds))}; only text is supported", param="messages")
-    return "".join(str(part.get("text", "")) for part in parts)
+    kinds = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts}
+    raise EndpointError(f"{place}.content has {', '.join(map(str, kinds))}; only text is supported", param="messages")
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:

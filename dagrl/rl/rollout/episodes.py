@@ -177,10 +177,10 @@ def new_group(config: Config, number: int, key: int, prompt: Prompt, seeds: Sequ
 def samples_of(tokenizer: PreTrainedTokenizerFast, *groups: RolloutGroup) -> list[Sample]:
     """Returns the sequences of complete groups with their texts, group by group. Decodes all at once, in parallel."""
     episodes = [episode for group in groups for episode in group.episodes]
-    ends = chat_of(tokenizer).ends
+    chat = chat_of(tokenizer)
     sampled = [episode.tokens.tolist() for episode in episodes]
-    texts = _decoded(tokenizer, [tokens[:-1] if tokens[-1:] and tokens[-1] in ends else tokens for tokens in sampled])
-    return [Sample(episode.prompt, episode, text) for episode, text in zip(episodes, texts, strict=True)]
+    texts = _decoded(tokenizer, [tokens[:-1] if tokens[-1:] and tokens[-1] in chat.ends else tokens for tokens in sampled])
+    return [Sample(episode.prompt, episode, chat.without_end(text)) for episode, text in zip(episodes, texts, strict=True)]
 
 
 def _decoded(tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]]) -> list[str]:

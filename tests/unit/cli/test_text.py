@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from dagrl.cli.main import main
-from dagrl.cli.text import text_report, token_texts
+from dagrl.cli.text import text_report
 from dagrl.config.file import load_config
+from dagrl.data.chat import chat_of
 from tests.unit.data.published import KINDS, Kind, tokenizer_of
 
 ROOT = Path(__file__).parents[3]
@@ -99,5 +100,5 @@ def test_texts_of_tokens_join_to_the_whole(kind: Kind) -> None:
     for text in ("a \u65e5\u672c b", "\U0001f600", "n\u00e9\n\n \u00e9", "   x", "hello and it"):
         turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
         ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False), add_special_tokens=False).input_ids
-        texts = token_texts(tokenizer, ids)
+        texts = chat_of(tokenizer).encoder.pieces(ids)
         assert len(texts) == len(ids) and "".join(texts) == tokenizer.decode(ids) and "\ufffd" not in "".join(texts)

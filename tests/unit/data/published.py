@@ -23,7 +23,7 @@ MERGES = ("h e", "l l", "he ll", "hell o", "i t", "t h", "th e", "\n \n", "\n \n
 
 @dataclass(frozen=True)
 class Kind:
-    """A tokenizer and a template. `again` says that the template only appends; `opening` is what it opens a prompt with."""
+    """A tokenizer and a template. `again` says that the template only appends, `writes_end` that it ends the last turn."""
 
     name: str
     tokenizer: str
@@ -36,6 +36,7 @@ class Kind:
     opens_alike: bool = True
     tools: bool = True
     appends_eos: bool = False
+    writes_end: bool = True
 
     @property
     def stops(self) -> set[str]:
@@ -365,10 +366,18 @@ KINDS = (
     ),
     Kind("DeepSeek V3", "gpt2", "<|end|>", DEEPSEEK3, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>"),
     Kind("DeepSeek R1", "gpt2", "<|end|>", R1, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>", opens_alike=False),
-    Kind("GLM-4.5", "tiktoken", "<|user|> <|observation|>", GLM, GLM_TOKENS),
+    Kind("GLM-4.5", "tiktoken", "<|user|> <|observation|>", GLM, GLM_TOKENS, writes_end=False),
     Kind("gpt-oss", "tiktoken", "<|return|> <|call|>", HARMONY, HARMONY_TOKENS, again=False),
     Kind(
-        "Nemotron", "unigram", "<extra_id_1>", NEMOTRON, ("<extra_id_0>", "<extra_id_1>"), bos="<s>", eos="</s>", tools=False
+        "Nemotron",
+        "unigram",
+        "<extra_id_1>",
+        NEMOTRON,
+        ("<extra_id_0>", "<extra_id_1>"),
+        bos="<s>",
+        eos="</s>",
+        tools=False,
+        writes_end=False,
     ),
     Kind("OLMo", "gpt2", "<|endoftext|>", OLMO, bos="<|endoftext|>", tools=False),
     Kind(

@@ -332,7 +332,7 @@ def test_an_end_of_turns_that_is_no_token_is_an_error(caplog: pytest.LogCaptureF
     told = Derived(minimal(policy={"generation": {"stop_strings": ["<|e|>"]}}))
     derive_stops(told, several, {}, shown=True)
     derive_stops(told, chat_of(ended_by("")), {"config.json": [2]}, shown=True)
-    assert "writes nothing after an assistant turn" in caplog.text and "generation ends only with '<eos>'" in caplog.text
+    assert "writes no end after an assistant turn" in caplog.text and "generation ends only with '<eos>'" in caplog.text
 
 
 def test_each_difference_from_nemo_rl_has_a_reason() -> None:

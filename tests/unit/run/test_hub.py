@@ -174,10 +174,11 @@ def test_plain_prompts_are_rendered_by_the_chat_template(model: Path, tmp_path: 
     row = inputs.demonstrations[0]
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
     whole = [*messages, {"role": "assistant", "content": "2"}]
-    assert row.tokens.tolist() == list(tokenizer.apply_chat_template(whole, return_dict=False))
+    end = tokenizer.eos_token_id  # the template writes none
+    assert row.tokens.tolist() == [*tokenizer.apply_chat_template(whole, return_dict=False), end]
     learned = tokenizer.decode(row.tokens[row.loss_mask == 1])
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + learned == (
-        tokenizer.apply_chat_template(whole, tokenize=False)
+        tokenizer.apply_chat_template(whole, tokenize=False) + "<eos>"
     )
     plain = preflight(config(tmp_path, str(model), apply_chat_template=False)).demonstrations[0]
     assert tokenizer.decode(plain.tokens) == "1+12<eos>"
@@ -190,7 +191,7 @@ def test_a_conversation_keeps_its_own_system_message(model: Path, tmp_path: Path
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     inputs = preflight(made)
     texts = [inputs.tokenizer.decode(row.tokens) for row in inputs.demonstrations[:2]]
-    assert texts == ["[system]given[user]hi[assistant]yes", "[system]own[user]hi[assistant]yes"]
+    assert texts == ["[system]given[user]hi[assistant]yes<eos>", "[system]own[user]hi[assistant]yes<eos>"]
 
 
 @pytest.mark.parametrize("data", [{"system_prompt": "x", "apply_chat_template": False}, {"apply_chat_template": True}])
