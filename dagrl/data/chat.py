@@ -337,11 +337,6 @@ def content_of(message: Mapping[str, Any]) -> Any:
     return content or message.get("refusal") or content
 
 
-def with_parsed_arguments(call: Any) -> Any:
-    """Returns a tool call with its arguments parsed, if they are JSON text as in OpenAI's format."""
-    return _styled(call, as_text=False)
-
-
 def _styled(call: Any, *, as_text: bool) -> Any:
     if not isinstance(call, dict):
         return call

@@ -411,9 +411,7 @@ def _message(turn: Json, source: str) -> Message:
     known = ("role", "content", "refusal", "weight")
     more = {key: value for key, value in turn.items() if key not in known and value is not None}
     if "function_call" in more or role == "function":
-        raise DataError(
-            f"{source} has OpenAI's former calls of functions; write 'tool_calls', and results with the role 'tool'"
-        )
+        raise DataError(f"{source} has 'function_call' or the role 'function'; expected: 'tool_calls' and the role 'tool'")
     content = content_of(turn)
     silent = content is None and bool(more.get("tool_calls"))
     if not isinstance(role, str) or not role or not (silent or isinstance(content, str)):

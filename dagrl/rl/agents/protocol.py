@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from dagrl.data.chat import content_of, with_parsed_arguments
+from dagrl.data.chat import content_of
 from dagrl.errors import DagrlError
 
 MODEL = "policy"
@@ -129,7 +129,7 @@ def read_body(content: bytes) -> ChatBody:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages for chat templates: contents as texts, `developer` as `system`, and parsed arguments of calls.
+    """Returns messages for chat templates: contents as texts, and `developer` as `system`.
 
     Raises EndpointError for contents that are not text.
     """
@@ -141,14 +141,14 @@ def _plain(message: dict[str, Any], place: str) -> dict[str, Any]:
         raise EndpointError(f"{place}.role is missing", param="messages")
     role = "system" if message["role"] == "developer" else message["role"]
     if message.get("function_call") is not None or role == "function":
-        raise EndpointError(
-            f"{place}: use tool_calls and the role tool in place of function_call and function", param="messages"
-        )
+        raise EndpointError(f"{place}: function_call is not supported; use tool_calls and the role tool", param="messages")
     content = _text(content_of(message) or "", place)
     message = {name: value for name, value in message.items() if value is not None and name != "refusal"}
     message |= {"role": role, "content": content}
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [_call(call, f"{place}.tool_calls") for call in calls]
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
+            raise EndpointError(f"{place}.tool_calls: a call has no function with a name and arguments", param="messages")
     return message
 
 
@@ -158,11 +158,3 @@ def _text(content: Any, place: str) -> str:
     parts = content if isinstance(content, list) else [content]
     kinds = {part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts}
     raise EndpointError(f"{place}.content has {', '.join(map(str, kinds))}; only text is supported", param="messages")
-
-
-def _call(call: Any, place: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
-        raise EndpointError(f"{place}: a call has no function with a name and arguments", param="messages")
-    parsed: dict[str, Any] = with_parsed_arguments(call)
-    return parsed

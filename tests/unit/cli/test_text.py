@@ -19,12 +19,12 @@ from tests.unit.data.published import KINDS, Kind, tokenizer_of
 ROOT = Path(__file__).parents[3]
 TURNS = [("system", "be brief"), ("user", "7 + 5?\nsay it"), ("assistant", "12"), ("user", "1?"), ("assistant", "n\u00e9")]
 TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}<{{ m.content }}>{{ eos_token }}"
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}<{{ m.content }}>{{ eos_token }}\n"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 ENDS = " ends with 2 <eos>."
 SFT = """
-SFT: chats.jsonl, line 1, 75 tokens, 10 in the loss
+SFT: chats.jsonl, line 1, 77 tokens, 10 in the loss
 template  [│s│y│s│t│e│m│]
 data      b│e│ │b│r│i│e│f
 template  [│u│s│e│r│]
@@ -34,6 +34,7 @@ TRAIN+    <
 TRAIN     1│2
 TRAIN+    >
 STOP      <eos>
+after     ↵
 template  [│u│s│e│r│]
 data      1│?
 template  [│a│s│s│i│s│t│a│n│t│]
@@ -41,8 +42,9 @@ TRAIN+    <
 TRAIN     n│<unk>
 TRAIN+    >
 STOP      <eos>
+after     ↵
 
-SFT: chats.jsonl, line 2, 23 tokens, 4 in the loss
+SFT: chats.jsonl, line 2, 24 tokens, 4 in the loss
 template  [│u│s│e│r│]
 data      9│?
 template  [│a│s│s│i│s│t│a│n│t│]
@@ -50,6 +52,7 @@ TRAIN+    <
 TRAIN     9
 TRAIN+    >
 STOP      <eos>
+after     ↵
 """
 PROMPTS = """
 prompt: chats.jsonl, line 2, 19 tokens, reference 9

@@ -146,6 +146,11 @@ QWEN3 = (
     )
 )
 
+QWEN35 = CHATML.replace(
+    "{{ m.content or '' }}",
+    "{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content or '' }}",
+).replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
 LLAMA2 = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
@@ -224,10 +229,20 @@ DEEPSEEK3 = (
 R1 = DEEPSEEK3.replace("m.content + eos_token", "m.content.split('</think>')[-1] + eos_token").replace(
     "%}<|Assistant|>{% endif", "%}<|Assistant|><think>\n{% endif"
 )
+R1_DISTILL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}"
+    "{% elif m.role == 'tool' %}<|tool_output|>{{ m.content }}<|tool_output_end|>"
+    "{% elif m.content is none %}<|Assistant|>{% for c in m.tool_calls %}{{ ('\n' if not loop.first else '') + '<|tool_call|>' + c.function.name"
+    " + '\n' + c.function.arguments + '<|tool_call_end|>' }}{% if not loop.first %}<|tool_calls_end|>{{ eos_token }}{% endif %}{% endfor %}"
+    "{% elif m.role == 'assistant' %}<|Assistant|>{{ m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|Assistant|><think>\n{% endif %}"
+)
 DEEPSEEK_TOKENS = (
     "<|User|>",
     "<|Assistant|>",
     "<|tool_call|>",
+    "<|tool_call_end|>",
+    "<|tool_calls_end|>",
     "<|tool_output|>",
     "<|tool_output_end|>",
     "<think>",
@@ -328,6 +343,7 @@ IM_END = "<|im_end|>"
 KINDS = (
     Kind("Qwen2.5", "nfc", IM_END, CHATML, CHATML_TOKENS),
     Kind("Qwen3", "nfc", IM_END, QWEN3, (*CHATML_TOKENS, "<think>", "</think>"), again=False),
+    Kind("Qwen3.5", "nfc", IM_END, QWEN35, (*CHATML_TOKENS, "<think>", "</think>"), opens_alike=False),
     Kind("Yi", "gemma", IM_END, CHATML, CHATML_TOKENS),
     Kind("InternLM2", "legacy", IM_END, CHATML, CHATML_TOKENS, bos="<s>", eos="</s>"),
     Kind("Llama 2", "legacy", "</s>", LLAMA2, bos="<s>", eos="</s>", tools=False),
@@ -366,6 +382,7 @@ KINDS = (
     ),
     Kind("DeepSeek V3", "gpt2", "<|end|>", DEEPSEEK3, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>"),
     Kind("DeepSeek R1", "gpt2", "<|end|>", R1, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>", opens_alike=False),
+    Kind("R1-Distill", "gpt2", "<|end|>", R1_DISTILL, DEEPSEEK_TOKENS, bos="<|begin|>", eos="<|end|>", opens_alike=False),
     Kind("GLM-4.5", "tiktoken", "<|user|> <|observation|>", GLM, GLM_TOKENS, writes_end=False),
     Kind("gpt-oss", "tiktoken", "<|return|> <|call|>", HARMONY, HARMONY_TOKENS, again=False),
     Kind(

@@ -138,6 +138,9 @@ def test_a_prompt_of_messages(tmp_path: Path) -> None:
         ({"role": "tool", "tool_call_id": "a", "content": ""}, ("tool", "")),
         ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ("assistant", None)),
         ({"role": "assistant", "content": "", "tool_calls": None}, ("assistant", "")),
+        ({"role": "assistant", "content": None, "refusal": "I cannot"}, ("assistant", "I cannot")),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, ("assistant", "no")),
+        ({"role": "assistant", "content": "yes", "refusal": None, "function_call": None}, ("assistant", "yes")),
     ],
 )
 def test_messages_that_openai_takes(sent: dict[str, Any], same: tuple[str, str | None], tmp_path: Path) -> None:

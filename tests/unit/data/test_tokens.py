@@ -6,8 +6,11 @@ documentation. The mask is checked against the text: what the template writes be
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -22,12 +25,14 @@ from dagrl.data import Example
 from dagrl.data.chat import chat_of
 from dagrl.data.encoder import TextEncoder
 from dagrl.data.examples import demonstration_of
-from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_prompts
-from dagrl.rl.agents.conversations import Conversations
+from dagrl.data.tokenization import Demonstration, encode_demonstrations, encode_prompts, with_opening
+from dagrl.errors import DataError
+from dagrl.rl.agents.conversations import Answer, Conversations, message_key
 from dagrl.rl.agents.protocol import ChatBody
 from dagrl.rl.agents.rendering import Renderer
+from dagrl.rl.generation import FinishedRequest
 from dagrl.run.model import character_tokenizer, load_tokenizer, save_tokenizer
-from tests.unit.data.published import KINDS, Kind, tokenizer_of
+from tests.unit.data.published import CHATML, KINDS, Kind, tokenizer_of
 
 TEXTS = {
     "one": ["hello", "and it"],
@@ -71,6 +76,21 @@ def learned_truth(kind: Kind, messages: Sequence[dict[str, Any]], tools: Sequenc
     return [*truth(kind, messages, tools), *missing]
 
 
+def shown(kind: Kind, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """OpenAI's messages in the form that the template takes: arguments as objects or texts, and turns without content."""
+    turns = []
+    for message in messages:
+        turn = dict(message)
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            if "+ c.function.arguments" not in kind.template:
+                functions = [{**item, "arguments": json.loads(item["arguments"])} for item in functions]
+            turn["tool_calls"] = [{**call, "function": item} for call, item in zip(calls, functions, strict=True)]
+            turn["content"] = message.get("content") or (None if "is none" in kind.template else "")
+        turns.append(turn)
+    return turns
+
+
 def parts(row: Demonstration) -> list[list[int]]:
     """The tokens of each part with loss."""
     found: list[list[int]] = []
@@ -112,7 +132,7 @@ def test_rows_have_the_tokens_of_the_whole_conversation(kind: Kind, texts: str) 
 
 @kinds
 @pytest.mark.parametrize("texts", ["one", "several", "unicode"])
-def test_a_prompt_is_the_start_of_its_row(kind: Kind, texts: str) -> None:
+def test_a_prompt_is_the_start_of_its_row(kind: Kind, texts: str, caplog: pytest.LogCaptureFixture) -> None:
     messages = messages_of(TEXTS[texts])
     tokenizer, example = tokenizer_of(kind), example_of(messages)
     (row,), (prompt,) = encode_demonstrations([example], tokenizer, "last"), encode_prompts([example], tokenizer)
@@ -120,9 +140,13 @@ def test_a_prompt_is_the_start_of_its_row(kind: Kind, texts: str) -> None:
     first = row.loss_mask.argmax()
     if kind.opens_alike:
         assert prompt.tokens.tolist() == row.tokens[: len(prompt)].tolist() and first == len(prompt)
-    else:  # the opening of a thought, which the template leaves out of turns
+    elif "R1" in kind.name:  # the opening of a thought, which the template leaves out of turns
         shorter = tokenizer.decode(prompt.tokens).removesuffix("<think>\n")
         assert tokenizer.decode(row.tokens[:first]) == shorter
+        assert "leaves out of the turns" in caplog.text
+    else:  # a newline of the prompt and one of the turn are a token
+        assert tokenizer.decode(row.tokens[:first]) == tokenizer.decode(prompt.tokens) + "\n"
+        assert "joins the end of a prompt and the start of a turn" in caplog.text
 
 
 def sampled(kind: Kind, before: list[dict[str, Any]], text: str) -> list[int]:
@@ -173,9 +197,7 @@ def test_calls_have_one_rendering_everywhere(kind: Kind, calls: list[Any]) -> No
         requests += [prompt.tokens.tolist(), Renderer(tokenizer, "hermes").context(body, Conversations()).whole()]
     assert rows[0] == rows[1] and requests[0] == requests[1] == requests[2] == requests[3]
     assert rows[0][: len(requests[0])] == requests[0] or not kind.opens_alike
-    shown = {**turns[1], "content": None if "is none" in kind.template else ""}
-    shown |= {"tool_calls": text if "+ c.function.arguments" in kind.template else calls}
-    assert requests[0] == truth(kind, [turns[0], shown, *results], TOOLS, opened=True)
+    assert requests[0] == truth(kind, shown(kind, turns), TOOLS, opened=True)
     if not kind.again or not kind.opens_alike:
         return
     prompt_tokens = truth(kind, turns[:1], TOOLS, opened=True)
@@ -324,3 +346,193 @@ def test_runs_of_white_space_that_are_added_tokens_are_text(prompt: str, respons
     learned = [token for token, mask in zip(row.tokens, row.loss_mask, strict=True) if mask]
     assert tokenizer.decode(row.tokens, skip_special_tokens=True) == prompt + response
     assert tokenizer.decode(learned, skip_special_tokens=True) == response
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.again], ids=lambda kind: kind.name)
+def test_marks_teach_no_more_than_what_is_sampled(kind: Kind) -> None:
+    """Marks around all that the template writes: headers, other turns, what follows an end."""
+    example, tokenizer = example_of(messages_of(TEXTS["several"])), copy.copy(tokenizer_of(kind))
+    plain = re.sub("{% (end)?generation %}", "", kind.template)
+    rows = []
+    for template in (plain, f"{{% generation %}}{plain}{{% endgeneration %}}"):
+        tokenizer.chat_template = template
+        rows += encode_demonstrations([example], tokenizer)
+    assert rows[0].tokens.tolist() == rows[1].tokens.tolist() and rows[0].loss_mask.tolist() == rows[1].loss_mask.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "learned"),
+    [
+        ("Qwen3", ["the hello<|im_end|>", "<think>\n\n</think>\n\nand<|im_end|>"]),
+        # <|end|> is no stop: generation samples <|return|>, which the template writes after the last turn only
+        ("gpt-oss", ["<|channel|>final<|message|>the hello", "<|channel|>final<|message|>and<|return|>"]),
+    ],
+)
+def test_marks_around_turns_that_the_template_rewrites(name: str, learned: list[str]) -> None:
+    kind = next(kind for kind in KINDS if kind.name == name)
+    tokenizer = copy.copy(tokenizer_of(kind))
+    before, loop, rest = kind.template.rpartition("{% for m in messages %}")
+    body, end, prompt = rest.partition("{% endfor %}{% if add_generation_prompt %}")
+    marked = f"{{% if m.role == 'assistant' %}}{{% generation %}}{body}{{% endgeneration %}}{{% else %}}{body}{{% endif %}}"
+    tokenizer.chat_template = before + loop + marked + end + prompt
+    (row,) = encode_demonstrations([example_of(messages_of(["hello", "the hello", "a", "and"]))], tokenizer)
+    assert [tokenizer.decode(part) for part in parts(row)] == learned
+
+
+@pytest.mark.parametrize("kind", ["tiktoken", "gpt2", "legacy", "unigram"])
+@pytest.mark.parametrize("sampled", ["and", "and <", "and<|im_", "and<|im_end|>", "and<|im_end|>\n"])
+def test_a_string_that_ended_a_turn_is_not_repeated(kind: str, sampled: str) -> None:
+    """ChatML on tokenizers that have no such tokens: `>` and the newline after it may be one."""
+    tokenizer = tokenizer_of(Kind("plain", kind, "", CHATML, eos="</s>"))
+    chat = chat_of(tokenizer)
+    messages = messages_of(["hello", "and" + " <" * (sampled == "and <"), "the"])
+    prompt, whole = (chat.render(messages[:end], opened=True) for end in (1, 3))
+    assert whole == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    turn = tokenizer(sampled, add_special_tokens=False)["input_ids"]
+    text = tokenizer.decode([*turn, *chat.reply(turn, frozenset(), messages[2:], (), 1000)])
+    if sampled == "and <":  # as much may be the start of the end, and is
+        assert squeezed(text) in (
+            squeezed(whole.removeprefix(prompt)),
+            squeezed(whole.removeprefix(prompt).replace("<<", "<")),
+        )
+    else:
+        assert squeezed(text) == squeezed(whole.removeprefix(prompt))
+    assert chat.turn_text(turn).strip() == (sampled if sampled.endswith(("<", "_")) else "and")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.tools], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("what", ["call", "result"])
+def test_what_a_template_leaves_out_is_an_error(kind: Kind, what: str) -> None:
+    asked, answer = messages_of(["hello", "and it"])
+    calling = {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}
+    result = {"role": "tool", "tool_call_id": CALLS[0]["id"], "name": "f", "content": "it is 5"}
+    messages = [asked, calling] if what == "call" else [asked, answer, result, answer]
+    try:
+        (row,) = encode_demonstrations([example_of(messages)], tokenizer_of(kind), "last")
+    except DataError as error:
+        assert "the chat template rejects the conversation" in str(error)
+    else:
+        assert what == "result" and "it is 5" in tokenizer_of(kind).decode(row.tokens)
+        return
+    (other,) = encode_demonstrations([example_of([asked, answer])], tokenizer_of(kind), "last")
+    assert len(other) > 0
+
+
+@pytest.mark.parametrize("arguments", ["", None, "{}", {}])
+def test_a_call_may_have_no_arguments(arguments: Any) -> None:
+    """As vLLM reads them. The truth is the template's text of an empty object."""
+    kind, question = KINDS[0], {"role": "user", "content": "hello"}
+    given, plain = (
+        {"role": "assistant", "content": "", "tool_calls": [{**CALLS[0], "function": {"name": "f", "arguments": value}}]}
+        for value in (arguments, {})
+    )
+    (row,) = encode_demonstrations([example_of([question, given], TOOLS)], tokenizer_of(kind), "last")
+    assert row.tokens.tolist() == truth(kind, [question, plain], TOOLS)
+
+
+def test_a_template_may_write_none() -> None:
+    """It is found out how it takes calls, although its own text looks like a content or a list of Python."""
+    kind = next(kind for kind in KINDS if kind.name == "R1-Distill")
+    tokenizer = copy.copy(tokenizer_of(kind))
+    tokenizer.chat_template = "Effort: None {'a': 1}\n" + kind.template
+    question, call = {"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}
+    assert 'f\n{"a": "x"}<|tool_call_end|>' in chat_of(tokenizer).render([question, call], opened=False)
+
+
+def test_contents_are_parts_if_the_template_takes_no_texts() -> None:
+    """As SmolVLM's and LLaVA's."""
+    kind = replace(
+        KINDS[0],
+        name="parts",
+        template=KINDS[0].template.replace("m.content or ''", "m.content[0].text if m.content is not string else ''"),
+    )
+    messages = messages_of(TEXTS["several"])
+    (row,) = encode_demonstrations([example_of(messages)], tokenizer_of(kind))
+    given = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    assert row.tokens.tolist() == truth(kind, given) == truth(KINDS[0], messages)
+
+
+def test_edges_without_offsets_take_one_pass() -> None:
+    """Kimi's tokenizer has none. The work of it is linear in the text: neither a prefix nor the text is tokenized again."""
+    seen: list[int] = []
+
+    class Counted(WithoutOffsets):
+        def __call__(self, text: str, **options: Any) -> Any:
+            seen.append(len(text))
+            return super().__call__(text, **options)
+
+    tokenizer = tokenizer_of(next(kind for kind in KINDS if kind.name == "Kimi"))
+    text = "hello and \u65e5\U0001f600 " * 300
+    (ours,), (theirs,) = (TextEncoder(made).encode([text]) for made in (Counted(tokenizer), tokenizer))  # type: ignore[arg-type]
+    edges = [theirs.start(number) for number in range(len(theirs.ids) + 1)]
+    assert [ours.start(number) for number in range(len(ours.ids) + 1)] == edges
+    assert [*map(ours.cut, edges)] == [*map(theirs.cut, edges)] and seen == [len(text)]
+
+
+@st.composite
+def conversations(draw: st.DrawFn, kind: Kind) -> list[dict[str, Any]]:
+    """Turns of users and the assistant; with tools, turns that call them, alone or in parallel, once or again."""
+    word = st.sampled_from(["hello", "it 5=5", "and\nthe", "\u65e5", "a", '{"a": "<b>"}', "x \u00e9"])
+    text = st.lists(word, min_size=1, max_size=3).map(" ".join)
+    turns, number = list[dict[str, Any]](), 0
+    for _ in range(draw(st.integers(1, 3))):
+        turns.append({"role": "user", "content": draw(text)})
+        for _ in range(draw(st.integers(0, 2)) if kind.tools else 0):
+            count = draw(st.integers(1, 1 if "tool_calls[0]" in kind.template or kind.name == "R1-Distill" else 3))
+            calls = [{"id": f"{number + place:09}", "type": "function"} for place in range(count)]
+            calls = [{**call, "function": {"name": "f", "arguments": json.dumps({"a": draw(text)})}} for call in calls]
+            turns.append({"role": "assistant", "content": None, "tool_calls": calls})
+            turns += [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": draw(text)} for call in calls]
+            number += count
+        turns.append({"role": "assistant", "content": draw(text)})
+    return turns if draw(st.booleans()) or len(turns) == 2 or not kind.tools else _to_a_call(turns)
+
+
+def _to_a_call(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    ends = [number for number, turn in enumerate(turns, start=1) if turn["role"] == "assistant"]
+    return turns[: ends[-2]]
+
+
+@kinds
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_conversation(kind: Kind, data: st.DataObject) -> None:
+    messages, tokenizer = data.draw(conversations(kind)), tokenizer_of(kind)
+    tools = TOOLS if kind.tools else []
+    example = example_of(messages, tools)
+    (row,), (prompt,) = encode_demonstrations([example], tokenizer, "last"), encode_prompts([example], tokenizer)
+    missing = kind.name == "R1-Distill" and bool(messages[-1].get("tool_calls"))  # its template ends parallel calls only
+    whole = learned_truth(kind, shown(kind, messages), tools)
+    assert row.tokens.tolist() == [*whole, *[tokenizer.eos_token_id] * missing]
+    assert prompt.tokens.tolist() == truth(kind, shown(kind, messages[:-1]), tools, opened=True)
+    (turn,) = parts(row)
+    assert is_end(kind, turn[-1]) and not any(is_end(kind, token) for token in turn[:-1])
+    if kind.opens_alike:
+        assert [*prompt.tokens.tolist(), *turn] == row.tokens[: len(prompt) + len(turn)].tolist()
+    body = ChatBody(model="policy", messages=messages[:-1], tools=tools)
+    assert Renderer(tokenizer, "hermes").context(body, Conversations()).whole() == prompt.tokens.tolist()
+
+
+@kinds
+def test_agents_and_environments_continue_alike(kind: Kind) -> None:
+    """An agent sends back what it got as OpenAI's client writes it; an environment gives messages, first and as a reply."""
+    tokenizer, chat = tokenizer_of(kind), chat_of(tokenizer_of(kind))
+    asked, _, more = messages_of(["hello", "and it", "the hello"])
+    (prompt,) = encode_prompts(
+        [example_of([{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}])], tokenizer
+    )
+    renderer, agent = Renderer(tokenizer, "hermes"), Conversations()
+    context = renderer.context(ChatBody(model="policy", messages=[asked]), agent)
+    assert context.whole() == truth(kind, [asked], opened=True) == with_opening(prompt, [asked], tokenizer).tokens.tolist()
+    turn = sampled(kind, [asked], "and it")
+    said = {"role": "assistant", "content": renderer.text(turn)}
+    result = FinishedRequest(0, turn, [0.0] * len(turn), [0] * len(turn), "stop")
+    agent.add(Answer(context, result, message_key(said), trained=True))
+    again = [
+        asked,
+        {**said, "refusal": None, "tool_calls": None},
+        {**more, "content": [{"type": "text", "text": more["content"]}]},
+    ]
+    following = renderer.context(ChatBody(model="policy", messages=again), agent)
+    assert following.after is agent.answers[0]
+    assert list(following.tokens) == chat.reply(turn, frozenset(), [more], (), 1000)

@@ -220,6 +220,7 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({"messages": []}, "messages: .*at least 1 item"),
     "no role": ({"messages": [{"content": "x"}]}, r"messages\.0\.role is missing"),
     "an image": ({"messages": [{"role": "user", "content": [IMAGE]}]}, r"messages\.0\.content has image_url; only text is"),
+    "a function's result": ({"messages": [{"role": "function", "content": "5"}]}, r"messages\.0: function_call is not supp"),
     "a long context": (
         {"messages": [{"role": "user", "content": "1" * 500}]},
         r"the conversation has 5\d\d tokens; expected 1 to 399",
