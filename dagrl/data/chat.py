@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from dagrl.data.encoder import Encoded, TextEncoder, shared
@@ -69,6 +70,7 @@ class Chat:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
         self.encoder = TextEncoder(tokenizer)
+        self._written_calls: dict[tuple[int, bool], bool] = {}
 
     def render(self, messages: Messages, tools: Sequence[Json] = (), *, opened: bool, **variables: Any) -> str:
         """Returns the text of a conversation; `opened` opens the assistant's next turn. `variables` are the template's.
@@ -107,6 +109,7 @@ class Chat:
         start = ours.index(len(ANSWER))
         both = shared(ours.ids[start:], theirs.ids[theirs.index(len(ANSWER)) :])
         written, added = _written(last, ours, start, start + both), self.encoder.added
+        written = [*takewhile(lambda number: ours.ids[number] not in self._openers, written)] or written
         if not written or (ours.ids[written[-1]] not in added and last[ours.start(written[-1] + 1) :].strip()):
             # Nothing ends all turns alike. The last one may have an end of its own (gpt-oss).
             written = [number for number in _written(last, ours, start, len(ours.ids)) if ours.ids[number] in added]
@@ -121,11 +124,11 @@ class Chat:
         return TurnEnd(text, after, tuple(dict.fromkeys(tokens)))
 
     @cached_property
-    def opening(self) -> str:
-        """What opens the assistant's turn in a prompt; empty if the template shows a finished conversation otherwise."""
-        turns = [{"role": "user", "content": QUESTION}]
-        closed, opened = (self.render(turns, opened=opened) for opened in (False, True))
-        return opened.removeprefix(closed) if opened.startswith(closed) else ""
+    def _openers(self) -> frozenset[int]:
+        """The added token that conversations begin with, which ends no turn: some templates always open the next one."""
+        known = {self.tokenizer.bos_token_id, self.tokenizer.eos_token_id}
+        tokens = self.encoder.ids(self._shown([self._turn({"role": "user", "content": QUESTION})]))
+        return self.encoder.added.intersection([token for token in tokens if token not in known][:1])
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -165,7 +168,8 @@ class Chat:
         Templates of reasoning models open a prompt with a thought, and leave thoughts out of the turns that they render.
         """
         turns = [{"role": "assistant", "content": text} for text in (ANSWER, QUESTION)]
-        return shared(rendered, *(self.render([*before, turn], tools, opened=False) for turn in turns))
+        start = shared(rendered, *(self.render([*before, turn], tools, opened=False) for turn in turns))
+        return len(rendered[:start].rstrip(" "))  # the tokens of words may begin with it
 
     def reply_text(self, messages: Messages, tools: Sequence[Json] = (), **variables: Any) -> str:
         """Returns what the template writes after the end of a turn: `messages`, and the opening of the next turn."""
@@ -224,21 +228,29 @@ class Chat:
     def _joint(self, messages: Messages, tools: Sequence[Json], variables: Mapping[str, Any]) -> tuple[str, int, int]:
         """Returns a conversation with `messages` after a turn, and where the end of that turn starts and ends."""
         results = [(str(turn.get("name") or "f"), turn.get("tool_call_id")) for turn in messages if turn["role"] == "tool"]
-        try:
-            before = _exchange(results)
-            alone = self.render(before, tools, opened=False, **variables)
-        except Exception:  # of a template that takes one call of a turn, or none; a policy makes what it likes
-            before = _exchange([])
-            alone = self.render(before, tools, opened=False, **variables)
-        whole = self.render([*before, *messages], tools, opened=True, **variables)
+        for calls in (results, results[:1], []):  # a template may take one call of a turn, or none; a policy may make more
+            before = _exchange(calls)
+            try:
+                alone = self.render(before, tools, opened=False, **variables)
+                whole = self.render([*before, *messages], tools, opened=True, **variables)
+                break
+            except Exception:
+                if not calls:
+                    raise
         answers = alone.count(ANSWER)
         ended = alone.rpartition(ANSWER)[2].removesuffix(self.end.after)
         start = len(ANSWER.join([*whole.split(ANSWER)[:answers], ""])) if answers else 0
         after = start + len(ended)
         if whole.startswith(ended, start):
             return whole, after - len(self.end.text) if ended.endswith(self.end.text) else after, after
-        (encoded,) = self.encoder.encode([whole])  # a turn in the middle ends otherwise, but with as many tokens
-        return whole, start, encoded.start(encoded.index(start) + len(self.encoder.ids(ended)))
+        # A turn in the middle ends otherwise: with as many tokens, or with fewer before those that open the next turn.
+        (encoded,) = self.encoder.encode([whole[: start + (len(ended) + 1) * self.encoder.longest]])
+        number = encoded.index(start)
+        ends = encoded.ids[number : number + len(self.encoder.ids(ended))]
+        after = encoded.start(number + len([*takewhile(lambda token: token not in self._openers, ends)]))
+        content = whole.find(str(messages[0].get("content") or ANSWER).strip(), start)
+        opened = content < 0 or whole[after : max(content, after)].strip()
+        return whole, start, after if opened else start
 
     def _openings(self) -> tuple[int, ...]:
         """Returns the tokens that open what may follow a turn: a question, or the results of calls."""
@@ -262,10 +274,20 @@ class Chat:
         """Converts OpenAI's messages for the template. Raises ValueError for those that it would leave out."""
         turns = [self._turn(message) for message in messages]
         for turn in turns:
-            lost = f"messages of the role {turn['role']!r}" if turn["role"] in self._left_out else ""
-            lost = "tool calls" if turn.get("tool_calls") and self._call_style is None else lost
-            if lost:
-                raise ValueError(f"it leaves out {lost}; use one that writes them (policy.tokenizer.chat_template)")
+            calls = turn.get("tool_calls") or ()
+            if turn["role"] in self._left_out:
+                lost = f"messages of the role {turn['role']!r}"
+            elif calls and not self._writes_calls(1, said=False):
+                lost = "tool calls"
+            elif calls and not self._writes_calls(min(len(calls), 2), said=bool(turn.get("content"))):
+                lost = (
+                    "tool calls of a turn with a text"
+                    if self._writes_calls(2, said=False)
+                    else "all calls of a turn but one"
+                )
+            else:
+                continue
+            raise ValueError(f"it leaves out {lost}; use one that writes them (policy.tokenizer.chat_template)")
         return turns
 
     def _turn(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,16 +324,26 @@ class Chat:
     @cached_property
     def _left_out(self) -> frozenset[str]:
         """The roles of messages that the template leaves out. It may reject others, and says so itself."""
-        content = f"{QUESTION} {ANSWER}"
-        result = {"role": "tool", "name": "f", "tool_call_id": CALL_ID, "content": content}
-        conversations = {
-            "system": [[{"role": "system", "content": content}, *_exchange([])]],
-            "tool": [[*_exchange(calls), result] for calls in ([("f", None)], [])],
+        question, content = {"role": "user", "content": QUESTION}, f"{QUESTION} {ANSWER}"
+        system, tool = (
+            {"role": role, "content": content, "name": "f", "tool_call_id": CALL_ID} for role in ("system", "tool")
+        )
+        prompts = {
+            "system": [[system, question]],  # that of Mistral is a part of the last question
+            "tool": [[*_exchange(calls), tool] for calls in ([("f", None)], [])],
         }
-        texts = {
-            role: [self._shown([*map(self._turn, messages)]) for messages in tried] for role, tried in conversations.items()
-        }
+        texts = {role: [self._shown([*map(self._turn, prompt)]) for prompt in tried] for role, tried in prompts.items()}
         return frozenset(role for role in texts if any(texts[role]) and not any(content in text for text in texts[role]))
+
+    def _writes_calls(self, count: int, *, said: bool) -> bool:
+        """Returns whether the template writes all of a turn's calls, with a text or without. It may reject such turns."""
+        if (count, said) not in self._written_calls:
+            question, answer = _exchange([("f", None)] * count)
+            answer |= {"content": QUESTION} if said else {}
+            text = self._shown([self._turn(question), self._turn(answer)])
+            rejects = not text and (count > 1 or said)
+            self._written_calls[count, said] = self._call_style is not None and (rejects or text.count(ANSWER) == count)
+        return self._written_calls[count, said]
 
     @cached_property
     def _call_style(self) -> _CallStyle | None:

@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
@@ -36,6 +37,15 @@ Row = TypeVar("Row", "Prompt", "Demonstration", "Preference")
 Turns = Literal["all", "each", "last"]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # required by transformers' mask of assistant tokens
+
+DIFFERENCES = {
+    "opened": "the chat template writes the start of a turn otherwise in its prompt, with a thought that it leaves out "
+    "later, or a system prompt that it moves; there the loss begins with the turn's own text",
+    "joined": "the tokenizer joins the end of a prompt and the start of a turn in one token, such as two newlines, which "
+    "generation does not; there the loss begins after it",
+    "left out": "the chat template leaves out texts of turns that are learned, such as thoughts",
+}
+"""How rows may differ from what is generated. The first rows that do are named in a warning."""
 
 
 @dataclass(frozen=True)
@@ -142,21 +152,15 @@ def encode_demonstrations(
         for example in examples
         for whole in (_conversations(example, chat, assistant_turns) if example.messages else [_plain(example)])
     ]
-    encoded = chat.encoder.encode([whole.text for whole in wholes])
-    rows, split = [], list[str]()
-    for whole, tokens in zip(wholes, encoded, strict=True):
-        rows.append(_demonstration(whole, tokens, chat))
-        if whole.example.messages and not all(chat.encoder.is_cut(tokens, start) for start, _ in whole.learned):
-            split.append(whole.example.source)
-    differences = {
-        "the chat template opens prompts with a text that it leaves out of the turns it renders, such as a thought; there "
-        "the loss begins with the turn's own text": [whole.example.source for whole in wholes if whole.cut],
-        "the tokenizer joins the end of a prompt and the start of a turn in one token, such as two newlines, which "
-        "generation does not; there the loss begins after it": split,
-    }
-    for what, sources in differences.items():
-        if sources:
-            logger.warning("%s and %d other conversations: %s", sources[0], len(sources) - 1, what)
+    rows, sources = [], {difference: list[str]() for difference in DIFFERENCES}
+    for whole, encoded in zip(wholes, chat.encoder.encode([whole.text for whole in wholes]), strict=True):
+        rows.append(_demonstration(whole, encoded, chat))
+        joined = bool(whole.example.messages) and not all(chat.encoder.is_cut(encoded, start) for start, _ in whole.learned)
+        for difference in whole.differences | ({"joined"} if joined else set()):
+            sources[difference].append(whole.example.source)
+    for difference, named in sources.items():
+        if named:
+            logger.warning("%s and %d other conversations: %s", named[0], len(named) - 1, DIFFERENCES[difference])
     return rows
 
 
@@ -237,14 +241,14 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
 class _Whole:
     """The text of a row and the parts of it that carry the loss.
 
-    `calls`: its last turn calls tools. `cut`: some turn is opened otherwise than its prompt.
+    `calls`: its last turn calls tools. `differences`: keys of `DIFFERENCES`.
     """
 
     example: Example
     text: str
     learned: Sequence[tuple[int, int]]
     calls: bool = False
-    cut: bool = False
+    differences: frozenset[str] = frozenset()
 
 
 def _plain(example: Example) -> _Whole:
@@ -291,7 +295,7 @@ def _marked(example: Example, chat: Chat) -> _Whole:
     messages = _turns(example.messages)
     _render(chat, messages, example, opened=False)  # reports errors of the template
     whole, parts = chat.marked(messages, example.tools)
-    place, learned, cut = 0, list[tuple[int, int]](), False
+    place, learned, differences = 0, list[tuple[int, int]](), frozenset[str]()
     for count, message in _assistant_turns(example):
         turn = _turn(chat, example, count)
         if whole.startswith(turn.text[: turn.end]):
@@ -306,13 +310,13 @@ def _marked(example: Example, chat: Chat) -> _Whole:
         place = sampled[-1][1] if sampled else place
         if message.learned:
             learned += sampled
-            cut |= turn.cut
+            differences |= turn.differences
     if not any(end > 1 for _, end in learned):
         raise DataError(
             f"{example.source}: the chat template marks nothing of the turns to learn as generated; set "
             "data.assistant_turns=each, or fix its {% generation %} blocks (policy.tokenizer.chat_template)"
         )
-    return _Whole(example, whole, learned, _calls(example.messages[-1]), cut)
+    return _Whole(example, whole, learned, _calls(example.messages[-1]), differences)
 
 
 def _rewritten(
@@ -344,31 +348,38 @@ def _unmarked(example: Example, chat: Chat, ends: Sequence[int]) -> _Whole:
                 "cannot teach all turns; set data.assistant_turns=each or last, or use a template that only appends or has "
                 "{% generation %} blocks (policy.tokenizer.chat_template)"
             )
-    learned, cut = [(turn.start, turn.end) for turn in turns], any(turn.cut for turn in turns)
-    return _Whole(example, whole, learned, _calls(example.messages[ends[-1] - 1]), cut)
+    learned = [(turn.start, turn.end) for turn in turns]
+    differences = frozenset(chain.from_iterable(turn.differences for turn in turns))
+    return _Whole(example, whole, learned, _calls(example.messages[ends[-1] - 1]), differences)
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """The text of a conversation, and the part of it that generation samples for its last turn.
-
-    `cut`: the turn is opened otherwise than its prompt.
-    """
+    """The text of a conversation, and the part of it that generation samples for its last turn."""
 
     text: str
     start: int
     end: int
-    cut: bool
+    differences: frozenset[str]
 
 
 def _turn(chat: Chat, example: Example, count: int) -> _Turn:
     """Finds the assistant turn that ends with message `count`."""
-    before = _turns(example.messages[: count - 1])
+    before, message = _turns(example.messages[: count - 1]), example.messages[count - 1]
     text = _render(chat, _turns(example.messages[:count]), example, opened=False)
     end = len(text.removesuffix(chat.end.after))
-    if before and text.startswith(prompt := _render(chat, before, example, opened=True)):
-        return _Turn(text, len(prompt), end, cut=False)
-    return _Turn(text, chat.content_start(before, text[:end], example.tools), end, cut=bool(before))
+    prompt = _render(chat, before, example, opened=True) if before else None
+    alike = prompt is not None and text.startswith(prompt)
+    start = len(prompt) if prompt and alike else chat.content_start(before, text[:end], example.tools)
+    differences = set() if alike or prompt is None else {"opened"}
+    if not all(_has(text, part) for part in (message.content, message.more.get("reasoning_content"))):
+        differences.add("left out")
+    return _Turn(text, start, end, frozenset(differences))
+
+
+def _has(text: str, part: Json) -> bool:
+    """Returns whether a text has a part, with any white space. What is not text has none to write."""
+    return not isinstance(part, str) or part.strip() in text or "".join(part.split()) in "".join(text.split())
 
 
 def _render(chat: Chat, turns: Sequence[Mapping[str, Json]], example: Example | Prompt, *, opened: bool) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from dagrl.data.chat import Chat
+from dagrl.data.chat import Chat, Messages
 from dagrl.rl.agents.conversations import Context, Conversations, Row, message_key
 from dagrl.rl.agents.protocol import ChatBody, EndpointError, plain_messages
 from dagrl.rl.tools import CallParser, Calls, vllm_parser
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from dagrl.config import Json
 
 
 class Renderer:
@@ -32,15 +35,23 @@ class Renderer:
         keys = (json.dumps([tools, options], sort_keys=True), *map(message_key, messages))
         after = conversations.extended_by(keys)
         try:
-            text = self._chat.render(messages, tools, opened=True, **options)
             if after is None:
+                text = self._chat.render(messages, tools, opened=True, **options)
                 tokens = self._chat.encoder.ids(text)
             else:
+                text = self._text(messages, tools, options)
                 new = messages[len(after.messages) - 1 :]
-                tokens = self._chat.reply([*after.result.tokens], self._stops, new, tools, len(text), **options)
+                tokens = self._chat.reply([*after.result.tokens], self._stops, new, tools, sys.maxsize, **options)
         except Exception as error:  # Jinja's errors, and those that templates raise
             raise EndpointError(f"the chat template rejects the conversation: {error}", param="messages") from error
         return Context(after, tokens, text, keys, messages)
+
+    def _text(self, messages: Messages, tools: Sequence[Json], options: Mapping[str, Any]) -> str:
+        """Returns the template's text of a conversation; empty if it rejects what the policy wrote."""
+        try:
+            return self._chat.render(messages, tools, opened=True, **options)
+        except Exception:  # Jinja's errors, and those that templates raise
+            return ""
 
     def renders_again(self, row: Row) -> bool:
         """Returns whether the template's text of a conversation, up to its last answer, has the tokens of the row."""

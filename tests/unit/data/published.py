@@ -23,7 +23,9 @@ MERGES = ("h e", "l l", "he ll", "hell o", "i t", "t h", "th e", "\n \n", "\n \n
 
 @dataclass(frozen=True)
 class Kind:
-    """A tokenizer and a template. `again` says that the template only appends, `writes_end` that it ends the last turn."""
+    """A tokenizer and a template. `again` says that the template only appends, `writes_end` that it ends the last turn, and
+    `ends_between` that it ends others.
+    """
 
     name: str
     tokenizer: str
@@ -37,6 +39,7 @@ class Kind:
     tools: bool = True
     appends_eos: bool = False
     writes_end: bool = True
+    ends_between: bool = True
 
     @property
     def stops(self) -> set[str]:
@@ -301,6 +304,13 @@ COMMAND = (
     "{% if m.role == 'assistant' %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% else %}{{ m.content }}{% endif %}<|END_OF_TURN|>"
     "{% endfor %}{% if add_generation_prompt %}<|START|><|CHATBOT|>{% endif %}"
 )
+COMMAND_A = "{{ bos_token }}<|START|><|SYSTEM|>Be brief.<|END_OF_TURN|>" + COMMAND.removeprefix("{{ bos_token }}").replace(
+    "{% if add_generation_prompt %}<|START|><|CHATBOT|>{% endif %}", "<|START|><|CHATBOT|>"
+)
+METHARME = (
+    "{{ bos_token }}{% for m in messages %}<|{{ 'model' if m.role == 'assistant' else m.role }}|>{{ m.content }}"
+    "{{ eos_token if loop.last and m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}<|model|>{% endif %}"
+)
 COMMAND_TOKENS = (
     "<|START|>",
     "<|CHATBOT|>",
@@ -406,6 +416,19 @@ KINDS = (
         eos="<|end_of_text|>",
     ),
     Kind("Command", "gpt2", "<|END_OF_TURN|>", COMMAND, COMMAND_TOKENS, bos="<BOS>", tools=False),
+    Kind("Command A", "gpt2", "<|END_OF_TURN|>", COMMAND_A, COMMAND_TOKENS, bos="<BOS>", tools=False),
+    Kind(
+        "Metharme",
+        "first",
+        "</s>",
+        METHARME,
+        ("<|model|>", "<|user|>"),
+        bos="<s>",
+        eos="</s>",
+        again=False,
+        tools=False,
+        ends_between=False,
+    ),
     Kind("SmolLM3, marked", "tiktoken", IM_END, SMOLLM3, CHATML_TOKENS, tools=False),
     Kind("Kimi", "tiktoken", IM_END, KIMI, KIMI_TOKENS, eos="[EOS]"),
     Kind("Vicuna", "never", "</s>", VICUNA, bos="<s>", eos="</s>", tools=False),

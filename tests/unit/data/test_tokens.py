@@ -32,7 +32,7 @@ from dagrl.rl.agents.protocol import ChatBody
 from dagrl.rl.agents.rendering import Renderer
 from dagrl.rl.generation import FinishedRequest
 from dagrl.run.model import character_tokenizer, load_tokenizer, save_tokenizer
-from tests.unit.data.published import CHATML, KINDS, Kind, tokenizer_of
+from tests.unit.data.published import CHATML, KINDS, MISTRAL1, Kind, tokenizer_of
 
 TEXTS = {
     "one": ["hello", "and it"],
@@ -143,7 +143,7 @@ def test_a_prompt_is_the_start_of_its_row(kind: Kind, texts: str, caplog: pytest
     elif "R1" in kind.name:  # the opening of a thought, which the template leaves out of turns
         shorter = tokenizer.decode(prompt.tokens).removesuffix("<think>\n")
         assert tokenizer.decode(row.tokens[:first]) == shorter
-        assert "leaves out of the turns" in caplog.text
+        assert "writes the start of a turn otherwise in its prompt" in caplog.text
     else:  # a newline of the prompt and one of the turn are a token
         assert tokenizer.decode(row.tokens[:first]) == tokenizer.decode(prompt.tokens) + "\n"
         assert "joins the end of a prompt and the start of a turn" in caplog.text
@@ -170,7 +170,7 @@ def test_turns_are_joined_by_the_templates_own_text(kind: Kind, end: str) -> Non
     whole = truth(kind, [asked, answer, more], opened=True)
     kept = len(prompt) + len(turn) - (end != "none")
     if whole[:kept] == [*prompt, *turn][:kept]:
-        ended = end == "the template's" or (end == "another" and chat.end.text != "")
+        ended = kind.ends_between and (end == "the template's" or (end == "another" and chat.end.text != ""))
         assert reply == whole[kept + ended :]
     else:
         assert not (kind.again and kind.opens_alike) and reply == whole[-len(reply) :]
@@ -416,6 +416,43 @@ def test_what_a_template_leaves_out_is_an_error(kind: Kind, what: str) -> None:
         return
     (other,) = encode_demonstrations([example_of([asked, answer])], tokenizer_of(kind), "last")
     assert len(other) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "calls", "lost"),
+    [
+        ("gpt-oss", None, CALLS, "all calls of a turn but one"),
+        ("R1-Distill", "hello", CALLS[:1], "tool calls of a turn with a text"),
+    ],
+)
+def test_calls_that_a_template_leaves_out_are_an_error(name: str, content: str | None, calls: list[Any], lost: str) -> None:
+    kind = next(kind for kind in KINDS if kind.name == name)
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": content, "tool_calls": calls}]
+    with pytest.raises(DataError, match=f"row 1: the chat template rejects the conversation: it leaves out {lost}"):
+        encode_demonstrations([example_of(messages)], tokenizer_of(kind))
+
+
+def test_lost_texts_of_learned_turns_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    question, answer = messages_of(["hello", "and it"])
+    examples = [example_of([question, {**answer, "reasoning_content": thought}]) for thought in ("hm", None, "hm hm")]
+    encode_demonstrations(examples, tokenizer_of(KINDS[1]))
+    assert not caplog.text, "Qwen3 writes the thought of the last turn"
+    encode_demonstrations(examples, tokenizer_of(KINDS[0]))
+    assert "row 1 and 1 other conversations: the chat template leaves out texts of turns that are learned" in caplog.text
+
+
+def test_a_system_prompt_may_move() -> None:
+    """Mistral's is a part of the last question: of a prompt, but of no finished conversation."""
+    system = "{% set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    template = system + MISTRAL1.replace("'[INST] ' +", "'[INST] ' + (system if loop.last else '') +")
+    kind = replace(next(kind for kind in KINDS if kind.name == "Mistral v1"), template=template)
+    messages = [{"role": "system", "content": "be it"}, *messages_of(["hello", "and it"])]
+    (prompt,), (row,) = (
+        encode([example_of(messages)], tokenizer_of(kind)) for encode in (encode_prompts, encode_demonstrations)
+    )
+    assert prompt.tokens.tolist() == truth(kind, messages[:2], opened=True) and "be it" in prompt.text
+    assert row.tokens.tolist() == truth(kind, messages)
+    assert tokenizer_of(kind).decode(parts(row)[0]).strip() == "and it</s>"
 
 
 @pytest.mark.parametrize("arguments", ["", None, "{}", {}])
