@@ -127,7 +127,7 @@ class EnvironmentRunner:
         self._arguments: dict[str, Json] = dict(config.args)
         if config.tools:
             saved = self._stack.enter_context(TemporaryDirectory(prefix="dagrl-"))
-            tokenizer.save_pretrained(saved)
+            tokenizer.save_pretrained(saved)  # copied files may name a class that reads texts otherwise
             self._arguments = {"tools": list(config.tools), "tokenizer": saved, "tool_parser": config.tool_parser}
         self._tokenizer = tokenizer
         single = config.model_copy(update={"num_workers": 1})
