@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -369,18 +370,21 @@ def content_of(message: Mapping[str, Any]) -> Any:
     return content or message.get("refusal") or content
 
 
+def with_parsed_arguments(call: Any) -> Any:
+    """Returns a tool call with its arguments parsed, if they are JSON text as in OpenAI's format."""
+    return _styled(call, as_text=False)
+
+
 def _styled(call: Any, *, as_text: bool) -> Any:
+    """Returns a tool call with arguments as an object, or as JSON text in one spelling. Text that is no JSON stays."""
     if not isinstance(call, dict):
         return call
     if "function" in call:
         return {**call, "function": _styled(call["function"], as_text=as_text)}
     arguments = call.get("arguments") or {}  # of a function without any, OpenAI's may be an empty text
-    if isinstance(arguments, str) and not as_text:
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:  # the policy's own call
-            return call
-    elif isinstance(arguments, dict) and as_text:
+    with suppress(ValueError):  # the policy's own call
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "arguments": arguments}
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from dagrl.data.chat import content_of
+from dagrl.data.chat import content_of, with_parsed_arguments
 from dagrl.errors import DagrlError
 
 MODEL = "policy"
@@ -129,7 +129,7 @@ def read_body(content: bytes) -> ChatBody:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages for chat templates: contents as texts, and `developer` as `system`.
+    """Returns messages for chat templates: contents as texts, `developer` as `system`, and parsed arguments of calls.
 
     Raises EndpointError for contents that are not text.
     """
@@ -149,6 +149,8 @@ def _plain(message: dict[str, Any], place: str) -> dict[str, Any]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
             raise EndpointError(f"{place}.tool_calls: a call has no function with a name and arguments", param="messages")
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [*map(with_parsed_arguments, calls)]
     return message
 
 

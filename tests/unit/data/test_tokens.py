@@ -82,9 +82,9 @@ def shown(kind: Kind, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     for message in messages:
         turn = dict(message)
         if calls := message.get("tool_calls"):
-            functions = [call["function"] for call in calls]
-            if "+ c.function.arguments" not in kind.template:
-                functions = [{**item, "arguments": json.loads(item["arguments"])} for item in functions]
+            functions = [{**call["function"], "arguments": json.loads(call["function"]["arguments"])} for call in calls]
+            if "+ c.function.arguments" in kind.template:
+                functions = [{**item, "arguments": json.dumps(item["arguments"], ensure_ascii=False)} for item in functions]
             turn["tool_calls"] = [{**call, "function": item} for call, item in zip(calls, functions, strict=True)]
             turn["content"] = message.get("content") or (None if "is none" in kind.template else "")
         turns.append(turn)
