@@ -88,12 +88,20 @@ def test_an_episode_is_a_session_of_the_server(server: str) -> None:
             and opening.tokens.tolist() == TOKENIZER(opening.text)["input_ids"]
         )
         said = ask(runner, one, "hello")
-        assert said.text is not None and '"echoed_message": "hello"' in said.text and said.reward == pytest.approx(0.5)
+        assert (
+            isinstance(said.content, str)
+            and '"echoed_message": "hello"' in said.content
+            and said.reward == pytest.approx(0.5)
+        )
         assert ask(runner, other).prompt is not None
         said = ask(runner, other, '```json\n{"message": "hi"}\n```')
-        assert said.text is not None and '"echoed_message": "hi"' in said.text and said.reward == pytest.approx(0.2)
+        assert (
+            isinstance(said.content, str) and '"echoed_message": "hi"' in said.content and said.reward == pytest.approx(0.2)
+        )
         said = ask(runner, one, "hello", '{"words": "hello"}')
-        assert said.text is not None and said.text.startswith("error: ") and said.reward is None, "the policy may try again"
+        assert isinstance(said.content, str) and said.content.startswith("error: ") and said.reward is None, (
+            "the policy may try again"
+        )
         assert ask(runner, one, "hello", '{"words": "hello"}', "again").reward == pytest.approx(0.5)
 
 
