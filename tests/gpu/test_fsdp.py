@@ -14,7 +14,7 @@ import torch
 
 from tests.integration import megatron_reference as reference
 from tests.integration.megatron_pool import MegatronPool
-from tests.integration.test_fsdp_layouts import DP, EP, REPLICAS, TP, Case, plain_run, run_case
+from tests.integration.test_fsdp_layouts import CP, DP, EP, REPLICAS, TP, Case, plain_run, run_case
 from tests.integration.test_megatron_layouts import logprobs, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -31,6 +31,8 @@ CASES = [
     pytest.param(Case("gemma3", {DP: 2}, packed=True), marks=two_gpus),
     pytest.param(Case("qwen3", {DP: 2, REPLICAS: 2}), marks=two_gpus),
     pytest.param(Case("qwen3_tied", {TP: 2}, packed=True), marks=two_gpus),
+    pytest.param(Case("gemma3", {CP: 2}, packed=True), marks=two_gpus),
+    pytest.param(Case("qwen3", {CP: 2}, {"torch_compile": True}, packed=True), marks=two_gpus),
     pytest.param(Case("qwen3_moe", {DP: 2, EP: 2}, packed=True), marks=two_gpus),
     pytest.param(Case("qwen3", {DP: 2}, {"cpu_offload": True}), marks=two_gpus),
 ]

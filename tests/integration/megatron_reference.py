@@ -69,6 +69,20 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "phi3_long": {  # other frequencies from 19 tokens on
+        "model_type": "phi3",
+        "head_dim": 16,
+        **END,
+        "original_max_position_embeddings": 18,
+        "max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 18,
+        },
+    },
     "granite": {"model_type": "granite", "logits_scaling": 3.0, "embedding_multiplier": 2.0},  # scaled logits
     "phi": {"model_type": "phi", "partial_rotary_factor": 0.5, "head_dim": 16},  # biases, also of the head
     "gpt_oss": {

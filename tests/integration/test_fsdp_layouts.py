@@ -167,6 +167,19 @@ def test_grpo_steps_match_plain_torch(case: Case, megatron_pool: MegatronPool, t
     np.testing.assert_allclose([step["grad_norm"] for step in steps], expected.norms, rtol=1e-4)
 
 
+@pytest.mark.slow
+def test_rotary_factors_are_those_of_the_runs_length(megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]) -> None:
+    """Also of rows, and of context-parallel ranks' parts of them, that are shorter than the long factors begin with."""
+    batch, model = reference.make_batch(), reference.load_model(tiny_model("phi3_long"))
+    model.config.rope_parameters["short_factor"] = model.config.rope_parameters["long_factor"]
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    with torch.no_grad():
+        expected = reference.hf_logprobs(model, batch)[0].numpy()
+    config = Case("phi3_long", {CP: 2}).config(tiny_model("phi3_long"), max_total_sequence_length=22)
+    with megatron_pool.group(config.policy.train_layout, config, kind="fsdp") as group:
+        np.testing.assert_allclose(logprobs(group, batch)["logprobs"], expected, atol=1e-5, rtol=0)
+
+
 def test_a_model_whose_packed_rows_see_each_other_is_refused(
     megatron_pool: MegatronPool, tiny_model: Callable[[str], Path]
 ) -> None:

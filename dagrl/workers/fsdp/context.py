@@ -58,6 +58,11 @@ class Context:
                 f"policy.fsdp_cfg.context_parallel_size is {self.size}, but {type(self._net).__name__} computes attention "
                 "itself, not by an implementation of transformers; set it to 1"
             )
+        if any("dynamic" in str(getattr(part, "rope_type", "")) for part in self._net.modules()):
+            raise ConfigError(
+                f"policy.fsdp_cfg.context_parallel_size is {self.size}, but rotary frequencies of {type(self._net).__name__}"
+                " depend on the length of a row (rope_type dynamic); set it to 1"
+            )
         for layer in layer_configs(self._net.config):
             heads = getattr(layer, "num_attention_heads", None)
             pairs = getattr(layer, "num_key_value_heads", None) or heads
@@ -85,8 +90,8 @@ class Context:
             self.enabled = True
 
     @contextmanager
-    def whole_masks(self, positions: Tensor) -> Iterator[None]:
-        """Context in which the model makes masks of whole rows, with these positions [b, width]."""
+    def whole_rows(self, positions: Tensor) -> Iterator[None]:
+        """Context in which the model runs on parts of rows with these positions [b, width], with masks of whole ones."""
 
         def of_rows(maker: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(maker)

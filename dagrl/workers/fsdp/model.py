@@ -36,6 +36,7 @@ from transformers.distributed.tensor_parallel import (
     replace_layer_number_by_wildcard,
     resolve_parallel_plans,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from dagrl.config import FsdpConfig, PolicyConfig
@@ -85,7 +86,7 @@ class HiddenStates(nn.Module):
         """
         arguments = attention_arguments(self.net.config, segments, row_positions)
         split = self.context is not None and row_positions is not None
-        with self.context.whole_masks(row_positions) if split else nullcontext():  # type: ignore[union-attr, arg-type]
+        with self.context.whole_rows(row_positions) if split else nullcontext():  # type: ignore[union-attr, arg-type]
             output = base_of(self.net)(input_ids=tokens, position_ids=positions, use_cache=False, **arguments)
         hidden: Tensor = output.last_hidden_state
         return hidden
@@ -186,10 +187,28 @@ def load_model(
         root.cpu()  # DTensors are read onto the device of their mesh
     for buffer in loaded.buffers():
         buffer.data = buffer.to(device)
+    fix_rotary_factors(loaded, policy)
     for module in sharded_modules(root):  # settles the memory of the shards, which FSDP2 pads
         module.unshard()
         module.reshard()
     return root
+
+
+def fix_rotary_factors(model: nn.Module, policy: PolicyConfig) -> None:
+    """Chooses long or short factors of rotary frequencies (LongRoPE, Phi) by the longest sequence of the run, as vLLM does.
+
+    Transformers would choose by the longest row of each microbatch.
+    """
+    engine = policy.generation.vllm_cfg.max_model_len if policy.generation is not None else None
+    longest = engine or policy.max_total_sequence_length
+    for part in model.modules():
+        if getattr(part, "rope_type", None) != "longrope":
+            continue
+        config: Any = part.config
+        if longest > config.rope_parameters["original_max_position_embeddings"]:
+            buffer: Any = part.original_inv_freq
+            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](config, buffer.device, seq_len=longest)
+            buffer.copy_(frequencies)  # which transformers takes for short rows
 
 
 def init_scalar_head(root: HiddenStates, seed: int) -> None:
