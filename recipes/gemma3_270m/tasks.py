@@ -7,6 +7,7 @@
 | `train.jsonl`, `test.jsonl` | whole questions: `Question: ...\\nAnswer:` and the solution |
 | `one_left.jsonl`, `two_left.jsonl` | training questions with their solution up to the last or the last but one result |
 | `test_one_left.jsonl`, `test_two_left.jsonl` | the same of the test questions |
+| `calls.jsonl`, `test_calls.jsonl` | whole questions whose solutions call `recipes/calculator.py` |
 | `gsm8k_test.jsonl` | GSM8K's test set as it is, for `evaluation.sets` |
 
 `stories` is a task (`data.task`): word problems whose names, things and numbers come from a seed. Their solutions are
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dagrl.data import Example, Splits
-from recipes.from_scratch.gsm8k import Row, final_answer as final_answer, unfinished, write_rows
+from recipes.from_scratch.gsm8k import Row, final_answer as final_answer, unfinished, with_calls, write_rows
 
 PROMPT = "Question: {}\nAnswer:"
 WOMEN = "Ana Beth Clara Dina Emma Grace Hana Iris Julia Mary Nora Rosa Sofia Wendy".split()
@@ -157,6 +158,8 @@ def prepare(data: Path, output: Path) -> None:
         problems = [json.loads(line) for line in (data / f"{source}.jsonl").read_text(encoding="utf-8").splitlines()]
         for left, name in ((None, source), (1, f"{prefix}one_left"), (2, f"{prefix}two_left")):
             write_rows(output / f"{name}.jsonl", (row for problem in problems for row in unfinished(problem, left)))
+        called = map(with_calls, problems)
+        write_rows(output / f"{prefix}calls.jsonl", (row for problem in called for row in unfinished(problem, None)))
 
 
 if __name__ == "__main__":

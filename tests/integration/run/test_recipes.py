@@ -15,6 +15,8 @@ from dagrl.config.plan import RunPlan
 from dagrl.machine import Gpu
 from dagrl.run import derive
 from dagrl.run.preflight import Inputs, preflight
+from recipes.from_scratch.gsm8k import write_rows
+from recipes.gemma3_270m.pairs import pairs
 from recipes.gemma3_270m.tasks import prepare
 from tests.hollow_models import write_hollow_checkpoint, write_hollow_model
 
@@ -73,10 +75,12 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("train", "test"):
         (directory / f"{name}.jsonl").write_text((json.dumps(problem) + "\n") * 64)
     prepare(directory, directory / "data")
+    completions = [{"text": f" {answer}", "reward": float(answer == "36")} for answer in ("35", "36")]
+    write_rows(directory / "data" / "pairs.jsonl", pairs([{"prompt": "48/2=", "completions": completions}] * 64))
     return directory
 
 
-@pytest.mark.parametrize("recipe", ["sft", "stories", "gsm8k"])
+@pytest.mark.parametrize("recipe", ["sft", "stories", "gsm8k", "dpo", "distill", "ppo", "tool", "agent"])
 def test_recipes_of_gemma3_pass_all_checks(
     recipe: str, gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,13 +90,14 @@ def test_recipes_of_gemma3_pass_all_checks(
     text = (RECIPES / "gemma3_270m" / f"{recipe}.yaml").read_text().replace("runs/gemma3_270m_data", str(gemma3 / "data"))
     assert f"dagrl train recipes/gemma3_270m/{recipe}.yaml" in text and "one GPU of 24 GB or more" in text
     (tmp_path / "recipe.yaml").write_text(text)
-    inputs = preflight(
-        load_config(tmp_path / "recipe.yaml", [f"policy.model_name={gemma3 / 'model'}", f"output_dir={tmp_path}"])
-    )
+    more = {"distill": [f"policy.reference_model_name={gemma3 / 'model'}"], "ppo": ["critic.model_name=null"]}
+    own = [f"policy.model_name={gemma3 / 'model'}", f"output_dir={tmp_path}", *more.get(recipe, [])]
+    inputs = preflight(load_config(tmp_path / "recipe.yaml", own))
     policy = inputs.config.policy
     assert (policy.backend, policy.precision, policy.sequence_packing.enabled) == ("fsdp", "bfloat16", True)
-    if recipe != "sft":
+    if recipe not in ("sft", "dpo"):
         assert policy.generation is not None and policy.generation.colocated.enabled
+    if recipe in ("stories", "gsm8k"):
         assert len(inputs.evaluation_prompts) == 64 and inputs.config.loss_fn.force_on_policy_ratio
 
 
