@@ -370,7 +370,7 @@ def _fit_microbatches(derived: Derived, hf_config: Mapping[str, Json], weight_by
     if not (config.policy.sequence_packing.enabled and derived.open(*keys) and memory and weight_bytes):
         return
     layout, width = config.policy.train_layout, config.policy.max_total_sequence_length
-    parameters, shards = _parameters(hf_config, weight_bytes), layout.tp * layout.pp
+    parameters, shards = _parameters(hf_config, weight_bytes), layout.tp * layout.cp * layout.pp
     room = 0.5 * (0.9 * memory - _state_bytes(config.policy, parameters))
     fitting = int(room / _activation_bytes(hf_config) * shards) // ROUND * ROUND
     tokens = max(width, min(MOST_TOKENS, fitting))
@@ -394,7 +394,7 @@ def _parameters(hf_config: Mapping[str, Json], weight_bytes: int) -> float:
 def _state_bytes(policy: PolicyConfig, parameters: float) -> float:
     """Returns the bytes of the weights, gradients and optimizer state of a rank."""
     layout, fsdp = policy.train_layout, policy.backend == "fsdp"
-    sharded = layout.dp if fsdp or policy.megatron_cfg.use_distributed_optimizer else 1
+    sharded = layout.dp * layout.cp if fsdp or policy.megatron_cfg.use_distributed_optimizer else 1
     if fsdp:
         each = (4 + 4 + 8) * policy.fsdp_cfg.data_parallel_replicas / sharded  # float32 weights, gradients and Adam
     elif policy.peft.enabled:

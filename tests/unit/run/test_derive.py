@@ -177,6 +177,15 @@ def test_microbatches_fit_the_memory(machine: Any, gib: int, checkpointing: bool
     assert tokens is not None and policy.max_total_sequence_length <= tokens <= 16384
 
 
+@pytest.mark.parametrize(("ranks", "recomputes"), [(1, "full"), (4, "none")])
+def test_ranks_with_parts_of_a_row_hold_a_part_of_its_activations(machine: Any, ranks: int, recomputes: str) -> None:
+    """A 24 GiB GPU has room for 2,700 tokens, and for 4,900 if a quarter of the state is on it."""
+    machine(ranks, 24)
+    split = {"backend": "fsdp", "fsdp_cfg": {"context_parallel_size": ranks}, "max_total_sequence_length": 8192}
+    policy = resolve(minimal("sft", policy=split), demonstrations=9).config.policy
+    assert policy.fsdp_cfg.activation_checkpointing == recomputes
+
+
 LFM2 = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 
 

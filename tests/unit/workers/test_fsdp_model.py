@@ -153,9 +153,10 @@ def test_files_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> 
         FsdpWorker.check(config, QWEN3)
 
 
-def test_a_rank_is_described_without_the_others() -> None:
-    """Both shards of a tensor-parallel, tied model with an odd number of rows cover each parameter once."""
-    config = config_of({"fsdp_cfg": {"data_parallel_size": 2}})
+@pytest.mark.parametrize("size", ["data_parallel_size", "context_parallel_size"])
+def test_a_rank_is_described_without_the_others(size: str) -> None:
+    """Both shards of a tied model with an odd number of rows cover each parameter once."""
+    config = config_of({"fsdp_cfg": {size: 2}})
     hf_config: dict[str, Json] = {**QWEN3, "tie_word_embeddings": True, "vocab_size": 199}
     ranks = [FsdpWorker.describe(config, hf_config, config.policy.train_layout, rank) for rank in range(2)]
     rows = [one.box[0] for rank in ranks for one in rank if one.name == "model.embed_tokens.weight"]
