@@ -63,13 +63,14 @@ class Encoded:
         same = shared(self.ids, before)
         if same == len(before):
             return same, True
-        return number if self._offsets else same, False
+        rest = self._encoder.decode(before[same:]).strip(" ")  # SentencePiece puts a space before each text
+        return number if self._offsets else min(same + bool(rest), len(self.ids)), False
 
     def start(self, number: int) -> int:
         """Returns the character at which a token begins, or the length of the text."""
         if self._offsets:
             return self._starts[number] if number < len(self._starts) else len(self._text)
-        return bisect_left(range(len(self._text)), number, key=self.index)
+        return bisect_left(range(len(self._text) + 1), number + 1, key=self.index) - 1
 
 
 class TextEncoder:

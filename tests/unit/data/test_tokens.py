@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unicodedata import normalize
 
 import pytest
@@ -277,23 +277,32 @@ def test_a_long_reply_fits_if_the_tokenizer_drops_most_characters() -> None:
 class WithoutOffsets:
     """A tokenizer in Python, such as Kimi's: it has no backend."""
 
+    backend_tokenizer = None
+
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._tokenizer, self.added_tokens_decoder = tokenizer, tokenizer.added_tokens_decoder
+        self._own = tokenizer
 
     def __call__(self, text: str, **options: Any) -> Any:
-        return self._tokenizer(text, **options)
+        return self._own(text, **options)
 
-    def decode(self, ids: list[int], **options: Any) -> str:
-        return str(self._tokenizer.decode(ids, **options))
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.opens_alike], ids=lambda kind: kind.name)
+@kinds
 def test_a_tokenizer_without_offsets_has_the_same_edges(kind: Kind) -> None:
-    messages, chat = messages_of(TEXTS["several"]), chat_of(tokenizer_of(kind))
-    text = chat.render(messages, opened=False)
-    places = [len(chat.render(messages[:end], opened=True)) for end in (1, 3)]
-    (ours,), (theirs,) = (encoder.encode([text]) for encoder in (chat.encoder, TextEncoder(WithoutOffsets(chat.tokenizer))))  # type: ignore[arg-type]
-    assert ours.ids == theirs.ids and [*map(ours.index, places)] == [*map(theirs.index, places)]
+    fast, slow = tokenizer_of(kind), cast(PreTrainedTokenizerFast, WithoutOffsets(tokenizer_of(kind)))
+    asked, reply = [{"role": "user", "content": "hello"}], [{"role": "user", "content": "the"}]
+    for texts in ("several", "unicode"):
+        example, turns = example_of(messages_of(TEXTS[texts])), "all" if kind.again else "last"
+        (ours,), (theirs,) = (encode_demonstrations([example], tokenizer, turns) for tokenizer in (fast, slow))  # type: ignore[arg-type]
+        assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.loss_mask.tolist() == theirs.loss_mask.tolist()
+    chats, turn = (chat_of(fast), chat_of(slow)), sampled(kind, asked, "and it")[:-1]
+    assert chats[0].end == chats[1].end
+    assert chats[0].reply(turn, frozenset(), reply, (), 1000) == chats[1].reply(turn, frozenset(), reply, (), 1000)
 
 
 @pytest.mark.parametrize(
