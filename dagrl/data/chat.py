@@ -1,34 +1,25 @@
 """Conversations as the chat template writes them, and what joins the turns of a rollout.
 
 The template is looked at once, by rendering short conversations: where a turn of the policy ends, which tokens end it, and
-how it wants tool calls. `Chat.reply` returns the tokens that the template writes after a turn that was sampled; the
-sampled tokens stay as they are.
+how it takes messages (`dagrl.data.messages`). `Chat.reply` returns the tokens that the template writes after a turn that was
+sampled; the sampled tokens stay as they are.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from dagrl.data.encoder import Encoded, TextEncoder, shared
+from dagrl.data.messages import ANSWER, CALL_ID, QUESTION, TOOL, MessageFormat, Messages, exchange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from dagrl.config import Json
-
-Messages = Sequence[Mapping[str, Any]]
-
-QUESTION, ANSWER = "Which is it?", "it-is-so"
-"""Texts of the conversations with which the template is looked at."""
-
-CALL_ID = "000000000"
-"""Templates of Mistral take ids of nine letters or digits only."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +33,6 @@ class TurnEnd:
     text: str
     after: str
     tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _CallStyle:
-    """How the template wants turns with tool calls: the content of one without, and whether arguments stay JSON text."""
-
-    content: Mapping[str, str | None]
-    as_text: bool
-
-
-_STYLES = [_CallStyle(content, as_text) for as_text in (False, True) for content in ({}, {"content": ""}, {"content": None})]
 
 
 @lru_cache(maxsize=8)
@@ -71,14 +51,15 @@ class Chat:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
         self.encoder = TextEncoder(tokenizer)
-        self._written_calls: dict[tuple[int, bool], bool] = {}
+        plain, shown = self._render, partial(self._render, tools=[TOOL])
+        self._formats = MessageFormat([plain]), MessageFormat([shown, plain])  # there may be a template for tools alone
 
     def render(self, messages: Messages, tools: Sequence[Json] = (), *, opened: bool, **variables: Any) -> str:
         """Returns the text of a conversation; `opened` opens the assistant's next turn. `variables` are the template's.
 
         Raises whatever Jinja or the template raises.
         """
-        return self._render(self._turns(messages), tools, opened=opened, **variables)
+        return self._render(self._turns(messages, tools), tools, opened=opened, **variables)
 
     def renders(self, messages: Messages, tools: Sequence[Json], tokens: Sequence[int]) -> bool:
         """Returns whether the template's text of a conversation, with the next turn open, has these tokens."""
@@ -93,7 +74,7 @@ class Chat:
 
         shown = list(tools) or None
         texts, parts = render_jinja_template(
-            conversations=[self._turns(messages)],
+            conversations=[self._turns(messages, tools)],
             tools=shown,
             chat_template=self.tokenizer.get_chat_template(None, shown),
             return_assistant_tokens_mask=True,
@@ -128,7 +109,7 @@ class Chat:
     def _openers(self) -> frozenset[int]:
         """The added token that conversations begin with, which ends no turn: some templates always open the next one."""
         known = {self.tokenizer.bos_token_id, self.tokenizer.eos_token_id}
-        tokens = self.encoder.ids(self._shown([self._turn({"role": "user", "content": QUESTION})]))
+        tokens = self.encoder.ids(self._formats[0].shown([{"role": "user", "content": QUESTION}]))
         return self.encoder.added.intersection([token for token in tokens if token not in known][:1])
 
     @cached_property
@@ -230,7 +211,7 @@ class Chat:
         """Returns a conversation with `messages` after a turn, and where the end of that turn starts and ends."""
         results = [(str(turn.get("name") or "f"), turn.get("tool_call_id")) for turn in messages if turn["role"] == "tool"]
         for calls in (results, results[:1], []):  # a template may take one call of a turn, or none; a policy may make more
-            before = _exchange(calls)
+            before = exchange(calls)
             try:
                 alone = self.render(before, tools, opened=False, **variables)
                 whole = self.render([*before, *messages], tools, opened=True, **variables)
@@ -266,137 +247,17 @@ class Chat:
     def _tail(self, messages: Messages, *, calls: int = 0) -> str:
         """Returns what follows the text of a turn, or that of its last call: `messages`, or the end of the conversation."""
         try:
-            text = self.render([*_exchange([("f", None)] * calls), *messages], opened=bool(messages))
+            text = self.render([*exchange([("f", None)] * calls), *messages], opened=bool(messages))
         except Exception:  # a template without tools, or for one turn
             return ""
         return text.rpartition(ANSWER)[2] if ANSWER in text else ""
 
-    def _turns(self, messages: Messages) -> list[dict[str, Any]]:
-        """Converts OpenAI's messages for the template. Raises ValueError for those that it would leave out."""
-        turns = [self._turn(message) for message in messages]
-        for turn in turns:
-            calls = turn.get("tool_calls") or ()
-            if turn["role"] in self._left_out:
-                lost = f"messages of the role {turn['role']!r}"
-            elif calls and not self._writes_calls(1, said=False):
-                lost = "tool calls"
-            elif calls and not self._writes_calls(min(len(calls), 2), said=bool(turn.get("content"))):
-                lost = (
-                    "tool calls of a turn with a text"
-                    if self._writes_calls(2, said=False)
-                    else "all calls of a turn but one"
-                )
-            else:
-                continue
-            raise ValueError(f"it leaves out {lost}; use one that writes them (policy.tokenizer.chat_template)")
-        return turns
-
-    def _turn(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        turn = {name: value for name, value in message.items() if value is not None and name != "refusal"}
-        turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
-        turn |= {} if (content := content_of(message)) is None else {"content": content}
-        if calls := turn.get("tool_calls"):
-            style = self._call_style or _STYLES[0]
-            content = {} if turn.get("content") else style.content
-            turn = {name: value for name, value in turn.items() if name != "content" or value}
-            turn |= {**content, "tool_calls": [_styled(call, as_text=style.as_text) for call in calls]}
-        if self._takes_parts and isinstance(turn.get("content"), str):
-            turn["content"] = [{"type": "text", "text": turn["content"]}]
-        return turn
+    def _turns(self, messages: Messages, tools: Sequence[Json]) -> list[dict[str, Any]]:
+        return self._formats[bool(tools)].turns(messages)
 
     def _render(self, turns: Messages, tools: Sequence[Json] = (), *, opened: bool = False, **variables: Any) -> str:
         template = self.tokenizer.apply_chat_template
         return str(template(list(turns), list(tools) or None, tokenize=False, add_generation_prompt=opened, **variables))
-
-    def _shown(self, turns: Messages, tools: Sequence[Json] = ()) -> str:
-        """Returns the text of a conversation; empty if the template rejects it."""
-        try:
-            return self._render(turns, tools)
-        except Exception:  # Jinja's errors, and those that templates raise
-            return ""
-
-    @cached_property
-    def _takes_parts(self) -> bool:
-        """Whether the template writes contents that are lists of parts, as OpenAI's may be, and leaves out plain texts."""
-        texts = (QUESTION, [{"type": "text", "text": QUESTION}])
-        plain, parts = (QUESTION in self._shown([{"role": "user", "content": content}]) for content in texts)
-        return parts and not plain
-
-    @cached_property
-    def _left_out(self) -> frozenset[str]:
-        """The roles of messages that the template leaves out. It may reject others, and says so itself."""
-        question, content = {"role": "user", "content": QUESTION}, f"{QUESTION} {ANSWER}"
-        system, tool = (
-            {"role": role, "content": content, "name": "f", "tool_call_id": CALL_ID} for role in ("system", "tool")
-        )
-        prompts = {
-            "system": [[system, question]],  # that of Mistral is a part of the last question
-            "tool": [[*_exchange(calls), tool] for calls in ([("f", None)], [])],
-        }
-        texts = {role: [self._shown([*map(self._turn, prompt)]) for prompt in tried] for role, tried in prompts.items()}
-        return frozenset(role for role in texts if any(texts[role]) and not any(content in text for text in texts[role]))
-
-    def _writes_calls(self, count: int, *, said: bool) -> bool:
-        """Returns whether the template writes all of a turn's calls, with a text or without. It may reject such turns."""
-        if (count, said) not in self._written_calls:
-            question, answer = _exchange([("f", None)] * count)
-            answer |= {"content": QUESTION} if said else {}
-            text = self._shown([self._turn(question), self._turn(answer)])
-            rejects = not text and (count > 1 or said)
-            self._written_calls[count, said] = self._call_style is not None and (rejects or text.count(ANSWER) == count)
-        return self._written_calls[count, said]
-
-    @cached_property
-    def _call_style(self) -> _CallStyle | None:
-        """The style in which the template writes a call, and not as Python shows it; None if it writes none."""
-        question, turn = _exchange([("f", None)])
-        texts = []
-        for style in _STYLES:
-            calls = [_styled(call, as_text=style.as_text) for call in turn["tool_calls"]]
-            texts.append(self._shown([self._turn(question), {"role": "assistant", **style.content, "tool_calls": calls}]))
-        found = [(text.count("None") + text.count("{'"), place) for place, text in enumerate(texts) if ANSWER in text]
-        return _STYLES[min(found)[1]] if found else None
-
-
-def content_of(message: Mapping[str, Any]) -> Any:
-    """Returns the content of OpenAI's message: text parts as one text, and a refusal in place of none."""
-    content = message.get("content")
-    if isinstance(content, list):
-        texts: list[Any] = [
-            part.get(part["type"]) if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
-            for part in content
-        ]
-        return "".join(texts) if all(isinstance(text, str) for text in texts) else content
-    return content or message.get("refusal") or content
-
-
-def with_parsed_arguments(call: Any) -> Any:
-    """Returns a tool call with its arguments parsed, if they are JSON text as in OpenAI's format."""
-    return _styled(call, as_text=False)
-
-
-def _styled(call: Any, *, as_text: bool) -> Any:
-    """Returns a tool call with arguments as an object, or as JSON text in one spelling. Text that is no JSON stays."""
-    if not isinstance(call, dict):
-        return call
-    if "function" in call:
-        return {**call, "function": _styled(call["function"], as_text=as_text)}
-    arguments = call.get("arguments") or {}  # of a function without any, OpenAI's may be an empty text
-    with suppress(ValueError):  # the policy's own call
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    if as_text and not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "arguments": arguments}
-
-
-def _exchange(calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a question and its answer: a text, or calls of functions by name and id, the last of which has the text."""
-    made = [
-        {"id": identity or CALL_ID, "type": "function", "function": {"name": name, "arguments": {"a": ANSWER}}}
-        for name, identity in calls
-    ]
-    answer = {"tool_calls": made} if made else {"content": ANSWER}
-    return [{"role": "user", "content": QUESTION}, {"role": "assistant", **answer}]
 
 
 def _written(text: str, encoded: Encoded, first: int, end: int) -> list[int]:

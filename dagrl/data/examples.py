@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import numpy as np
 
-from dagrl.data.chat import content_of
 from dagrl.data.hugging_face import CSV, has_splits, plain_files, read_rows
+from dagrl.data.messages import content_of
 from dagrl.errors import ConfigError, DataError, UserError
 from dagrl.imports import check_arguments, load_callable, running
 

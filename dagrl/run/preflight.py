@@ -22,8 +22,9 @@ from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN, role_config, section_key
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, width_key
 from dagrl.data import Example, Splits, load_splits
-from dagrl.data.chat import CALL_ID, Chat, chat_of
+from dagrl.data.chat import Chat, chat_of
 from dagrl.data.examples import keep_valid, preference_of, with_chat, with_tools
+from dagrl.data.messages import CALL_ID
 from dagrl.data.tokenization import (
     Demonstration,
     Preference,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator, model_validator
 
-from dagrl.data.chat import content_of, with_parsed_arguments
+from dagrl.data.messages import content_of, with_parsed_arguments
 from dagrl.errors import DagrlError
 
 MODEL = "policy"

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dagrl.data.chat import Chat, Messages
+from dagrl.data.chat import Chat
+from dagrl.data.messages import Messages
 from dagrl.rl.agents.conversations import Context, Conversations, Row, message_key
 from dagrl.rl.agents.protocol import ChatBody, EndpointError, plain_messages
 from dagrl.rl.tools import CallParser, Calls, vllm_parser

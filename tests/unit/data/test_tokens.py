@@ -441,6 +441,17 @@ def test_calls_that_a_template_leaves_out_are_an_error(name: str, content: str |
         encode_demonstrations([example_of(messages)], tokenizer_of(kind))
 
 
+def test_a_tokenizer_may_have_a_template_for_tools() -> None:
+    """As Command R's and Hermes'. The other one knows no calls."""
+    tokenizer = copy.copy(tokenizer_of(KINDS[0]))
+    tokenizer.chat_template = cast(str, {"default": CHATML.replace("m.tool_calls or []", "[]"), "tool_use": CHATML})
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": CALLS}]
+    (row,) = encode_demonstrations([example_of(messages, TOOLS)], tokenizer)
+    assert row.tokens.tolist() == truth(KINDS[0], [messages[0], {**messages[1], "content": ""}], TOOLS)
+    with pytest.raises(DataError, match="it leaves out tool calls"):
+        encode_demonstrations([example_of(messages)], tokenizer)
+
+
 def test_lost_texts_of_learned_turns_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     question, answer = messages_of(["hello", "and it"])
     examples = [example_of([question, {**answer, "reasoning_content": thought}]) for thought in ("hm", None, "hm hm")]

@@ -1,0 +1,178 @@
+"""OpenAI's messages as a chat template takes them: contents, arguments of tool calls, and what the template leaves out.
+
+`MessageFormat` finds out by rendering short conversations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dagrl.config import Json
+
+Messages = Sequence[Mapping[str, Any]]
+
+QUESTION, ANSWER = "Which is it?", "it-is-so"
+"""Texts of the conversations with which a template is looked at."""
+
+CALL_ID = "000000000"
+"""Templates of Mistral take ids of nine letters or digits only."""
+
+TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "f",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]},
+    },
+}
+"""The function that those conversations call."""
+
+
+@dataclass(frozen=True)
+class _CallStyle:
+    """How the template wants turns with tool calls: the content of one without, and whether arguments stay JSON text."""
+
+    content: Mapping[str, str | None]
+    as_text: bool
+
+
+_STYLES = [_CallStyle(content, as_text) for as_text in (False, True) for content in ({}, {"content": ""}, {"content": None})]
+
+
+class MessageFormat:
+    """How a template takes messages."""
+
+    def __init__(self, renders: Sequence[Callable[[Messages], str]]) -> None:
+        """`renders` render a conversation, and raise what the template raises. The first that takes it counts."""
+        self._renders = renders
+        self._written_calls: dict[tuple[int, bool], bool] = {}
+
+    def turns(self, messages: Messages) -> list[dict[str, Any]]:
+        """Converts messages. Raises ValueError for those that the template would leave out."""
+        turns = [self._turn(message) for message in messages]
+        for turn in turns:
+            if lost := self._lost(turn):
+                raise ValueError(f"it leaves out {lost}; use one that writes them (policy.tokenizer.chat_template)")
+        return turns
+
+    def shown(self, messages: Messages) -> str:
+        """Returns the text of a conversation; empty if the template rejects it."""
+        return self._shown([*map(self._turn, messages)])
+
+    def _lost(self, turn: Mapping[str, Any]) -> str:
+        calls = turn.get("tool_calls")
+        if turn["role"] in self._left_out:
+            return f"messages of the role {turn['role']!r}"
+        if not calls or self._writes_calls(min(len(calls), 2), said=bool(turn.get("content"))):
+            return ""
+        if not self._writes_calls(1, said=False):
+            return "tool calls"
+        several = len(calls) > 1 and not self._writes_calls(2, said=False)
+        return "all calls of a turn but one" if several else "tool calls of a turn with a text"
+
+    def _turn(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        turn = {name: value for name, value in message.items() if value is not None and name != "refusal"}
+        turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
+        turn |= {} if (content := content_of(message)) is None else {"content": content}
+        if calls := turn.get("tool_calls"):
+            style = self._call_style or _STYLES[0]
+            content = {} if turn.get("content") else style.content
+            turn = {name: value for name, value in turn.items() if name != "content" or value}
+            turn |= {**content, "tool_calls": [_styled(call, as_text=style.as_text) for call in calls]}
+        if self._takes_parts and isinstance(turn.get("content"), str):
+            turn["content"] = [{"type": "text", "text": turn["content"]}]
+        return turn
+
+    def _shown(self, turns: Messages) -> str:
+        for render in self._renders:
+            with suppress(Exception):  # Jinja's errors, and those that templates raise
+                return render(turns)
+        return ""
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template writes contents that are lists of parts, as OpenAI's may be, and leaves out plain texts."""
+        texts = (QUESTION, [{"type": "text", "text": QUESTION}])
+        plain, parts = (QUESTION in self._shown([{"role": "user", "content": content}]) for content in texts)
+        return parts and not plain
+
+    @cached_property
+    def _left_out(self) -> frozenset[str]:
+        """The roles of messages that the template leaves out. It may reject others, and says so itself."""
+        content = f"{QUESTION} {ANSWER}"
+        system, result = (
+            {"role": role, "content": content, "name": "f", "tool_call_id": CALL_ID} for role in ("system", "tool")
+        )
+        prompts = {
+            "system": [[system, {"role": "user", "content": QUESTION}]],  # that of Mistral is a part of the last question
+            "tool": [[*exchange(calls), result] for calls in ([("f", None)], [])],
+        }
+        texts = {role: [*map(self.shown, tried)] for role, tried in prompts.items()}
+        return frozenset(role for role in texts if any(texts[role]) and not any(content in text for text in texts[role]))
+
+    def _writes_calls(self, count: int, *, said: bool) -> bool:
+        """Returns whether the template writes all of a turn's calls, with a text or without. It may reject such turns."""
+        if (count, said) not in self._written_calls:
+            question, answer = exchange([("f", None)] * count)
+            text = self.shown([question, answer | ({"content": QUESTION} if said else {})])
+            rejects = not text and (count > 1 or said)
+            self._written_calls[count, said] = self._call_style is not None and (rejects or text.count(ANSWER) >= count)
+        return self._written_calls[count, said]
+
+    @cached_property
+    def _call_style(self) -> _CallStyle | None:
+        """The style in which the template writes a call, and not as Python shows it; None if it writes none."""
+        question, answer = exchange([("f", None)])
+        texts = []
+        for style in _STYLES:
+            calls = [_styled(call, as_text=style.as_text) for call in answer["tool_calls"]]
+            texts.append(self._shown([self._turn(question), {"role": "assistant", **style.content, "tool_calls": calls}]))
+        found = [(text.count("None") + text.count("{'"), place) for place, text in enumerate(texts) if ANSWER in text]
+        return _STYLES[min(found)[1]] if found else None
+
+
+def exchange(calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a question and its answer: a text, or calls of functions by name and id, each of which has the text."""
+    made = [
+        {"id": identity or CALL_ID, "type": "function", "function": {"name": name, "arguments": {"a": ANSWER}}}
+        for name, identity in calls
+    ]
+    answer = {"tool_calls": made} if made else {"content": ANSWER}
+    return [{"role": "user", "content": QUESTION}, {"role": "assistant", **answer}]
+
+
+def content_of(message: Mapping[str, Any]) -> Any:
+    """Returns the content of OpenAI's message: text parts as one text, and a refusal in place of none."""
+    content = message.get("content")
+    if isinstance(content, list):
+        texts: list[Any] = [
+            part.get(part["type"]) if isinstance(part, dict) and part.get("type") in ("text", "refusal") else None
+            for part in content
+        ]
+        return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    return content or message.get("refusal") or content
+
+
+def with_parsed_arguments(call: Any) -> Any:
+    """Returns a tool call with its arguments parsed, if they are JSON text as in OpenAI's format."""
+    return _styled(call, as_text=False)
+
+
+def _styled(call: Any, *, as_text: bool) -> Any:
+    """Returns a tool call with arguments as an object, or as JSON text in one spelling. Text that is no JSON stays."""
+    if not isinstance(call, dict):
+        return call
+    if "function" in call:
+        return {**call, "function": _styled(call["function"], as_text=as_text)}
+    arguments = call.get("arguments") or {}  # of a function without any, OpenAI's may be an empty text
+    with suppress(ValueError):  # the policy's own call
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "arguments": arguments}
