@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from dagrl.bench import harness, verl_steps
-from dagrl.bench.embed_worker import echo_class
 from dagrl.bench.harness import Contest, Take, Turn
 from dagrl.bench.report import count
 from dagrl.config import ClusterConfig
@@ -130,3 +130,26 @@ def timed(acts: Mapping[str, Callable[[], object]]) -> dict[str, Turn]:
         act()
         found[name] = Turn([time.perf_counter() - started])
     return found
+
+
+def echo_class() -> type:
+    """Returns the class of a verl worker whose methods return what they are given."""
+    from verl.single_controller.base import Worker
+    from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+
+    class Echo(Worker):  # type: ignore[misc]
+        """Every rank is a data-parallel rank of the mesh `train`."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._register_dispatch_collect_info("train", self.rank, True)
+
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)  # type: ignore[untyped-decorator]
+        def proto(self, data: Any) -> Any:
+            return data
+
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))  # type: ignore[untyped-decorator]
+        def over_mesh(self, data: Any) -> Any:
+            return data
+
+    return Echo

@@ -57,8 +57,10 @@ def run(options: argparse.Namespace) -> None:
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     torch.set_num_threads(1)
     import_vllm({})
+    from vllm.model_executor.models import registry
+
     rows: list[ArchitectureRow] = []
-    for name in options.names or architectures():
+    for name in options.names or [*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS]:
         for row in try_architecture(name, options.seconds):
             rows.append(row)
             sys.stdout.write(
@@ -69,13 +71,6 @@ def run(options: argparse.Namespace) -> None:
             text = ",\n".join(json.dumps(asdict(row)) for row in rows)
             options.json.write_text(f"[\n{text}\n]\n")
     sys.stdout.write(f"{sum(row.passed for row in rows)} of {len(rows)} passed\n")
-
-
-def architectures() -> list[str]:
-    """Returns vLLM's architectures of text generation, then the multimodal ones."""
-    from vllm.model_executor.models import registry
-
-    return [*registry._TEXT_GENERATION_MODELS, *registry._MULTIMODAL_MODELS]
 
 
 def try_architecture(name: str, seconds: float) -> list[ArchitectureRow]:

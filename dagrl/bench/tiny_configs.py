@@ -140,7 +140,7 @@ def tiny_model(architecture: str, seed: int) -> torch.nn.Module:
     if built is None:
         raise NoTinyConfigError("transformers has no model of this name, so there is no source")
     try:
-        config = tiny_config(built.config_class)
+        config = built.config_class(**_small(built.config_class()))  # small in nested configurations too
         config.architectures = [architecture]
         model: torch.nn.Module = built(config).to(torch.bfloat16)
     except Exception as error:
@@ -169,11 +169,6 @@ def _transformers_class(architecture: str) -> Any:
         same = (name for name, built in classes.items() if built == classes.get(architecture))
         found = next((one for name in same if (one := getattr(transformers, name, None)) is not None), None)
     return None if found is None or found.__module__.endswith("dummy_pt_objects") else found
-
-
-def tiny_config(config_class: type[Any]) -> Any:
-    """Returns the class's default configuration with small sizes, in nested configurations too."""
-    return config_class(**_small(config_class()))
 
 
 def _small(config: Any) -> dict[str, Any]:

@@ -83,16 +83,13 @@ class MemberError(Exception):
 
 
 def main() -> None:
+    """Writes a row for each architecture and layout as soon as it is done."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--names", nargs="+")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=300.0)
-    run(parser.parse_args())
-
-
-def run(options: argparse.Namespace) -> None:
-    """Writes a row for each architecture and layout as soon as it is done."""
+    options = parser.parse_args()
     os.environ.update(vllm_environment(make_config(Path(), {}, {})), HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     torch.set_num_threads(1)
     import_vllm({})
@@ -262,9 +259,10 @@ class Member:
         self.process.start()
         theirs.close()
 
-    def begin(self, method: str, *arguments: Any) -> None:
+    def begin(self, method: str, *arguments: Any) -> Member:
         """Calls a method of the worker."""
         self._pipe.send((method, arguments))
+        return self
 
     def result(self) -> Any:
         """Waits for the call. Raises MemberError if it failed."""
@@ -276,11 +274,6 @@ class Member:
         if isinstance(result, MemberError):
             raise result
         return result
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method and waits."""
-        self.begin(method, *arguments)
-        return self.result()
 
 
 def _serve(pipe: Connection, kind: Any, context: WorkerContext, config: Config, device: int) -> None:
@@ -357,7 +350,7 @@ def sharded_steps(config: Config, *, generates: bool) -> tuple[list[tuple[float,
 def _connect(ranks: Sequence[Member], engine: Member, config: Config) -> None:
     """Plans the refit and opens its channel."""
     hf_config = read_hf_config(Path(str(config.policy.model_name)))
-    sources, wanted = together(ranks, "weight_slices", [()] * len(ranks)), engine.call("weight_slices")
+    sources, wanted = together(ranks, "weight_slices", [()] * len(ranks)), engine.begin("weight_slices").result()
     aliases = TIED_HEAD if hf_config.get("tie_word_embeddings") else None
     plan, address = plan_refit(sources, [wanted], dtype="float32", aliases=aliases), f"127.0.0.1:{reserve_port()}"
     kind: ChannelKind = "nccl" if torch.cuda.is_available() else "gloo"
@@ -378,7 +371,7 @@ def _divergence(ranks: Sequence[Member], engine: Member, layout: ParallelLayout)
     ids = np.arange(len(lengths))
     fields = {"tokens": prompts["tokens"], "lengths": lengths, "request_ids": ids, "seeds": ids + 5}
     limits = {"max_new_tokens": np.full(len(ids), NEW_TOKENS), "greedy": np.zeros(len(ids), np.int64)}
-    made = engine.call("generate", Batch({**fields, **limits}, {"engine_steps": 4 * NEW_TOKENS}))
+    made = engine.begin("generate", Batch({**fields, **limits}, {"engine_steps": 4 * NEW_TOKENS})).result()
     tokens, logprobs = prompts["tokens"].copy(), np.zeros((len(ids), WIDTH), np.float32)
     ends = lengths.copy()
     for row, request in enumerate(made.request_ids.tolist()):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -28,12 +27,6 @@ def train_batch(rows: int, length: int, vocabulary: int) -> Batch:
     fields: dict[str, Array] = {"tokens": tokens, "lengths": np.full(rows, length, np.int64), "loss_mask": mask}
     scalars = {"global_valid_tokens": float(mask.sum()), "global_valid_sequences": float(rows)}
     return Batch(fields, scalars)
-
-
-def one_gpu_config(model: Path, length: int, policy: Mapping[str, object]) -> Config:
-    """Returns the configuration of one Megatron worker on `model`, with the keys of `policy`."""
-    section = {"model_name": str(model), "max_total_sequence_length": length, **policy}
-    return Config.model_validate({"name": "bench", "algorithm": "sft", "data": {}, "policy": section})
 
 
 @contextmanager

@@ -45,17 +45,12 @@ class Event(Protocol):
     cpu_parent: Any
 
 
-def kind_of(kernel: str) -> str:
-    """Returns the kind of a kernel by its name."""
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)), "elementwise")
-
-
 def step_parts(events: Iterable[Event]) -> dict[str, float]:
     """Returns the milliseconds of a step's kernels by kind, largest first. Products of the output layer are apart."""
     found: dict[str, float] = {}
     for event in events:
         for kernel in event.kernels if event.name != FULL_BUFFER else ():
-            kind = kind_of(kernel.name)
+            kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.name)), "elementwise")
             if kind == "products" and _below_output_layer(event):
                 kind = OUTPUT_PRODUCTS
             found[kind] = found.get(kind, 0.0) + kernel.duration / 1e3

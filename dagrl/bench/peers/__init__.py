@@ -150,11 +150,7 @@ def sft_sides(
 
 
 def dagrl_sides(
-    name: str,
-    config: Path,
-    stage: str,
-    options: argparse.Namespace,
-    more: Mapping[str, tuple[str, ...]],
+    name: str, config: Path, stage: str, options: argparse.Namespace, more: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Take]:
     """Returns the turns of dagrl with each backend, the first called `dagrl`. `more` are further overrides of each."""
     turns: dict[str, Take] = {}
