@@ -101,7 +101,7 @@ class Chat:
         token, text, after = ours.ids[written[-1]], last[len(ANSWER) : place], last[place:]
         alone = len(written) == 1 and ours.index(ours.start(written[0])) == written[0]
         tokens = [token] if alone or token in added else []
-        calls = (self._tail([], calls=2) or self._tail([], calls=1)).removesuffix(after)
+        calls = (self._tail([], calls=2) or self._tail([], calls=1)).removesuffix(after).rstrip()
         tokens += [end for end in self.encoder.ids(calls)[-1:] if end in added]
         return TurnEnd(text, after, tuple(dict.fromkeys(tokens)))
 
@@ -121,12 +121,13 @@ class Chat:
         """Returns whether the template ends turns with a text."""
         return text == self.end.text or self.ends.issuperset(self.encoder.ids(text))
 
-    def missing_end(self, text: str, last: int, *, called: bool) -> list[int]:
+    def missing_end(self, text: str, ids: Sequence[int], *, called: bool) -> list[int]:
         """Returns the token that ends generation after a turn at the end of a text, if the template has written none.
 
-        That is the token that opens what follows a turn, or a `called` tool (GLM), or the tokenizer's own. `last` is the
-        last token of the text.
+        That is the token that opens what follows a turn, or a `called` tool (GLM), or the tokenizer's own. `ids` are the
+        tokens of the text.
         """
+        last = next((token for token in reversed(ids) if self.encoder.decode([token]).strip()), None)
         if last in self.ends or (self.end.text and (text.endswith(self.end.text) or not self.end.tokens)):
             return []
         ends = self.end.tokens or (int(self.tokenizer.eos_token_id),)

@@ -426,7 +426,7 @@ def _demonstration(whole: _Whole, encoded: Encoded, chat: Chat) -> Demonstration
         mask[encoded.index(start) : last] = 1.0
     mask[0] = 0.0  # the first token cannot be predicted
     if whole.learned[-1][1] == len(whole.text):
-        ending = chat.missing_end(whole.text, ids[-1], called=whole.calls)
+        ending = chat.missing_end(whole.text, ids, called=whole.calls)
         ids, mask = [*ids, *ending], np.append(mask, np.ones(len(ending), np.float32))
     return Demonstration(np.array(ids, np.int64), mask, example.source, example.task)
 

@@ -452,6 +452,14 @@ def test_a_tokenizer_may_have_a_template_for_tools() -> None:
         encode_demonstrations([example_of(messages)], tokenizer)
 
 
+def test_an_end_of_calls_is_not_written_twice() -> None:
+    kind = next(kind for kind in KINDS if kind.name == "gpt-oss")
+    kind = replace(kind, template=kind.template.replace("<|call|>", "<|call|>\n"))
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None, "tool_calls": CALLS[:1]}]
+    (row,) = encode_demonstrations([example_of(messages, TOOLS)], tokenizer_of(kind))
+    assert row.tokens.tolist() == truth(kind, messages, TOOLS)
+
+
 def test_lost_texts_of_learned_turns_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     question, answer = messages_of(["hello", "and it"])
     examples = [example_of([question, {**answer, "reasoning_content": thought}]) for thought in ("hm", None, "hm hm")]
