@@ -92,6 +92,8 @@ class Chat:
         both = shared(ours.ids[start:], theirs.ids[theirs.index(len(ANSWER)) :])
         written, added = _written(last, ours, start, start + both), self.encoder.added
         written = [*takewhile(lambda number: ours.ids[number] not in self._openers, written)] or written
+        eos = [place for place, number in enumerate(written, start=1) if ours.ids[number] == self.tokenizer.eos_token_id]
+        written = written[: eos[0] if eos else None]  # which generation never passes
         if not written or (ours.ids[written[-1]] not in added and last[ours.start(written[-1] + 1) :].strip()):
             # Nothing ends all turns alike. The last one may have an end of its own (gpt-oss).
             written = [number for number in _written(last, ours, start, len(ours.ids)) if ours.ids[number] in added]

@@ -325,6 +325,17 @@ def test_ends_of_plain_text(end: str, rest: str, loss: str) -> None:
     assert chat_of(tokenizer).end.text == end
 
 
+def test_a_turn_ends_at_the_eos_token() -> None:
+    """Generation never passes it, although this template opens each question before it is asked."""
+    tokenizer = character_tokenizer(
+        "0123456789<>ua\n",
+        "<u>{% for m in messages %}{{ m.content }}{{ '<a>' if m.role == 'user' else eos_token + '\n<u>' }}{% endfor %}",
+    )
+    (row,) = encode_demonstrations([example_of(messages_of(["1", "5", "2", "6"]))], tokenizer)
+    assert [tokenizer.decode(part) for part in parts(row)] == ["5<eos>", "6<eos>"]
+    assert chat_of(tokenizer).end.text == "<eos>" and chat_of(tokenizer).reply_text(messages_of(["3"])) == "\n<u>3<a>"
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.tools], ids=lambda kind: kind.name)
 def test_results_of_several_calls_follow_a_turn(kind: Kind) -> None:
     """Also with templates that take one call of a turn: the policy made them."""
