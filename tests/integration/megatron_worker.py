@@ -153,10 +153,20 @@ class TestedWorker(MegatronWorker):
         self.config = self.config.model_copy(update={"timeouts": timeouts})
 
     def stall_writing(self) -> None:
-        """Makes checkpoints stop before their first file."""
+        """Makes the next checkpoint stop before its first file, until `release_writing`."""
         from dagrl.workers.train import checkpoint
 
-        checkpoint.save = lambda *_: threading.Event().wait()  # type: ignore[assignment, return-value]
+        self.released, save = threading.Event(), checkpoint.save
+
+        def stalled(*_: Any) -> dict[str, Any]:
+            checkpoint.save = save
+            self.released.wait()
+            return {}
+
+        checkpoint.save = stalled
+
+    def release_writing(self) -> None:
+        self.released.set()
 
     def attention_runs(self, batch: Batch) -> list[int]:
         """Returns how often each layer's attention runs in a step without update."""
