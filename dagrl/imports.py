@@ -23,6 +23,7 @@ EXTRAS = {
     "wandb": ("tracking",),
     "math_verify": ("math",),
     "datasets": ("datasets",),
+    "PIL": ("images",),
     "openenv": ("openenv",),
     "cupy": ("cu13", "cu12"),
 }

@@ -13,7 +13,7 @@ Runs of tokens of one kind are a line with its name, in its colour:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 from dagrl.config import Config
@@ -179,8 +179,10 @@ def _contents(example: Example | None) -> list[str]:
         return []
     if not example.messages:
         return [example.prompt, example.response]
-    thoughts = (message.more.get("reasoning_content") for message in example.messages)
-    texts = chain(*zip(thoughts, (message.content for message in example.messages), strict=True))
+    texts = list[object]()
+    for message in example.messages:
+        parts = message.content if isinstance(message.content, tuple) else [{"text": message.content}]
+        texts += [message.more.get("reasoning_content"), *(part.get("text") for part in parts)]
     return [text.strip() if isinstance(text, str) else "" for text in texts]
 
 

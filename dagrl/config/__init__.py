@@ -39,6 +39,7 @@ from dagrl.config.task import (
     EnvironmentConfig as EnvironmentConfig,
     EvaluationConfig as EvaluationConfig,
     FunctionConfig as FunctionConfig,
+    ImagesConfig as ImagesConfig,
     ProcessConfig as ProcessConfig,
     RewardConfig as RewardConfig,
     RewardFunctionConfig as RewardFunctionConfig,

@@ -53,12 +53,26 @@ class DataSourceConfig(Section):
     messages_key: str = "messages"
     """Column of the messages of a conversation."""
 
+    image_key: str | None = None
+    """Column of a row's images: one, or a list. They belong to the parts of messages that are images without data, or else
+    stand in front of the first user turn. null: messages have their images in their parts."""
+
 
 class MixtureConfig(DataSourceConfig):
     """One of several sources of examples, with the keys of `data`."""
 
     weight: PositiveFloat | None = None
     """Share of the examples that are drawn from it, relative to the other weights. null: its number of examples."""
+
+
+class ImagesConfig(Section):
+    """Limits of images; see `dagrl.data.media`."""
+
+    max_pixels: PositiveInt | None = None
+    """Most pixels of an image. Larger ones are scaled down before the model's processor sees them. null: any number."""
+
+    max_count: PositiveInt | None = None
+    """Most images of an example; one with more is not valid (`invalid`). null: any number."""
 
 
 class DataConfig(DataSourceConfig):
@@ -73,6 +87,8 @@ class DataConfig(DataSourceConfig):
 
     system_prompt: str | None = None
     """System message in front of each conversation that has none. null: none."""
+
+    images: ImagesConfig = ImagesConfig()
 
     shuffle: bool = True
     """Shuffle the examples in every epoch."""

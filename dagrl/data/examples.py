@@ -14,6 +14,7 @@ import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, starmap, zip_longest
 from pathlib import Path
@@ -22,9 +23,10 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 import numpy as np
 
 from dagrl.data.hugging_face import CSV, has_splits, plain_files, read_rows
+from dagrl.data.media import IMAGE, Medium, Part, check_count, column_images, is_image, parts_of, read_images
 from dagrl.data.messages import content_of
 from dagrl.errors import ConfigError, DataError, UserError
-from dagrl.imports import check_arguments, load_callable, running
+from dagrl.imports import check_arguments, load_callable, require_package, running
 
 if TYPE_CHECKING:
     from dagrl.config import DataConfig, Json
@@ -39,13 +41,15 @@ Made = TypeVar("Made")
 class Message:
     """One turn of a conversation. `more` holds further keys for the chat template.
 
-    A turn with `tool_calls` may have no content. SFT learns the assistant turns that are `learned`.
+    A turn with `tool_calls` may have no content. One with images has parts, and its `media` (`dagrl.data.media`). SFT learns
+    the assistant turns that are `learned`.
     """
 
     role: str
-    content: str | None
+    content: str | tuple[Part, ...] | None
     more: Mapping[str, Json] = field(default_factory=dict)
     learned: bool = True
+    media: tuple[Medium, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,11 @@ class Example:
     columns: Mapping[str, Json] = field(default_factory=dict)
     task: str = ""
     rejected: Example | None = None
+
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        """The media of all messages, in their order."""
+        return tuple(medium for message in self.messages for medium in message.media)
 
 
 Parse = Callable[[Mapping[str, "Json"], str, "DataConfig"], Example]
@@ -103,7 +112,7 @@ def _load_mixture(config: DataConfig, parse: Parse | None) -> Splits:
     for name, source in config.mixture.items():
         own = {key: getattr(source, key) for key in source.model_fields_set - {"weight"}}
         try:
-            splits = load_splits(type(config)(**own, seed=config.seed, invalid=config.invalid), parse)
+            splits = load_splits(type(config)(**own, seed=config.seed, invalid=config.invalid, images=config.images), parse)
         except UserError as error:
             raise type(error)(f"data.mixture.{name}: {error}") from error
         parts = (splits.demonstrations, splits.train, splits.validation)
@@ -147,7 +156,60 @@ def read_examples(path: str | Path, split: str, config: DataConfig, parse: Parse
         examples = keep_valid(found, lambda row: make(_object(*row), row[1], config), config.invalid, str(path))
     if not examples:
         raise DataError(f"the dataset {str(path)!r} has no rows")
-    return examples
+    return with_images(examples, Path(path) if Path(path).is_dir() else Path(path).parent, config, str(path))
+
+
+def with_images(examples: Sequence[Example], folder: Path, config: DataConfig, source: str) -> list[Example]:
+    """Reads the images of examples, several at once. Paths are relative to `folder`. Raises DataError, as `keep_valid`."""
+    if not any(map(_images_of(config), examples)):
+        return list(examples)
+    require_package("PIL", f"{source} has images, which")
+    with ThreadPoolExecutor() as pool:
+        read = [pool.submit(_with_images, example, example.columns, folder, config) for example in examples]
+        return keep_valid(read, lambda one: one.result(), config.invalid, source)
+
+
+def _images_of(config: DataConfig) -> Callable[[Example], bool]:
+    """Returns a function that says whether an example may have images."""
+
+    def has_images(example: Example) -> bool:
+        column = config.image_key is not None and example.columns.get(config.image_key) is not None
+        rejected = example.rejected is not None and has_images(example.rejected)
+        return column or rejected or any(isinstance(message.content, tuple) for message in example.messages)
+
+    return has_images
+
+
+def _with_images(example: Example, columns: Mapping[str, Json], folder: Path, config: DataConfig) -> Example:
+    """Returns an example with its images read: those of its messages, and of `columns`."""
+    images = (
+        column_images(columns.get(config.image_key), f"{example.source}: {config.image_key!r}") if config.image_key else []
+    )
+    messages = example.messages or (Message("user", example.prompt), Message("assistant", example.response))
+    if images and not any(isinstance(message.content, tuple) for message in messages):
+        first = next((number for number, message in enumerate(messages) if message.role == "user"), None)
+        if first is None:
+            raise DataError(f"{example.source} has images in {config.image_key!r}, but no user turn to put them in")
+        content = (*[IMAGE] * len(images), {"type": "text", "text": messages[first].content or ""})
+        messages = (*messages[:first], replace(messages[first], content=content), *messages[first + 1 :])
+    column, turns = iter(images), []
+    for number, message in enumerate(messages, start=1):
+        if isinstance(message.content, tuple):
+            where = f"{example.source}: message {number}"
+            content, media = read_images(message.content, column, folder, config.images, where)
+            message = replace(message, content=content, media=media)
+        turns.append(message)
+    if left := len([*column]):
+        raise DataError(
+            f"{example.source} has {left} more images in {config.image_key!r} than parts for them in its messages; add or "
+            "remove some"
+        )
+    if example.rejected is not None:
+        example = replace(example, rejected=_with_images(example.rejected, columns, folder, config))
+    if any(message.media for message in turns):  # which only a conversation can have
+        example = replace(example, prompt="", messages=tuple(turns))
+        check_count(example.media, config.images, example.source)
+    return example
 
 
 def keep_valid(
@@ -394,7 +456,7 @@ def _conversation(turns: Json, source: str, key: str) -> Example:
         raise DataError(
             f"{source}: {key!r} has the roles {roles}; expected: a conversation that ends with an assistant turn"
         )
-    return Example("", messages[-1].content or "", messages, source)
+    return Example("", cast("str | None", messages[-1].content) or "", messages, source)
 
 
 def _messages(turns: Json, source: str, key: str) -> tuple[Message, ...]:
@@ -413,16 +475,19 @@ def _message(turn: Json, source: str) -> Message:
     if "function_call" in more or role == "function":
         raise DataError(f"{source} has 'function_call' or the role 'function'; expected: 'tool_calls' and the role 'tool'")
     content = content_of(turn)
+    if isinstance(content, list) and role != "assistant":
+        content = parts_of(content, source)
     silent = content is None and bool(more.get("tool_calls"))
-    if not isinstance(role, str) or not role or not (silent or isinstance(content, str)):
+    if not isinstance(role, str) or not role or not (silent or isinstance(content, str | tuple)):
         raise DataError(
-            f"{source} is {turn!r:.80}; expected: text in 'role', and text or a list of text parts in 'content', which may "
-            "be missing if there are 'tool_calls'"
+            f"{source} is {turn!r:.80}; expected: text in 'role', and text or a list of parts in 'content', which may be "
+            "missing if there are 'tool_calls'; parts are texts, or images where the turn is not the assistant's"
         )
     if role == "assistant" and weight not in (None, 0, 1):
         raise DataError(f"{source} has the weight {weight!r:.60}; expected: 1, or 0 for a turn that is not learned")
     _require_text(role, f"{source}: 'role'")
-    content = None if content is None else _require_text(content, f"{source}: 'content'")
+    for text in [content] if isinstance(content, str) else [part["text"] for part in content or () if not is_image(part)]:
+        _require_text(text, f"{source}: 'content'")
     _require_all_text(more, source)
     return Message("system" if role == "developer" else role, content, more, weight != 0)
 

@@ -55,8 +55,25 @@ def read_rows(path: str | Path, split: str, subset: str | None = None) -> Iterat
     """Yields each row and its source. Raises DataError, or MissingDependencyError without `datasets`."""
     _require(path)
     dataset = _open(Path(path), split, subset)
+    dataset = dataset.cast(_undecoded(dataset.features)) if "Image(" in str(dataset.features) else dataset
     for number, row in enumerate(dataset):
         yield f"{path}, row {number}", {key: _without_nulls(value) for key, value in row.items()}
+
+
+def _undecoded(feature: Any) -> Any:
+    """Returns a type of `datasets` in which images are their files."""
+    from datasets import Features, Image, LargeList, List
+
+    if isinstance(feature, Image):
+        return Image(mode=feature.mode, decode=False)
+    if isinstance(feature, dict):
+        kind = Features if isinstance(feature, Features) else dict
+        return kind({name: _undecoded(below) for name, below in feature.items()})
+    return (
+        type(feature)(_undecoded(feature.feature), feature.length)
+        if isinstance(feature, List)
+        else (LargeList(_undecoded(feature.feature)) if isinstance(feature, LargeList) else feature)
+    )
 
 
 def plain_files(path: str | Path, split: str, subset: str | None = None) -> list[tuple[Path, str]] | None:

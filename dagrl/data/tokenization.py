@@ -23,6 +23,7 @@ import numpy.typing as npt
 from dagrl.data.chat import Chat, chat_of
 from dagrl.data.encoder import Encoded
 from dagrl.data.examples import Example, Message
+from dagrl.data.media import MEDIA, Expanded, MediaProcessor, Medium, RowMedia
 from dagrl.errors import ConfigError, DataError
 from dagrl.runtime.shapes import Batch
 
@@ -63,6 +64,7 @@ class Prompt:
     columns: Mapping[str, Json] = field(default_factory=dict)
     task: str = ""
     tools: Sequence[Json] = ()
+    media: RowMedia | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -71,7 +73,7 @@ class Prompt:
         """Returns everything that a step learns from."""
         parts = [part for part in (self.columns, self.task) if part]  # JSON has no images, for example: their type counts
         more = [json.dumps(part, default=lambda value: type(value).__name__).encode() for part in parts]
-        return self.tokens.tobytes(), self.reference.encode(errors="surrogatepass"), *more
+        return self.tokens.tobytes(), self.reference.encode(errors="surrogatepass"), *more, *_content(self.media)
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,15 @@ class Demonstration:
     loss_mask: npt.NDArray[np.float32]  # [sequence]
     source: str
     task: str = ""
+    media: RowMedia | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def content(self) -> tuple[bytes, ...]:
         """Returns everything that a step learns from."""
-        return self.tokens.tobytes(), self.loss_mask.tobytes(), *([self.task.encode()] if self.task else [])
+        task = [self.task.encode()] if self.task else []
+        return self.tokens.tobytes(), self.loss_mask.tobytes(), *task, *_content(self.media)
 
 
 @dataclass(frozen=True)
@@ -108,19 +112,68 @@ class Preference:
         return *self.chosen.content(), *self.rejected.content()
 
 
-def encode_prompts(examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
-    """Returns one prompt per example. A conversation loses its last turn, and the template opens the assistant's."""
+def _content(media: RowMedia | None) -> list[bytes]:
+    """Returns the ids of a row's media, which are digests of their files."""
+    return [] if media is None else [media.tokens.tobytes()]
+
+
+def encode_prompts(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, processor: MediaProcessor | None = None
+) -> list[Prompt]:
+    """Returns one prompt per example. A conversation loses its last turn, and the template opens the assistant's.
+
+    A model that takes images has a `processor`, whose tokens its conversations get.
+    """
     chat = chat_of(tokenizer)
     texts = [
-        _render(chat, _turns(example.messages[:-1]), example, opened=True) if example.messages else example.prompt
+        _expanded(
+            _render(chat, _turns(example.messages[:-1]), example, opened=True) if example.messages else example.prompt,
+            example,
+            example.messages[:-1],
+            processor,
+        )
         for example in examples
     ]
     prompts = []
-    for example, text, encoded in zip(examples, texts, chat.encoder.encode(texts), strict=True):
+    for example, text, encoded in zip(examples, texts, chat.encoder.encode([text.text for text in texts]), strict=True):
         messages = _turns(example.messages[:-1])
         fields = (example.response, example.source, messages, example.columns, example.task, example.tools)
-        prompts.append(Prompt(text, _prompt_tokens(chat, encoded.ids, example, plain=not example.messages), *fields))
+        before = _before(chat, text.text, example, processor)
+        tokens = _prompt_tokens(encoded.ids, example, before)
+        media = _row_media(encoded, text, example.messages[:-1], processor)
+        media = None if media is None else media.padded(len(before), 0)
+        prompts.append(Prompt(text.text, tokens, *fields, media))
     return prompts
+
+
+def _expanded(text: str, example: Example, messages: Sequence[Message], processor: MediaProcessor | None) -> Expanded:
+    """Returns the text of these messages of an example, with what stands for their media."""
+    media = _media(messages)
+    if processor is not None and example.messages:
+        return processor.expand(text, media, example.source)
+    if media:
+        raise ConfigError(
+            f"{example.source} has images, but the model has no processor for them; choose one that takes images"
+        )
+    return Expanded(text, (), ())
+
+
+def _media(messages: Sequence[Message]) -> list[Medium]:
+    return [medium for message in messages for medium in message.media]
+
+
+def _row_media(
+    encoded: Encoded, text: Expanded, messages: Sequence[Message], processor: MediaProcessor | None
+) -> RowMedia | None:
+    media = _media(messages)
+    return processor.tokens(encoded, text, media) if processor is not None and media else None
+
+
+def _before(chat: Chat, text: str, example: Example, processor: MediaProcessor | None) -> list[int]:
+    """Returns the special tokens before a text: those of a plain one, or what a processor adds to a conversation."""
+    if not example.messages:
+        return chat.encoder.before
+    return [] if processor is None else processor.before(text, chat.encoder)
 
 
 def with_opening(prompt: Prompt, opening: str | Sequence[Mapping[str, Json]], tokenizer: PreTrainedTokenizerFast) -> Prompt:
@@ -131,30 +184,45 @@ def with_opening(prompt: Prompt, opening: str | Sequence[Mapping[str, Json]], to
     """
     chat = chat_of(tokenizer)
     if isinstance(opening, str) and not prompt.messages:
-        return replace(prompt, text=opening, tokens=_prompt_tokens(chat, chat.encoder.ids(opening), prompt, plain=True))
+        tokens = _prompt_tokens(chat.encoder.ids(opening), prompt, chat.encoder.before)
+        return replace(prompt, text=opening, tokens=tokens)
     messages = [{"role": "user", "content": opening}] if isinstance(opening, str) else [dict(turn) for turn in opening]
     if not messages:
         raise DataError(f"{prompt.source}: found no messages; expected: at least one")
     if messages[0].get("role") != "system":
         messages = [*(dict(turn) for turn in prompt.messages if turn["role"] == "system"), *messages]
     text = _render(chat, messages, prompt, opened=True)
-    tokens = _prompt_tokens(chat, chat.encoder.ids(text), prompt, plain=False)
+    tokens = _prompt_tokens(chat.encoder.ids(text), prompt, [])
     return replace(prompt, text=text, tokens=tokens, messages=messages)
 
 
 def encode_demonstrations(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, assistant_turns: Turns = "all"
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerFast,
+    assistant_turns: Turns = "all",
+    processor: MediaProcessor | None = None,
 ) -> list[Demonstration]:
-    """Returns the sequences of each example, in order: one, or for a conversation those of `assistant_turns`."""
+    """Returns the sequences of each example, in order: one, or for a conversation those of `assistant_turns`.
+
+    A model that takes images has a `processor`, whose tokens its conversations get.
+    """
     chat = chat_of(tokenizer)
     wholes = [
         whole
         for example in examples
         for whole in (_conversations(example, chat, assistant_turns) if example.messages else [_plain(example)])
     ]
+    texts = [_expanded(whole.text, whole.example, whole.messages, processor) for whole in wholes]
+    wholes = [
+        replace(whole, text=text.text, learned=[(text.moved(start), text.moved(end)) for start, end in whole.learned])
+        for whole, text in zip(wholes, texts, strict=True)
+    ]
     rows, sources = [], {difference: list[str]() for difference in DIFFERENCES}
-    for whole, encoded in zip(wholes, chat.encoder.encode([whole.text for whole in wholes]), strict=True):
+    for whole, text, encoded in zip(wholes, texts, chat.encoder.encode([text.text for text in texts]), strict=True):
         rows.append(_demonstration(whole, encoded, chat))
+        if processor is not None and whole.example.messages:
+            media = _row_media(encoded, text, whole.messages, processor)
+            rows[-1] = _with_media(rows[-1], media, processor.before(whole.text, chat.encoder))
         joined = bool(whole.example.messages) and not all(chat.encoder.is_cut(encoded, start) for start, _ in whole.learned)
         for difference in whole.differences | ({"joined"} if joined else set()):
             sources[difference].append(whole.example.source)
@@ -164,8 +232,20 @@ def encode_demonstrations(
     return rows
 
 
+def _with_media(row: Demonstration, media: RowMedia | None, before: Sequence[int]) -> Demonstration:
+    """Adds a row's media, and the special tokens `before` it."""
+    tokens, mask = np.array([*before, *row.tokens], np.int64), np.pad(row.loss_mask, (len(before), 0))
+    if media is not None:
+        media = media.padded(len(before), len(row) - len(media.tokens))
+    return replace(row, tokens=tokens, loss_mask=mask, media=media)
+
+
 def encode_preferences(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerFast, *, scored: bool = False
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    scored: bool = False,
+    processor: MediaProcessor | None = None,
 ) -> list[Preference]:
     """Returns a pair of sequences for each example. Of a conversation, the last turn is the answer.
 
@@ -176,7 +256,7 @@ def encode_preferences(
         if example.rejected is None:
             raise DataError(f"{example.source} has one answer; expected: a preference, whose `rejected` is another example")
     sides = [
-        encode_demonstrations(side, tokenizer, "last")
+        encode_demonstrations(side, tokenizer, "last", processor)
         for side in (examples, [example.rejected for example in examples if example.rejected is not None])
     ]
     if scored:
@@ -188,7 +268,8 @@ def encode_preferences(
 def _scored(row: Demonstration) -> Demonstration:
     mask = np.zeros(len(row) + 1, np.float32)
     mask[-1] = 1.0
-    return replace(row, tokens=np.append(row.tokens, row.tokens[-1]), loss_mask=mask)
+    media = None if row.media is None else row.media.padded(0, 1)
+    return replace(row, tokens=np.append(row.tokens, row.tokens[-1]), loss_mask=mask, media=media)
 
 
 def digest_of(rows: Sequence[Row]) -> str:
@@ -201,15 +282,25 @@ def digest_of(rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
-def collate(rows: Sequence[Demonstration]) -> Batch:
-    """Returns a batch of whole sequences: `tokens` and `loss_mask` [n, longest], `lengths` [n]."""
+def collate(rows: Sequence[Demonstration], *, media: bool = False) -> Batch:
+    """Returns a batch of whole sequences: `tokens` and `loss_mask` [n, longest], `lengths` [n].
+
+    With `media`, also that field [n, longest], in which rows without images are 0.
+    """
     lengths = np.array([len(row) for row in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
     loss_mask = np.zeros(tokens.shape, np.float32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row.tokens
         loss_mask[index, : len(row)] = row.loss_mask
-    return Batch({"tokens": tokens, "lengths": lengths, "loss_mask": loss_mask})
+    batch = Batch({"tokens": tokens, "lengths": lengths, "loss_mask": loss_mask})
+    if not media:
+        return batch
+    ids = np.zeros(tokens.shape, np.int64)
+    for index, row in enumerate(rows):
+        if row.media is not None:
+            ids[index, : len(row)] = row.media.tokens
+    return batch.with_fields(**{MEDIA: ids})
 
 
 def collate_pairs(pairs: Sequence[Preference]) -> Batch:
@@ -241,7 +332,8 @@ def keep_fitting(rows: Sequence[Row], room: int, too_long: Literal["error", "dro
 class _Whole:
     """The text of a row and the parts of it that carry the loss.
 
-    `calls`: its last turn calls tools. `differences`: keys of `DIFFERENCES`.
+    It has the example's first `count` messages, or all. `calls`: its last turn calls tools. `differences`: keys of
+    `DIFFERENCES`.
     """
 
     example: Example
@@ -249,6 +341,12 @@ class _Whole:
     learned: Sequence[tuple[int, int]]
     calls: bool = False
     differences: frozenset[str] = frozenset()
+    count: int | None = None
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The messages of the row."""
+        return self.example.messages[: self.count]
 
 
 def _plain(example: Example) -> _Whole:
@@ -350,7 +448,7 @@ def _unmarked(example: Example, chat: Chat, ends: Sequence[int]) -> _Whole:
             )
     learned = [(turn.start, turn.end) for turn in turns]
     differences = frozenset(chain.from_iterable(turn.differences for turn in turns))
-    return _Whole(example, whole, learned, _calls(example.messages[ends[-1] - 1]), differences)
+    return _Whole(example, whole, learned, _calls(example.messages[ends[-1] - 1]), differences, ends[-1])
 
 
 @dataclass(frozen=True)
@@ -377,7 +475,7 @@ def _turn(chat: Chat, example: Example, count: int) -> _Turn:
     return _Turn(text, start, end, frozenset(differences))
 
 
-def _has(text: str, part: Json) -> bool:
+def _has(text: str, part: object) -> bool:
     """Returns whether a text has a part, with any white space. What is not text has none to write."""
     return not isinstance(part, str) or part.strip() in text or "".join(part.split()) in "".join(text.split())
 
@@ -396,16 +494,20 @@ def _render(chat: Chat, turns: Sequence[Mapping[str, Json]], example: Example | 
 def _turns(messages: Sequence[Message]) -> list[dict[str, Json]]:
     """Converts messages for templates. Omits missing content, which some templates would render as `None`."""
     return [
-        {"role": message.role, **({} if message.content is None else {"content": message.content}), **message.more}
+        {"role": message.role, **({} if message.content is None else {"content": _parts(message.content)}), **message.more}
         for message in messages
     ]
 
 
-def _prompt_tokens(chat: Chat, ids: list[int], example: Example | Prompt, *, plain: bool) -> npt.NDArray[np.int64]:
-    """Returns the tokens of a prompt, with the special tokens before a plain one; chat templates write theirs."""
+def _parts(content: str | Sequence[Mapping[str, Json]]) -> Json:
+    return content if isinstance(content, str) else [dict(part) for part in content]
+
+
+def _prompt_tokens(ids: list[int], example: Example | Prompt, before: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Returns the tokens of a prompt, with the special tokens `before` it."""
     if not ids:
         raise _no_tokens(example)
-    return np.array([*(chat.encoder.before if plain else ()), *ids], np.int64)
+    return np.array([*before, *ids], np.int64)
 
 
 def _no_tokens(example: Example | Prompt) -> DataError:

@@ -15,6 +15,7 @@ from dagrl.config import Config, Json
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import CRITIC, TRAIN, role_config
 from dagrl.config.settings import bucket_widths, generation_config, phase_path, rows_per_sample, samples_per_step
+from dagrl.data.media import MEDIA
 from dagrl.errors import ConfigError
 from dagrl.imports import load_attribute
 from dagrl.rl.algorithm import columns_by_phase, planned_algorithm
@@ -102,6 +103,12 @@ def with_records(config: Config, plans: Sequence[PhasePlan], hf_config: Mapping[
         if plan.name == "generate":
             recorded[number] = replace(plan, result_bytes=(plan.result_bytes or 0) + room)
     return recorded
+
+
+def with_media(plans: Sequence[PhasePlan]) -> list[PhasePlan]:
+    """Adds the media that tokens stand for to the phases that learn from demonstrations."""
+    users, fields = ("demonstration_step", "evaluate"), {MEDIA: Field("int64")}
+    return [replace(plan, fields={**plan.fields, **fields}) if plan.name in users else plan for plan in plans]
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from dagrl.config.settings import bucket_widths, generation_config, phase_path, 
 from dagrl.data import Example, Splits, load_splits
 from dagrl.data.chat import Chat, chat_of
 from dagrl.data.examples import keep_valid, preference_of, with_chat, with_tools
+from dagrl.data.media import MediaProcessor, Medium, load_processor
 from dagrl.data.messages import CALL_ID
 from dagrl.data.tokenization import (
     Demonstration,
@@ -114,6 +116,13 @@ class Inputs:
     evaluation_prompts: list[Prompt] = field(default_factory=list)
     preferences: list[Preference] = field(default_factory=list)
     validation_preferences: list[Preference] = field(default_factory=list)
+
+    @cached_property
+    def media(self) -> list[Medium]:
+        """The media of all demonstrations, each once."""
+        rows = chain(self.demonstrations, self.validation_demonstrations)
+        media = {medium.id: medium for row in rows if row.media is not None for medium in row.media.items}
+        return list(media.values())
 
 
 def preflight(config: Config, *, checkpoints: bool = True) -> Inputs:
@@ -387,6 +396,10 @@ def _encoded(
     )
     if tokenizer.chat_template is not None and any(example.messages for example in chain(learned, train, held)):
         check_template(config.policy, tokenizer)
+    processor = None
+    if any(example.media for example in chain(learned, train, held)):
+        check_media(config, plan)
+        processor = MediaProcessor(load_processor(Path(config.policy.tokenizer.name or config.policy.model_name or "")))
     if plan.generates:
         shown = config.data.apply_chat_template or any(example.messages for example in chain(learned, train))
         ends = {"eos_token of the tokenizer": [cast(int, tokenizer.eos_token_id)]}
@@ -398,7 +411,8 @@ def _encoded(
         encode_pairs = partial(encode_preferences, tokenizer=tokenizer, scored=gives_scores(derived.algorithm))
         pairs = [_valid(config, encode_pairs, part) for part in (train, held[: config.preference.max_val_samples])]
     elif _learns_responses(config, plan):
-        encode = partial(encode_demonstrations, tokenizer=tokenizer, assistant_turns=config.data.assistant_turns)
+        turns = config.data.assistant_turns
+        encode = partial(encode_demonstrations, tokenizer=tokenizer, assistant_turns=turns, processor=processor)
         demonstrations = [_valid(config, encode, part) for part in (learned, held[: config.sft.max_val_samples])]
     if plan.generates:
         schemas = tool_schemas(load_tools(config.environment.tools)) if config.environment.tools else []
@@ -431,6 +445,22 @@ def _encoded(
         preferences=pairs[0],
         validation_preferences=pairs[1],
     )
+
+
+def check_media(config: Config, plan: RunPlan) -> None:
+    """Raises ConfigError for a run that does not train on images."""
+    policy = config.policy
+    layout = policy.train_layout
+    settings = {
+        "they are learned by SFT alone; set algorithm=sft": plan.generates or plan.learns_from != "demonstrations",
+        "Megatron workers take text alone; set policy.backend=fsdp": policy.backend != "fsdp",
+        "adapters are for text alone; set policy.peft.enabled=false": policy.peft.enabled,
+        "their model is not split; set tensor_parallel_size, context_parallel_size and expert_parallel_size of "
+        "policy.fsdp_cfg to 1": max(layout.tp, layout.cp, layout.ep) > 1,
+    }
+    for advice, found in settings.items():
+        if found:
+            raise ConfigError(f"the data have images, but {advice}, or remove the images")
 
 
 def _check_tools(chat: Chat, schemas: Sequence[Json]) -> None:

@@ -25,6 +25,7 @@ from dagrl.config.file import value_text
 from dagrl.config.plan import RunPlan
 from dagrl.config.roles import GENERATION, TRAIN
 from dagrl.config.settings import TOKENIZER_KEY, generation_config, generation_dtype, keeps_weights, model_names
+from dagrl.data.media import MediaStore
 from dagrl.errors import ClusterError, StopRequestedError
 from dagrl.refit import Refit
 from dagrl.run.checkpoint_store import Checkpoint, CheckpointStore
@@ -33,7 +34,7 @@ from dagrl.run.colocated import DROP_WEIGHTS, KEEP_WEIGHTS, SharedDevices
 from dagrl.run.engines import EngineReplacement
 from dagrl.run.fleet import Fleet
 from dagrl.run.model import write_random_model
-from dagrl.run.plans import PhasePlan, load_phase, run_plans, with_records
+from dagrl.run.plans import PhasePlan, load_phase, run_plans, with_media, with_records
 from dagrl.run.preflight import Inputs, limit_steps, preflight
 from dagrl.run.recorder import Recorder, process_label
 from dagrl.run.replays import Replays
@@ -138,6 +139,9 @@ def prepared(config: Config, fleet: Fleet) -> Iterator[PreparedRun]:
         config = prepared_config(config, inputs, paths.init_model)
         plan = RunPlan.of(config)
         phase_plans = with_records(config, run_plans(config, plan), inputs.hf_config)
+        if inputs.media:
+            phase_plans = with_media(phase_plans)
+            MediaStore(paths.media, config.data.images).add(inputs.media)
         store, resumed = _open_checkpoints(config, paths)
         step = resumed.state.step if resumed else 0
         yield PreparedRun(

@@ -74,6 +74,7 @@ class RunPaths:
     metrics = _Below("metrics.jsonl")
     tensorboard = _Below("tensorboard")
     rollouts = _Below("rollouts")
+    media = _Below("media")
     trace = _Below("trace.json")
     final_model = _Below("final_model")
     init_model = _Below("init_model")

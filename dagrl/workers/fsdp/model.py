@@ -48,6 +48,7 @@ from dagrl.workers.fsdp.architecture import find_class, find_config
 from dagrl.workers.fsdp.attention import attention_arguments, default_attention
 from dagrl.workers.fsdp.context import Context
 from dagrl.workers.fsdp.lora import add_adapters, is_adapter, moved_names, split_adapters
+from dagrl.workers.fsdp.media import MediaInputs
 from dagrl.workers.fsdp.output import LogitTransform, base_of
 from dagrl.workers.train.hf_load import read_hf_config
 from dagrl.workers.train.microbatches import Segments
@@ -74,22 +75,33 @@ class HiddenStates(nn.Module):
         super().__init__()
         self.net = net
         self.context: Context | None = None
+        self.media: MediaInputs | None = None
         self.logits = None if hasattr(net, SCALAR_HEAD) else LogitTransform(net)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, segments: Segments | None = None, row_positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Segments | None = None,
+        row_positions: Tensor | None = None,
+        media: Tensor | None = None,
     ) -> Tensor:
         """Returns the last hidden states [b, s, hidden size] for `tokens` and `positions` [b, s].
 
         `segments` are the sequences of a packed row, which positions tell apart where attention does not take them.
-        `row_positions` are those of whole rows, of which context-parallel ranks have a run of `s` tokens each.
+        `row_positions` are those of whole rows, of which context-parallel ranks have a run of `s` tokens each. `media` are
+        the ids [b, s] of the images that tokens stand for.
         """
-        arguments = attention_arguments(self.net.config, segments, row_positions)
+        arguments = attention_arguments(self.net.config, segments, row_positions) | {"position_ids": positions}
+        nothing = None
+        if self.media is not None and media is not None:
+            arguments |= self.media.arguments(tokens, positions, media)
+            nothing = None if bool((media != 0).any()) else self.media.nothing(tokens.device)
         split = self.context is not None and row_positions is not None
         with self.context.whole_rows(row_positions) if split else nullcontext():  # type: ignore[union-attr, arg-type]
-            output = base_of(self.net)(input_ids=tokens, position_ids=positions, use_cache=False, **arguments)
+            output = base_of(self.net)(input_ids=tokens, use_cache=False, **arguments)
         hidden: Tensor = output.last_hidden_state
-        return hidden
+        return hidden if nothing is None else hidden + nothing.to(hidden.dtype)
 
 
 @dataclass(frozen=True)

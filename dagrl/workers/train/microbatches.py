@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dagrl.data.media import MEDIA
 from dagrl.rl.losses import row_sums
 from dagrl.rl.routed_experts import MISSING, ROUTED_EXPERTS, RoutedLayers, field_bytes
 from dagrl.runtime.shapes import Batch
@@ -108,7 +109,8 @@ class Microbatch:
     `data` has `sequence_ids`, below `sequences`, if it has a loss mask. `targets` is the index of each token's label in the
     flattened batch; past the end: no label. `segments` is None if every row is one sequence, `routed` without experts.
     `scored` are the indices of the tokens whose labels are in the loss mask, None for all (`logprobs.py`).
-    `row_positions` [b, width], like `segments`, are of whole rows, if this worker holds a run of each; else None.
+    `row_positions` [b, width], like `segments`, are of whole rows, if this worker holds a run of each; else None. `media`
+    are the ids of the media that the tokens stand for (`dagrl.data.media`), None in runs without any.
     """
 
     tokens: Tensor
@@ -121,6 +123,7 @@ class Microbatch:
     routed: RoutedTokens | None = None
     scored: Tensor | None = None
     row_positions: Tensor | None = None
+    media: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -337,6 +340,7 @@ def _microbatches(
 ) -> tuple[Microbatch, ...]:
     """Gathers every field for all microbatches at once, then splits."""
     by_token = {name: field for name, field in fields.items() if field.ndim == 2}
+    media = _gather(by_token.pop(MEDIA), table.sources) if MEDIA in by_token else None
     by_row = {name: field for name, field in fields.items() if field.ndim == 1}
     if "loss_mask" in by_token:
         by_row |= {name: sums.flatten() for name, sums in row_sums({k: v[:, 1:] for k, v in by_token.items()}).items()}
@@ -349,11 +353,13 @@ def _microbatches(
         tokens = _fill_padding(tokens, by_token["tokens"], table, lengths, model.vocabulary)
     sizes = [rows * width for rows, width in (plan.shape for plan in plans)]
     columns = [torch.split(one, sizes) for one in (tokens, labels, table.positions, table.following, *data.values())]
+    own_media = [None] * len(plans) if media is None else torch.split(media, sizes)
     items: list[Microbatch] = []
-    for plan, parts in zip(plans, zip(*columns, strict=True), strict=True):
+    for plan, parts, ids in zip(plans, zip(*columns, strict=True), own_media, strict=True):
         token, label, position, target, *own = (part.view(plan.shape) for part in parts)
         named = dict(zip(data, own, strict=True))
-        items.append(Microbatch(token, label, position, target, named, plan.segments, len(lengths) + 1))
+        item = Microbatch(token, label, position, target, named, plan.segments, len(lengths) + 1)
+        items.append(item if ids is None else replace(item, media=ids.view(plan.shape)))
     return tuple(items)
 
 

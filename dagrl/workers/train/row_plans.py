@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dagrl.config import PolicyConfig
 from dagrl.config.settings import least_shared
+from dagrl.data.media import MEDIA
 from dagrl.errors import DataError
 from dagrl.runtime.layout import Coordinates, ParallelLayout
 from dagrl.runtime.shapes import Batch
@@ -289,7 +290,11 @@ def _common_tokens(batch: Batch, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.i
         ends = np.where(scored.any(1), scored.argmax(1) - 1, ends)
     ends = ends[rows]
     tokens = batch["tokens"][:, : ends.max(initial=0) + 2][rows]
-    equal = np.pad(tokens[1:] == tokens[:-1], ((0, 0), (0, 1)))
+    equal = tokens[1:] == tokens[:-1]
+    if MEDIA in batch.fields:  # images of one size have equal tokens
+        media = batch[MEDIA][:, : tokens.shape[1]][rows]
+        equal &= media[1:] == media[:-1]
+    equal = np.pad(equal, ((0, 0), (0, 1)))
     common: npt.NDArray[np.int64] = np.minimum(np.minimum(ends[1:], ends[:-1]), np.maximum(equal.argmin(1) - 1, 0))
     return common
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from dagrl.channels import Channel, ChannelSpec, open_channel
 from dagrl.config import Config, Json
 from dagrl.config.plan import load_algorithm, reference_role
+from dagrl.data.media import without_media
 from dagrl.errors import ConfigError, RunError
 from dagrl.files import FileEntry
 from dagrl.machine import DeviceMemory
@@ -339,7 +340,7 @@ class TrainWorker:
         if not in_warmup():
             yield split_batch(batch, rule, backend.place, backend.routed)
             return
-        batch = with_empty_record(batch)  # warm-up ids are made up
+        batch = with_empty_record(without_media(batch))  # warm-up ids are made up
         seen = self._warm_widths.setdefault(current_replay().phase, set())
         for item in warmup_batches(batch, rule, backend.place, seen):
             for _ in range(2 if backend.captures else 1):

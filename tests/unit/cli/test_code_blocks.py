@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import dagrl
 from dagrl.cli import main as command
@@ -163,6 +164,8 @@ def test_yaml(code: str) -> None:
 def test_rows(code: str, tmp_path: Path) -> None:
     assert all(map(json.loads, code.splitlines()))
     (tmp_path / "rows.jsonl").write_text(code)
+    for name in re.findall(r"\w+\.png", code):
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
     assert load_splits(DataConfig(path=str(tmp_path / "rows.jsonl"), val_fraction=0.0)).train
 
 

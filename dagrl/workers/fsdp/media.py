@@ -1,0 +1,103 @@
+"""What a model's forward pass takes for the images of a microbatch: pixels, grids, types of tokens and positions.
+
+The images are those whose tokens are in the microbatch (`dagrl.data.media`), row by row. The model's own processor makes the
+tensors of all of them at once, as for one conversation. Imported only where torch is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dagrl.config import Config
+from dagrl.data.media import MediaStore, load_processor
+from dagrl.telemetry.record import RunPaths
+from dagrl.workers.fsdp.attention import TORCH_VARLEN
+from dagrl.workers.fsdp.output import base_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import ProcessorMixin
+
+TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments that say which tokens are images: 1, or 0 for text."""
+
+BLANK = (64, 64)
+"""Size of the image that stands for none."""
+
+
+def make_media_inputs(net: Any, config: Config) -> MediaInputs:
+    """Makes those of a run's model, whose images are in the run's directory. `torch_varlen` takes no masks."""
+    base, policy = base_of(net), config.policy
+    inputs = MediaInputs(
+        base,
+        load_processor(Path(policy.tokenizer.name or policy.model_name or "")),
+        MediaStore(RunPaths.of(config).media, config.data.images).open,
+    )
+    if inputs.masks and net.config._attn_implementation == TORCH_VARLEN:
+        net.set_attn_implementation("sdpa")
+    return inputs
+
+
+class MediaInputs:
+    """Makes the arguments of `base`, the part of a model below its head. `open_image` returns an image by its id."""
+
+    def __init__(self, base: nn.Module, processor: ProcessorMixin, open_image: Callable[[int], Image]) -> None:
+        self._base: Any = base
+        self._processor, self._open_image = processor, open_image
+        self._known = {*inspect.signature(base.forward).parameters} - {"input_ids", "attention_mask", "position_ids"}
+        self.masks = "token_type_ids" in self._known  # tokens of an image see each other
+        self._ropes = hasattr(base, "get_rope_index")  # positions of images in several dimensions
+
+    def arguments(self, tokens: Tensor, positions: Tensor, media: Tensor) -> dict[str, Any]:
+        """Returns all arguments besides tokens, also `position_ids`. `media` [b, s] are the ids of the tokens' media."""
+        types = (media != 0).int()
+        arguments: dict[str, Any] = {name: types for name in TYPES if name in self._known}
+        arguments["position_ids"] = positions
+        firsts = (-media[media < 0]).tolist()
+        if not firsts:
+            return arguments
+        arguments |= self._tensors([self._open_image(one) for one in firsts], tokens.device)
+        if self._ropes:
+            arguments["position_ids"] = self._rope_positions(tokens, positions, media, arguments)
+        return arguments
+
+    def nothing(self, device: torch.device) -> Tensor:
+        """Returns 0, computed from a blank image: without any, a rank takes part in the vision tower's collectives too."""
+        from PIL import Image
+
+        features = self._base.get_image_features(**self._tensors([Image.new("RGB", BLANK)], device), return_dict=True)
+        parts = features.pooler_output
+        whole: Tensor = parts if isinstance(parts, Tensor) else torch.cat([*parts])
+        deep = [part for layer in getattr(features, "deepstack_features", None) or () for part in layer]
+        return sum([one.sum() for one in deep], whole.sum()) * 0.0
+
+    def _tensors(self, images: list[Image], device: torch.device) -> dict[str, Tensor]:
+        """Returns what the processor makes of the images of one row, which need no padding, as far as the model takes it."""
+        output = self._processor(images=[images], return_tensors="pt")
+        return {name: value.to(device) for name, value in output.items() if name in self._known and name not in TYPES}
+
+    def _rope_positions(self, tokens: Tensor, positions: Tensor, media: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Returns positions [4, b, s]: those of text, by which sequences of a row are told apart, and the model's own three.
+
+        Sequences begin where positions do. The model's function takes one sequence at a time, and reads it on the host.
+        """
+        shape, grids = tokens.shape, arguments["image_grid_thw"].cpu()
+        flat = [one.flatten().cpu() for one in (tokens, positions, media)]
+        starts = [*torch.nonzero(flat[1] == 0).flatten().tolist(), len(flat[0])]
+        parts, first = [], 0
+        for start, end in pairwise(starts):
+            ids, own = flat[0][None, start:end], flat[2][None, start:end]
+            count = int((own < 0).sum())
+            images = grids[first : first + count] if count else None
+            found, _ = self._base.get_rope_index(ids, mm_token_type_ids=(own != 0).int(), image_grid_thw=images)
+            parts.append(found[:, 0])
+            first += count
+        own = torch.cat(parts, dim=1).view(3, *shape).to(positions.device)
+        return torch.cat([positions[None], own])

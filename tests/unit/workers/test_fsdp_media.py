@@ -1,0 +1,196 @@
+"""Models that take images, in one process: hidden states, losses and gradients are those of transformers' own loop.
+
+Truths: `processor.apply_chat_template` of each conversation with its images, alone, and the model's own loss of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dagrl.config import Config
+from dagrl.data.media import MediaProcessor, open_medium
+from dagrl.data.tokenization import Demonstration, collate, encode_demonstrations
+from dagrl.errors import ConfigError
+from dagrl.runtime.layout import ParallelLayout
+from dagrl.workers.train.microbatches import split_batch
+from dagrl.workers.train.row_plans import ParallelRank, SplitRule, prefix_groups
+from tests.unit.data.processors import FAMILIES, Family, processor_of
+from tests.unit.data.test_media import CONVERSATIONS, folder, read, truth, turns_of  # noqa: F401
+
+ORDER = ["none", "several", "one", "the same twice"]
+TEXT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+RULES = {
+    "padded": SplitRule(packed=False, rows=2, tokens=0, by_row=True),
+    "packed": SplitRule(packed=True, rows=0, tokens=600, by_row=True),
+}
+
+
+@cache
+def model_of(family: Family) -> Any:
+    """Builds a model of a family's shape from a seed."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    processor = processor_of(family)
+    size = len(processor.tokenizer)
+    text = {**TEXT, "vocab_size": size, "head_dim": 8, "pad_token_id": None}
+    (image,) = processor.image_token_ids
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_heads": 4}
+    if family.name == "Qwen3-VL":
+        ropes = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 10000.0}
+        deep = {
+            "depth": 2,
+            "patch_size": 4,
+            "out_hidden_size": 32,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 64,
+        }
+        config = AutoConfig.for_model(
+            "qwen3_vl", text_config={**text, "rope_parameters": ropes}, vision_config=vision | deep, image_token_id=image
+        )
+    elif family.name == "Gemma 3":
+        text |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+        config = AutoConfig.for_model(
+            "gemma3",
+            text_config=text,
+            vision_config={**vision, "image_size": 16, "patch_size": 4},
+            mm_tokens_per_image=4,
+            image_token_id=image,
+        )
+    else:
+        config = AutoConfig.for_model(
+            "idefics3",
+            text_config={"model_type": "llama", **text},
+            vision_config={**vision, "image_size": 32, "patch_size": 8},
+            scale_factor=2,
+            image_token_id=image,
+        )
+    torch.manual_seed(3)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").float().eval()
+    with torch.no_grad():  # so that images matter
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    return model
+
+
+def rows_of(family: Family, where: Path, names: Sequence[str]) -> list[Demonstration]:
+    processor = MediaProcessor(processor_of(family))
+    examples = read(where, [{"messages": CONVERSATIONS[name]} for name in names])
+    return encode_demonstrations(examples, processor.tokenizer, "all", processor)
+
+
+def expected(family: Family, name: str) -> tuple[Tensor, int]:
+    """Returns the sum of a conversation's losses by the model's own forward pass, and the number of its learned tokens."""
+    processor = processor_of(family)
+    turns = [turns_of(family, CONVERSATIONS[name])]
+    inputs = processor.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
+    mask = torch.tensor(truth(family, CONVERSATIONS[name])["assistant_masks"])
+    logits = model_of(family)(**inputs).logits[0, :-1].log_softmax(-1)
+    losses = -logits.gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
+    return (losses * mask[1:]).sum(), int(mask.sum())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
+def test_losses_and_gradients_are_those_of_a_plain_loop(family: Family, rule: str, folder: Path) -> None:  # noqa: F811
+    from dagrl.workers.fsdp.media import MediaInputs
+    from dagrl.workers.fsdp.model import HiddenStates
+    from dagrl.workers.fsdp.output import base_of
+
+    model, rows = model_of(family), rows_of(family, folder, ORDER)
+    media = {medium.id: medium for row in rows if row.media is not None for medium in row.media.items}
+    root = HiddenStates(model)
+    root.media = MediaInputs(base_of(model), processor_of(family), lambda one: open_medium(media[one]))
+    rank = ParallelRank(ParallelLayout(), ParallelLayout().coordinates(0), None, None, torch.device("cpu"))
+    batch = collate(rows, media=True)
+    model.zero_grad()
+    loss = torch.zeros(())
+    for item in split_batch(batch, RULES[rule], rank).items:
+        hidden = root(item.tokens, item.positions, item.segments, None, item.media)
+        logprobs = model.get_output_embeddings()(hidden).log_softmax(-1)
+        loss = loss - (logprobs.gather(-1, item.labels[..., None])[..., 0] * item.data["loss_mask"]).sum()
+    loss.backward()
+    gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    sums = [expected(family, name) for name in ORDER]
+    whole = torch.stack([one for one, _ in sums]).sum()
+    whole.backward()
+    count = sum(number for _, number in sums)
+    assert count == int(batch["loss_mask"].sum())
+    torch.testing.assert_close(loss / count, whole / count, atol=1e-5, rtol=1e-5)
+    for name, one in model.named_parameters():
+        if one.grad is not None:
+            torch.testing.assert_close(
+                gradients[name], one.grad, atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
+def test_a_microbatch_without_images_runs_the_tower_for_nothing(family: Family, folder: Path) -> None:  # noqa: F811
+    from dagrl.workers.fsdp.media import MediaInputs
+    from dagrl.workers.fsdp.model import HiddenStates
+    from dagrl.workers.fsdp.output import base_of
+
+    model = model_of(family)
+    (row,) = rows_of(family, folder, ["none"])
+    root = HiddenStates(model)
+    root.media = MediaInputs(base_of(model), processor_of(family), lambda one: pytest.fail(f"asks for {one}"))
+    tokens = torch.from_numpy(row.tokens)[None]
+    positions = torch.arange(len(row))[None]
+    model.zero_grad()
+    with_tower = root(tokens, positions, media=torch.zeros_like(tokens))
+    torch.testing.assert_close(with_tower, root(tokens, positions))
+    with_tower.sum().backward()
+    tower = [one for name, one in model.named_parameters() if "vis" in name and one.requires_grad]
+    assert tower and any(one.grad is not None for one in tower)
+    assert all(one.grad is None or not one.grad.any() for one in tower)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "GRPO": (
+        {"algorithm": "grpo", "policy": {"generation": {"max_new_tokens": 4}}},
+        "they are learned by SFT alone",
+    ),
+    "adapters": ({"policy": {"peft": {"enabled": True}}}, "adapters are for text alone"),
+    "tensor parallelism": ({"policy": {"fsdp_cfg": {"tensor_parallel_size": 2}}}, "their model is not split"),
+    "Megatron": (
+        {"policy": {"backend": "megatron"}},
+        "Megatron workers take text alone; set policy.backend=fsdp",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_runs_that_do_not_take_images_refuse_them(name: str) -> None:
+    from dagrl.config.plan import RunPlan
+    from dagrl.run.preflight import check_media
+
+    keys, expected = REFUSED[name]
+    policy = {"backend": "fsdp", **keys.get("policy", {})}
+    config = Config.model_validate({"name": "run", "algorithm": keys.get("algorithm", "sft"), "policy": policy, "data": {}})
+    with pytest.raises(ConfigError, match=f"the data have images, but {expected}"):
+        check_media(config, RunPlan.of(config))
+
+
+def test_rows_with_other_images_share_no_prefix(folder: Path) -> None:  # noqa: F811
+    turn, answer = CONVERSATIONS["one"]
+    other = {"role": "user", "content": [{"type": "image", "image": "images/3.png"}, turn["content"][1]]}
+    processor = MediaProcessor(processor_of(FAMILIES[0]))
+    rows = [{"messages": [one, answer]} for one in (turn, turn, other)]
+    batch = collate(encode_demonstrations(read(folder, rows), processor.tokenizer, "all", processor), media=True)
+    assert (batch["tokens"][1] == batch["tokens"][2]).all()
+    groups = prefix_groups(batch, 0.0)
+    assert [group.rows for group in groups if group.saved] == [(0, 1)]
