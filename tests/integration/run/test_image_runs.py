@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def plain_losses(family: Family) -> list[float]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] if case == "Qwen3-VL, packed" else []) for case in CASES]
 )
-def test_losses_are_those_of_a_plain_loop(case: str, tmp_path: Path) -> None:
+def test_losses_are_those_of_a_plain_loop(case: str, cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dagrl.run.fleet.ray_cluster", lambda *args, **options: nullcontext())  # joins the session's
     family, policy = CASES[case]
     model_of(family).save_pretrained(tmp_path / "model")
     processor_of(family).save_pretrained(tmp_path / "model")
@@ -89,6 +91,7 @@ def test_losses_are_those_of_a_plain_loop(case: str, tmp_path: Path) -> None:
             },
             "sft": {"max_num_steps": STEPS},
             "data": {"path": str(tmp_path / "rows.jsonl"), "val_fraction": 0, "shuffle": False},
+            "cluster": {"num_cpus": 2, "num_gpus": 0},
             "checkpointing": {"enabled": False, "export_hf": case.startswith("Gemma")},
         }
     )
